@@ -1,0 +1,24 @@
+"""Pipeline-parallel training for PyTorch, the Megatron way: one hand-written function per schedule."""
+
+from . import parallel_state, schedules
+from .config import PipelineConfig
+from .placement import StageInfo, distribute_layers
+from .registry import schedule_names
+from .schedules import get_forward_backward_func
+from .step import schedule, stages_for_rank
+from .watchdog import PipelineError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PipelineConfig",
+    "PipelineError",
+    "StageInfo",
+    "distribute_layers",
+    "get_forward_backward_func",
+    "parallel_state",
+    "schedule",
+    "schedule_names",
+    "schedules",
+    "stages_for_rank",
+]

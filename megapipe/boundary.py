@@ -1,0 +1,181 @@
+"""What lies between two neighbouring stages: nothing, this rank's own memory, or a wire to another rank.
+
+Each kind answers the same four calls, so the verbs need not ask where the neighbour is. The stage below calls
+`send_output` and `take_gradient`, the stage above `take_input` and `send_gradient`. None of them waits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .p2p_communication import DESCRIPTION, Communicator, DescribedTransfer, Inbox, MessageSpec, Transfer
+from .placement import Placement, StageInfo
+
+__all__ = ["Boundary", "End", "Here", "Wire", "boundaries_around"]
+
+
+class Boundary(ABC):
+    peer: int | None = None
+    """Pipeline rank of the other side, where it is not this one."""
+
+    @abstractmethod
+    def take_input(self) -> Transfer | None:
+        """The next forward input."""
+
+    @abstractmethod
+    def send_output(self, output: Transfer | None) -> None: ...
+
+    @abstractmethod
+    def take_gradient(self) -> Transfer | None:
+        """The gradients of the oldest output that has none yet: one for each of its tensors that wants one."""
+
+    @abstractmethod
+    def send_gradient(self, grads: list[Tensor]) -> None: ...
+
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether everything expected has been taken."""
+
+
+class End(Boundary):
+    """Before the first stage and behind the last: data and loss come and go by themselves."""
+
+    def take_input(self) -> None:
+        return None
+
+    def send_output(self, output: Transfer | None) -> None:
+        pass
+
+    def take_gradient(self) -> None:
+        return None
+
+    def send_gradient(self, grads: list[Tensor]) -> None:
+        pass
+
+    def is_empty(self) -> bool:
+        return True
+
+
+class Here(Boundary):
+    """Between two stages of this rank: tensors change hands without being copied."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[Transfer | None] = deque()
+        self._gradients: deque[Transfer] = deque()
+
+    def take_input(self) -> Transfer | None:
+        assert self._outputs, "recv_forward before send_forward of the stage below, which is on the same rank"
+        return self._outputs.popleft()
+
+    def send_output(self, output: Transfer | None) -> None:
+        self._outputs.append(output)
+
+    def take_gradient(self) -> Transfer:
+        assert self._gradients, "recv_backward before send_backward of the stage above, which is on the same rank"
+        return self._gradients.popleft()
+
+    def send_gradient(self, grads: list[Tensor]) -> None:
+        self._gradients.append(Transfer(None, grads))
+
+    def is_empty(self) -> bool:
+        return not self._outputs and not self._gradients
+
+
+class Wire(Boundary):
+    """To another rank, over the two channels of this boundary.
+
+    Args:
+        index: the boundary's number, that of the stage below it.
+        spec: the message that goes forward; None where each one is described ahead of it.
+        num_inputs: how many messages will come from the stage below: 0 where this rank holds that stage.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        index: int,
+        peer: int,
+        spec: MessageSpec | None,
+        num_inputs: int,
+        lookahead: int,
+        forward_only: bool,
+    ) -> None:
+        self.peer = peer
+        self._communicator = communicator
+        self._forward = communicator.forward[index]
+        self._backward = communicator.backward[index]
+        self._descriptions = communicator.descriptions[index] if spec is None else None
+        self._forward_only = forward_only
+        if self._descriptions is None:
+            self._inputs = Inbox(self._forward, communicator.device, lookahead)
+        else:
+            self._inputs = Inbox(self._descriptions, torch.device("cpu"), lookahead)
+        self._inputs.expect(spec or DESCRIPTION, num_inputs)
+        self._gradients = Inbox(self._backward, communicator.device, lookahead)
+        self._gradient_comes: deque[bool] = deque()  # for each output sent
+
+    def take_input(self) -> Transfer:
+        transfer = self._inputs.take()
+        if self._descriptions is not None:
+            return DescribedTransfer(transfer, self._forward, self._communicator.device)
+        return transfer
+
+    def send_output(self, output: Transfer | None) -> None:
+        assert output is not None
+        assert output.spec is not None
+        if self._descriptions is not None:
+            self._communicator.send_description(self._descriptions, output.spec)
+        self._communicator.send(self._forward, output.tensors)
+        if not self._forward_only:
+            gradient = output.spec.gradient()
+            self._gradient_comes.append(bool(gradient.tensors))
+            if gradient.tensors:
+                self._gradients.expect(gradient)
+
+    def take_gradient(self) -> Transfer:
+        return self._gradients.take() if self._gradient_comes.popleft() else Transfer(None, [])
+
+    def send_gradient(self, grads: list[Tensor]) -> None:
+        if grads:
+            self._communicator.send(self._backward, grads)
+
+    def is_empty(self) -> bool:
+        return self._inputs.is_empty() and self._gradients.is_empty()
+
+
+def boundaries_around(
+    stages: Sequence[StageInfo],
+    placement: Placement,
+    pp_rank: int,
+    specs: Sequence[tuple[MessageSpec | None, MessageSpec | None]],
+    communicator: Communicator | None,
+    num_microbatches: int,
+    lookahead: int,
+    forward_only: bool,
+) -> list[tuple[Boundary, Boundary]]:
+    """For each of a rank's stages, the boundary below it and the one above.
+
+    Args:
+        specs: per stage the message that it receives and the one that it sends, where known.
+        communicator: None where the pipeline has one rank only.
+    """
+    num_stages = stages[0].num_stages
+    boundaries: dict[int, Boundary] = {-1: End(), num_stages - 1: End()}  # by the number of the stage below
+    for stage, (received, sent) in zip(stages, specs):
+        sides = ((stage.index - 1, stage.index - 1, received), (stage.index, stage.index + 1, sent))
+        for index, neighbour, spec in sides:
+            if index in boundaries:
+                continue  # an end, or made for the stage on the other side
+            peer = placement.rank(neighbour, num_stages // len(stages))
+            if peer == pp_rank:
+                boundaries[index] = Here()
+            else:
+                assert communicator is not None
+                num_inputs = num_microbatches if neighbour < stage.index else 0
+                boundaries[index] = Wire(communicator, index, peer, spec, num_inputs, lookahead, forward_only)
+    return [(boundaries[stage.index - 1], boundaries[stage.index]) for stage in stages]

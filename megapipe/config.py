@@ -1,0 +1,74 @@
+"""The settings of a pipeline: the fields of Megatron's ModelParallelConfig that matter here, and a few of ours.
+
+The config is `model.config`, which may be any object with some of these fields (Megatron's own config, a dataclass
+of yours, a namespace); those it lacks take the defaults below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+__all__ = ["PipelineConfig"]
+
+
+@dataclass
+class PipelineConfig:
+    # Messages
+    hidden_size: int | None = None
+    """Last dimension of the tensor between stages, where the model does not compute its shapes itself."""
+    pipeline_dtype: torch.dtype | None = None
+    """dtype of the tensor between stages; None takes that of the model's first floating-point parameter."""
+    variable_seq_lengths: bool = False
+    """Microbatches differ in shape: each message is preceded by a description of it."""
+    overlap_p2p_comm: bool = True
+    """Post receives before they are asked for. False posts each one only when its turn comes."""
+    p2p_lookahead: int | None = None
+    """How many receives each channel keeps posted ahead. None: 2 on CPU, 1 elsewhere, where a receive that waits
+    occupies the device."""
+    deallocate_pipeline_outputs: bool = True
+    """Accepted for Megatron's sake: a sent output is always freed as soon as it has left, only its graph is kept."""
+    timeout: float = 600.0
+    """Seconds a rank may wait for one message before the step fails with a report of where every rank is."""
+
+    # Sequence and tensor parallelism divide the sequence length of the tensor between stages
+    sequence_parallel: bool = False
+    tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+
+    # Loss and gradients
+    calculate_per_token_loss: bool = False
+    """3-tuple loss functions: do not divide the loss by tokens; hand their number to `finalize_model_grads_func`."""
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Called with the loss of each microbatch; its result is what is differentiated."""
+    no_sync_func: Any = None
+    """Returns a context without data-parallel gradient synchronisation; or a list of such, one per chunk."""
+    grad_sync_func: Any = None
+    """Called with a chunk's parameters as soon as its gradients are complete; or a list, one per chunk."""
+    param_sync_func: Any = None
+    """Called with a chunk's parameters before it is first used in a training step; or a list, one per chunk."""
+    finalize_model_grads_func: Callable[..., None] | None = None
+    """Called once after a training step with the list of chunks and the number of tokens (or None)."""
+
+    # Forward
+    enable_autocast: bool = False
+    autocast_dtype: torch.dtype | None = None
+    """None takes `pipeline_dtype`."""
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """Of the microbatches in flight at a time, this many checkpoint only in part; `forward_step_func` is told by a
+    third argument, True where everything is to be recomputed (https://arxiv.org/abs/2205.05198, appendix C)."""
+
+    # Measuring
+    timers: Any = None
+    """Megatron's timers: `timers(name, log_level=...)` returns an object with `start(barrier=...)` and `stop()`."""
+    barrier_with_L1_time: bool = True  # noqa: N815
+
+    @classmethod
+    def of(cls, config: object) -> PipelineConfig:
+        """A config with the fields of `config`, defaults where it has none."""
+        if type(config) is cls:
+            return config
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)})

@@ -1,0 +1,86 @@
+"""When data parallelism may touch the gradients: not before a chunk's last microbatch.
+
+The names are Megatron's: `no_sync_func` holds synchronisation back, `grad_sync_func` starts it for a chunk,
+`finalize_model_grads_func` completes it at the end of the step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from .config import PipelineConfig
+
+__all__ = ["GradientSync", "finalize_gradients"]
+
+
+class GradientSync:
+    """Holds gradient synchronisation back during one training step and releases it chunk by chunk."""
+
+    def __init__(self, config: PipelineConfig, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        per_chunk = isinstance(config.no_sync_func, (list, tuple))
+        # One context for all chunks, or one for each.
+        self._no_sync = list(config.no_sync_func) if per_chunk else [config.no_sync_func]
+        self._contexts = [ExitStack() for _ in self._no_sync]
+        self._grad_sync = _one_per_chunk(config.grad_sync_func, len(models))
+        self._param_sync = _one_per_chunk(config.param_sync_func, len(models))
+        for chunk in range(len(self._contexts)):
+            self._hold(chunk)
+
+    def before_forward(self, chunk: int, microbatch: int) -> None:
+        """Gather parameters one chunk ahead of their use."""
+        if microbatch == 0:
+            for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
+                if ahead < len(self._models) and (param_sync := self._param_sync[ahead]) is not None:
+                    param_sync(self._models[ahead].parameters())
+
+    @contextmanager
+    def last_gradients(self, chunk: int) -> Iterator[None]:
+        """Around the computation that completes the gradients of `chunk`."""
+        context = min(chunk, len(self._contexts) - 1)
+        grad_sync = self._grad_sync[chunk]
+        if grad_sync is None:
+            self._contexts[context].close()  # the model's own hooks fire during the backward
+            yield
+        else:
+            yield
+            self._contexts[context].close()
+            grad_sync(self._models[chunk].parameters())
+        self._hold(context)
+
+    def release(self) -> None:
+        """Leave the contexts, also after an error."""
+        for context in self._contexts:
+            context.close()
+
+    def _hold(self, context: int) -> None:
+        no_sync = self._no_sync[context]
+        if no_sync is not None:
+            self._contexts[context].enter_context(no_sync())
+
+
+def finalize_gradients(
+    config: PipelineConfig, models: list[nn.Module], num_tokens: Tensor, keywords: dict[str, Any]
+) -> None:
+    """Call the caller's `finalize_model_grads_func`, with those of Megatron's `keywords` that it takes."""
+    function = config.finalize_model_grads_func
+    if function is not None:
+        tokens = num_tokens if config.calculate_per_token_loss else None
+        function(models, tokens, **{name: value for name, value in keywords.items() if _takes(function, name)})
+
+
+def _one_per_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any] | None]:
+    return list(function) if isinstance(function, (list, tuple)) else [function] * num_chunks
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some builtins have none
+        return False
+    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,422 @@
+"""Messages between stages: one channel per stage boundary and direction.
+
+A channel carries one kind of message one way, and every chunk handles its microbatches in order, so the order of
+sends and receives on a channel always matches, whatever the schedule does in between; a late receiver delays that
+channel only. A step can therefore wait only for data, and data dependencies have no cycle.
+
+Gloo honours tags, so all channels share one group there. NCCL does not: each channel has a two-rank group of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+import queue
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .placement import Placement
+
+__all__ = [
+    "Channel",
+    "Communicator",
+    "ConnectionLostError",
+    "Inbox",
+    "Message",
+    "MessageSpec",
+    "TensorSpec",
+    "Transfer",
+    "pack",
+    "unpack",
+]
+
+# What a stage hands to the next one. Containers hold tensors only, no further containers.
+Message = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
+
+# "tensor", "list", "tuple", or the keys of a dict.
+Structure = str | tuple[str, ...]
+
+
+class ConnectionLostError(RuntimeError):
+    """The transport gave up on a message: its other end is gone, or the connection was aborted."""
+
+
+@contextlib.contextmanager
+def _connection_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionLostError(str(error).partition("\n")[0]) from error
+
+
+class TensorSpec(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    """Whether a gradient comes back for it."""
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class MessageSpec(NamedTuple):
+    """Everything a receiver must know about a message before it arrives."""
+
+    structure: Structure
+    tensors: tuple[TensorSpec, ...]
+
+    def gradient(self) -> MessageSpec:
+        """The message that goes back for this one."""
+        return MessageSpec("list", tuple(t for t in self.tensors if t.differentiable))
+
+    def matches(self, other: MessageSpec) -> bool:
+        """Same structure, shapes and dtypes."""
+        return self.structure == other.structure and [t[:2] for t in self.tensors] == [t[:2] for t in other.tensors]
+
+    def __str__(self) -> str:
+        tensors = [str(t) for t in self.tensors]
+        if self.structure == "tensor":
+            return tensors[0]
+        if isinstance(self.structure, tuple):
+            return "{" + ", ".join(f"{key}: {t}" for key, t in zip(self.structure, tensors)) + "}"
+        return f"{self.structure} of " + (", ".join(tensors) or "nothing")
+
+
+def pack(message: object) -> tuple[Structure, list[torch.Tensor]]:
+    """A message as its structure and its tensors. A list of one tensor counts as that tensor."""
+    structure: Structure
+    if isinstance(message, torch.Tensor):
+        return "tensor", [message]
+    if isinstance(message, dict):
+        structure, tensors = tuple(message), list(message.values())
+    elif isinstance(message, (list, tuple)):
+        structure, tensors = type(message).__name__, list(message)
+        if isinstance(message, tuple):
+            structure = "tuple"
+        elif len(message) == 1:
+            structure = "tensor"
+    else:
+        raise TypeError(f"it is a {type(message).__name__}")
+    for item in tensors:
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(f"it is a {type(message).__name__} that holds a {type(item).__name__}")
+    return structure, tensors
+
+
+def unpack(structure: Structure, tensors: list[torch.Tensor]) -> Message:
+    """The inverse of `pack`."""
+    if structure == "tensor":
+        return tensors[0]
+    if structure == "list":
+        return tensors
+    if structure == "tuple":
+        return tuple(tensors)
+    return dict(zip(structure, tensors))
+
+
+class Transfer:
+    """Tensors on their way to or from another rank, with the handles to wait for. Owns the tensors until then."""
+
+    __slots__ = ("_works", "spec", "tensors")
+
+    def __init__(self, spec: MessageSpec | None, tensors: list[torch.Tensor], works: Sequence[Any] = ()) -> None:
+        self.spec = spec
+        """What was expected; None where nobody asks (sends, gradients)."""
+        self.tensors = tensors
+        self._works = works
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait until the tensors may be used: the host on CPU, only the current stream on a device."""
+        works, self._works = self._works, ()  # a second wait on a gloo work would hang
+        with _connection_errors():
+            for work in works:
+                work.wait()
+        return self.tensors
+
+    def is_completed(self) -> bool:
+        """Never true on gloo before somebody waits."""
+        return all(work.is_completed() for work in self._works)
+
+
+class Channel(NamedTuple):
+    """One way from this rank to a peer, or from the peer to this rank."""
+
+    group: dist.ProcessGroup
+    peer: int
+    """Global rank."""
+    tag: int
+
+    def post(self, operation: Callable[..., Any], spec: MessageSpec | None, tensors: list[torch.Tensor]) -> Transfer:
+        """Start `dist.isend` or `dist.irecv` of all tensors."""
+        with _connection_errors():
+            if len(tensors) > 1 and tensors[0].device.type != "cpu":
+                # One launch for all. On gloo it would be the loop below, at four times its cost.
+                ops = [dist.P2POp(operation, tensor, self.peer, self.group, self.tag) for tensor in tensors]
+                return Transfer(spec, tensors, dist.batch_isend_irecv(ops))
+            works = [operation(tensor, self.peer, group=self.group, tag=self.tag) for tensor in tensors]
+        return Transfer(spec, tensors, works)
+
+    def receive(self, spec: MessageSpec, device: torch.device) -> Transfer:
+        """Post the receive of one message."""
+        # A fresh buffer each time: it becomes a leaf of the stage's graph and must not remember an earlier one.
+        buffers = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in spec.tensors]
+        return self.post(dist.irecv, spec, buffers)
+
+
+class Inbox:
+    """The receives of one channel during one step, `lookahead` of them posted before they are asked for."""
+
+    def __init__(self, channel: Channel, device: torch.device, lookahead: int) -> None:
+        self._channel = channel
+        self._device = device
+        self._lookahead = lookahead
+        self._expected: deque[MessageSpec] = deque()
+        self._posted: deque[Transfer] = deque()
+
+    def expect(self, spec: MessageSpec, count: int = 1) -> None:
+        """`count` such messages will come, after those expected already."""
+        self._expected.extend([spec] * count)
+        self._post_ahead()
+
+    def take(self) -> Transfer:
+        """The oldest message not taken yet: posted by now, but perhaps not arrived."""
+        if not self._posted:
+            self._post()
+        transfer = self._posted.popleft()
+        self._post_ahead()
+        return transfer
+
+    def is_empty(self) -> bool:
+        return not self._posted and not self._expected
+
+    def _post_ahead(self) -> None:
+        while self._expected and len(self._posted) < self._lookahead:
+            self._post()
+
+    def _post(self) -> None:
+        self._posted.append(self._channel.receive(self._expected.popleft(), self._device))
+
+
+class DescribedTransfer(Transfer):
+    """A message whose description comes first: its receive can be posted only when that has arrived."""
+
+    __slots__ = ("_channel", "_description", "_device")
+
+    def __init__(self, description: Transfer, channel: Channel, device: torch.device) -> None:
+        super().__init__(None, [])
+        self._description = description
+        self._channel = channel
+        self._device = device
+
+    def wait(self) -> list[torch.Tensor]:
+        (description,) = self._description.wait()
+        self.spec = read_description(description)
+        self.tensors = self._channel.receive(self.spec, self._device).wait()
+        return self.tensors
+
+
+class PolledOutbox:
+    """Sends under way, for transports that tell when a send has completed. Frees their tensors then."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Transfer] = deque()
+
+    def add(self, transfer: Transfer) -> None:
+        while self._pending and self._pending[0].is_completed():
+            self._pending.popleft()
+        self._pending.append(transfer)
+
+    def drain(self) -> None:
+        """Nothing to wait for: the device runs the sends in order, and their tensors are held until it has."""
+
+
+class WaitedOutbox:
+    """Sends under way, for gloo, where only a blocking wait tells that a send has completed: a thread waits.
+
+    The thread does nothing else, and a blocked wait does not hold the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Transfer | threading.Event | None] = queue.SimpleQueue()
+        self._error: ConnectionLostError | None = None
+        threading.Thread(target=self._run, name="megapipe-sends", daemon=True).start()
+
+    def add(self, transfer: Transfer) -> None:
+        self._queue.put(transfer)
+
+    def drain(self) -> None:
+        """Wait until all sends have completed. Raises what the first failed one raised."""
+        drained = threading.Event()
+        self._queue.put(drained)
+        drained.wait()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                try:
+                    item.wait()
+                except ConnectionLostError as error:
+                    self._error = self._error or error
+            del item  # nothing sent may stay alive while this waits for the next one
+
+
+class Communicator:
+    """The channels of one rank, built once per pipeline and kept between steps.
+
+    Every rank of the pipeline must build it at the same time.
+
+    Args:
+        ranks: global ranks of the pipeline, in pipeline order.
+        with_descriptions: also build the channels that describe messages ahead of them (`variable_seq_lengths`).
+        timeout: seconds after which the transport itself gives up; a safety net behind the watchdog's.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        placement: Placement,
+        num_chunks: int,
+        device: torch.device,
+        with_descriptions: bool,
+        timeout: float,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.device = device
+        self._placement = placement
+        self._num_stages = len(ranks) * num_chunks
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self._groups: list[dist.ProcessGroup] = []
+        self.forward: dict[int, Channel] = {}
+        self.backward: dict[int, Channel] = {}
+        self.descriptions: dict[int, Channel] = {}
+        on_cpu = device.type == "cpu"
+        if on_cpu or with_descriptions:
+            host_group = self._new_group(self.ranks, "gloo")
+        for boundary, peer in self._boundaries():
+            if on_cpu:
+                self.forward[boundary] = Channel(host_group, peer, 3 * boundary)
+                self.backward[boundary] = Channel(host_group, peer, 3 * boundary + 1)
+            else:
+                pair = sorted((dist.get_rank(), peer))
+                self.forward[boundary] = Channel(self._new_group(pair, None), peer, 0)
+                self.backward[boundary] = Channel(self._new_group(pair, None), peer, 0)
+            if with_descriptions:
+                self.descriptions[boundary] = Channel(host_group, peer, 3 * boundary + 2)
+        self._host_outbox = WaitedOutbox()
+        self._outbox: PolledOutbox | WaitedOutbox = self._host_outbox if on_cpu else PolledOutbox()
+        if not on_cpu:
+            self._check_connections()
+            self._warm_up()
+
+    def _boundaries(self) -> list[tuple[int, int]]:
+        """Boundaries between a stage of this rank and one of another, with that rank. Boundary b follows stage b."""
+        me = dist.get_rank()
+        boundaries = []
+        for boundary in range(self._num_stages - 1):
+            ends = [self.ranks[self._placement.rank(stage, len(self.ranks))] for stage in (boundary, boundary + 1)]
+            if me in ends and ends[0] != ends[1]:
+                boundaries.append((boundary, ends[1 - ends.index(me)]))
+        return boundaries
+
+    def _new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+        group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._groups.append(group)
+        return group
+
+    def _check_connections(self) -> None:
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            warnings.warn(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 makes all communicators and the computation share one hardware queue; "
+                "pipeline stages will wait for each other. Unset it, or set it to 8 or more.",
+                stacklevel=2,
+            )
+
+    def _warm_up(self) -> None:
+        """Set up every communicator now, boundary by boundary in the same order on every rank: communicators made
+        lazily in the first step, in whatever order it reaches them, can wait for each other for ever."""
+        token = torch.zeros(1, device=self.device)
+        for boundary in sorted(self.forward):
+            lower_is_here = self.ranks[self._placement.rank(boundary, len(self.ranks))] == dist.get_rank()
+            forward, backward = (dist.isend, dist.irecv) if lower_is_here else (dist.irecv, dist.isend)
+            self.forward[boundary].post(forward, None, [token]).wait()
+            self.backward[boundary].post(backward, None, [token]).wait()
+
+    def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None:
+        """Start sending. The caller may drop the tensors at once, but must not write to them."""
+        contiguous = [tensor.detach().contiguous() for tensor in tensors]
+        self._outbox.add(channel.post(dist.isend, None, contiguous))
+
+    def send_description(self, channel: Channel, spec: MessageSpec) -> None:
+        self._host_outbox.add(channel.post(dist.isend, None, [describe(spec)]))
+
+    def drain(self) -> None:
+        """Wait until nothing sent is under way any more."""
+        self._outbox.drain()
+        self._host_outbox.drain()
+
+    def abort(self) -> None:
+        """Make every operation under way fail, here and on the peers. The communicator is of no use afterwards."""
+        for group in self._groups:
+            if dist.get_backend(group) != "gloo":
+                group._get_backend(self.device).abort()
+            else:
+                # Gloo has no abort, but a wait that times out closes all pairs of its group. A pair may be closed
+                # already, and then refuses the receive.
+                for peer in self.ranks:
+                    if peer != dist.get_rank():
+                        with contextlib.suppress(RuntimeError):
+                            probe = dist.irecv(torch.empty(1), peer, group=group, tag=3 * self._num_stages)
+                            probe.wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """Stop the helper thread."""
+        self._host_outbox.close()
+
+
+# Describing a message ahead of it: its spec as JSON in a buffer of fixed size, always on CPU, so that reading it
+# never makes the host wait for a device.
+
+DESCRIPTION = MessageSpec("tensor", (TensorSpec((1024,), torch.uint8, False),))
+
+
+@functools.lru_cache(maxsize=256)
+def describe(spec: MessageSpec) -> torch.Tensor:
+    tensors = [(t.shape, str(t.dtype).removeprefix("torch."), t.differentiable) for t in spec.tensors]
+    text = json.dumps([spec.structure, tensors], separators=(",", ":")).encode()
+    (size,) = DESCRIPTION.tensors[0].shape
+    if len(text) > size:
+        raise ValueError(
+            f"a message of {len(tensors)} tensors takes {len(text)} bytes to describe, more than the {size} there are "
+            "for variable_seq_lengths: send fewer tensors, or name them shorter."
+        )
+    return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
+
+
+def read_description(description: torch.Tensor) -> MessageSpec:
+    return _parse_description(bytes(description.tolist()))
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_description(text: bytes) -> MessageSpec:
+    structure, tensors = json.loads(text)
+    return MessageSpec(
+        tuple(structure) if isinstance(structure, list) else structure,
+        tuple(TensorSpec(tuple(shape), getattr(torch, dtype), diff) for shape, dtype, diff in tensors),
+    )

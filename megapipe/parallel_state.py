@@ -1,0 +1,154 @@
+"""Who this rank is: the process groups of the pipeline and of its replicas, under Megatron's names.
+
+Ranks are numbered with the pipeline outermost: with 2 replicas of 4 stages, ranks 0 2 4 6 are one pipeline and ranks
+0 1 hold replicas of the same stage. Neighbouring stages are then on different nodes only where they must be, and the
+replicas, which exchange most, are close.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+__all__ = [
+    "destroy_model_parallel",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size",
+    "get_virtual_pipeline_model_parallel_world_size",
+    "initialize_model_parallel",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "model_parallel_is_initialized",
+]
+
+
+@dataclass(frozen=True)
+class _State:
+    pipeline_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    virtual_size: int | None
+
+
+_state: _State | None = None
+
+
+def initialize_model_parallel(
+    pipeline_model_parallel_size: int = 1, virtual_pipeline_model_parallel_size: int | None = None
+) -> None:
+    """Make the process groups. Every rank calls it, with the same sizes, after `dist.init_process_group`.
+
+    Args:
+        pipeline_model_parallel_size: ranks per pipeline. The world is filled with replicas of the pipeline.
+        virtual_pipeline_model_parallel_size: chunks per rank, for schedules that leave it open.
+
+    Raises ValueError where the sizes do not fit the world or differ between ranks, RuntimeError when called before
+    torch.distributed is initialised or a second time.
+    """
+    global _state
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first.")
+    if _state is not None:
+        raise RuntimeError("model parallelism is initialised already: call destroy_model_parallel() first.")
+    world_size = dist.get_world_size()
+    sizes = (pipeline_model_parallel_size, virtual_pipeline_model_parallel_size)
+    everybody: list[tuple[int, int | None]] = [sizes] * world_size
+    dist.all_gather_object(everybody, sizes)
+    if len(set(everybody)) > 1:
+        listed = ", ".join(f"rank {rank}: {pp} and {vp}" for rank, (pp, vp) in enumerate(everybody))
+        raise ValueError(
+            "the ranks disagree on pipeline_model_parallel_size and virtual_pipeline_model_parallel_size "
+            f"({listed}). Make them the same."
+        )
+    if pipeline_model_parallel_size < 1 or world_size % pipeline_model_parallel_size:
+        raise ValueError(
+            f"pipeline_model_parallel_size={pipeline_model_parallel_size} does not divide the {world_size} ranks there "
+            f"are: start a multiple of {pipeline_model_parallel_size} ranks, or choose a divisor of {world_size}."
+        )
+    if virtual_pipeline_model_parallel_size is not None and virtual_pipeline_model_parallel_size < 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size}: use None for no virtual "
+            "stages, or at least 2."
+        )
+    num_replicas = world_size // pipeline_model_parallel_size
+    pipelines = [list(range(replica, world_size, num_replicas)) for replica in range(num_replicas)]
+    replicas = [list(ranks) for ranks in zip(*pipelines)]
+    _state = _State(_own_group(pipelines), _own_group(replicas), virtual_pipeline_model_parallel_size)
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups. The processes' communicators go with torch.distributed's."""
+    global _state
+    _state = None
+
+
+def model_parallel_is_initialized() -> bool:
+    return _state is not None
+
+
+def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
+    return _initialized().pipeline_group
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Ranks per pipeline; 1 where torch.distributed is not in use."""
+    return get_pipeline_model_parallel_group().size() if _needs_groups() else 1
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return get_pipeline_model_parallel_group().rank() if _needs_groups() else 0
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    return _initialized().virtual_size if _needs_groups() else None
+
+
+def get_data_parallel_group() -> dist.ProcessGroup:
+    return _initialized().data_group
+
+
+def get_data_parallel_world_size() -> int:
+    return get_data_parallel_group().size() if _needs_groups() else 1
+
+
+def get_data_parallel_rank() -> int:
+    return get_data_parallel_group().rank() if _needs_groups() else 0
+
+
+def is_pipeline_first_stage() -> bool:
+    """Whether this rank holds the first stage, under loop or V placement alike."""
+    return get_pipeline_model_parallel_rank() == 0
+
+
+def is_pipeline_last_stage() -> bool:
+    """Whether this rank is the last of its pipeline. With V placement the last stage is on rank 0: ask
+    `stages_for_rank` instead."""
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+
+
+def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:
+    """Make one group for each list of ranks, and return the one that this rank is in."""
+    own = None
+    for ranks in all_ranks:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def _needs_groups() -> bool:
+    return _state is not None or dist.is_initialized()
+
+
+def _initialized() -> _State:
+    if _state is None:
+        raise RuntimeError(
+            "the pipeline's process groups do not exist yet: call "
+            "megapipe.parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) on every rank."
+        )
+    return _state

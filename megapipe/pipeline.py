@@ -1,0 +1,161 @@
+"""The verbs, at work: what is in flight on this rank.
+
+Everything waits in queues, one per chunk and kind, in microbatch order: inputs taken, outputs to be sent, microbatches
+between F and B, gradients both ways. A message in a queue is a `Transfer`; the step that needs it waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from .boundary import Boundary
+from .gradients import GradientSync
+from .p2p_communication import Communicator, Transfer
+from .placement import Placement
+from .stage import InFlight, Stage
+from .verbs import Action, Verbs
+from .watchdog import Position, Watchdog
+
+__all__ = ["Chunk", "Pipeline"]
+
+
+class Chunk:
+    """One stage of this rank, the boundaries around it, and what waits at it."""
+
+    def __init__(self, stage: Stage, below: Boundary, above: Boundary) -> None:
+        self.stage = stage
+        self.below = below
+        self.above = above
+        self.inputs: deque[Transfer | None] = deque()
+        self.outputs: deque[Transfer | None] = deque()
+        self.in_flight: deque[InFlight] = deque()
+        self.output_grads: deque[Transfer | None] = deque()
+        self.input_grads: deque[list[Tensor]] = deque()
+
+    def is_empty(self) -> bool:
+        queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads)
+        return not any(queues) and self.below.is_empty() and self.above.is_empty()
+
+
+class Pipeline(Verbs):
+    """One step of a pipeline on one rank. A schedule drives it.
+
+    Args:
+        communicator, watchdog: None for a pipeline of one rank.
+        gradient_sync: None where nothing is trained.
+        partial_checkpoints: (n, window): of every `window` forwards on this rank the first n recompute only in part.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        placement: Placement,
+        pp_rank: int,
+        pp_size: int,
+        num_microbatches: int,
+        results: list[Any],
+        *,
+        communicator: Communicator | None,
+        watchdog: Watchdog | None,
+        gradient_sync: GradientSync | None,
+        partial_checkpoints: tuple[int, int] | None,
+    ) -> None:
+        super().__init__(placement, pp_rank, pp_size, num_microbatches, len(chunks), forward_only=gradient_sync is None)
+        self._chunks = chunks
+        self._results = results
+        self._communicator = communicator
+        self._watchdog = watchdog
+        self._position = Position() if watchdog is None else watchdog.position
+        self._gradient_sync = gradient_sync
+        self._partial_checkpoints = partial_checkpoints
+        self._num_forwards = 0
+        self._profiling = torch._C._autograd._profiler_enabled()
+
+    def recv_forward(self, chunk: int = 0) -> None:
+        self._advance("recv_forward", chunk)
+        this = self._chunks[chunk]
+        this.inputs.append(this.below.take_input())
+
+    def forward_step(self, chunk: int = 0) -> None:
+        microbatch = self._advance("forward_step", chunk)
+        this = self._chunks[chunk]
+        received = this.inputs.popleft()
+        with self._at(Action(this.stage.info.index, "F", microbatch)):
+            if self._gradient_sync is not None:
+                self._gradient_sync.before_forward(chunk, microbatch)
+            if received is not None:
+                self._wait(received, "the forward input", microbatch, this.below)
+            output, in_flight = this.stage.forward(received, microbatch, *self._checkpoint_argument())
+        this.outputs.append(output)
+        if in_flight is not None:
+            this.in_flight.append(in_flight)
+
+    def send_forward(self, chunk: int = 0) -> None:
+        self._advance("send_forward", chunk)
+        this = self._chunks[chunk]
+        this.above.send_output(this.outputs.popleft())
+
+    def recv_backward(self, chunk: int = 0) -> None:
+        if not self.forward_only:
+            self._advance("recv_backward", chunk)
+            this = self._chunks[chunk]
+            this.output_grads.append(this.above.take_gradient())
+
+    def backward_step(self, chunk: int = 0) -> None:
+        if self._gradient_sync is None:
+            return
+        microbatch = self._advance("backward_step", chunk)
+        this = self._chunks[chunk]
+        in_flight = this.in_flight.popleft()
+        received = this.output_grads.popleft()
+        with self._at(Action(this.stage.info.index, "BW", microbatch)):
+            grads = None if received is None else self._wait(received, "the output gradient", microbatch, this.above)
+            is_last = microbatch == self.num_microbatches - 1
+            with self._gradient_sync.last_gradients(chunk) if is_last else nullcontext():
+                this.input_grads.append(this.stage.backward(in_flight, grads))
+
+    def send_backward(self, chunk: int = 0) -> None:
+        if not self.forward_only:
+            self._advance("send_backward", chunk)
+            this = self._chunks[chunk]
+            this.below.send_gradient(this.input_grads.popleft())
+
+    def finish(self) -> list[Any]:
+        """Wait until everything sent has been taken. Returns what the loss function reported."""
+        self._check_finished()
+        assert all(chunk.is_empty() for chunk in self._chunks), "the schedule ended with work left in its queues"
+        if self._communicator is not None:
+            self._position.action, self._position.awaited = "the end of its step", "its last messages to be taken"
+            self._communicator.drain()
+            self._position.awaited = None
+        return self._results
+
+    def _wait(self, transfer: Transfer, what: str, microbatch: int, boundary: Boundary) -> list[Tensor]:
+        """Wait for a message. Whoever wonders what this rank is doing meanwhile finds it in its position."""
+        position = self._position
+        position.peer = boundary.peer
+        position.awaited = f"{what} of microbatch {microbatch}"
+        tensors = transfer.wait()
+        position.awaited = None
+        if self._watchdog is not None:
+            self._watchdog.check()
+        return tensors
+
+    def _at(self, action: Action) -> AbstractContextManager[Any]:
+        self._position.action = name = str(action)
+        return record_function(name) if self._profiling else nullcontext()
+
+    def _checkpoint_argument(self) -> tuple[bool, ...]:
+        """The third argument of forward_step_func: whether to recompute all of this forward's activations."""
+        if self._partial_checkpoints is None:
+            return ()
+        num_partial, window = self._partial_checkpoints
+        forward, self._num_forwards = self._num_forwards, self._num_forwards + 1
+        return (forward % window >= num_partial,)

@@ -1,0 +1,84 @@
+"""Which rank holds which stage, and which layers a stage holds.
+
+A model is cut into stages, numbered along the forward direction over the whole pipeline. A rank holds one stage per
+*chunk*, its local number. A placement is one permutation of the ranks per chunk; everything else follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Placement", "StageInfo", "distribute_layers", "loop", "v_shape"]
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """One stage of the pipeline: its number along the forward direction, and how many stages there are."""
+
+    index: int
+    num_stages: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How chunks are laid over ranks.
+
+    `position(rank, chunk, pp_size)` is the place of `rank` in the row of stages that the chunk makes up. It must be
+    its own inverse, so that it also tells which rank is at a place.
+    """
+
+    name: str
+    position: Callable[[int, int, int], int]
+
+    def stage(self, rank: int, chunk: int, pp_size: int) -> int:
+        return chunk * pp_size + self.position(rank, chunk, pp_size)
+
+    def rank(self, stage: int, pp_size: int) -> int:
+        chunk, place = divmod(stage, pp_size)
+        return self.position(place, chunk, pp_size)
+
+    def stages(self, rank: int, pp_size: int, num_chunks: int) -> list[StageInfo]:
+        """The stages of `rank`, one per chunk, in the order of the `model` argument."""
+        return [StageInfo(self.stage(rank, chunk, pp_size), num_chunks * pp_size) for chunk in range(num_chunks)]
+
+
+# 0 1 2 3 | 4 5 6 7: each chunk runs over the ranks in order, and the last rank is followed by the first.
+loop = Placement("loop", lambda rank, chunk, pp_size: rank)
+
+# 0 1 2 3 | 7 6 5 4: every other chunk runs backwards, so that first and last stage share a rank.
+v_shape = Placement("v", lambda rank, chunk, pp_size: pp_size - 1 - rank if chunk % 2 else rank)
+
+
+def distribute_layers(
+    num_layers: int, stage: StageInfo, num_virtual_layers_pre: int = 0, num_virtual_layers_post: int = 0
+) -> range:
+    """The global numbers of the layers that `stage` holds. Together the stages hold each layer exactly once.
+
+    Layers are shared out evenly; where they do not divide, earlier stages take one more. An embedding in front and a
+    head behind cost time as well: `num_virtual_layers_pre` and `num_virtual_layers_post` say how many layers they
+    are worth, and the first and the last stage get that many layers fewer.
+
+    Raises ValueError when a stage would be left without layers.
+    """
+    total = num_layers + num_virtual_layers_pre + num_virtual_layers_post
+    base, extra = divmod(total, stage.num_stages)
+    sizes = [base + (index < extra) for index in range(stage.num_stages)]
+    sizes[0] -= num_virtual_layers_pre
+    sizes[-1] -= num_virtual_layers_post
+    if min(sizes) < 1:
+        raise ValueError(
+            f"{num_layers} layers, with {num_virtual_layers_pre} virtual ones in front and {num_virtual_layers_post} "
+            f"behind, leave stage {sizes.index(min(sizes))} of {stage.num_stages} without a layer: use more layers, "
+            "fewer stages (pipeline ranks times chunks), or fewer virtual layers."
+        )
+    start = sum(sizes[: stage.index])
+    return range(start, start + sizes[stage.index])

@@ -1,0 +1,76 @@
+"""What a schedule is: a function that speaks the verbs, its placement, and how many chunks it runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .placement import Placement, StageInfo
+from .verbs import Verbs
+
+__all__ = ["Schedule", "find_schedule", "register", "schedule_names"]
+
+
+@dataclass(eq=False)
+class Schedule:
+    """A schedule under its name.
+
+    Attributes:
+        loops: the hand-written function. Called with a `Pipeline` it trains, with a `PlanRecorder` it is recorded.
+        num_chunks: stages per rank; None where the caller decides.
+        max_pp_size: the largest pipeline it is meant for; None where any is.
+        forward_only: it never goes backward.
+    """
+
+    name: str
+    loops: Callable[[Verbs], Any]
+    placement: Placement
+    num_chunks: int | None = 1
+    max_pp_size: int | None = None
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.loops)  # type: ignore[arg-type]
+
+    def check(self, pp_size: int, num_chunks: int | None) -> int:
+        """The number of chunks per rank: `num_chunks`, or the schedule's own. Raises ValueError where it cannot be."""
+        if self.max_pp_size is not None and pp_size > self.max_pp_size:
+            raise ValueError(
+                f"{self.name} runs on {self.max_pp_size} pipeline rank, got {pp_size}: choose another schedule, such "
+                "as 1f1b, or pipeline_model_parallel_size=1."
+            )
+        if num_chunks is None:
+            return self.num_chunks or 1
+        if num_chunks < 1 or self.num_chunks not in (None, num_chunks):
+            wanted = "at least 1 chunk" if self.num_chunks is None else f"{self.num_chunks} chunk(s)"
+            raise ValueError(
+                f"{self.name} runs {wanted} of the model on each rank, got {num_chunks}: pass as `model` a list with "
+                "one module for each of the rank's stages (stages_for_rank tells which)."
+            )
+        return num_chunks
+
+    def stages(self, pp_rank: int, pp_size: int, num_chunks: int | None = None) -> list[StageInfo]:
+        """The stages of a rank, in the order of the `model` argument."""
+        return self.placement.stages(pp_rank, pp_size, self.check(pp_size, num_chunks))
+
+
+_schedules: dict[str, Schedule] = {}
+
+
+def register(schedule: Schedule) -> None:
+    _schedules[schedule.name] = schedule
+
+
+def schedule_names() -> list[str]:
+    return list(_schedules)
+
+
+def find_schedule(name: str | Schedule) -> Schedule:
+    """The schedule of that name. Raises ValueError, naming those there are."""
+    if isinstance(name, Schedule):
+        return name
+    if name not in _schedules:
+        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(_schedules)}.")
+    return _schedules[name]

@@ -1,0 +1,85 @@
+"""What a pipeline keeps from one step to the next on one rank: its watchdog, and the channels to its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from .p2p_communication import Communicator
+from .placement import Placement
+from .watchdog import Watchdog
+
+__all__ = ["Session"]
+
+
+class Session:
+    """One pipeline on one rank, for as long as its steps succeed.
+
+    A failed step leaves messages under way that nobody will take, so it ends the session: the next step begins
+    another, with channels of its own. All ranks fail together, so they all begin the next one together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
+        self.pp_rank = group.rank()
+        name = f"megapipe {'-'.join(map(str, self.ranks))}"
+        store = _get_default_store()
+        # Counted in the store, which may outlive this process group or have known others before.
+        number = store.add(f"{name} sessions of {self.pp_rank}", 1)
+        self.watchdog = Watchdog(PrefixStore(f"{name} {number}", store), self.pp_rank, len(self.ranks))
+        self.watchdog.abort = self._abort
+        self._world = dist.group.WORLD
+        self._communicators: dict[tuple[str, int, torch.device, bool], Communicator] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Session:
+        """The session of the pipeline that `group` is, begun if there is none."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        session = _sessions.get(ranks)
+        if session is None or session._world is not dist.group.WORLD:  # torch.distributed was initialised anew
+            if session is not None:
+                session._close()
+            session = _sessions[ranks] = cls(group)
+        return session
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that one step does."""
+        try:
+            with self.watchdog.step():
+                yield
+        except BaseException:
+            del _sessions[tuple(self.ranks)]
+            self._close()
+            raise
+
+    def communicator(
+        self, placement: Placement, num_chunks: int, device: torch.device, described: bool
+    ) -> Communicator:
+        """The channels for this placement, built at the first step that needs them. Collective over the pipeline."""
+        key = (placement.name, num_chunks, device, described)
+        if key not in self._communicators:
+            self._communicators[key] = Communicator(
+                self.ranks,
+                placement,
+                num_chunks,
+                device,
+                described,
+                2 * self.watchdog.timeout + 60,  # the watchdog comes first: it says where everybody is
+            )
+        return self._communicators[key]
+
+    def _abort(self) -> None:
+        for communicator in list(self._communicators.values()):
+            communicator.abort()
+
+    def _close(self) -> None:
+        for communicator in self._communicators.values():
+            communicator.close()
+
+
+_sessions: dict[tuple[int, ...], Session] = {}

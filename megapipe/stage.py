@@ -1,0 +1,282 @@
+"""One stage of the model: its forward and its backward, as the caller's forward_step_func and loss function define it.
+
+What has been run is kept as the edges of its graph, not as tensors: a `GradientEdge` is all that backward needs. So an
+output is freed as soon as it has been sent, views included, and nothing is ever written into a tensor of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .config import PipelineConfig
+from .p2p_communication import MessageSpec, TensorSpec, Transfer, pack, unpack
+from .placement import StageInfo
+
+__all__ = ["InFlight", "Stage", "StepArguments", "find_attribute"]
+
+
+@dataclass
+class StepArguments:
+    """What the caller of a schedule passed for one step, checked; and what the step reports back."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    models: list[nn.Module]
+    num_microbatches: int
+    config: PipelineConfig
+    device: torch.device
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    results: list[Any] = field(default_factory=list)
+    """What the loss function reported, in microbatch order. Stays empty without the last stage."""
+    num_tokens: Tensor = field(init=False)
+    """Sum of the token counts of 3-tuple loss functions."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = torch.zeros((), dtype=torch.int, device=self.device)
+
+
+class InFlight(NamedTuple):
+    """What a backward needs of a microbatch whose forward is done. The graph hangs on the edges."""
+
+    inputs: list[Tensor]
+    """The leaves whose gradients go to the previous stage."""
+    outputs: list[GradientEdge | None]
+    """One per output that a gradient comes back for; None where it does not depend on anything trained."""
+    output_grads: list[Tensor] | None = None
+    """On the last stage, whose output is the loss: its gradient."""
+
+
+class Stage:
+    """Runs one chunk of the model.
+
+    Args:
+        output_spec: what the next stage expects; None where it takes whatever comes.
+    """
+
+    def __init__(self, info: StageInfo, chunk: int, step: StepArguments, output_spec: MessageSpec | None) -> None:
+        self.info = info
+        self.module = step.models[chunk]
+        self._step = step
+        self._data_iterator = step.data_iterators[chunk]
+        self._output_spec = output_spec
+        self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
+        self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
+
+    def forward(
+        self, received: Transfer | None, microbatch: int, *extra: bool
+    ) -> tuple[Transfer | None, InFlight | None]:
+        """F. Returns what to send on (None on the last stage) and what to keep for backward (None if forward only).
+
+        Args:
+            received: the input, arrived; None on the first stage.
+            extra: the third argument of forward_step_func, where the config asks for one.
+        """
+        inputs = self._take_input(received)
+        if self._set_is_first_microbatch is not None and self._is_first_microbatch(microbatch):
+            self._set_is_first_microbatch()
+        with self._timed("forward-compute"):
+            with self._autocast():
+                output, loss_func = self._call_forward_step(microbatch, extra)
+            if self.info.is_last:
+                return None, self._finish_loss(inputs, self._compute_loss(output, loss_func, microbatch))
+        structure, tensors = self._pack_output(output, microbatch)
+        spec = self._check_output(structure, tensors, microbatch)
+        sent = Transfer(spec, [tensor.detach() for tensor in tensors])
+        if self._step.forward_only:
+            return sent, None
+        return sent, InFlight(inputs, [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable])
+
+    def backward(self, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[Tensor]:
+        """B and W. Returns the gradients of the received tensors that want one.
+
+        Args:
+            output_grads: gradients of the outputs that want one; None on the last stage.
+        """
+        grads = in_flight.output_grads if output_grads is None else output_grads
+        assert grads is not None
+        roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
+        with self._timed("backward-compute"):
+            if roots:
+                _run_backward(*zip(*roots))
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in in_flight.inputs]
+
+    # Input
+
+    def _take_input(self, received: Transfer | None) -> list[Tensor]:
+        """Hand the input to the model. Returns the tensors of it that want a gradient."""
+        if received is None:
+            if self._set_input_tensor is not None:
+                self._set_input_tensor([None])
+            return []
+        assert received.spec is not None
+        structure, specs = received.spec
+        wanted = [] if self._step.forward_only else [t for t, s in zip(received.tensors, specs) if s.differentiable]
+        for tensor in wanted:
+            tensor.requires_grad_()
+        assert self._set_input_tensor is not None, "checked at the door"
+        # Megatron's models are given a list, also when it holds one tensor.
+        self._set_input_tensor(received.tensors if structure == "tensor" else unpack(structure, received.tensors))
+        return wanted
+
+    def _is_first_microbatch(self, microbatch: int) -> bool:
+        if self._step.forward_only and self._step.first_val_step is not None:
+            return self._step.first_val_step and microbatch == 0
+        return microbatch == 0
+
+    # Output
+
+    def _call_forward_step(self, microbatch: int, extra: tuple[bool, ...]) -> tuple[Any, Any]:
+        try:
+            returned = self._step.forward_step_func(self._data_iterator, self.module, *extra)
+        except StopIteration:
+            raise ValueError(
+                f"data_iterator ended at microbatch {microbatch} of {self._step.num_microbatches} (stage "
+                f"{self.info.index}): it must yield one item per microbatch; give it more, or lower num_microbatches."
+            ) from None
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise TypeError(
+                f"forward_step_func must return (output, loss_func), but on stage {self.info.index} it returned "
+                f"{_describe(returned)}."
+            )
+        return returned[0], returned[1]
+
+    def _pack_output(self, output: Any, microbatch: int) -> tuple[Any, list[Tensor]]:
+        try:
+            return pack(output)
+        except TypeError as error:
+            raise TypeError(
+                f"the output of stage {self.info.index} for microbatch {microbatch} cannot be sent on: {error}. Return "
+                "a tensor, or a list, tuple or dict of tensors."
+            ) from None
+
+    def _check_output(self, structure: Any, tensors: list[Tensor], microbatch: int) -> MessageSpec:
+        expected = self._output_spec
+        if (
+            expected is not None
+            and structure == expected.structure
+            and len(tensors) == len(expected.tensors)
+            and all(
+                t.shape == s.shape and t.dtype == s.dtype and (s.differentiable or not t.requires_grad)
+                for t, s in zip(tensors, expected.tensors)
+            )
+        ):
+            return expected
+        spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+        if expected is None:
+            return spec
+        remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
+        if spec.matches(expected):
+            remedy = "The model says that part of it has no gradient, but it requires one. Detach it, or set "
+        raise ValueError(
+            f"stage {self.info.index} returned {spec} for microbatch {microbatch}, but stage {self.info.index + 1} "
+            f"expects {expected}. {remedy}variable_seq_lengths."
+        )
+
+    # Loss
+
+    def _compute_loss(self, output: Any, loss_func: Any, microbatch: int) -> Tensor | None:
+        """The loss to differentiate, divided as Megatron divides it; None where there is none to differentiate."""
+        step = self._step
+        if loss_func is None and step.forward_only:
+            step.results.append(output)
+            return None
+        if not callable(loss_func):
+            raise TypeError(
+                f"forward_step_func must return (output, loss_func); on the last stage its loss_func is "
+                f"{_describe(loss_func)}, which cannot be called."
+            )
+        if step.collect_non_loss_data:
+            step.results.append(loss_func(output, non_loss_data=True))
+            return None
+        returned = loss_func(output)
+        if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+            raise TypeError(
+                "loss_func must return (loss, report) or (loss, num_tokens, report), but it returned "
+                f"{_describe(returned)}."
+            )
+        loss, report = returned[0], returned[-1]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"loss_func must return a loss of one element first, but it is {_describe(loss)}.")
+        step.results.append(report)
+        if len(returned) == 2:
+            # Out of place: `report` may share memory with the loss.
+            if step.config.context_parallel_size > 1:
+                loss = loss * step.config.context_parallel_size
+            return loss / step.num_microbatches
+        num_tokens = torch.as_tensor(returned[1], device=loss.device)
+        step.num_tokens += num_tokens.detach().to(torch.int)
+        if step.config.calculate_per_token_loss:
+            return loss
+        return loss / num_tokens.clamp(min=1) / step.num_microbatches
+
+    def _finish_loss(self, inputs: list[Tensor], loss: Tensor | None) -> InFlight | None:
+        if self._step.forward_only:
+            return None
+        if loss is None:
+            return InFlight(inputs, [], [])
+        if self._step.config.grad_scale_func is not None:
+            loss = self._step.config.grad_scale_func(loss)
+        return InFlight(inputs, [_edge(loss)], [torch.ones_like(loss)])
+
+    # Around both
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        config = self._step.config
+        if not config.enable_autocast:
+            return nullcontext()
+        return torch.autocast(self._step.device.type, dtype=config.autocast_dtype or config.pipeline_dtype)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        timers = self._step.config.timers
+        if timers is None:
+            yield
+            return
+        timer = timers(name, log_level=2)
+        timer.start()
+        yield
+        timer.stop()
+
+
+def find_attribute(module: Any, name: str) -> Any:
+    """The attribute of `module`, or of the first module inside its wrappers (`.module`) that has it, or None."""
+    while not hasattr(module, name):
+        module = getattr(module, "module", None)
+        if module is None:
+            return None
+    return getattr(module, name)
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the engine's
+    own are made against the graph, which knows what the outputs looked like."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges),
+        tuple(grads),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r}" if value is None else f"a {type(value).__name__}"

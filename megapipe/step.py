@@ -1,0 +1,339 @@
+"""The door: one call of a schedule, from the caller's arguments to the losses.
+
+Everything the caller can get wrong is checked here, once. Then the schedule's loops run on a `Pipeline`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import parallel_state
+from .boundary import boundaries_around
+from .config import PipelineConfig
+from .gradients import GradientSync, finalize_gradients
+from .p2p_communication import MessageSpec
+from .pipeline import Chunk, Pipeline
+from .placement import Placement, StageInfo
+from .plan import make_plan
+from .registry import Schedule, find_schedule, register
+from .session import Session
+from .shapes import ShapeArguments, message_specs
+from .stage import Stage, StepArguments, find_attribute
+from .verbs import ScheduleError, Verbs
+
+__all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
+
+Specs = list[tuple[MessageSpec | None, MessageSpec | None]]
+
+
+class ForwardBackward(Schedule):
+    """A schedule as its users see it: a function that runs one training or validation step."""
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+        pipeline_inputs: Any = None,
+    ) -> list[Any]:
+        """Run forward and backward of `num_microbatches` microbatches. Every rank of the pipeline calls it alike.
+
+        Args:
+            forward_step_func: `forward_step_func(data_iterator, chunk)` runs one chunk on one microbatch and returns
+                `(output, loss_func)`. The loss function is used on the last stage only: `loss_func(output)` returns
+                `(loss, report)`, and the loss is divided by `num_microbatches`; or `(loss, num_tokens, report)`, and
+                it is divided by `num_tokens` and by `num_microbatches`, or by neither with `calculate_per_token_loss`.
+            data_iterator: passed to `forward_step_func`. A list holds one per chunk; a single one is read by each
+                chunk from the same place. Read only where the model needs data: None will do elsewhere.
+            model: the rank's chunk, or the list of them, in the order of `stages_for_rank`. A chunk behind the first
+                stage has `set_input_tensor(input)`, which is called before each forward with what the stage before
+                returned: a list with the tensor in it, or the list, tuple or dict. Its `config` has the fields of
+                `PipelineConfig`. Wrappers with a `module` are looked through.
+            num_microbatches: any number from 1 on. May change from step to step.
+            seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
+                as in Megatron. Not needed where the model computes its shapes or `variable_seq_lengths` is set.
+            decoder_seq_length: takes the place of `seq_length`.
+            forward_only: no gradients; nothing is kept for a backward. On the last stage `loss_func` may then be
+                None, and the outputs are returned.
+            collect_non_loss_data: call `loss_func(output, non_loss_data=True)` and return what it returns.
+            first_val_step: with `forward_only`, whether to call the model's `set_is_first_microbatch`.
+            adjust_tensor_shapes_fn: takes and returns the lists of shapes received and sent.
+            p2p_communicator, pg_collection: where `pg_collection.pp` or `p2p_communicator.pp_group` is there, it is
+                the pipeline's process group; otherwise that is `parallel_state`'s.
+            force_all_reduce, pg_collection: passed on to `finalize_model_grads_func` where it takes them.
+            pipeline_inputs: what one step of the whole pipeline is given, for models that compute their shapes from
+                it. None stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
+
+        Returns:
+            On the rank of the last stage the reports, in microbatch order; elsewhere an empty list.
+
+        Raises:
+            ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
+            PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
+        """
+        group = _pipeline_group(pg_collection, p2p_communicator)
+        session = None if group is None or group.size() == 1 else Session.of(group)
+        with session.step() if session is not None else nullcontext():
+            models = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
+            step = StepArguments(
+                forward_step_func=forward_step_func,
+                data_iterators=_iterator_per_chunk(data_iterator, len(models)),
+                models=models,
+                num_microbatches=num_microbatches,
+                config=_config_of(models),
+                device=_device_of(models),
+                forward_only=forward_only or self.forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
+            )
+            lengths = (seq_length, micro_batch_size, decoder_seq_length)
+            shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
+            reports = self._run(step, shapes, session)
+            if not step.forward_only:
+                keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+                finalize_gradients(step.config, models, step.num_tokens, keywords)
+        return reports
+
+    def _run(self, step: StepArguments, shapes: ShapeArguments, session: Session | None) -> list[Any]:
+        """Check the arguments, connect the stages, and run the loops."""
+        config = step.config
+        pp_rank, pp_size = (0, 1) if session is None else (session.pp_rank, len(session.ranks))
+        self.check(pp_size, len(step.models))
+        stages = self.stages(pp_rank, pp_size, len(step.models))
+        _check(step, stages)
+        specs = _specs(step, shapes, stages, self.placement, pp_rank, pp_size)
+        communicator = None
+        if session is not None:
+            session.watchdog.timeout = config.timeout
+            session.watchdog.agree(_arguments(self, step, stages, specs))
+            described = config.variable_seq_lengths
+            communicator = session.communicator(self.placement, len(stages), step.device, described)
+        around = boundaries_around(
+            stages,
+            self.placement,
+            pp_rank,
+            specs,
+            communicator,
+            step.num_microbatches,
+            _lookahead(config, step.device),
+            step.forward_only,
+        )
+        gradient_sync = None if step.forward_only else GradientSync(config, step.models)
+        pipe = Pipeline(
+            [
+                Chunk(Stage(info, chunk, step, spec[1]), *boundaries)
+                for chunk, (info, spec, boundaries) in enumerate(zip(stages, specs, around))
+            ],
+            self.placement,
+            pp_rank,
+            pp_size,
+            step.num_microbatches,
+            step.results,
+            communicator=communicator,
+            watchdog=None if session is None else session.watchdog,
+            gradient_sync=gradient_sync,
+            partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size),
+        )
+        with _timed(config), torch.no_grad() if step.forward_only else nullcontext():
+            try:
+                reports: list[Any] = self.loops(pipe)
+            finally:
+                if gradient_sync is not None:
+                    gradient_sync.release()
+        if reports is not step.results:
+            raise ScheduleError(f"{self.name} did not end with `return pipe.finish()`.")
+        return step.results
+
+    def _partial_checkpoints(
+        self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int
+    ) -> tuple[int, int] | None:
+        """How many forwards checkpoint in part, of how many that this schedule has in flight on this rank."""
+        num_partial = config.num_microbatches_with_partial_activation_checkpoints
+        if num_partial is None:
+            return None
+        plan = make_plan(self, pp_size, step.num_microbatches, len(step.models))
+        return num_partial, plan.peak_in_flight(pp_rank)
+
+
+def schedule(
+    name: str,
+    *,
+    placement: Placement,
+    num_chunks: int | None = 1,
+    max_pp_size: int | None = None,
+    forward_only: bool = False,
+) -> Callable[[Callable[[Verbs], Any]], ForwardBackward]:
+    """Make a function of the verbs a schedule that can be trained with, recorded, and found by its name.
+
+    Args:
+        placement: which rank holds which stage.
+        num_chunks: stages per rank; None where the caller decides.
+        max_pp_size: the largest pipeline it is meant for.
+        forward_only: it has no backward.
+    """
+
+    def decorate(loops: Callable[[Verbs], Any]) -> ForwardBackward:
+        decorated = ForwardBackward(name, loops, placement, num_chunks, max_pp_size, forward_only)
+        register(decorated)
+        return decorated
+
+    return decorate
+
+
+def stages_for_rank(
+    schedule: str | Schedule, pp_rank: int | None = None, pp_size: int | None = None, num_chunks: int | None = None
+) -> list[StageInfo]:
+    """The stages that a rank holds under `schedule`, one per chunk, in the order of the `model` argument.
+
+    Args:
+        pp_rank, pp_size: None takes them from `parallel_state`.
+        num_chunks: stages per rank; None takes the schedule's own number, or for schedules that leave it open the
+            virtual pipeline size of `parallel_state`, or 1.
+    """
+    found = find_schedule(schedule)
+    if pp_size is None:
+        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+        if num_chunks is None and found.num_chunks is None:
+            num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if pp_rank is None:
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    if not 0 <= pp_rank < pp_size:
+        raise ValueError(f"there is no rank {pp_rank} in a pipeline of {pp_size}.")
+    return found.stages(pp_rank, pp_size, num_chunks)
+
+
+# What the caller passed
+
+
+def _pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
+    group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)
+    if group is not None:
+        return group  # type: ignore[no-any-return]
+    return parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
+
+
+def _config_of(models: Sequence[nn.Module]) -> PipelineConfig:
+    configs = (find_attribute(model, "config") for model in models)
+    return PipelineConfig.of(next((config for config in configs if config is not None), None))
+
+
+def _device_of(models: Sequence[nn.Module]) -> torch.device:
+    tensors = itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in models)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
+    if isinstance(data_iterator, (list, tuple)):
+        if len(data_iterator) != num_chunks:
+            raise ValueError(
+                f"data_iterator is a list of {len(data_iterator)} but there are {num_chunks} chunks: pass one iterator "
+                "for each, or a single one for all."
+            )
+        return list(data_iterator)
+    if data_iterator is None or num_chunks == 1:
+        return [data_iterator] * num_chunks
+    return list(itertools.tee(data_iterator, num_chunks))
+
+
+def _check(step: StepArguments, stages: Sequence[StageInfo]) -> None:
+    if not isinstance(step.num_microbatches, int) or step.num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be a whole number from 1 on, got {step.num_microbatches!r}.")
+    for model, stage in zip(step.models, stages):
+        if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
+            raise TypeError(
+                f"the model of stage {stage.index} ({type(model).__name__}) has no set_input_tensor(input): give it "
+                "one that keeps the input for the next forward, to be used instead of the embedding's output."
+            )
+    if not callable(step.forward_step_func):
+        raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
+    if step.config.num_microbatches_with_partial_activation_checkpoints is not None:
+        try:
+            inspect.signature(step.forward_step_func).bind(None, None, None)
+        except TypeError:
+            raise TypeError(
+                "config.num_microbatches_with_partial_activation_checkpoints passes forward_step_func a third "
+                "argument, checkpoint_activations_microbatch: let it take one, or leave the setting None."
+            ) from None
+
+
+def _specs(
+    step: StepArguments,
+    shapes: ShapeArguments,
+    stages: Sequence[StageInfo],
+    placement: Placement,
+    pp_rank: int,
+    pp_size: int,
+) -> Specs:
+    """Per stage, the messages from and to other ranks, where they are known beforehand."""
+    specs: Specs = []
+    for model, stage in zip(step.models, stages):
+        last = stage.num_stages - 1
+        receives = stage.index > 0 and placement.rank(stage.index - 1, pp_size) != pp_rank
+        sends = stage.index < last and placement.rank(stage.index + 1, pp_size) != pp_rank
+        if step.config.variable_seq_lengths or not (receives or sends):
+            specs.append((None, None))
+        else:
+            received, sent = message_specs(model, stage, shapes, step.config)
+            specs.append((received if receives else None, sent if sends else None))
+    return specs
+
+
+def _arguments(schedule: Schedule, step: StepArguments, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
+    """What the ranks must agree on. Of a message, both ends tell what they think it is."""
+    arguments = {
+        "the schedule": schedule.name,
+        "the number of chunks per rank": str(len(stages)),
+        "num_microbatches": str(step.num_microbatches),
+        "forward_only": str(step.forward_only),
+        "variable_seq_lengths": str(step.config.variable_seq_lengths),
+        "the type of device": step.device.type,
+    }
+    for stage, (received, sent) in zip(stages, specs):
+        if received is not None:
+            arguments[_boundary_name(stage.index - 1)] = str(received)
+        if sent is not None:
+            arguments[_boundary_name(stage.index)] = str(sent)
+    return arguments
+
+
+def _boundary_name(index: int) -> str:
+    return f"the message from stage {index} to stage {index + 1}"
+
+
+def _lookahead(config: PipelineConfig, device: torch.device) -> int:
+    if not config.overlap_p2p_comm:
+        return 0
+    if config.p2p_lookahead is not None:
+        return config.p2p_lookahead
+    return 2 if device.type == "cpu" else 1
+
+
+@contextmanager
+def _timed(config: PipelineConfig) -> Iterator[None]:
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    yield
+    timer.stop()

@@ -1,0 +1,136 @@
+"""The language of schedules: the verbs a schedule may say, and the facts it may ask for.
+
+A schedule is a function of one argument that speaks these verbs. Two classes implement them: `Pipeline` does the
+work, `PlanRecorder` writes the calls down. So the hand-written loop is the only source of truth for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+from .placement import Placement
+
+__all__ = ["Action", "ScheduleError", "Verbs"]
+
+# What must have been called before a verb, as often as the verb itself.
+REQUIRED = {
+    "recv_forward": (),
+    "forward_step": ("recv_forward",),
+    "send_forward": ("forward_step",),
+    "recv_backward": ("send_forward",),
+    "backward_step": ("recv_backward",),
+    "send_backward": ("backward_step",),
+}
+
+
+class ScheduleError(ValueError):
+    """A schedule says its verbs in an order that cannot work."""
+
+
+class Action(NamedTuple):
+    """One computation: `2F0` is the forward of microbatch 0 through stage 2, `2B0` its backward."""
+
+    stage: int
+    kind: str
+    """"F", or "BW" for a backward that computes input and weight gradients together."""
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind[0]}{self.microbatch}"
+
+
+class Verbs(ABC):
+    """What a schedule sees of its pipeline.
+
+    Every verb handles the chunk's next microbatch, in order, so none takes a microbatch number. A verb that has
+    nothing to do returns at once: there is no message where the neighbouring stage does not exist, and with
+    `forward_only` nothing goes backward.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        pp_rank: int,
+        pp_size: int,
+        num_microbatches: int,
+        num_chunks: int,
+        forward_only: bool = False,
+    ) -> None:
+        self.placement = placement
+        self.pp_rank = pp_rank
+        self.pp_size = pp_size
+        self.num_microbatches = num_microbatches
+        self.num_chunks = num_chunks
+        self.forward_only = forward_only
+        self.stages = placement.stages(pp_rank, pp_size, num_chunks)
+        self._counts = {verb: [0] * num_chunks for verb in REQUIRED}
+
+    # Facts
+
+    def num_forwards_left(self, chunk: int = 0) -> int:
+        """Forwards of this chunk still to be run in this step."""
+        return self.num_microbatches - self._counts["forward_step"][chunk]
+
+    def num_backwards_left(self, chunk: int = 0) -> int:
+        """Backwards of this chunk still to be run in this step: none with `forward_only`."""
+        return 0 if self.forward_only else self.num_microbatches - self._counts["backward_step"][chunk]
+
+    # Verbs
+
+    @abstractmethod
+    def recv_forward(self, chunk: int = 0) -> None:
+        """Take the next forward input from the previous stage. `forward_step` waits for it, this does not."""
+
+    @abstractmethod
+    def forward_step(self, chunk: int = 0) -> None:
+        """F: run the chunk on its next input."""
+
+    @abstractmethod
+    def send_forward(self, chunk: int = 0) -> None:
+        """Send the oldest output not sent yet to the next stage. Does not wait."""
+
+    @abstractmethod
+    def recv_backward(self, chunk: int = 0) -> None:
+        """Take the next output gradient from the next stage. `backward_step` waits for it, this does not."""
+
+    @abstractmethod
+    def backward_step(self, chunk: int = 0) -> None:
+        """B and W together: the gradients of the oldest microbatch in flight."""
+
+    @abstractmethod
+    def send_backward(self, chunk: int = 0) -> None:
+        """Send the oldest input gradient not sent yet to the previous stage. Does not wait."""
+
+    @abstractmethod
+    def finish(self) -> Any:
+        """End the step. Every schedule returns what this returns."""
+
+    # Bookkeeping for the two that implement the verbs
+
+    def _advance(self, verb: str, chunk: int) -> int:
+        """Count one call of `verb` and return the microbatch that it is about."""
+        counts = self._counts[verb]
+        microbatch = counts[chunk]
+        if microbatch >= self.num_microbatches:
+            raise ScheduleError(
+                f"rank {self.pp_rank} calls {verb}({chunk}) more often than there are microbatches "
+                f"({self.num_microbatches})."
+            )
+        for required in REQUIRED[verb]:
+            if self._counts[required][chunk] <= microbatch:
+                raise ScheduleError(
+                    f"rank {self.pp_rank} calls {verb}({chunk}) for microbatch {microbatch} before {required}({chunk})."
+                )
+        counts[chunk] = microbatch + 1
+        return microbatch
+
+    def _check_finished(self) -> None:
+        for verb, counts in self._counts.items():
+            expected = 0 if self.forward_only and "backward" in verb else self.num_microbatches
+            for chunk, count in enumerate(counts):
+                if count != expected:
+                    raise ScheduleError(
+                        f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
+                        f"{expected} microbatches."
+                    )

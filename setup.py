@@ -1,0 +1,31 @@
+"""Package metadata. Settings of the tools are in pyproject.toml."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+here = pathlib.Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "megapipe" / "__init__.py").read_text()).group(1)
+
+extras = {
+    "examples": ["rich>=13"],
+    "viz": ["rich>=13"],
+    "te": ["transformer-engine[pytorch]"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "numpy", "rich>=13"],
+    "lint": ["ruff>=0.9", "mypy>=1.14"],
+}
+
+setup(
+    name="megapipe",
+    version=version,
+    description="Pipeline-parallel training for PyTorch, the Megatron way: one hand-written function per schedule",
+    long_description=(here / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megapipe", "megapipe.*"]),
+    package_data={"megapipe": ["py.typed"]},
+    install_requires=["torch>=2.6"],
+    extras_require=extras,
+)

@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+from ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Runs a function on several ranks: `ranks.run(4, function, ...)`."""
+    pool = RankPool()
+    yield pool
+    pool.stop()

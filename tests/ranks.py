@@ -1,0 +1,140 @@
+"""Worker processes shared by all tests: started once, since importing torch takes seconds, and lent to one test at a
+time. A test runs a function on some ranks; each run has process groups of its own."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch.distributed import TCPStore
+
+MAX_RANKS = 4
+
+
+class RankError(AssertionError):
+    """What went wrong on the ranks, for the test's report."""
+
+
+class RankPool:
+    def __init__(self) -> None:
+        self._workers: list[tuple[multiprocessing.Process, Connection, Connection]] = []
+        self._num_jobs = 0
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def run(
+        self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60, errors: bool = False
+    ) -> list[Any]:
+        """Call `function(rank, *args)` on every rank and return the results by rank.
+
+        A function that raises fails the test, unless `errors` is set: then the exception is its result. A rank whose
+        process dies gives None then.
+        """
+        if not self._workers:
+            self._start()
+        self._num_jobs += 1
+        lent = self._workers[:num_ranks]
+        for rank, (_, jobs, _) in enumerate(lent):
+            jobs.send((self._num_jobs, rank, num_ranks, function, args))
+        results: list[Any] = [None] * num_ranks
+        texts: dict[int, str] = {}
+        open_jobs = {jobs: rank for rank, (_, jobs, _) in enumerate(lent)}
+        end = time.monotonic() + timeout
+        while open_jobs:
+            ready = wait(list(open_jobs), max(0.0, end - time.monotonic()))
+            if not ready:
+                where = "\n".join(f"rank {rank}: {self._where(rank)}" for rank in open_jobs.values())
+                self.stop()
+                raise RankError(f"{function.__name__} took longer than {timeout} s.\n{where}")
+            for connection in ready:
+                rank = open_jobs.pop(connection)
+                try:
+                    results[rank], text = connection.recv()
+                except EOFError:
+                    text = "the process died"
+                if text:
+                    texts[rank] = text
+        if any(not process.is_alive() for process, _, _ in lent) or "the process died" in texts.values():
+            self.stop()
+        if texts and not errors:
+            raise RankError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(texts.items())))
+        return results
+
+    def stop(self) -> None:
+        for process, _, _ in self._workers:
+            process.kill()
+        for process, _, _ in self._workers:
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(MAX_RANKS):
+            jobs, jobs_end = context.Pipe()
+            control, control_end = context.Pipe()
+            process = context.Process(target=_work, args=(jobs_end, control_end, self._store.port), daemon=True)
+            process.start()
+            jobs_end.close()
+            control_end.close()
+            self._workers.append((process, jobs, control))
+
+    def _where(self, rank: int) -> str:
+        """What a rank that does not come back is doing."""
+        control = self._workers[rank][2]
+        try:
+            control.send("where")
+            return str(control.recv()) if control.poll(5) else "does not answer"
+        except (EOFError, OSError):
+            return "the process died"
+
+
+def _work(jobs: Connection, control: Connection, port: int) -> None:
+    faulthandler.enable()
+    import torch
+    import torch.distributed as dist
+
+    import megapipe
+
+    torch.set_num_threads(1)
+    server = dist.TCPStore("localhost", port)
+    threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
+    while True:
+        try:
+            number, rank, num_ranks, function, args = jobs.recv()
+        except EOFError:
+            os._exit(0)
+        store = dist.PrefixStore(f"job {number}", server)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        result: Any = None
+        text = ""
+        try:
+            result = function(rank, *args)
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            result = error
+        megapipe.parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        try:
+            jobs.send((result, text))
+        except Exception:  # an exception that cannot be pickled
+            jobs.send((RuntimeError(text), text))
+
+
+def _answer(control: Connection, main_thread: int) -> None:
+    from megapipe.session import _sessions
+
+    while True:
+        try:
+            control.recv()
+        except EOFError:
+            return
+        positions = [str(session.watchdog.position) for session in _sessions.values()]
+        stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
+        control.send(f"{positions or 'in no step'}\n{stack}")
