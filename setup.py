@@ -9,10 +9,10 @@ here = pathlib.Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "megapipe" / "__init__.py").read_text()).group(1)
 
 extras = {
-    "examples": ["rich>=13"],
+    "examples": ["rich>=13", "numpy"],
     "viz": ["rich>=13"],
     "te": ["transformer-engine[pytorch]"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "numpy", "rich>=13"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "rich>=13", "numpy"],
     "lint": ["ruff>=0.9", "mypy>=1.14"],
 }
 

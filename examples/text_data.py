@@ -1,0 +1,76 @@
+"""Text, byte by byte. By default that of the Python standard library: real text, and already there."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MAX_BYTES = 64 * 2**20
+
+
+def read_text(path: str | None) -> Tensor:
+    """The bytes of a file, or of all files of a folder with the ending .py, .txt or .md, one after the other."""
+    root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
+    if not root.exists():
+        raise FileNotFoundError(f"--data-path {path}: there is no such file or folder.")
+    files = [root] if root.is_file() else _text_files(root)
+    parts = []
+    size = 0
+    for file in files:
+        parts.append(file.read_bytes())
+        size += len(parts[-1])
+        if size > MAX_BYTES:
+            break
+    return torch.frombuffer(bytearray(b"\n".join(parts)[:MAX_BYTES]), dtype=torch.uint8)
+
+
+def _text_files(root: Path) -> list[Path]:
+    skipped = {"site-packages", "__pycache__", "test", "tests", "idlelib"}
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - skipped)
+        files += [Path(folder, name) for name in sorted(names) if name.endswith((".py", ".txt", ".md"))]
+    return files
+
+
+class TextSamples:
+    """Random pieces of a text. The last tenth is kept for validation.
+
+    Which pieces a microbatch holds depends on the seed and on its number only, so every rank draws the same without
+    asking, and a run may stop and go on anywhere.
+    """
+
+    def __init__(self, text: Tensor, seq_length: int, micro_batch_size: int, seed: int, device: torch.device) -> None:
+        cut = len(text) * 9 // 10
+        self._parts = {"train": text[:cut], "valid": text[cut:]}
+        if min(len(part) for part in self._parts.values()) <= seq_length + 1:
+            raise ValueError(
+                f"a text of {len(text)} bytes is too short for --seq-length {seq_length}: give at least "
+                f"{10 * (seq_length + 2)} bytes."
+            )
+        self._seq_length = seq_length
+        self._micro_batch_size = micro_batch_size
+        self._seed = seed
+        self._device = device
+
+    def batches(
+        self, split: str, first_sample: int, num_microbatches: int, stride: int = 1
+    ) -> Iterator[dict[str, Tensor]]:
+        """Microbatches from sample number `first_sample` on, each `stride` microbatches after the one before."""
+        for index in range(num_microbatches):
+            yield self._batch(split, first_sample + index * stride * self._micro_batch_size)
+
+    def _batch(self, split: str, first_sample: int) -> dict[str, Tensor]:
+        text = self._parts[split]
+        rows = []
+        for sample in range(first_sample, first_sample + self._micro_batch_size):
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + sample * 2 + (split == "valid"))
+            start = int(torch.randint(len(text) - self._seq_length - 1, (), generator=generator))
+            rows.append(text[start : start + self._seq_length + 1])
+        window = torch.stack(rows, dim=1).long().to(self._device)  # [sequence + 1, batch]
+        return {"tokens": window[:-1], "labels": window[1:]}

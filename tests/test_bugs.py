@@ -1,0 +1,73 @@
+"""Bugs that were there once. Each test tells the story of its bug."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import assert_same_gradients, build, reference, run
+from ranks import RankPool
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megapipe import PipelineError, parallel_state
+from megapipe.p2p_communication import Communicator, ConnectionLostError, MessageSpec, TensorSpec
+from megapipe.placement import loop
+
+TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
+
+
+def abort_after_a_peer_is_gone(rank: int) -> None:
+    communicator = Communicator([0, 1, 2], loop, 1, torch.device("cpu"), False, 60)
+    if rank == 0:
+        communicator.abort()
+    elif rank == 1:
+        time.sleep(0.5)
+        communicator.abort()
+    else:
+        with pytest.raises(ConnectionLostError):
+            communicator.forward[1].receive(TOKEN, torch.device("cpu")).wait()
+    communicator.close()
+
+
+def test_abort_reaches_past_a_closed_connection(ranks: RankPool) -> None:
+    """Aborting posted a receive that timed out, always from the first rank of the pipeline. Where that rank had gone
+    already, its closed connection refused the receive, nothing was aborted, and ranks further on waited for ever."""
+    ranks.run(3, abort_after_a_peer_is_gone, timeout=20)
+
+
+def send_after_the_peer_is_gone(rank: int) -> None:
+    communicator = Communicator([0, 1], loop, 1, torch.device("cpu"), False, 60)
+    if rank == 1:
+        communicator.abort()
+    else:
+        time.sleep(0.5)
+        with pytest.raises(ConnectionLostError):
+            communicator.send(communicator.forward[0], [torch.ones(1)])
+    communicator.close()
+
+
+def test_sending_to_a_lost_peer_is_a_lost_connection(ranks: RankPool) -> None:
+    """A broken connection was recognised where a message was waited for, but not where one was posted. The rank then
+    showed the transport's own words instead of saying which rank had failed and why."""
+    ranks.run(2, send_after_the_peer_is_gone, timeout=20)
+
+
+def one_rank_missed_a_session(rank: int) -> None:
+    chunks = build("1f1b", 2, 4, timeout=0.5)
+    if rank == 0:
+        with pytest.raises(PipelineError):
+            run("1f1b", chunks, 2)
+    dist.barrier()
+    store = _get_default_store()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+    chunks = build("1f1b", 2, 4)
+    run("1f1b", chunks, 2)
+    assert_same_gradients(chunks, reference(4, 2)[0])
+
+
+def test_ranks_meet_again_after_one_missed_a_session(ranks: RankPool) -> None:
+    """Each process counted its own sessions, and the count named their meeting place in the store. A rank that had
+    missed one waited at another place than the others ever after, even in a process group made anew."""
+    ranks.run(2, one_rank_missed_a_session, timeout=20)

@@ -1,0 +1,96 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+from megapipe.p2p_communication import Communicator, Inbox, MessageSpec, TensorSpec, describe, pack, read_description
+from megapipe.placement import loop
+
+TENSOR = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("message", "structure"),
+    [
+        (TENSOR, "tensor"),
+        ([TENSOR], "tensor"),
+        ([TENSOR, TENSOR], "list"),
+        ((TENSOR,), "tuple"),
+        ({"a": TENSOR, "b": TENSOR}, ("a", "b")),
+    ],
+)
+def test_structure(message: Any, structure: Any) -> None:
+    assert pack(message)[0] == structure
+
+
+@pytest.mark.parametrize("message", [None, 3, [None], {"a": [TENSOR]}])
+def test_what_cannot_be_sent(message: Any) -> None:
+    with pytest.raises(TypeError, match="it is a"):
+        pack(message)
+
+
+@pytest.mark.parametrize("structure", ["tensor", "list", "tuple", ("hidden", "mask")])
+def test_a_description_says_it_all(structure: Any) -> None:
+    tensors = (TensorSpec((2, 3), torch.bfloat16, True), TensorSpec((), torch.int64, False))
+    spec = MessageSpec(structure, tensors)
+    assert read_description(describe(spec)) == spec
+    assert spec.gradient() == MessageSpec("list", tensors[:1])
+
+
+def test_a_description_too_long() -> None:
+    with pytest.raises(ValueError, match="100 tensors takes"):
+        describe(MessageSpec("list", (TensorSpec((2, 3), torch.float32, True),) * 100))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
+
+
+def all_kinds_of_tensors(rank: int) -> None:
+    communicator = Communicator([0, 1], loop, 1, torch.device("cpu"), False, 60)
+    shapes = [(), (0, 4), (3, 5), (2, 3, 4)]
+    for repeat in range(3):
+        tensors = [torch.full(shape, repeat) for shape in shapes]
+        tensors = [t.to(dtype) for t in tensors for dtype in DTYPES]
+        tensors.append(torch.arange(6.0).view(2, 3).t())  # not contiguous
+        spec = MessageSpec("list", tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors))
+        if rank == 0:
+            communicator.send(communicator.forward[0], tensors)
+            communicator.drain()
+        else:
+            inbox = Inbox(communicator.forward[0], communicator.device, 2)
+            inbox.expect(spec)
+            received = inbox.take().wait()
+            assert all(torch.equal(a, b) for a, b in zip(received, tensors))
+            assert inbox.is_empty()
+    communicator.close()
+    dist.barrier()
+
+
+def test_tensors_of_every_kind_travel(ranks: RankPool) -> None:
+    ranks.run(2, all_kinds_of_tensors)
+
+
+def posted_ahead(rank: int, lookahead: int) -> None:
+    communicator = Communicator([0, 1], loop, 1, torch.device("cpu"), False, 60)
+    channel = communicator.forward[0]
+    spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
+    if rank == 0:
+        for i in range(5):
+            communicator.send(channel, [torch.full((4,), float(i))])
+        communicator.drain()
+    else:
+        inbox = Inbox(channel, communicator.device, lookahead)
+        inbox.expect(spec, 5)
+        for i in range(5):
+            assert len(inbox._posted) == min(lookahead, 5 - i)
+            (tensor,) = inbox.take().wait()
+            assert torch.equal(tensor, torch.full((4,), float(i)))
+    communicator.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_receives_are_posted_ahead(ranks: RankPool, lookahead: int) -> None:
+    """No more than `lookahead` buffers wait, whatever the number of messages."""
+    ranks.run(2, posted_ahead, lookahead)

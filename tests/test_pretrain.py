@@ -1,0 +1,79 @@
+"""The example: the losses it prints do not depend on how the model is cut."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 16 --train-iters 6 --log-interval 1 --eval-interval 3 --eval-iters 1 --lr-warmup-iters 2"
+)
+
+
+def pretrain(rank: int, pp_size: int, arguments: str) -> list[float]:
+    sys.path.insert(0, str(EXAMPLES))
+    import pretrain_gpt
+
+    args = pretrain_gpt.parse_args([*SMALL.split(), *arguments.split(), "--pipeline-model-parallel-size", str(pp_size)])
+    return pretrain_gpt.train(args, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text((EXAMPLES / "pretrain_gpt.py").read_text())
+    return f"--data-path {path}"
+
+
+def test_same_losses_for_every_pipeline_size(ranks: RankPool, text: str) -> None:
+    (expected,) = ranks.run(1, pretrain, 1, text)
+    assert expected[-1] < expected[0] - 0.1
+    for schedule in ("1f1b", "gpipe"):
+        for pp_size in (2, 3, 4):
+            for losses in ranks.run(pp_size, pretrain, pp_size, f"{text} --schedule {schedule}"):
+                assert losses == expected
+
+
+def test_replicas(ranks: RankPool, text: str) -> None:
+    """Two pipelines of two stages average their gradients: the same up to the order of a sum."""
+    (expected,) = ranks.run(1, pretrain, 1, text)
+    for losses in ranks.run(4, pretrain, 2, text):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_goes_on_at_another_pipeline_size(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    flat = f"{text} --min-lr 4e-3"  # no decay, whose length would follow --train-iters
+    (uninterrupted,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 9")
+    ranks.run(4, pretrain, 4, f"{flat} --train-iters 6 --save {tmp_path}")
+    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 9 --load {tmp_path}"):
+        assert losses == uninterrupted[-3:]
+
+
+def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:
+    def message(result: Any) -> str:
+        assert isinstance(result, ValueError)
+        return str(result)
+
+    for result in ranks.run(2, pretrain, 2, f"{text} --global-batch-size 7", errors=True):
+        assert "--global-batch-size 7 is no multiple of --micro-batch-size 2 times 1 replicas" in message(result)
+
+
+def test_through_torchrun(text: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "pretrain_gpt.py"), *SMALL.split(), *text.split(), "--pipeline-model-parallel-size", "2"]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("4 layers of 16 on 2 ranks: 2 stages x 1 replicas, schedule 1f1b, 8 microbatches")
+    assert "validation loss" in done.stdout
+    assert "tokens/s, bubble" in lines[-1]
+    assert lines[-1].endswith("by the plan")

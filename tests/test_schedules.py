@@ -1,0 +1,223 @@
+"""Every schedule against its picture, and every plan against what must hold for all of them.
+
+In the pictures a row is a rank, a column a unit of time; a forward takes one unit, a backward two, as in the papers.
+"""
+
+import textwrap
+from typing import Any
+
+import pytest
+
+import megapipe
+from megapipe.placement import loop
+from megapipe.plan import Plan, make_plan
+from megapipe.verbs import ScheduleError, Verbs
+from megapipe.visualize import as_text
+
+PICTURES = {
+    "no_pipelining": (
+        (1, 3),
+        """
+        0F0 0B0 0B0 0F1 0B1 0B1 0F2 0B2 0B2
+        """,
+    ),
+    "inference": (
+        (3, 5),
+        """
+        0F0 0F1 0F2 0F3 0F4 .   .
+        .   1F0 1F1 1F2 1F3 1F4 .
+        .   .   2F0 2F1 2F2 2F3 2F4
+        """,
+    ),
+    "inference with two chunks": (
+        (2, 4, 2),
+        """
+        0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3 .
+        .   1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
+        """,
+    ),
+    "gpipe": (
+        (3, 4),
+        """
+        0F0 0F1 0F2 0F3 .   .   .   .   .   .   0B0 0B0 0B1 0B1 0B2 0B2 0B3 0B3
+        .   1F0 1F1 1F2 1F3 .   .   .   1B0 1B0 1B1 1B1 1B2 1B2 1B3 1B3 .   .
+        .   .   2F0 2F1 2F2 2F3 2B0 2B0 2B1 2B1 2B2 2B2 2B3 2B3 .   .   .   .
+        """,
+    ),
+    "1f1b": (
+        (4, 6),
+        """
+        0F0 0F1 0F2 0F3 .   .   .   .   .   .   0B0 0B0 0F4 0B1 0B1 0F5 0B2 0B2 .   0B3 0B3 .   0B4 0B4 .   0B5 0B5
+        .   1F0 1F1 1F2 .   .   .   .   1B0 1B0 1F3 1B1 1B1 1F4 1B2 1B2 1F5 1B3 1B3 .   1B4 1B4 .   1B5 1B5 .   .
+        .   .   2F0 2F1 .   .   2B0 2B0 2F2 2B1 2B1 2F3 2B2 2B2 2F4 2B3 2B3 2F5 2B4 2B4 .   2B5 2B5 .   .   .   .
+        .   .   .   3F0 3B0 3B0 3F1 3B1 3B1 3F2 3B2 3B2 3F3 3B3 3B3 3F4 3B4 3B4 3F5 3B5 3B5 .   .   .   .   .   .
+        """,
+    ),
+    "1f1b with fewer microbatches than ranks": (
+        (4, 2),
+        """
+        0F0 0F1 .   .   .   .   .   .   .   .   0B0 0B0 .   0B1 0B1
+        .   1F0 1F1 .   .   .   .   .   1B0 1B0 .   1B1 1B1 .   .
+        .   .   2F0 2F1 .   .   2B0 2B0 .   2B1 2B1 .   .   .   .
+        .   .   .   3F0 3B0 3B0 3F1 3B1 3B1 .   .   .   .   .   .
+        """,
+    ),
+}
+
+# Schedules that leave the number of chunks open are tried with these.
+CHUNKS: dict[str, list[int]] = {"inference": [1, 2, 3]}
+PIPELINED = [name for name in megapipe.schedule_names() if name != "no_pipelining"]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture(name: str) -> None:
+    sizes, picture = PICTURES[name]
+    assert as_text(make_plan(name.split()[0], *sizes)) == textwrap.dedent(picture).strip()
+
+
+def test_every_schedule_has_a_picture() -> None:
+    assert {name.split()[0] for name in PICTURES} == set(megapipe.schedule_names())
+
+
+def assert_complete(plan: Plan) -> None:
+    """Every microbatch goes through every stage once each way, and every message sent is received."""
+    num_stages = plan.pp_size * plan.num_chunks
+    everything = {(stage, microbatch) for stage in range(num_stages) for microbatch in range(plan.num_microbatches)}
+    events = [event for rank in plan.events for event in rank]
+    assert len(set(events)) == len(events)
+    verbs = ["recv_forward", "forward_step", "send_forward"]
+    if not plan.schedule.forward_only:
+        verbs += ["recv_backward", "backward_step", "send_backward"]
+    for verb in verbs:
+        assert {event[1:] for event in events if event.verb == verb} == everything
+    assert {event.verb for event in events} == set(verbs)
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+@pytest.mark.parametrize("pp_size", range(1, 9))
+def test_plans_are_complete_and_cannot_hang(name: str, pp_size: int) -> None:
+    for num_chunks in CHUNKS.get(name, [None]):
+        for num_microbatches in range(1, 33):
+            plan = make_plan(name, pp_size, num_microbatches, num_chunks)
+            assert_complete(plan)
+            plan.check()
+
+
+@pytest.mark.parametrize("pp_size", range(1, 9))
+def test_published_formulas(pp_size: int) -> None:
+    for m in range(1, 25):
+        simulation = make_plan("1f1b", pp_size, m).simulate()
+        assert simulation.makespan == (m + pp_size - 1) * 3
+        assert simulation.bubble == pytest.approx([(pp_size - 1) / (m + pp_size - 1)] * pp_size)
+        assert simulation.peak_activations == [min(m, pp_size - rank) for rank in range(pp_size)]
+        simulation = make_plan("gpipe", pp_size, m).simulate()
+        assert simulation.makespan == (m + pp_size - 1) * 3
+        assert simulation.peak_activations == [m] * pp_size
+
+
+def test_plan_prints_its_actions() -> None:
+    plan = make_plan("1f1b", 2, 2)
+    assert [[str(action) for action in rank] for rank in plan.actions] == [
+        ["0F0", "0F1", "0B0", "0B1"],
+        ["1F0", "1B0", "1F1", "1B1"],
+    ]
+
+
+def test_latency_is_paid_between_ranks_only() -> None:
+    assert make_plan("1f1b", 4, 4).simulate(p2p=0.5).makespan > make_plan("1f1b", 4, 4).simulate().makespan
+    assert make_plan("1f1b", 1, 4).simulate(p2p=0.5).makespan == 12
+
+
+# Schedules that are wrong
+
+
+def record(loops: Any, pp_size: int = 2, num_microbatches: int = 2) -> Plan:
+    return make_plan(megapipe.registry.Schedule("mine", loops, loop), pp_size, num_microbatches)
+
+
+def waits_for_each_other(pipe: Verbs) -> None:
+    """The first rank wants the gradient of a microbatch before it has sent the next, the second the other way."""
+    if pipe.pp_rank == 1:
+        for _ in range(2):
+            pipe.recv_forward()
+            pipe.forward_step()
+            pipe.send_forward()
+        for _ in range(2):
+            pipe.recv_backward()
+            pipe.backward_step()
+            pipe.send_backward()
+    else:
+        for _ in range(2):
+            pipe.recv_forward()
+            pipe.forward_step()
+            pipe.send_forward()
+            pipe.recv_backward()
+            pipe.backward_step()
+            pipe.send_backward()
+    return pipe.finish()
+
+
+def test_a_schedule_that_hangs_is_refused() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        record(waits_for_each_other).check()
+    assert str(caught.value) == (
+        "mine would hang: rank 0 waits at 0B0 for the output gradient of microbatch 0 from rank 1, which waits at "
+        "1F1; rank 1 waits at 1F1 for the forward input of microbatch 1 from rank 0, which waits at 0B0."
+    )
+
+
+def no_receive(pipe: Verbs) -> None:
+    pipe.forward_step()
+
+
+def no_send(pipe: Verbs) -> None:
+    for _ in range(pipe.num_microbatches):
+        pipe.recv_forward()
+        pipe.forward_step()
+    return pipe.finish()
+
+
+def too_many(pipe: Verbs) -> None:
+    for _ in range(pipe.num_microbatches + 1):
+        pipe.recv_forward()
+
+
+@pytest.mark.parametrize(
+    ("loops", "text"),
+    [
+        (no_receive, "rank 0 calls forward_step(0) for microbatch 0 before recv_forward(0)."),
+        (no_send, "rank 0 ended its step after 0 calls of send_forward(0); there are 2 microbatches."),
+        (too_many, "rank 0 calls recv_forward(0) more often than there are microbatches (2)."),
+    ],
+)
+def test_a_schedule_that_is_wrong_in_itself_is_refused(loops: Any, text: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        record(loops)
+    assert text in str(caught.value)
+
+
+# Finding a schedule
+
+
+def test_unknown_schedule() -> None:
+    with pytest.raises(ValueError, match="there is no schedule '1f2b'; choose one of no_pipelining, inference, gpipe"):
+        megapipe.get_forward_backward_func("1f2b")
+
+
+def test_impossible_sizes() -> None:
+    with pytest.raises(ValueError, match="no_pipelining runs on 1 pipeline rank, got 2"):
+        make_plan("no_pipelining", 2, 4)
+    with pytest.raises(ValueError, match="1f1b runs 1 chunk"):
+        make_plan("1f1b", 2, 4, 2)
+    with pytest.raises(ValueError, match="at least 1 rank and 1 microbatch, got 2 and 0"):
+        make_plan("1f1b", 2, 0)
+
+
+def test_megatrons_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    get = megapipe.get_forward_backward_func
+    assert get() is megapipe.schedules.forward_backward_no_pipelining
+    assert get(pp_size=4) is megapipe.schedules.forward_backward_pipelining_without_interleaving
+    assert get(pp_size=1, vp_size=2) is megapipe.schedules.forward_backward_no_pipelining
+    monkeypatch.setenv("MEGAPIPE_SCHEDULE", "gpipe")
+    assert get() is get("gpipe")
+    assert get("gpipe").__doc__ is not None
