@@ -68,6 +68,7 @@ class Watchdog:
         self._num_steps = 0
         self._agreed: dict[str, str] = {}
         self._exchange = 0  # the step of the last exchange of arguments
+        self._settled = 0  # the last step whose arguments were found unchanged
         self._seen: tuple[str, str | None] = ("", None)
         self._seen_since = 0.0
 
@@ -94,6 +95,7 @@ class Watchdog:
         they did not change is made to take part by its helper thread. On disagreement, raises ValueError everywhere.
         """
         if arguments == self._agreed:
+            self._settled = self._num_steps
             return
         step, previous = self._num_steps, self._exchange
         with self._lock:
@@ -181,7 +183,7 @@ class Watchdog:
                 if self._has("failure"):
                     if self.failure is None:
                         self._hear(**json.loads(self._store.get("failure")))
-                elif self._exchange < self._num_steps and self._has(f"exchange {self._num_steps}"):
+                elif self._exchange < self._settled == self._num_steps and self._has(f"exchange {self._num_steps}"):
                     self._publish_arguments()
                 elif self._seconds_waited() > self.timeout:
                     self._publish(TimeoutError())

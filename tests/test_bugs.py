@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megapipe import PipelineError, parallel_state
 from megapipe.p2p_communication import Communicator, ConnectionLostError, MessageSpec, TensorSpec
 from megapipe.placement import loop
+from megapipe.watchdog import TICK
 
 TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
 
@@ -71,3 +72,29 @@ def test_ranks_meet_again_after_one_missed_a_session(ranks: RankPool) -> None:
     """Each process counted its own sessions, and the count named their meeting place in the store. A rank that had
     missed one waited at another place than the others ever after, even in a process group made anew."""
     ranks.run(2, one_rank_missed_a_session, timeout=20)
+
+
+def one_rank_is_slow_to_change(rank: int) -> None:
+    chunks = build("1f1b", 2, 4)
+    run("1f1b", chunks, 2)
+    if rank == 1:
+        chunks[0].config = SlowConfig(chunks[0].config)
+    run("1f1b", chunks, 3)
+
+
+class SlowConfig:
+    """Takes longer to read than the watchdog takes to look."""
+
+    def __init__(self, config: object) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> object:
+        if name == "hidden_size":
+            time.sleep(4 * TICK)
+        return getattr(self._config, name)
+
+
+def test_the_watchdog_does_not_answer_before_the_arguments_are_known(ranks: RankPool) -> None:
+    """Asked for its arguments by another rank, a watchdog published those of the step before, though the main thread
+    was only about to look at the new ones. The other rank then saw a disagreement where there was none."""
+    ranks.run(2, one_rank_is_slow_to_change, timeout=20)

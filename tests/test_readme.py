@@ -1,0 +1,38 @@
+"""What the README shows is what there is."""
+
+import inspect
+import re
+from pathlib import Path
+
+import megapipe
+from megapipe.plan import make_plan
+from megapipe.visualize import as_text
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_function_shown_is_the_one_that_runs() -> None:
+    loops = megapipe.schedules.forward_backward_pipelining_without_interleaving.loops
+    assert f"```python\n{inspect.getsource(loops)}```" in README
+
+
+def test_the_picture_is_the_plan() -> None:
+    assert as_text(make_plan("1f1b", 4, 6)) in README
+
+
+def test_every_schedule_has_its_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)
+    assert rows == megapipe.schedule_names()
+
+
+def test_commands_exist() -> None:
+    targets = (ROOT / "Makefile").read_text()
+    for command in re.findall(r"^make (\w+)$", README, flags=re.MULTILINE):
+        assert f"\n{command}: " in targets
+
+
+def test_every_file_is_on_the_map() -> None:
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    files = {path.name for path in (ROOT / "megapipe").glob("*.py")} - {"__init__.py"}
+    assert set(listed) == files
