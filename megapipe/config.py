@@ -39,6 +39,11 @@ class PipelineConfig:
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
 
+    # Schedules
+    microbatch_group_size_per_vp_stage: int | None = None
+    """How many microbatches interleaved schedules run through a chunk before they turn to the next: at least, and by
+    default, the number of pipeline ranks. More hides slow messages at the price of activation memory."""
+
     # Loss and gradients
     calculate_per_token_loss: bool = False
     """3-tuple loss functions: do not divide the loss by tokens; hand their number to `finalize_model_grads_func`."""

@@ -66,8 +66,12 @@ class Pipeline(Verbs):
         watchdog: Watchdog | None,
         gradient_sync: GradientSync | None,
         partial_checkpoints: tuple[int, int] | None,
+        microbatch_group_size: int | None,
     ) -> None:
-        super().__init__(placement, pp_rank, pp_size, num_microbatches, len(chunks), forward_only=gradient_sync is None)
+        forward_only = gradient_sync is None
+        super().__init__(
+            placement, pp_rank, pp_size, num_microbatches, len(chunks), forward_only, microbatch_group_size
+        )
         self._chunks = chunks
         self._results = results
         self._communicator = communicator

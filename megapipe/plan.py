@@ -38,8 +38,9 @@ class PlanRecorder(Verbs):
         num_microbatches: int,
         num_chunks: int,
         forward_only: bool = False,
+        microbatch_group_size: int | None = None,
     ) -> None:
-        super().__init__(placement, pp_rank, pp_size, num_microbatches, num_chunks, forward_only)
+        super().__init__(placement, pp_rank, pp_size, num_microbatches, num_chunks, forward_only, microbatch_group_size)
         self.events: list[Event] = []
 
     def recv_forward(self, chunk: int = 0) -> None:
@@ -217,12 +218,14 @@ def make_plan(
     num_chunks: int | None = None,
     *,
     forward_only: bool = False,
+    microbatch_group_size: int | None = None,
 ) -> Plan:
     """Record `schedule` for every rank of a pipeline.
 
     Args:
         schedule: a name, or a function decorated with `@schedule`.
         num_chunks: stages per rank; None takes the schedule's own.
+        microbatch_group_size: `config.microbatch_group_size_per_vp_stage`.
 
     Raises ValueError on an unknown name or impossible sizes, ScheduleError where the schedule is wrong in itself.
     """
@@ -230,10 +233,11 @@ def make_plan(
     num_chunks = found.check(pp_size, num_chunks)
     if pp_size < 1 or num_microbatches < 1:
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {pp_size} and {num_microbatches}.")
+    forward_only = forward_only or found.forward_only
     events = []
     for rank in range(pp_size):
         recorder = PlanRecorder(
-            found.placement, rank, pp_size, num_microbatches, num_chunks, forward_only or found.forward_only
+            found.placement, rank, pp_size, num_microbatches, num_chunks, forward_only, microbatch_group_size
         )
         found.loops(recorder)
         events.append(recorder.events)

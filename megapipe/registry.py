@@ -22,6 +22,7 @@ class Schedule:
         num_chunks: stages per rank; None where the caller decides.
         max_pp_size: the largest pipeline it is meant for; None where any is.
         forward_only: it never goes backward.
+        default_chunks: what `num_chunks` is where neither schedule nor caller says.
     """
 
     name: str
@@ -30,8 +31,10 @@ class Schedule:
     num_chunks: int | None = 1
     max_pp_size: int | None = None
     forward_only: bool = False
+    default_chunks: int = 1
 
     def __post_init__(self) -> None:
+        self.default_chunks = self.num_chunks or self.default_chunks
         functools.update_wrapper(self, self.loops)  # type: ignore[arg-type]
 
     def check(self, pp_size: int, num_chunks: int | None) -> int:
@@ -42,7 +45,7 @@ class Schedule:
                 "as 1f1b, or pipeline_model_parallel_size=1."
             )
         if num_chunks is None:
-            return self.num_chunks or 1
+            return self.default_chunks
         if num_chunks < 1 or self.num_chunks not in (None, num_chunks):
             wanted = "at least 1 chunk" if self.num_chunks is None else f"{self.num_chunks} chunk(s)"
             raise ValueError(

@@ -18,7 +18,9 @@ from .verbs import Verbs
 
 __all__ = [
     "forward_backward_gpipe",
+    "forward_backward_looped_bfs",
     "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "forward_inference",
     "get_forward_backward_func",
@@ -108,6 +110,88 @@ def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
         B()
 
     return pipe.finish()
+
+
+@schedule("looped_bfs", placement=loop, num_chunks=None, default_chunks=2)
+def forward_backward_looped_bfs(pipe: Verbs) -> Any:
+    """Breadth-first pipeline: GPipe on several chunks. https://arxiv.org/abs/2211.05953, Figure 2 (d)."""
+
+    def F(chunk: int) -> None:
+        pipe.recv_forward(chunk)
+        pipe.forward_step(chunk)
+        pipe.send_forward(chunk)
+
+    def B(chunk: int) -> None:
+        pipe.recv_backward(chunk)
+        pipe.backward_step(chunk)
+        pipe.send_backward(chunk)
+
+    # mF0 mF1 ...: a chunk runs every microbatch before the next one begins.
+    for chunk in range(pipe.num_chunks):
+        for _ in range(pipe.num_microbatches):
+            F(chunk)
+
+    # ... mB1 mB0.
+    for chunk in reversed(range(pipe.num_chunks)):
+        for _ in range(pipe.num_microbatches):
+            B(chunk)
+
+    return pipe.finish()
+
+
+@schedule("interleaved_1f1b", placement=loop, num_chunks=None, default_chunks=2)
+def forward_backward_pipelining_with_interleaving(pipe: Verbs) -> Any:
+    """Interleaved 1F1B. https://arxiv.org/abs/2104.04473, Figure 4 (bottom). With one chunk it is 1F1B."""
+    size, rank, num_chunks = pipe.pp_size, pipe.pp_rank, pipe.num_chunks
+    groups = interleaved_groups(pipe.num_microbatches, pipe.microbatch_group_size, size)
+    # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
+    forwards = [chunk for group in groups for chunk in range(num_chunks) for _ in range(group)]
+    backwards = [num_chunks - 1 - chunk for chunk in forwards]
+    # The first group must have reached the last chunk; then two more for every rank further on.
+    num_warmup = (num_chunks - 1) * groups[0] + min(num_chunks, 2) * (size - rank - 1)
+    num_warmup = min(num_warmup, len(forwards))
+    num_steady = len(forwards) - num_warmup
+
+    def F(chunk: int) -> None:
+        pipe.recv_forward(chunk)
+        pipe.forward_step(chunk)
+        pipe.send_forward(chunk)
+
+    def B(chunk: int) -> None:
+        pipe.recv_backward(chunk)
+        pipe.backward_step(chunk)
+        pipe.send_backward(chunk)
+
+    # Warmup: nF.
+    for k in range(num_warmup):
+        F(forwards[k])
+
+    # Steady state: n(F B).
+    for k in range(num_steady):
+        F(forwards[num_warmup + k])
+        B(backwards[k])
+
+    # Cooldown: nB.
+    for k in range(num_steady, len(forwards)):
+        B(backwards[k])
+
+    return pipe.finish()
+
+
+def interleaved_groups(num_microbatches: int, group_size: int, pp_size: int) -> list[int]:
+    """Sizes of the groups of microbatches that go through a chunk together.
+
+    All have `group_size` but the last, as in Megatron. A last group smaller than the pipeline would come back to the
+    first rank before that is ready for it: ranks could wait for each other for ever. Megatron refuses such numbers;
+    here the remainder is shared out over all groups, the larger ones first, and the warmup goes by the first.
+    """
+    num_groups, remainder = divmod(num_microbatches, group_size)
+    if num_groups == 0:
+        return [remainder]
+    if 0 < remainder < pp_size:
+        size, larger = divmod(num_microbatches, num_groups)
+        return [size + 1] * larger + [size] * (num_groups - larger)
+    return [group_size] * num_groups + [remainder] * (remainder > 0)
 
 
 def get_forward_backward_func(

@@ -153,6 +153,7 @@ class ForwardBackward(Schedule):
             watchdog=None if session is None else session.watchdog,
             gradient_sync=gradient_sync,
             partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size),
+            microbatch_group_size=config.microbatch_group_size_per_vp_stage,
         )
         with _timed(config), torch.no_grad() if step.forward_only else nullcontext():
             try:
@@ -171,7 +172,8 @@ class ForwardBackward(Schedule):
         num_partial = config.num_microbatches_with_partial_activation_checkpoints
         if num_partial is None:
             return None
-        plan = make_plan(self, pp_size, step.num_microbatches, len(step.models))
+        group_size = config.microbatch_group_size_per_vp_stage
+        plan = make_plan(self, pp_size, step.num_microbatches, len(step.models), microbatch_group_size=group_size)
         return num_partial, plan.peak_in_flight(pp_rank)
 
 
@@ -182,6 +184,7 @@ def schedule(
     num_chunks: int | None = 1,
     max_pp_size: int | None = None,
     forward_only: bool = False,
+    default_chunks: int = 1,
 ) -> Callable[[Callable[[Verbs], Any]], ForwardBackward]:
     """Make a function of the verbs a schedule that can be trained with, recorded, and found by its name.
 
@@ -190,10 +193,11 @@ def schedule(
         num_chunks: stages per rank; None where the caller decides.
         max_pp_size: the largest pipeline it is meant for.
         forward_only: it has no backward.
+        default_chunks: stages per rank where neither the schedule nor the caller says.
     """
 
     def decorate(loops: Callable[[Verbs], Any]) -> ForwardBackward:
-        decorated = ForwardBackward(name, loops, placement, num_chunks, max_pp_size, forward_only)
+        decorated = ForwardBackward(name, loops, placement, num_chunks, max_pp_size, forward_only, default_chunks)
         register(decorated)
         return decorated
 
@@ -306,6 +310,7 @@ def _arguments(schedule: Schedule, step: StepArguments, stages: Sequence[StageIn
         "num_microbatches": str(step.num_microbatches),
         "forward_only": str(step.forward_only),
         "variable_seq_lengths": str(step.config.variable_seq_lengths),
+        "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
         "the type of device": step.device.type,
     }
     for stage, (received, sent) in zip(stages, specs):

@@ -56,13 +56,22 @@ class Verbs(ABC):
         num_microbatches: int,
         num_chunks: int,
         forward_only: bool = False,
+        microbatch_group_size: int | None = None,
     ) -> None:
+        if microbatch_group_size is not None and microbatch_group_size < pp_size:
+            raise ValueError(
+                f"microbatch_group_size_per_vp_stage must be at least the {pp_size} ranks of the pipeline, got "
+                f"{microbatch_group_size}: with fewer, a chunk's first output comes back before the rank is ready for "
+                "it, and ranks may wait for each other for ever. Use None for the smallest that works."
+            )
         self.placement = placement
         self.pp_rank = pp_rank
         self.pp_size = pp_size
         self.num_microbatches = num_microbatches
         self.num_chunks = num_chunks
         self.forward_only = forward_only
+        self.microbatch_group_size = microbatch_group_size or pp_size
+        """How many microbatches interleaved schedules run through a chunk before they turn to the next."""
         self.stages = placement.stages(pp_rank, pp_size, num_chunks)
         self._counts = {verb: [0] * num_chunks for verb in REQUIRED}
 

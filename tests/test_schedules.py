@@ -62,10 +62,25 @@ PICTURES = {
         .   .   .   3F0 3B0 3B0 3F1 3B1 3B1 .   .   .   .   .   .
         """,
     ),
+    "looped_bfs": (
+        (3, 3),
+        """
+        0F0 0F1 0F2 3F0 3F1 3F2 .   .   .   .   .   .   3B0 3B0 3B1 3B1 3B2 3B2 0B0 0B0 0B1 0B1 0B2 0B2
+        .   1F0 1F1 1F2 4F0 4F1 4F2 .   .   .   4B0 4B0 4B1 4B1 4B2 4B2 1B0 1B0 1B1 1B1 1B2 1B2 .   .
+        .   .   2F0 2F1 2F2 5F0 5F1 5F2 5B0 5B0 5B1 5B1 5B2 5B2 2B0 2B0 2B1 2B1 2B2 2B2 .   .   .   .
+        """,
+    ),
+    "interleaved_1f1b": (
+        (2, 4),
+        """
+        0F0 0F1 2F0 2F1 0F2 .   2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1 .   2B2 2B2 .   2B3 2B3 0B2 0B2 0B3 0B3
+        .   1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3 .   .
+        """,
+    ),
 }
 
 # Schedules that leave the number of chunks open are tried with these.
-CHUNKS: dict[str, list[int]] = {"inference": [1, 2, 3]}
+CHUNKS: dict[str, list[int]] = {"inference": [1, 2, 3], "looped_bfs": [1, 2, 3], "interleaved_1f1b": [1, 2, 3, 4]}
 PIPELINED = [name for name in megapipe.schedule_names() if name != "no_pipelining"]
 
 
@@ -113,6 +128,35 @@ def test_published_formulas(pp_size: int) -> None:
         simulation = make_plan("gpipe", pp_size, m).simulate()
         assert simulation.makespan == (m + pp_size - 1) * 3
         assert simulation.peak_activations == [m] * pp_size
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3, 4])
+@pytest.mark.parametrize("pp_size", range(2, 9))
+def test_interleaved_formulas(pp_size: int, num_chunks: int) -> None:
+    """Megatron's: warmup and one more are in flight; the bubble shrinks with the number of chunks."""
+    for group_size in range(pp_size, 2 * pp_size + 1):
+        for num_groups in (2, 3):
+            m = num_groups * group_size
+            plan = make_plan("interleaved_1f1b", pp_size, m, num_chunks, microbatch_group_size=group_size)
+            peaks = [2 * (pp_size - rank - 1) + (num_chunks - 1) * group_size + 1 for rank in range(pp_size)]
+            assert [plan.peak_in_flight(rank) for rank in range(pp_size)] == peaks
+            if group_size == pp_size:
+                simulation = plan.simulate()
+                assert simulation.makespan == pytest.approx(3 * (m + (pp_size - 1) / num_chunks))
+            plan = make_plan("looped_bfs", pp_size, m, num_chunks)
+            assert plan.simulate().makespan == pytest.approx(3 * (m + (pp_size - 1) / num_chunks))
+            assert plan.peak_in_flight(0) == m * num_chunks
+
+
+def test_every_number_of_microbatches_interleaves() -> None:
+    """Also those that Megatron refuses, whose last group is smaller than the pipeline."""
+    for pp_size in range(1, 7):
+        for num_chunks in (2, 3):
+            for group_size in range(pp_size, 2 * pp_size + 1):
+                for m in range(1, 4 * pp_size):
+                    make_plan("interleaved_1f1b", pp_size, m, num_chunks, microbatch_group_size=group_size).check()
+    with pytest.raises(ValueError, match="must be at least the 4 ranks of the pipeline, got 3"):
+        make_plan("interleaved_1f1b", 4, 8, 2, microbatch_group_size=3)
 
 
 def test_plan_prints_its_actions() -> None:
