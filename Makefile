@@ -19,6 +19,7 @@ help:
 $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[examples,test,lint]'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps megatron-core packaging
 	@touch $@
 
 # One thread per rank: the ranks share the cores.

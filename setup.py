@@ -13,6 +13,7 @@ extras = {
     "viz": ["rich>=13"],
     "te": ["transformer-engine[pytorch]"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "rich>=13", "numpy"],
+    "megatron": ["megatron-core==0.16.1"],
     "lint": ["ruff>=0.9", "mypy>=1.14"],
 }
 

@@ -1,5 +1,6 @@
 """Pipeline-parallel training for PyTorch, the Megatron way: one hand-written function per schedule."""
 
+from . import integrations as integrations
 from . import parallel_state, schedules
 from .config import PipelineConfig
 from .placement import StageInfo, distribute_layers

@@ -72,8 +72,6 @@ class PipelineConfig:
     barrier_with_L1_time: bool = True  # noqa: N815
 
     @classmethod
-    def of(cls, config: object) -> PipelineConfig:
-        """A config with the fields of `config`, defaults where it has none."""
-        if type(config) is cls:
-            return config
-        return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)})
+    def of(cls, config: object, **overrides: Any) -> PipelineConfig:
+        """A config with the fields of `config`, defaults where it has none, and `overrides` in any case."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)} | overrides)

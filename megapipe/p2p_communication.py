@@ -4,7 +4,7 @@ A channel carries one kind of message one way, and every chunk handles its micro
 sends and receives on a channel always matches, whatever the schedule does in between; a late receiver delays that
 channel only. A step can therefore wait only for data, and data dependencies have no cycle.
 
-Gloo honours tags, so all channels share one group there. NCCL does not: each channel has a two-rank group of its own.
+Gloo honours tags, so all channels share one communicator there. NCCL does not: each channel has one of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import queue
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from .placement import Placement
 
@@ -150,26 +151,23 @@ class Transfer:
 class Channel(NamedTuple):
     """One way from this rank to a peer, or from the peer to this rank."""
 
-    group: dist.ProcessGroup
+    backend: Any
+    """The transport itself: torch.distributed's functions around it cost more than a small message."""
     peer: int
-    """Global rank."""
+    """Its rank in the backend."""
     tag: int
 
-    def post(self, operation: Callable[..., Any], spec: MessageSpec | None, tensors: list[torch.Tensor]) -> Transfer:
-        """Start `dist.isend` or `dist.irecv` of all tensors."""
+    def send(self, tensors: list[torch.Tensor]) -> Transfer:
+        """Start sending. The transfer must be kept until it has completed, or the message is lost."""
         with _connection_errors():
-            if len(tensors) > 1 and tensors[0].device.type != "cpu":
-                # One launch for all. On gloo it would be the loop below, at four times its cost.
-                ops = [dist.P2POp(operation, tensor, self.peer, self.group, self.tag) for tensor in tensors]
-                return Transfer(spec, tensors, dist.batch_isend_irecv(ops))
-            works = [operation(tensor, self.peer, group=self.group, tag=self.tag) for tensor in tensors]
-        return Transfer(spec, tensors, works)
+            return Transfer(None, tensors, [self.backend.send([tensor], self.peer, self.tag) for tensor in tensors])
 
     def receive(self, spec: MessageSpec, device: torch.device) -> Transfer:
         """Post the receive of one message."""
         # A fresh buffer each time: it becomes a leaf of the stage's graph and must not remember an earlier one.
         buffers = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in spec.tensors]
-        return self.post(dist.irecv, spec, buffers)
+        with _connection_errors():
+            return Transfer(spec, buffers, [self.backend.recv([buffer], self.peer, self.tag) for buffer in buffers])
 
 
 class Inbox:
@@ -279,92 +277,80 @@ class WaitedOutbox:
 class Communicator:
     """The channels of one rank, built once per pipeline and kept between steps.
 
-    Every rank of the pipeline must build it at the same time.
+    Every rank of the pipeline must build it at the same time. The backends are made here and not by `dist.new_group`,
+    which names a group of some ranks only by how many groups the process is in already: ranks that are in different
+    numbers of groups then wait for each other for ever.
 
     Args:
-        ranks: global ranks of the pipeline, in pipeline order.
+        store: where the ranks of this pipeline find each other. Used for one communicator only.
         with_descriptions: also build the channels that describe messages ahead of them (`variable_seq_lengths`).
-        timeout: seconds after which the transport itself gives up; a safety net behind the watchdog's.
+        timeout: seconds after which the transport itself gives up: a safety net behind the watchdog's.
     """
 
     def __init__(
         self,
-        ranks: Sequence[int],
+        store: PrefixStore,
+        pp_rank: int,
+        pp_size: int,
         placement: Placement,
         num_chunks: int,
         device: torch.device,
         with_descriptions: bool,
         timeout: float,
     ) -> None:
-        self.ranks = tuple(ranks)
         self.device = device
-        self._placement = placement
-        self._num_stages = len(ranks) * num_chunks
-        self._timeout = datetime.timedelta(seconds=timeout)
-        self._groups: list[dist.ProcessGroup] = []
         self.forward: dict[int, Channel] = {}
         self.backward: dict[int, Channel] = {}
         self.descriptions: dict[int, Channel] = {}
+        self._store = store
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self._pp_rank = pp_rank
+        self._pp_size = pp_size
+        self._num_stages = pp_size * num_chunks
+        self._host_backend: Any = None
+        self._pair_backends: list[Any] = []
         on_cpu = device.type == "cpu"
         if on_cpu or with_descriptions:
-            host_group = self._new_group(self.ranks, "gloo")
-        for boundary, peer in self._boundaries():
+            self._host_backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, pp_size, self._timeout)
+        if not on_cpu:
+            _check_connections()
+        for boundary in range(self._num_stages - 1):  # boundary b lies between the stages b and b + 1
+            lower, upper = (placement.rank(stage, pp_size) for stage in (boundary, boundary + 1))
+            if pp_rank not in (lower, upper) or lower == upper:
+                continue
+            peer = upper if pp_rank == lower else lower
             if on_cpu:
-                self.forward[boundary] = Channel(host_group, peer, 3 * boundary)
-                self.backward[boundary] = Channel(host_group, peer, 3 * boundary + 1)
+                self.forward[boundary] = Channel(self._host_backend, peer, 3 * boundary)
+                self.backward[boundary] = Channel(self._host_backend, peer, 3 * boundary + 1)
             else:
-                pair = sorted((dist.get_rank(), peer))
-                self.forward[boundary] = Channel(self._new_group(pair, None), peer, 0)
-                self.backward[boundary] = Channel(self._new_group(pair, None), peer, 0)
+                self.forward[boundary] = self._pair_channel(f"forward {boundary}", pp_rank == lower)
+                self.backward[boundary] = self._pair_channel(f"backward {boundary}", pp_rank == upper)
             if with_descriptions:
-                self.descriptions[boundary] = Channel(host_group, peer, 3 * boundary + 2)
+                self.descriptions[boundary] = Channel(self._host_backend, peer, 3 * boundary + 2)
         self._host_outbox = WaitedOutbox()
         self._outbox: PolledOutbox | WaitedOutbox = self._host_outbox if on_cpu else PolledOutbox()
-        if not on_cpu:
-            self._check_connections()
-            self._warm_up()
 
-    def _boundaries(self) -> list[tuple[int, int]]:
-        """Boundaries between a stage of this rank and one of another, with that rank. Boundary b follows stage b."""
-        me = dist.get_rank()
-        boundaries = []
-        for boundary in range(self._num_stages - 1):
-            ends = [self.ranks[self._placement.rank(stage, len(self.ranks))] for stage in (boundary, boundary + 1)]
-            if me in ends and ends[0] != ends[1]:
-                boundaries.append((boundary, ends[1 - ends.index(me)]))
-        return boundaries
-
-    def _new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-        group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        self._groups.append(group)
-        return group
-
-    def _check_connections(self) -> None:
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            warnings.warn(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 makes all communicators and the computation share one hardware queue; "
-                "pipeline stages will wait for each other. Unset it, or set it to 8 or more.",
-                stacklevel=2,
-            )
-
-    def _warm_up(self) -> None:
-        """Set up every communicator now, boundary by boundary in the same order on every rank: communicators made
-        lazily in the first step, in whatever order it reaches them, can wait for each other for ever."""
-        token = torch.zeros(1, device=self.device)
-        for boundary in sorted(self.forward):
-            lower_is_here = self.ranks[self._placement.rank(boundary, len(self.ranks))] == dist.get_rank()
-            forward, backward = (dist.isend, dist.irecv) if lower_is_here else (dist.irecv, dist.isend)
-            self.forward[boundary].post(forward, None, [token]).wait()
-            self.backward[boundary].post(backward, None, [token]).wait()
+    def _pair_channel(self, name: str, sends: bool) -> Channel:
+        """A channel with a communicator of its own, warmed up: communicators set up in the first step, in whatever
+        order it reaches them, can wait for each other for ever. Here all ranks go through the boundaries in order."""
+        if self.device.type != "cuda":
+            raise ValueError(f"pipelines run on cpu (gloo) and cuda (nccl) devices, but the model is on {self.device}.")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        backend = dist.ProcessGroupNCCL(PrefixStore(name, self._store), 0 if sends else 1, 2, options)
+        self._pair_backends.append(backend)
+        channel = Channel(backend, 1 if sends else 0, 0)
+        token = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
+        transfer = channel.send([torch.zeros(1, device=self.device)]) if sends else channel.receive(token, self.device)
+        transfer.wait()
+        return channel
 
     def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None:
         """Start sending. The caller may drop the tensors at once, but must not write to them."""
-        contiguous = [tensor.detach().contiguous() for tensor in tensors]
-        self._outbox.add(channel.post(dist.isend, None, contiguous))
+        self._outbox.add(channel.send([tensor.detach().contiguous() for tensor in tensors]))
 
     def send_description(self, channel: Channel, spec: MessageSpec) -> None:
-        self._host_outbox.add(channel.post(dist.isend, None, [describe(spec)]))
+        self._host_outbox.add(channel.send([describe(spec)]))
 
     def drain(self) -> None:
         """Wait until nothing sent is under way any more."""
@@ -373,21 +359,29 @@ class Communicator:
 
     def abort(self) -> None:
         """Make every operation under way fail, here and on the peers. The communicator is of no use afterwards."""
-        for group in self._groups:
-            if dist.get_backend(group) != "gloo":
-                group._get_backend(self.device).abort()
-            else:
-                # Gloo has no abort, but a wait that times out closes all pairs of its group. A pair may be closed
-                # already, and then refuses the receive.
-                for peer in self.ranks:
-                    if peer != dist.get_rank():
-                        with contextlib.suppress(RuntimeError):
-                            probe = dist.irecv(torch.empty(1), peer, group=group, tag=3 * self._num_stages)
-                            probe.wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
+        for backend in self._pair_backends:
+            backend.abort()
+        if self._host_backend is not None:
+            # Gloo has no abort, but a wait that times out closes all pairs of its group. A pair may be closed already,
+            # and then refuses the receive.
+            for peer in range(self._pp_size):
+                if peer != self._pp_rank:
+                    with contextlib.suppress(RuntimeError):
+                        probe = self._host_backend.recv([torch.empty(1)], peer, 3 * self._num_stages)
+                        probe.wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Stop the helper thread."""
         self._host_outbox.close()
+
+
+def _check_connections() -> None:
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warnings.warn(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 makes all communicators and the computation share one hardware queue: "
+            "pipeline stages will wait for each other. Unset it, or set it to 8 or more.",
+            stacklevel=2,
+        )
 
 
 # Describing a message ahead of it: its spec as JSON in a buffer of fixed size, always on CPU, so that reading it

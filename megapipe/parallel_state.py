@@ -7,9 +7,10 @@ replicas, which exchange most, are close.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.distributed as dist
+
+from . import hooks
+from .hooks import Groups
 
 __all__ = [
     "destroy_model_parallel",
@@ -27,14 +28,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class _State:
-    pipeline_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup
-    virtual_size: int | None
-
-
-_state: _State | None = None
+_groups: Groups | None = None
 
 
 def initialize_model_parallel(
@@ -49,10 +43,10 @@ def initialize_model_parallel(
     Raises ValueError where the sizes do not fit the world or differ between ranks, RuntimeError when called before
     torch.distributed is initialised or a second time.
     """
-    global _state
+    global _groups
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first.")
-    if _state is not None:
+    if _groups is not None:
         raise RuntimeError("model parallelism is initialised already: call destroy_model_parallel() first.")
     world_size = dist.get_world_size()
     sizes = (pipeline_model_parallel_size, virtual_pipeline_model_parallel_size)
@@ -77,21 +71,22 @@ def initialize_model_parallel(
     num_replicas = world_size // pipeline_model_parallel_size
     pipelines = [list(range(replica, world_size, num_replicas)) for replica in range(num_replicas)]
     replicas = [list(ranks) for ranks in zip(*pipelines)]
-    _state = _State(_own_group(pipelines), _own_group(replicas), virtual_pipeline_model_parallel_size)
+    _groups = Groups(_own_group(pipelines), _own_group(replicas), virtual_pipeline_model_parallel_size)
 
 
 def destroy_model_parallel() -> None:
     """Forget the groups. The processes' communicators go with torch.distributed's."""
-    global _state
-    _state = None
+    global _groups
+    _groups = None
 
 
 def model_parallel_is_initialized() -> bool:
-    return _state is not None
+    """Whether there are groups: our own, or those of a framework that has made them."""
+    return _find_groups() is not None
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    return _initialized().pipeline_group
+    return _existing_groups().pipeline
 
 
 def get_pipeline_model_parallel_world_size() -> int:
@@ -104,11 +99,11 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    return _initialized().virtual_size if _needs_groups() else None
+    return _existing_groups().virtual_size if _needs_groups() else None
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    return _initialized().data_group
+    return _existing_groups().data
 
 
 def get_data_parallel_world_size() -> int:
@@ -142,13 +137,20 @@ def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:
 
 
 def _needs_groups() -> bool:
-    return _state is not None or dist.is_initialized()
+    return _groups is not None or dist.is_initialized()
 
 
-def _initialized() -> _State:
-    if _state is None:
+def _find_groups() -> Groups | None:
+    if _groups is not None:
+        return _groups
+    return next((groups for find in hooks.find_groups if (groups := find()) is not None), None)
+
+
+def _existing_groups() -> Groups:
+    groups = _find_groups()
+    if groups is None:
         raise RuntimeError(
             "the pipeline's process groups do not exist yet: call "
             "megapipe.parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) on every rank."
         )
-    return _state
+    return groups

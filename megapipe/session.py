@@ -30,10 +30,11 @@ class Session:
         store = _get_default_store()
         # Counted in the store, which may outlive this process group or have known others before.
         number = store.add(f"{name} sessions of {self.pp_rank}", 1)
-        self.watchdog = Watchdog(PrefixStore(f"{name} {number}", store), self.pp_rank, len(self.ranks))
+        self._store = PrefixStore(f"{name} {number}", store)
+        self.watchdog = Watchdog(self._store, self.pp_rank, len(self.ranks))
         self.watchdog.abort = self._abort
         self._world = dist.group.WORLD
-        self._communicators: dict[tuple[str, int, torch.device, bool], Communicator] = {}
+        self._communicators: dict[tuple[str, int, str, bool], Communicator] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:
@@ -61,10 +62,12 @@ class Session:
         self, placement: Placement, num_chunks: int, device: torch.device, described: bool
     ) -> Communicator:
         """The channels for this placement, built at the first step that needs them. Collective over the pipeline."""
-        key = (placement.name, num_chunks, device, described)
+        key = (placement.name, num_chunks, device.type, described)
         if key not in self._communicators:
             self._communicators[key] = Communicator(
-                self.ranks,
+                PrefixStore(f"channels {key}", self._store),
+                self.pp_rank,
+                len(self.ranks),
                 placement,
                 num_chunks,
                 device,

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from . import hooks
 from .config import PipelineConfig
 from .p2p_communication import MessageSpec, TensorSpec, Transfer, pack, unpack
 from .placement import StageInfo
 
-__all__ = ["InFlight", "Stage", "StepArguments", "find_attribute"]
+__all__ = ["InFlight", "Stage", "StepArguments", "find_attribute", "run_backward"]
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Stage:
         self._output_spec = output_spec
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
+        self._model_config = find_attribute(self.module, "config")
 
     def forward(
         self, received: Transfer | None, microbatch: int, *extra: bool
@@ -81,19 +83,38 @@ class Stage:
             extra: the third argument of forward_step_func, where the config asks for one.
         """
         inputs = self._take_input(received)
-        if self._set_is_first_microbatch is not None and self._is_first_microbatch(microbatch):
-            self._set_is_first_microbatch()
-        with self._timed("forward-compute"):
-            with self._autocast():
-                output, loss_func = self._call_forward_step(microbatch, extra)
-            if self.info.is_last:
-                return None, self._finish_loss(inputs, self._compute_loss(output, loss_func, microbatch))
+        output, loss = self.run(microbatch, *extra, is_first_microbatch=self._is_first_microbatch(microbatch))
+        if self.info.is_last:
+            return None, self._keep_loss(inputs, loss)
         structure, tensors = self._pack_output(output, microbatch)
         spec = self._check_output(structure, tensors, microbatch)
         sent = Transfer(spec, [tensor.detach() for tensor in tensors])
         if self._step.forward_only:
             return sent, None
         return sent, InFlight(inputs, [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable])
+
+    def run(self, microbatch: int, *extra: bool, is_first_microbatch: bool) -> tuple[Any, Tensor | None]:
+        """The caller's forward_step_func, on the input set before, and on the last stage the loss function.
+
+        Returns the output, and the loss where there is one to differentiate.
+        """
+        step = self._step
+        if is_first_microbatch and self._set_is_first_microbatch is not None:
+            self._set_is_first_microbatch()
+        for before in hooks.before_forward:
+            before(self.module, microbatch)
+        with self._timed("forward-compute"):
+            with self._autocast():
+                output, loss_func = self._call_forward_step(microbatch, extra)
+            loss = self._compute_loss(output, loss_func) if self.info.is_last else None
+        for after in hooks.after_forward:
+            after(self._model_config, step.num_microbatches, step.device)
+        return output, loss
+
+    def set_input(self, message: Any) -> None:
+        """Hand the model its input: Megatron's models are given a list, also when it holds one tensor, or None."""
+        if self._set_input_tensor is not None:
+            self._set_input_tensor(message)
 
     def backward(self, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[Tensor]:
         """B and W. Returns the gradients of the received tensors that want one.
@@ -106,7 +127,7 @@ class Stage:
         roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
         with self._timed("backward-compute"):
             if roots:
-                _run_backward(*zip(*roots))
+                run_backward(*zip(*roots))
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in in_flight.inputs]
 
     # Input
@@ -114,17 +135,14 @@ class Stage:
     def _take_input(self, received: Transfer | None) -> list[Tensor]:
         """Hand the input to the model. Returns the tensors of it that want a gradient."""
         if received is None:
-            if self._set_input_tensor is not None:
-                self._set_input_tensor([None])
+            self.set_input([None])
             return []
         assert received.spec is not None
         structure, specs = received.spec
         wanted = [] if self._step.forward_only else [t for t, s in zip(received.tensors, specs) if s.differentiable]
         for tensor in wanted:
             tensor.requires_grad_()
-        assert self._set_input_tensor is not None, "checked at the door"
-        # Megatron's models are given a list, also when it holds one tensor.
-        self._set_input_tensor(received.tensors if structure == "tensor" else unpack(structure, received.tensors))
+        self.set_input(received.tensors if structure == "tensor" else unpack(structure, received.tensors))
         return wanted
 
     def _is_first_microbatch(self, microbatch: int) -> bool:
@@ -183,7 +201,7 @@ class Stage:
 
     # Loss
 
-    def _compute_loss(self, output: Any, loss_func: Any, microbatch: int) -> Tensor | None:
+    def _compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
         """The loss to differentiate, divided as Megatron divides it; None where there is none to differentiate."""
         step = self._step
         if loss_func is None and step.forward_only:
@@ -218,7 +236,7 @@ class Stage:
             return loss
         return loss / num_tokens.clamp(min=1) / step.num_microbatches
 
-    def _finish_loss(self, inputs: list[Tensor], loss: Tensor | None) -> InFlight | None:
+    def _keep_loss(self, inputs: list[Tensor], loss: Tensor | None) -> InFlight | None:
         if self._step.forward_only:
             return None
         if loss is None:
@@ -260,7 +278,7 @@ def _edge(tensor: Tensor) -> GradientEdge | None:
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def _run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """`torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the engine's
     own are made against the graph, which knows what the outputs looked like."""
     torch.autograd.Variable._execution_engine.run_backward(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import parallel_state
+from . import hooks, parallel_state
 from .boundary import boundaries_around
 from .config import PipelineConfig
 from .gradients import GradientSync, finalize_gradients
@@ -100,7 +100,7 @@ class ForwardBackward(Schedule):
                 data_iterators=_iterator_per_chunk(data_iterator, len(models)),
                 models=models,
                 num_microbatches=num_microbatches,
-                config=_config_of(models),
+                config=_config_of(models, pg_collection),
                 device=_device_of(models),
                 forward_only=forward_only or self.forward_only,
                 collect_non_loss_data=collect_non_loss_data,
@@ -236,9 +236,14 @@ def _pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGr
     return parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
 
 
-def _config_of(models: Sequence[nn.Module]) -> PipelineConfig:
+def _config_of(models: Sequence[nn.Module], pg_collection: Any) -> PipelineConfig:
     configs = (find_attribute(model, "config") for model in models)
-    return PipelineConfig.of(next((config for config in configs if config is not None), None))
+    config = next((config for config in configs if config is not None), None)
+    for check in hooks.check_config:
+        check(config)
+    sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
+    groups = {name: getattr(pg_collection, short, None) for name, short in sizes.items()}
+    return PipelineConfig.of(config, **{name: group.size() for name, group in groups.items() if group is not None})
 
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device:

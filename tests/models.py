@@ -8,11 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
 from megapipe import PipelineConfig, StageInfo, distribute_layers, parallel_state, stages_for_rank
+from megapipe.p2p_communication import Communicator
+from megapipe.placement import loop
 
 HIDDEN, VOCABULARY, SEQUENCE, BATCH = 16, 11, 5, 2
 
@@ -132,6 +136,13 @@ def assert_same_losses(reports: list[Any], expected: list[Tensor], chunks: list[
         assert [report["loss"] for report in reports] == expected
     else:
         assert reports == []
+
+
+def communicator(rank: int, pp_size: int) -> Communicator:
+    """The channels of a pipeline with one chunk per rank."""
+    return Communicator(
+        dist.PrefixStore("communicator", _get_default_store()), rank, pp_size, loop, 1, torch.device("cpu"), False, 60
+    )
 
 
 __all__ = [name for name in dir() if not name.startswith("_")] + ["PipelineConfig"]

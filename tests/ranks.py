@@ -120,6 +120,8 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             text = "".join(traceback.format_exception(error))
             result = error
         megapipe.parallel_state.destroy_model_parallel()
+        if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
+            megatron.destroy_model_parallel()
         dist.destroy_process_group()
         try:
             jobs.send((result, text))

@@ -5,29 +5,28 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_same_gradients, build, reference, run
+from models import assert_same_gradients, build, communicator, reference, run
 from ranks import RankPool
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelineError, parallel_state
-from megapipe.p2p_communication import Communicator, ConnectionLostError, MessageSpec, TensorSpec
-from megapipe.placement import loop
+from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorSpec
 from megapipe.watchdog import TICK
 
 TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
 
 
 def abort_after_a_peer_is_gone(rank: int) -> None:
-    communicator = Communicator([0, 1, 2], loop, 1, torch.device("cpu"), False, 60)
+    channels = communicator(rank, 3)
     if rank == 0:
-        communicator.abort()
+        channels.abort()
     elif rank == 1:
         time.sleep(0.5)
-        communicator.abort()
+        channels.abort()
     else:
         with pytest.raises(ConnectionLostError):
-            communicator.forward[1].receive(TOKEN, torch.device("cpu")).wait()
-    communicator.close()
+            channels.forward[1].receive(TOKEN, torch.device("cpu")).wait()
+    channels.close()
 
 
 def test_abort_reaches_past_a_closed_connection(ranks: RankPool) -> None:
@@ -37,14 +36,14 @@ def test_abort_reaches_past_a_closed_connection(ranks: RankPool) -> None:
 
 
 def send_after_the_peer_is_gone(rank: int) -> None:
-    communicator = Communicator([0, 1], loop, 1, torch.device("cpu"), False, 60)
+    channels = communicator(rank, 2)
     if rank == 1:
-        communicator.abort()
+        channels.abort()
     else:
         time.sleep(0.5)
         with pytest.raises(ConnectionLostError):
-            communicator.send(communicator.forward[0], [torch.ones(1)])
-    communicator.close()
+            channels.send(channels.forward[0], [torch.ones(1)])
+    channels.close()
 
 
 def test_sending_to_a_lost_peer_is_a_lost_connection(ranks: RankPool) -> None:
@@ -98,3 +97,17 @@ def test_the_watchdog_does_not_answer_before_the_arguments_are_known(ranks: Rank
     """Asked for its arguments by another rank, a watchdog published those of the step before, though the main thread
     was only about to look at the new ones. The other rank then saw a disagreement where there was none."""
     ranks.run(2, one_rank_is_slow_to_change, timeout=20)
+
+
+def ranks_are_in_different_numbers_of_groups(rank: int) -> None:
+    dist.new_group([1])  # counts on rank 1 only
+    chunks = build("1f1b", 3, 6)
+    run("1f1b", chunks, 2)
+    assert_same_gradients(chunks, reference(6, 2)[0])
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(ranks: RankPool) -> None:
+    """The channels were made by `dist.new_group(use_local_synchronization=True)`, which names the new group by the
+    number of groups that the process is in. Where ranks differ in that, as Megatron's first and last do with their
+    embedding groups, each waited for the others under a name of its own, for ever."""
+    ranks.run(3, ranks_are_in_different_numbers_of_groups, timeout=20)

@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import communicator
 from ranks import RankPool
 
-from megapipe.p2p_communication import Communicator, Inbox, MessageSpec, TensorSpec, describe, pack, read_description
-from megapipe.placement import loop
+from megapipe.p2p_communication import Inbox, MessageSpec, TensorSpec, describe, pack, read_description
 
 TENSOR = torch.ones(2, 3)
 
@@ -48,7 +48,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def all_kinds_of_tensors(rank: int) -> None:
-    communicator = Communicator([0, 1], loop, 1, torch.device("cpu"), False, 60)
+    channels = communicator(rank, 2)
     shapes = [(), (0, 4), (3, 5), (2, 3, 4)]
     for repeat in range(3):
         tensors = [torch.full(shape, repeat) for shape in shapes]
@@ -56,15 +56,15 @@ def all_kinds_of_tensors(rank: int) -> None:
         tensors.append(torch.arange(6.0).view(2, 3).t())  # not contiguous
         spec = MessageSpec("list", tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors))
         if rank == 0:
-            communicator.send(communicator.forward[0], tensors)
-            communicator.drain()
+            channels.send(channels.forward[0], tensors)
+            channels.drain()
         else:
-            inbox = Inbox(communicator.forward[0], communicator.device, 2)
+            inbox = Inbox(channels.forward[0], channels.device, 2)
             inbox.expect(spec)
             received = inbox.take().wait()
             assert all(torch.equal(a, b) for a, b in zip(received, tensors))
             assert inbox.is_empty()
-    communicator.close()
+    channels.close()
     dist.barrier()
 
 
@@ -73,21 +73,21 @@ def test_tensors_of_every_kind_travel(ranks: RankPool) -> None:
 
 
 def posted_ahead(rank: int, lookahead: int) -> None:
-    communicator = Communicator([0, 1], loop, 1, torch.device("cpu"), False, 60)
-    channel = communicator.forward[0]
+    channels = communicator(rank, 2)
+    channel = channels.forward[0]
     spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
     if rank == 0:
         for i in range(5):
-            communicator.send(channel, [torch.full((4,), float(i))])
-        communicator.drain()
+            channels.send(channel, [torch.full((4,), float(i))])
+        channels.drain()
     else:
-        inbox = Inbox(channel, communicator.device, lookahead)
+        inbox = Inbox(channel, channels.device, lookahead)
         inbox.expect(spec, 5)
         for i in range(5):
             assert len(inbox._posted) == min(lookahead, 5 - i)
             (tensor,) = inbox.take().wait()
             assert torch.equal(tensor, torch.full((4,), float(i)))
-    communicator.close()
+    channels.close()
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

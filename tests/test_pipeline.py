@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megapipe import StageInfo, stages_for_rank
 
-SCHEDULES = ["gpipe", "1f1b"]
+SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
 
 
 # Steps
@@ -41,7 +41,7 @@ def two_steps_accumulate(rank: int, schedule: str) -> None:
     run(schedule, chunks, 4, seed=1)
     with torch.no_grad():
         validation = run(schedule, chunks, 7, seed=5, forward_only=True)
-    assert len(validation) == (7 if chunks[0].info.is_last else 0)
+    assert len(validation) == (7 if chunks[-1].info.is_last else 0)
     run(schedule, chunks, 4, seed=2)
     assert_same_gradients(chunks, reference(4, 4, seeds=(1, 2))[0])
 
@@ -71,19 +71,20 @@ def test_microbatches_and_sequence_length_change_from_step_to_step(ranks: RankPo
 
 def forward_only_leaves_nothing(rank: int, schedule: str) -> None:
     chunks = build(schedule, 2, 4)
-    run(schedule, chunks, 2, forward_only=True)
-    chunks[0].input_tensor = None
-    gc.collect()
-    before = count_storages()
-    reports = run(schedule, chunks, 8, forward_only=True)
-    chunks[0].input_tensor = None
-    assert all(p.grad is None for p in chunks[0].parameters())
-    expected, losses = reference(4, 8)
-    del expected
-    assert_same_losses(reports, losses, chunks)
-    del reports, losses
-    gc.collect()
-    assert count_storages() == before
+    _, losses = reference(4, 8)
+
+    def validate(num_microbatches: int) -> int:
+        reports = run(schedule, chunks, num_microbatches, forward_only=True)
+        if num_microbatches == 8:
+            assert_same_losses(reports, losses, chunks)
+        for chunk in chunks:
+            assert all(p.grad is None for p in chunk.parameters())
+            chunk.input_tensor = None  # the model's own
+        del reports
+        gc.collect()
+        return count_storages()
+
+    assert validate(2) == validate(8)
 
 
 def count_storages() -> int:
@@ -216,7 +217,7 @@ def sent_outputs_are_freed(rank: int, schedule: str, view: bool, forward_only: b
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "view"])
 @pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_sent_outputs_are_freed(ranks: RankPool, schedule: str, view: bool, forward_only: bool) -> None:
     """The next stage has taken an output: its storage goes, though its graph is still needed."""
     ranks.run(2, sent_outputs_are_freed, schedule, view, forward_only)
@@ -537,7 +538,7 @@ def messages(rank: int, kind: str, infer: bool, schedule: str) -> None:
             assert torch.equal(mine.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("infer", [True, False], ids=["inferred", "described"])
 @pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
 def test_messages_of_several_tensors(ranks: RankPool, kind: str, infer: bool, schedule: str) -> None:
@@ -546,12 +547,12 @@ def test_messages_of_several_tensors(ranks: RankPool, kind: str, infer: bool, sc
 
 def variable_lengths(rank: int, schedule: str, pp_size: int) -> None:
     lengths = [4, 9, 9, 2, 7, 9]
-    chunks = build(schedule, pp_size, 4, variable_seq_lengths=True)
+    chunks = build(schedule, pp_size, 8, variable_seq_lengths=True)
     for _ in range(2):
         for chunk in chunks:
             chunk.zero_grad()
         run(schedule, chunks, 6, data_iterator=batches(6, seq_lengths=lengths))
-    model = Stage(StageInfo(0, 1), 4)
+    model = Stage(StageInfo(0, 1), 8)
     for batch in batches(6, seq_lengths=lengths):
         (loss_of(model(batch["tokens"]), batch["labels"]) / 6).backward()
     assert_same_gradients(chunks, model)

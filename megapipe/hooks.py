@@ -1,0 +1,35 @@
+"""Where frameworks around megapipe tie in. Each list is filled by the modules in `integrations/`, and the core calls
+what it finds there, so that it knows none of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["Groups", "after_forward", "before_forward", "check_config", "find_groups"]
+
+
+class Groups(NamedTuple):
+    """The process groups of a pipeline and its replicas."""
+
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup
+    virtual_size: int | None
+    """Chunks per rank, for schedules that leave it open."""
+
+
+find_groups: list[Callable[[], Groups | None]] = []
+"""Asked in turn for groups that somebody else has made, where `parallel_state` is not initialised itself."""
+
+check_config: list[Callable[[Any], None]] = []
+"""Called with `model.config` at every step; may raise ValueError."""
+
+before_forward: list[Callable[[nn.Module, int], None]] = []
+"""Called before each forward with the chunk and the microbatch."""
+
+after_forward: list[Callable[[Any, int, torch.device], None]] = []
+"""Called after each forward with `model.config`, the number of microbatches and the device."""

@@ -1,0 +1,349 @@
+"""Megatron's own model, trained by its schedules and by ours: the same losses and gradients to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+
+import megapipe
+from megapipe.placement import v_shape
+from megapipe.step import ForwardBackward
+from megapipe.verbs import Verbs
+
+pytest.importorskip(
+    "megatron.core", reason="make test installs megatron-core; pip install --no-deps megatron-core==0.16.1"
+)
+
+SEQUENCE, BATCH, VOCABULARY, HIDDEN, NUM_LAYERS = 8, 2, 32, 16, 8
+
+
+def megatron(pp_size: int, vp_size: int | None = None, **options: Any) -> Any:
+    """Initialises Megatron's groups and returns its config for a small GPT."""
+    import megatron_on_cpu
+
+    megatron_on_cpu.prepare()
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=pp_size, virtual_pipeline_model_parallel_size=vp_size
+    )
+    return TransformerConfig(
+        num_layers=NUM_LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=pp_size,
+        virtual_pipeline_model_parallel_size=vp_size,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        # Megatron's batched messages mix up the neighbours at PP=2 with virtual stages.
+        overlap_p2p_comm=vp_size is not None,
+        batch_p2p_comm=vp_size is None,
+        **options,
+    )
+
+
+def provider(config: Any) -> Any:
+    def provide(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=4 * SEQUENCE,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=False,
+            vp_stage=vp_stage,
+        )
+        for name, parameter in model.named_parameters():  # the same wherever it is built
+            generator = torch.Generator().manual_seed(
+                len(global_name(name, model)) + sum(map(ord, global_name(name, model)))
+            )
+            with torch.no_grad():
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+        return model
+
+    return provide
+
+
+def global_name(name: str, model: nn.Module) -> str:
+    """Megatron numbers layers within the chunk, and each knows its place in the whole model."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+    return ".".join(parts)
+
+
+def batches(num_microbatches: int, seed: int, lengths: list[int] | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = lengths or [SEQUENCE] * num_microbatches
+    return [torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator) for length in lengths]
+
+
+def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
+    tokens = next(data_iterator)
+    length = tokens.shape[1] - 1
+    positions = torch.arange(length).expand(BATCH, -1)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+
+    def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return losses, loss_func
+
+
+def step(function: Any, chunks: list[nn.Module], data: list[Tensor], as_list: bool = True) -> list[float]:
+    reports = function(
+        forward_step_func=forward_step,
+        data_iterator=[iter(data) for _ in chunks] if as_list and len(chunks) > 1 else iter(data),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(data),
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+    )
+    return [float(report["loss"]) for report in reports]
+
+
+def train_with_both(rank: int, pp_size: int, vp_size: int | None, num_microbatches: int, num_steps: int) -> float:
+    config = megatron(pp_size, vp_size)
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    schedule = "interleaved_1f1b" if vp_size else "1f1b"
+    theirs = megapipe.integrations.megatron.build_model_chunks(provider(config), schedule)
+    ours = copy_of(theirs)
+    optimizers = [torch.optim.Adam([p for c in chunks for p in c.parameters()], lr=1e-2) for chunks in (theirs, ours)]
+    losses: list[float] = []
+    for number in range(num_steps):
+        data = batches(num_microbatches, number)
+        their_losses = step(get_forward_backward_func(), theirs, data)
+        losses = step(megapipe.get_forward_backward_func(), ours, data)
+        assert losses == their_losses
+        for a, b in zip(theirs, ours):
+            for (name, p), q in zip(a.named_parameters(), b.parameters()):
+                assert torch.equal(p.grad, q.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return sum(losses)
+
+
+def copy_of(chunks: list[nn.Module]) -> list[nn.Module]:
+    """A deep copy, but for the config and the process groups."""
+    config = chunks[0].config
+    memo: dict[int, Any] = {id(config): config}
+    for chunk in chunks:
+        for module in chunk.modules():
+            for value in vars(module).values():
+                if type(value).__name__ in ("ProcessGroup", "ProcessGroupCollection", "_GroupSeenFrom"):
+                    memo[id(value)] = value
+    return copy.deepcopy(chunks, memo)
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "vp_size", "num_microbatches"),
+    [(4, None, 6), (2, 2, 4), (4, 2, 8)],
+    ids=["pp4", "pp2-vpp2", "pp4-vpp2"],
+)
+def test_same_training_as_megatron(ranks: RankPool, pp_size: int, vp_size: int | None, num_microbatches: int) -> None:
+    """Megatron's replicas fill the 4 ranks up; the last stage's ranks report the losses."""
+    losses = ranks.run(4, train_with_both, pp_size, vp_size, num_microbatches, 20, timeout=40)
+    assert losses[-1] > 0
+
+
+def gathered_gradients(chunks: list[nn.Module]) -> dict[str, Tensor]:
+    """Every parameter's gradient under its name in the whole model, on every rank."""
+    own = {global_name(name, chunk): p.grad for chunk in chunks for name, p in chunk.named_parameters()}
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, own)
+    return {name: grad for part in everybody for name, grad in part.items()}
+
+
+def v_placement(pipe: Verbs) -> Any:
+    """All forwards, all backwards, down and up the V."""
+    for chunk in (0, 1):
+        for _ in range(pipe.num_microbatches):
+            pipe.recv_forward(chunk)
+            pipe.forward_step(chunk)
+            pipe.send_forward(chunk)
+    for chunk in (1, 0):
+        for _ in range(pipe.num_microbatches):
+            pipe.recv_backward(chunk)
+            pipe.backward_step(chunk)
+            pipe.send_backward(chunk)
+    return pipe.finish()
+
+
+V = ForwardBackward("v_gpipe", v_placement, v_shape, 2)
+
+
+def megatron_chunks_in_v_placement(rank: int) -> None:
+    config = megatron(2, 2)
+    build = megapipe.integrations.megatron.build_model_chunks
+    loop_chunks = build(provider(config), "interleaved_1f1b")
+    v_chunks = build(provider(config), V)
+    layers = [[layer.layer_number for layer in chunk.decoder.layers] for chunk in v_chunks]
+    assert layers == [[[1, 2], [7, 8]], [[3, 4], [5, 6]]][rank]
+    assert [chunk.pre_process for chunk in v_chunks] == [rank == 0, False]
+    assert [chunk.post_process for chunk in v_chunks] == [False, rank == 0]
+    data = batches(3, 0)
+    expected = step(megapipe.get_forward_backward_func("interleaved_1f1b"), loop_chunks, data)
+    losses = step(V, v_chunks, data)
+    assert (losses if rank == 0 else []) == losses
+    assert len(losses) == 3 - 3 * rank
+    assert len(expected) == 3 * rank
+    first, second = gathered_gradients(loop_chunks), gathered_gradients(v_chunks)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_chunks_for_v_placement(ranks: RankPool) -> None:
+    ranks.run(2, megatron_chunks_in_v_placement, timeout=40)
+
+
+def variable_lengths(rank: int) -> None:
+    """Previous and next rank are the same one, and every message has another shape."""
+    config = megatron(2, 2, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    chunks = megapipe.integrations.megatron.build_model_chunks(provider(config), "interleaved_1f1b")
+    one_rank = copy_of(chunks)
+    data = batches(5, 1, lengths=[4, 9, 2, 9, 7])
+    losses = step(megapipe.get_forward_backward_func("interleaved_1f1b"), chunks, data)
+    # The same chunks one after the other: each rank sends the whole output on.
+    reports: list[float] = []
+    for tokens in data:
+        hidden: Any = None
+        stages = [None] * 4
+        for index in range(4):
+            owner, chunk = index % 2, one_rank[index // 2]
+            received = [None]
+            if owner == rank:
+                if index:
+                    hidden = hidden.detach().requires_grad_()
+                chunk.set_input_tensor([hidden])
+                stages[index] = (hidden, forward_step(iter([tokens]), chunk)[0])
+                received = [stages[index][1].detach()]
+            dist.broadcast_object_list(received, src=owner)
+            hidden = received[0]
+        reports.append(float(hidden.mean()))
+        grad: Any = torch.full_like(hidden, 1 / hidden.numel() / len(data))
+        for index in reversed(range(4)):
+            received = [None]
+            if index % 2 == rank:
+                received_input, output = stages[index]
+                if output.shape == grad.shape:
+                    output.backward(grad)
+                received = [None if received_input is None else received_input.grad]
+            dist.broadcast_object_list(received, src=index % 2)
+            grad = received[0]
+    assert losses == (reports if rank == 1 else [])
+    for chunk, expected in zip(chunks, one_rank):
+        for (name, p), q in zip(chunk.named_parameters(), expected.named_parameters()):
+            assert torch.equal(p.grad, q[1].grad), name
+
+
+def test_pp2_vpp2_with_variable_lengths(ranks: RankPool) -> None:
+    ranks.run(2, variable_lengths, timeout=40)
+
+
+def auxiliary_losses(rank: int) -> None:
+    config = megatron(2, None)
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    (chunk,) = megapipe.integrations.megatron.build_model_chunks(provider(config), "1f1b")
+    config.num_moe_experts = 2
+    config.grad_scale_func = lambda loss: loss * 8
+    step(megapipe.get_forward_backward_func("1f1b"), [chunk], batches(4, 0))
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale == 2
+    assert chunk.decoder.layers[0].current_microbatch == 3
+    config.calculate_per_token_loss = True
+    step(megapipe.get_forward_backward_func("1f1b"), [chunk], batches(4, 0))
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale == 8
+    config.mtp_num_layers, config.calculate_per_token_loss = 1, False
+    for after in megapipe.hooks.after_forward:
+        after(config, 2, torch.device("cpu"))
+    assert MTPLossAutoScaler.main_loss_backward_scale == 4
+
+
+def test_scales_of_auxiliary_losses(ranks: RankPool) -> None:
+    ranks.run(2, auxiliary_losses, timeout=40)
+
+
+def refused(rank: int) -> None:
+    config = megatron(2, None)
+    (chunk,) = megapipe.integrations.megatron.build_model_chunks(provider(config), "1f1b")
+    config.defer_embedding_wgrad_compute = True
+    with pytest.raises((ValueError, megapipe.PipelineError), match="defer_embedding_wgrad_compute is part of"):
+        step(megapipe.get_forward_backward_func("1f1b"), [chunk], batches(4, 0))
+
+
+def test_what_is_not_supported_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, refused, timeout=40)
+
+
+def same_functions(rank: int) -> None:
+    config = megatron(1, None)
+    from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules as theirs
+
+    ours = megapipe.integrations.megatron
+    model = provider(config)()
+    tokens = batches(1, 0)
+    results = []
+    for functions in (theirs, ours):
+        model.zero_grad()
+        reports: list[Any] = []
+        arguments = (forward_step, iter(tokens), model, 4, None, reports, config, 1)
+        loss, num_tokens = functions.forward_step(*arguments, current_microbatch=0)
+        assert int(num_tokens) == 0
+        assert functions.backward_step(None, loss, None, ModelType.encoder_or_decoder, config) is None
+        results.append((loss.detach(), reports[0]["loss"], [p.grad.clone() for p in model.parameters()]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert all(torch.equal(a, b) for a, b in zip(results[0][2], results[1][2]))
+
+    groups = {"tp_group": parallel_state.get_tensor_model_parallel_group()}
+    groups["cp_group"] = parallel_state.get_context_parallel_group()
+    for lengths in ({"decoder_seq_length": None}, {"decoder_seq_length": 7}):
+        shapes = {"seq_length": 5, "micro_batch_size": 2, "config": config, **groups, **lengths}
+        assert ours.get_tensor_shapes(**shapes) == theirs.get_tensor_shapes(**shapes)
+    for m, v, n in [(5, 2, 3), (8, 3, 4), (2, 2, 4)]:
+        assert ours.get_schedule_table(m, v, n) == theirs.get_schedule_table(m, v, n)
+
+    x = torch.ones(3, requires_grad=True)
+    output = x * 2
+    ours.deallocate_output_tensor(output, True)
+    assert output.numel() == 1
+    ours.custom_backward(output, torch.ones(3))
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_functions_that_trainers_import(ranks: RankPool) -> None:
+    ranks.run(1, same_functions, timeout=40)
+
+
+def test_only_the_integration_knows_the_package() -> None:
+    package = Path(megapipe.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.parent.name != "integrations":
+            assert not re.search(r"\bmegatron\b", path.read_text()), path
