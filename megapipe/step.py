@@ -247,7 +247,8 @@ def _config_of(models: Sequence[nn.Module], pg_collection: Any) -> PipelineConfi
 
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device:
-    tensors = itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in models)
+    # Not model.buffers(): wrappers for data parallelism keep gradient buffers under that name.
+    tensors = itertools.chain.from_iterable((*model.parameters(), *nn.Module.buffers(model)) for model in models)
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 

@@ -152,7 +152,7 @@ class Watchdog:
         else:
             self._look()  # lets the others know that this rank has heard
         if self.failure is not None and isinstance(error, PipelineError):
-            error = self.failure
+            raise self.failure from None  # what the transport says of it only hides the reason
         raise error
 
     def _has(self, *keys: str) -> bool:

@@ -111,3 +111,25 @@ def test_ranks_may_be_in_different_numbers_of_groups(ranks: RankPool) -> None:
     number of groups that the process is in. Where ranks differ in that, as Megatron's first and last do with their
     embedding groups, each waited for the others under a name of its own, for ever."""
     ranks.run(3, ranks_are_in_different_numbers_of_groups, timeout=20)
+
+
+class WrapperWithBuffers(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.buffers = []
+
+    def forward(self, *args: object) -> object:
+        return self.module(*args)
+
+
+def a_wrapper_has_buffers_of_its_own(rank: int) -> None:
+    (chunk,) = build("1f1b", 2, 4)
+    run("1f1b", WrapperWithBuffers(chunk), 2)
+    assert_same_gradients([chunk], reference(4, 2)[0])
+
+
+def test_a_wrapper_may_call_something_else_buffers(ranks: RankPool) -> None:
+    """The device was found by asking the model for its buffers. Megatron's DistributedDataParallel keeps a list of
+    gradient buffers under that name, and every step of a wrapped model failed."""
+    ranks.run(2, a_wrapper_has_buffers_of_its_own, timeout=20)
