@@ -1,22 +1,28 @@
 """A schedule written down: what every rank does, in which order, without a process group or a tensor.
 
 The plan comes from running the schedule function itself on a `PlanRecorder`, once per rank, so it cannot differ from
-what a `Pipeline` does. Played through time, it tells whether the schedule can hang, how long a step takes, how much of
-it is bubble, and how many microbatches are in flight.
+what a `Pipeline` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import csv
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
-from .placement import Placement
+from .placement import Placement, loop, v_shape
 from .registry import Schedule, find_schedule
+from .shared_communicator import check_shared_communicator
+from .simulation import Costs, PerStage, Simulation, play, simulate
 from .verbs import Action, ScheduleError, Verbs
 
-__all__ = ["Event", "Plan", "PlanRecorder", "Simulation", "Span", "make_plan"]
+__all__ = ["Event", "Plan", "PlanRecorder", "make_plan"]
+
+ACTION_KINDS = {"forward_step": "F", "backward_step": "BW"}
 
 
 class Event(NamedTuple):
@@ -25,6 +31,28 @@ class Event(NamedTuple):
     verb: str
     stage: int
     microbatch: int
+
+    @property
+    def action(self) -> Action | None:
+        """The computation, if it is one."""
+        kind = ACTION_KINDS.get(self.verb)
+        return None if kind is None else Action(self.stage, kind, self.microbatch)
+
+    @property
+    def sends(self) -> bool:
+        return self.verb.startswith("send")
+
+    @property
+    def is_forward(self) -> bool:
+        return "forward" in self.verb
+
+    def __str__(self) -> str:
+        """`1RECV_F0` is the receive of stage 1's input of microbatch 0, `1SEND_B0` the send of its gradient."""
+        action = self.action
+        if action is not None:
+            return str(action)
+        letter = "F" if self.is_forward else "B"
+        return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{self.microbatch}"
 
 
 class PlanRecorder(Verbs):
@@ -70,42 +98,40 @@ class PlanRecorder(Verbs):
             self.events.append(Event(verb, self.stages[chunk].index, microbatch))
 
 
-class Span(NamedTuple):
-    """An action with its start and end."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """A plan played through time. Lists have one entry per rank."""
-
-    spans: list[list[Span]]
-    makespan: float
-    """From the start of the first action to the end of the last."""
-    bubble: list[float]
-    """Share of the makespan in which the rank computes nothing."""
-    peak_activations: list[float]
-    """Most microbatches in flight at once, in microbatches of the whole rank: a chunk counts as its share of it."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """What every rank does in one step of a schedule."""
 
-    schedule: Schedule
+    name: str
+    placement: Placement
     pp_size: int
     num_microbatches: int
     num_chunks: int
+    forward_only: bool
     events: list[list[Event]]
     """Per rank, every call of a verb."""
 
     @cached_property
     def actions(self) -> list[list[Action]]:
         """Per rank, the computations in order; each prints like `2F0`."""
-        return [[_ACTION[e.verb](e) for e in events if e.verb in _ACTION] for events in self.events]
+        return [[action for event in events if (action := event.action) is not None] for events in self.events]
+
+    @property
+    def num_messages(self) -> int:
+        """How many messages travel between ranks in one step."""
+        return sum(event.sends for rank in range(self.pp_size) for event in self.messages(rank))
+
+    def messages(self, rank: int) -> list[Event]:
+        """The sends and receives of a rank that go to, or come from, another one."""
+        return [event for event in self.events[rank] if self.peer(rank, event) is not None]
+
+    def peer(self, rank: int, event: Event) -> int | None:
+        """The other rank that an event of `rank` sends to or receives from; None where there is none."""
+        stage = event.stage + (1 if event.sends == event.is_forward else -1)
+        if event.action is not None or not 0 <= stage < self.pp_size * self.num_chunks:
+            return None
+        peer = self.rank_of(stage)
+        return None if peer == rank else peer
 
     def peak_in_flight(self, rank: int) -> int:
         """Most microbatches that `rank` holds between their F and their B at once, each chunk counted by itself."""
@@ -115,100 +141,105 @@ class Plan:
             peak = max(peak, in_flight)
         return peak
 
-    def check(self) -> None:
-        """Prove that the plan cannot hang: that no rank waits for data that never comes.
+    def rank_of(self, stage: int) -> int:
+        return self.placement.rank(stage, self.pp_size)
 
-        The rules are those of rendezvous transports: a send waits on its channel until it is received, and a channel
-        carries its messages in order. Raises ScheduleError with the wait that would last for ever.
-        """
-        self._play(lambda action: 1.0, 0.0)
-
-    def simulate(
-        self, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0, p2p: float = 0.0
-    ) -> Simulation:
-        """Play the plan with these times for a microbatch on a whole rank, shared out evenly over its chunks.
-
-        Args:
-            p2p: time from the end of an action until its result can be used on another rank.
-        """
-        times = {"F": forward, "BW": backward_input + backward_weight}
-        spans = self._play(lambda action: times[action.kind] / self.num_chunks, p2p)
-        makespan = max(rank[-1].end for rank in spans) - min(rank[0].start for rank in spans)
-        busy = [sum(span.end - span.start for span in rank) for rank in spans]
-        return Simulation(
-            spans=spans,
-            makespan=makespan,
-            bubble=[1 - time / makespan for time in busy],
-            peak_activations=[self.peak_in_flight(rank) / self.num_chunks for rank in range(self.pp_size)],
-        )
-
-    def _play(self, duration: Callable[[Action], float], p2p: float) -> list[list[Span]]:
-        """Run all ranks side by side. A rank waits where an action needs a message that has not arrived."""
-        spans: list[list[Span]] = [[] for _ in self.events]
-        arrivals: dict[Event, float] = {}  # by the event that sends
-        waiting: dict[Event, int] = {}  # the rank that waits for what this event sends
-        position = [0] * self.pp_size
-        clock = [0.0] * self.pp_size
-        runnable = list(range(self.pp_size))
-        while runnable:
-            rank = runnable.pop()
-            events = self.events[rank]
-            while position[rank] < len(events):
-                event = events[position[rank]]
-                needed = self._needed(event)
-                if needed is not None:
-                    if needed not in arrivals:
-                        waiting[needed] = rank
-                        break
-                    clock[rank] = max(clock[rank], arrivals[needed])
-                if event.verb in _ACTION:
-                    action = _ACTION[event.verb](event)
-                    end = clock[rank] + duration(action)
-                    spans[rank].append(Span(action, clock[rank], end))
-                    clock[rank] = end
-                elif event.verb.startswith("send"):
-                    crosses = self._receiver(event) != rank
-                    arrivals[event] = clock[rank] + (p2p if crosses else 0.0)
-                    if event in waiting:
-                        runnable.append(waiting.pop(event))
-                position[rank] += 1
-        self._check_ended(position)
-        return spans
-
-    def _needed(self, event: Event) -> Event | None:
-        """The event that sends what this one waits for."""
+    def needs(self, event: Event) -> Event | None:
+        """The send that a computation waits for, if any."""
         if event.verb == "forward_step" and event.stage > 0:
             return Event("send_forward", event.stage - 1, event.microbatch)
         if event.verb == "backward_step" and event.stage < self.pp_size * self.num_chunks - 1:
             return Event("send_backward", event.stage + 1, event.microbatch)
         return None
 
-    def _receiver(self, send: Event) -> int:
-        return self._rank_of(send.stage + (1 if send.verb == "send_forward" else -1))
+    # Checking
 
-    def _rank_of(self, stage: int) -> int:
-        return self.schedule.placement.rank(stage, self.pp_size)
+    def check(self, *, shared_communicator: bool = False) -> None:
+        """Prove that the plan cannot hang, and that every message is received as the one that was sent.
 
-    def _check_ended(self, position: list[int]) -> None:
-        stuck = [rank for rank, events in enumerate(self.events) if position[rank] < len(events)]
+        The rules are those of rendezvous transports: a send occupies its channel until it is received, and a channel
+        carries its messages in order. A rank waits where a computation needs a message.
+
+        Args:
+            shared_communicator: instead of one channel per boundary and direction, all messages of a rank share one
+                communicator, which runs them one at a time in the order of the calls and pairs them by rank alone.
+                Most schedules hang or mix messages up there: it is why channels exist.
+
+        Raises ScheduleError that says which rank would wait where, and for what.
+        """
+        if shared_communicator:
+            check_shared_communicator(self)
+            return
+        self._check_messages()
+        position = play(self, lambda action: 1.0, Costs(), [0.0] * self.pp_size, [[] for _ in self.events])
+        stuck = {rank: position[rank] for rank, events in enumerate(self.events) if position[rank] < len(events)}
         if stuck:
-            lines = []
-            for rank in stuck:
-                event = self.events[rank][position[rank]]
-                needed = self._needed(event)
-                assert needed is not None
-                peer = self._rank_of(needed.stage)
-                what = "forward input" if event.verb == "forward_step" else "output gradient"
-                place = f"waits at {self._at(peer, position)}" if peer in stuck else "has ended its step"
-                lines.append(
-                    f"rank {rank} waits at {_ACTION[event.verb](event)} for the {what} of microbatch "
-                    f"{event.microbatch} from rank {peer}, which {place}"
-                )
-            raise ScheduleError(f"{self.schedule.name} would hang: {'; '.join(lines)}.")
+            waits = "; ".join(self._describe_wait(rank, stuck) for rank in stuck)
+            raise ScheduleError(f"{self.name} would hang: {waits}.")
 
-    def _at(self, rank: int, position: list[int]) -> Action:
-        event = self.events[rank][position[rank]]
-        return _ACTION[event.verb](event)
+    def _check_messages(self) -> None:
+        """What a channel carries must be what its receiver takes, in the same order."""
+        for forward, direction in ((True, "forward"), (False, "backward")):
+            sent: dict[int, list[int]] = {}
+            taken: dict[int, list[int]] = {}
+            for event in (event for events in self.events for event in events):
+                if event.is_forward == forward and event.verb in (f"send_{direction}", f"recv_{direction}"):
+                    channel = event.stage if event.is_forward == event.sends else event.stage - 1
+                    (sent if event.sends else taken).setdefault(channel, []).append(event.microbatch)
+            for boundary in range(self.pp_size * self.num_chunks - 1):
+                if sent.get(boundary, []) != taken.get(boundary, []):
+                    raise ScheduleError(
+                        f"{self.name} sends {direction} over the boundary between stages {boundary} and {boundary + 1} "
+                        f"the microbatches {sent.get(boundary, [])}, but {taken.get(boundary, [])} are received."
+                    )
+
+    def _describe_wait(self, rank: int, stuck: dict[int, int]) -> str:
+        event = self.events[rank][stuck[rank]]
+        needed = self.needs(event)
+        assert needed is not None
+        what = "forward input" if event.is_forward else "output gradient"
+        peer = self.rank_of(needed.stage)
+        place = f"waits at {self.events[peer][stuck[peer]]}" if peer in stuck else "has ended its step"
+        what += f" of microbatch {event.microbatch}"
+        return f"rank {rank} waits at {event} for the {what} from rank {peer}, which {place}"
+
+    # Playing
+
+    def simulate(
+        self,
+        forward: PerStage = 1.0,
+        backward_input: PerStage = 1.0,
+        backward_weight: PerStage = 1.0,
+        p2p: float = 0.0,
+        *,
+        message: float = 0.0,
+        optimizer: float = 0.0,
+        num_steps: int = 1,
+        synchronize: bool = False,
+    ) -> Simulation:
+        """Play the plan through time.
+
+        Args:
+            forward, backward_input, backward_weight, p2p, message, optimizer: see `Costs`.
+            num_steps: consecutive steps, which overlap as they do without a barrier between them.
+            synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
+        """
+        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer)
+        return simulate(self, costs, num_steps, synchronize)
+
+    # Files
+
+    def save_csv(self, path: str | Path) -> None:
+        """One row per rank, one action per cell, in the form that torch.distributed.pipelining reads."""
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(self.actions)
+
+    def save_json(self, path: str | Path) -> None:
+        sizes = ("name", "pp_size", "num_microbatches", "num_chunks")
+        content = {size: getattr(self, size) for size in sizes}
+        content["placement"] = self.placement.name
+        content["actions"] = [[str(action) for action in rank] for rank in self.actions]
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def make_plan(
@@ -241,10 +272,57 @@ def make_plan(
         )
         found.loops(recorder)
         events.append(recorder.events)
-    return Plan(found, pp_size, num_microbatches, num_chunks, events)
+    return Plan(found.name, found.placement, pp_size, num_microbatches, num_chunks, forward_only, events)
 
 
-_ACTION: Mapping[str, Callable[[Event], Action]] = {
-    "forward_step": lambda event: Action(event.stage, "F", event.microbatch),
-    "backward_step": lambda event: Action(event.stage, "BW", event.microbatch),
-}
+def load_plan(path: str | Path) -> Plan:
+    """A plan from a file that `save_csv` or `save_json` wrote, or that torch.distributed.pipelining did.
+
+    Each action receives what it needs just before and sends what it made just after. Raises ValueError where the file
+    does not hold a plan.
+    """
+    text = Path(path).read_text()
+    name = Path(path).stem
+    if text.lstrip().startswith("{"):
+        content = json.loads(text)
+        name, rows = content["name"], content["actions"]
+    else:
+        rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.splitlines())]
+    actions = [[_parse_action(cell) for cell in row] for row in rows if row]
+    placement, num_chunks = _find_placement(actions)
+    kinds = {action.kind for row in actions for action in row}
+    return Plan(
+        name,
+        placement,
+        len(actions),
+        1 + max(action.microbatch for row in actions for action in row),
+        num_chunks,
+        kinds == {"F"},
+        [[event for action in row for event in _events_around(action)] for row in actions],
+    )
+
+
+def _parse_action(cell: str) -> Action:
+    for letter, kind in (("F", "F"), ("B", "BW")):
+        stage, found, microbatch = cell.partition(letter)
+        if found and stage.isdigit() and microbatch.isdigit():
+            return Action(int(stage), kind, int(microbatch))
+    raise ValueError(f"{cell!r} is not an action like 2F0 or 2B0.")
+
+
+def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int]:
+    stages = [{action.stage for action in row} for row in actions]
+    num_chunks = max(map(len, stages))
+    for placement in (loop, v_shape):
+        if all(
+            {info.index for info in placement.stages(rank, len(stages), num_chunks)} == held
+            for rank, held in enumerate(stages)
+        ):
+            return placement, num_chunks
+    raise ValueError(f"the stages {[sorted(held) for held in stages]} of the ranks are neither a loop nor a V.")
+
+
+def _events_around(action: Action) -> list[Event]:
+    direction = "forward" if action.kind == "F" else "backward"
+    verbs = (f"recv_{direction}", f"{direction}_step", f"send_{direction}")
+    return [Event(verb, action.stage, action.microbatch) for verb in verbs]

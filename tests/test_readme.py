@@ -4,7 +4,10 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 import megapipe
+from megapipe.cli import main
 from megapipe.plan import make_plan
 from megapipe.visualize import as_text
 
@@ -33,6 +36,16 @@ def test_commands_exist() -> None:
 
 
 def test_every_file_is_on_the_map() -> None:
-    listed = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+\.py`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"\w+\.py", row)]
     files = {path.name for path in (ROOT / "megapipe").glob("*.py")} - {"__init__.py"}
     assert set(listed) == files
+
+
+def test_the_command_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.findall(r"^\$ megapipe (.+)\n((?:[^$`].*\n)+)", README, flags=re.MULTILINE)
+    assert len(shown) == 2
+    for command, output in shown:
+        assert main(command.split()) == 0
+        printed = capsys.readouterr().out
+        assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()

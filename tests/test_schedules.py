@@ -101,7 +101,7 @@ def assert_complete(plan: Plan) -> None:
     events = [event for rank in plan.events for event in rank]
     assert len(set(events)) == len(events)
     verbs = ["recv_forward", "forward_step", "send_forward"]
-    if not plan.schedule.forward_only:
+    if not plan.forward_only:
         verbs += ["recv_backward", "backward_step", "send_backward"]
     for verb in verbs:
         assert {event[1:] for event in events if event.verb == verb} == everything

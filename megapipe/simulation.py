@@ -1,0 +1,216 @@
+"""A plan played through time: when every action starts and ends, and what follows from that.
+
+Each rank runs its actions in the plan's order, and waits where one needs a message that has not arrived. Nothing else
+can hold it up: a channel carries one kind of message one way, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from .verbs import Action
+
+if TYPE_CHECKING:
+    from .plan import Event, Plan
+
+__all__ = ["Costs", "Simulation", "Span", "simulate"]
+
+PerStage = float | Sequence[float]
+
+
+@dataclass
+class Costs:
+    """What things take, in any unit of time.
+
+    Attributes:
+        forward, backward_input, backward_weight: a number is the time of one microbatch on a whole rank, shared out
+            evenly over its chunks; a list has the time of each stage.
+        p2p: from the end of an action until its result can be used on another rank, for a message of no size.
+        message: time for which a message occupies its channel: its size over the bandwidth.
+        optimizer: the optimizer's step on each rank, at the end of a training step.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    p2p: float = 0.0
+    message: float = 0.0
+    optimizer: float = 0.0
+
+    def of(self, kind: str, num_stages: int, num_chunks: int) -> list[float]:
+        """The time of an action of this kind on each stage."""
+        parts = {"F": [self.forward], "BW": [self.backward_input, self.backward_weight]}[kind]
+        return [sum(times) for times in zip(*(self.per_stage(part, num_stages, num_chunks) for part in parts))]
+
+    @staticmethod
+    def per_stage(time: PerStage, num_stages: int, num_chunks: int) -> list[float]:
+        if isinstance(time, (int, float)):
+            return [time / num_chunks] * num_stages
+        if len(time) != num_stages:
+            raise ValueError(f"a list of times has one for each of the {num_stages} stages, got {len(time)}.")
+        return list(time)
+
+
+class Span(NamedTuple):
+    """An action with its start and end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class Simulation:
+    """Lists have one entry per rank. With several steps, `spans` holds all of them, one after the other."""
+
+    spans: list[list[Span]]
+    peak_activations: list[float]
+    """Most microbatches in flight at once, in microbatches of the whole rank: a chunk counts as its share of it."""
+    lower_bound: float
+    """What no order of these actions can beat in one step, whatever its memory."""
+    step_ends: list[float] = field(default_factory=list)
+    """When the last rank ends each step, optimizer included."""
+
+    @property
+    def makespan(self) -> float:
+        """From the start of the first action to the end of the last."""
+        return max(rank[-1].end for rank in self.spans) - min(rank[0].start for rank in self.spans)
+
+    @property
+    def bubble(self) -> list[float]:
+        """Share of the makespan in which the rank computes nothing."""
+        return [1 - _busy(rank) / self.makespan for rank in self.spans]
+
+    @property
+    def inner_bubble(self) -> list[float]:
+        """The same between the rank's own first and last action: what is left when steps follow without a pause."""
+        return [1 - _busy(rank) / (rank[-1].end - rank[0].start) for rank in self.spans]
+
+    @property
+    def step_time(self) -> float:
+        """Time per step in steady training: between the ends of the last two steps, or the makespan of the only one."""
+        ends = self.step_ends
+        return ends[-1] - ends[-2] if len(ends) > 1 else self.makespan
+
+    def critical_path(self) -> list[tuple[int, Span]]:
+        """The chain of (rank, span) that decides the makespan of one step: each starts as soon as the one before it,
+        or its message, allows."""
+        assert len(self.step_ends) == 1, "the critical path is that of one step"
+        places = {span.action: (rank, i) for rank, spans in enumerate(self.spans) for i, span in enumerate(spans)}
+        rank = max(range(len(self.spans)), key=lambda rank: self.spans[rank][-1].end)
+        index = len(self.spans[rank]) - 1
+        path = []
+        while True:
+            span = self.spans[rank][index]
+            path.append((rank, span))
+            if index and self.spans[rank][index - 1].end >= span.start:
+                index -= 1
+                continue
+            towards = -1 if span.action.kind == "F" else 1
+            source = places.get(span.action._replace(stage=span.action.stage + towards))
+            if source is None:
+                return path[::-1]
+            rank, index = source
+
+
+def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = False) -> Simulation:
+    """Play `num_steps` steps of a plan.
+
+    Steps follow each other without a barrier: a rank goes on to the next as soon as its own optimizer step is done.
+    With `synchronize` the optimizer waits for all ranks' gradients, as it does to clip them by their common norm.
+    """
+    num_stages = plan.pp_size * plan.num_chunks
+    times = {kind: costs.of(kind, num_stages, plan.num_chunks) for kind in ("F", "BW")}
+    clocks = [0.0] * plan.pp_size
+    spans: list[list[Span]] = [[] for _ in plan.events]
+    step_ends = []
+    for _ in range(num_steps):
+        play(plan, lambda action: times[action.kind][action.stage], costs, clocks, spans)
+        if synchronize:
+            clocks = [max(clocks)] * plan.pp_size
+        clocks = [clock + costs.optimizer for clock in clocks]
+        step_ends.append(max(clocks))
+    return Simulation(
+        spans=spans,
+        peak_activations=[plan.peak_in_flight(rank) / plan.num_chunks for rank in range(plan.pp_size)],
+        lower_bound=_lower_bound(plan, costs),
+        step_ends=step_ends,
+    )
+
+
+def play(
+    plan: Plan,
+    duration: Callable[[Action], float],
+    costs: Costs,
+    clocks: list[float],
+    spans: list[list[Span]],
+) -> list[int]:
+    """Run all ranks side by side from the times in `clocks`, which are moved on, and append what they do to `spans`.
+
+    Returns how many of its events each rank has got through: all, unless the plan hangs.
+    """
+    arrivals: dict[Event, float] = {}  # when what an event sends can be used
+    waiting: dict[Event, int] = {}  # the rank that waits for it
+    busy_until: dict[tuple[str, int], float] = {}  # per channel
+    position = [0] * plan.pp_size
+    runnable = list(range(plan.pp_size))
+    while runnable:
+        rank = runnable.pop()
+        events = plan.events[rank]
+        clock = clocks[rank]
+        while position[rank] < len(events):
+            event = events[position[rank]]
+            action = event.action
+            if action is not None:
+                needed = plan.needs(event)
+                if needed is not None:
+                    if needed not in arrivals:
+                        waiting[needed] = rank
+                        break
+                    clock = max(clock, arrivals.pop(needed))
+                end = clock + duration(action)
+                spans[rank].append(Span(action, clock, end))
+                clock = end
+            elif event.sends:
+                arrival = clock
+                if plan.peer(rank, event) is not None:
+                    channel = (event.verb, event.stage)
+                    arrival = max(clock, busy_until.get(channel, 0.0)) + costs.message
+                    busy_until[channel] = arrival
+                    arrival += costs.p2p
+                arrivals[event] = arrival
+                if event in waiting:
+                    runnable.append(waiting.pop(event))
+            position[rank] += 1
+        clocks[rank] = clock
+    return position
+
+
+def _lower_bound(plan: Plan, costs: Costs) -> float:
+    """A rank can begin only when the first microbatch has come up to it, and then has all its work to do; and the
+    first microbatch has to go up and down through all stages."""
+    num_stages = plan.pp_size * plan.num_chunks
+    sizes = (num_stages, plan.num_chunks)
+    forward, backward_input, backward_weight = (
+        costs.per_stage(time, *sizes) for time in (costs.forward, costs.backward_input, costs.backward_weight)
+    )
+    hops = [
+        0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message
+        for stage in range(num_stages - 1)
+    ]
+    training = not plan.forward_only
+    bounds = []
+    for rank in range(plan.pp_size):
+        stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
+        work = sum(forward[s] + training * (backward_input[s] + backward_weight[s]) for s in stages)
+        bounds.append(sum(forward[: stages[0]]) + sum(hops[: stages[0]]) + plan.num_microbatches * work)
+    latency = sum(forward) + sum(hops)
+    if training:
+        latency += sum(backward_input) + sum(hops) + backward_weight[0]
+    return max(*bounds, latency)
+
+
+def _busy(spans: list[Span]) -> float:
+    return sum(span.end - span.start for span in spans)

@@ -1,0 +1,77 @@
+"""The command, as its users see it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli import main
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of(capsys, "show", "1f1b", "--pp", "3", "--microbatches", "3", "--width", "67")
+    assert out.splitlines() == [
+        "rank 0 0F0 0F1 0F2 ................0B0     ....0B1     ....0B2     ",
+        "rank 1 ....1F0 1F1 ........1B0     1F2 1B1     ....1B2     ........",
+        "rank 2 ........2F0 2B0     2F1 2B1     2F2 2B2     ................",
+        "step       15, of at least 11",
+        "bubble     40.0% on every rank",
+        "in a span  40.0% 25.0% 0.0%",
+        "in flight  3 2 1 (microbatches of a whole rank)",
+        "messages   12 per step",
+    ]
+
+
+def test_show_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of(capsys, "show", "interleaved_1f1b", "--pp", "1", "--chunks", "2", "--microbatches", "1", "--comms")
+    assert "rank 0: 0F0 1F0 1B0 0B0\n" in out  # nothing travels
+    out = output_of(capsys, "show", "gpipe", "--pp", "2", "--microbatches", "1", "--comms")
+    assert "rank 0: 0F0 0SEND_F0 0RECV_B0 0B0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0\n" in out
+
+
+@pytest.mark.parametrize("width", ["30", "200"])
+def test_the_timeline_fits_its_width(capsys: pytest.CaptureFixture[str], width: str) -> None:
+    out = output_of(capsys, "show", "interleaved_1f1b", "--pp", "4", "--microbatches", "16", "--width", width)
+    assert {len(line) for line in out.splitlines()[:4]} == {int(width)}
+
+
+def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table, plan, trace = (str(tmp_path / name) for name in ("plan.csv", "plan.json", "trace.json"))
+    sizes = ("--pp", "2", "--microbatches", "3", "--width", "60")
+    out = output_of(capsys, "show", "1f1b", *sizes, "--csv", table, "--json", plan, "--trace", trace)
+    assert Path(table).read_text() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    assert output_of(capsys, "show", table, "--width", "60") == out
+    assert output_of(capsys, "show", plan, "--width", "60") == out
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
+    first = next(event for event in events if event["ph"] == "X")
+    assert (first["name"], first["ts"], first["dur"], first["tid"]) == ("0F0", 0, 1000, 0)
+
+
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of(capsys, "compare", "--pp", "4", "--microbatches", "8", "--memory-limit", "4")
+    header, *rows = [line.split() for line in out.splitlines()]
+    assert header[-2:] == ["fits", "4"]
+    assert [row[0] for row in rows] == ["looped_bfs", "interleaved_1f1b", "gpipe", "1f1b"]
+    assert [row[-1] for row in rows] == ["no", "no", "no", "yes"]
+    assert [float(row[2]) for row in rows] == [28.5, 28.5, 33, 33]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "1f2b"], "there is no schedule '1f2b'"),
+        (["show", "1f1b"], "--pp and --microbatches are needed"),
+        (["show", "1f1b", "--pp", "0", "--microbatches", "4"], "at least 1 rank and 1 microbatch, got 0 and 4"),
+        (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["show", "nothing.csv"], "No such file"),
+    ],
+)
+def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""Plans played through time, checked, saved and read back; and how they compare with torch.distributed.pipelining's."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining.schedules as theirs
+
+from megapipe.plan import Plan, load_plan, make_plan
+from megapipe.verbs import ScheduleError
+
+SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
+GRID = [(name, pp_size, m) for name in SCHEDULES for pp_size in (1, 2, 3, 4) for m in (1, 3, 4, 8)]
+
+
+# Time
+
+
+@pytest.mark.parametrize(("name", "pp_size", "m"), GRID)
+def test_what_holds_for_every_simulation(name: str, pp_size: int, m: int) -> None:
+    simulation = make_plan(name, pp_size, m).simulate(1.0, 1.3, 0.8, p2p=0.1, message=0.05)
+    assert simulation.makespan >= simulation.lower_bound - 1e-9
+    for spans in simulation.spans:
+        assert all(before.end <= after.start + 1e-9 for before, after in pairwise(spans))
+    path = simulation.critical_path()
+    assert path[0][1].start == 0
+    assert path[-1][1].end == simulation.makespan
+    for (_, before), (_, after) in pairwise(path):
+        assert 0 <= after.start - before.end <= 0.1 + 0.05 * m + 1e-9
+    assert all(0 <= inner <= outer + 1e-9 for inner, outer in zip(simulation.inner_bubble, simulation.bubble))
+
+
+def test_one_rank_is_at_its_lower_bound() -> None:
+    simulation = make_plan("1f1b", 1, 5).simulate()
+    assert simulation.makespan == simulation.lower_bound == 15
+    assert simulation.bubble == [0]
+
+
+def test_times_of_each_stage() -> None:
+    simulation = make_plan("gpipe", 2, 3).simulate([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
+    # Rank 1 is the slower one: it starts after one forward and is busy from then on; then one backward of rank 0.
+    assert simulation.makespan == 1 + 3 * 2 + 3 * 4 + 2
+    assert simulation.bubble == pytest.approx([1 - 9 / 21, 1 - 18 / 21])
+    with pytest.raises(ValueError, match="one for each of the 2 stages, got 3"):
+        make_plan("gpipe", 2, 3).simulate([1.0, 2.0, 3.0])
+
+
+def test_messages_take_latency_and_bandwidth() -> None:
+    plan = make_plan("gpipe", 2, 4)
+    assert plan.simulate(p2p=0.5).makespan == plan.simulate().makespan + 2 * 0.5
+    # A message as long as two forwards: the channel and not the rank is what the next rank waits for.
+    spans = plan.simulate(1.0, message=2.0).spans
+    assert [span.start for span in spans[1][:4]] == [3, 5, 7, 9]
+
+
+def test_steps_overlap_unless_the_optimizer_waits_for_all() -> None:
+    plan = make_plan("1f1b", 4, 8)
+    alone = plan.simulate(optimizer=1.0)
+    together = plan.simulate(optimizer=1.0, num_steps=5)
+    assert len(together.step_ends) == 5
+    assert together.step_time == pytest.approx(alone.makespan + 1)  # rank 0 begins and ends every step of 1F1B
+    uneven = plan.simulate([1, 1, 1, 2], [1, 1, 1, 2], [1, 1, 1, 2], num_steps=5)
+    waiting = plan.simulate([1, 1, 1, 2], [1, 1, 1, 2], [1, 1, 1, 2], num_steps=5, synchronize=True)
+    assert uneven.step_time <= waiting.step_time
+    inference = make_plan("inference", 4, 8)
+    assert inference.simulate(num_steps=5).step_time == 8  # the parallelogram: no bubble at all
+    assert inference.simulate(num_steps=5, synchronize=True).step_time == 11
+
+
+def test_large_plans() -> None:
+    plan = make_plan("interleaved_1f1b", 64, 256, 2)
+    assert plan.simulate().makespan == pytest.approx(3 * (256 + 63 / 2))
+
+
+# One communicator
+
+
+@pytest.mark.parametrize("name", ["1f1b", "looped_bfs", "interleaved_1f1b"])
+def test_what_one_communicator_would_do(name: str) -> None:
+    plan = make_plan(name, 4, 8)
+    plan.check()
+    with pytest.raises(
+        ScheduleError, match=f"{name} on one communicator would hang: rank 0 is at 0SEND_F3 with rank 1"
+    ):
+        plan.check(shared_communicator=True)
+
+
+def test_one_communicator_is_enough_for_gpipe() -> None:
+    make_plan("gpipe", 4, 8).check(shared_communicator=True)
+    make_plan("inference", 4, 8).check(shared_communicator=True)
+
+
+def test_one_communicator_mixes_messages_up(tmp_path: Path) -> None:
+    """Two chunks on two ranks: the previous and the next rank are the same."""
+    path = tmp_path / "plan.csv"
+    path.write_text("0F0,2F0,0F1,2F1\n1F0,1F1,3F0,3F1\n")
+    plan = load_plan(path)
+    plan.check()
+    with pytest.raises(
+        ScheduleError, match=r"mixes messages up: rank 0 sends 2SEND_F0, and rank 1 receives it as 1RECV_F1"
+    ):
+        plan.check(shared_communicator=True)
+
+
+# Files
+
+
+@pytest.mark.parametrize("ending", ["csv", "json"])
+@pytest.mark.parametrize(("name", "pp_size", "m"), GRID)
+def test_plans_come_back_from_files(name: str, pp_size: int, m: int, ending: str, tmp_path: Path) -> None:
+    plan = make_plan(name, pp_size, m)
+    path = tmp_path / f"{name}.{ending}"
+    plan.save_csv(path) if ending == "csv" else plan.save_json(path)
+    loaded = load_plan(path)
+    assert loaded.actions == plan.actions
+    assert (loaded.name, loaded.num_chunks, loaded.num_microbatches) == (name, plan.num_chunks, m)
+    loaded.check()
+    assert loaded.simulate().makespan == plan.simulate().makespan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0\n1F0,1B0\n", "'0X0' is not an action like 2F0 or 2B0"),
+        ("0F0,3F0\n1F0,5F0\n", "are neither a loop nor a V"),
+    ],
+)
+def test_files_that_hold_no_plan(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n", r"the microbatches \[0, 1\], but \[1, 0\] are received"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n", r"the microbatches \[0, 1\], but \[0\] are received"),
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            "rank 0 waits at 0B0 for the output gradient of microbatch 0 from rank 1",
+        ),
+    ],
+    ids=["swapped", "missing", "cycle"],
+)
+def test_broken_plans_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        load_plan(path).check()
+
+
+# torch.distributed.pipelining
+
+
+def torch_stages(plan: Plan) -> list[Any]:
+    return [
+        SimpleNamespace(
+            num_stages=plan.pp_size * plan.num_chunks,
+            group_size=plan.pp_size,
+            group_rank=0,
+            stage_index=chunk * plan.pp_size,
+            is_first=chunk == 0,
+            is_last=plan.pp_size == 1 and chunk == plan.num_chunks - 1,
+            has_backward=True,
+            group=None,
+            device="cpu",
+        )
+        for chunk in range(plan.num_chunks)
+    ]
+
+
+def torch_order(schedule: Any) -> list[list[str]]:
+    """Per rank, its actions as text, without idle steps and the reduction of gradients."""
+    order = getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
+    texts = [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    return [[text for text in rank if "REDUCE_GRAD" not in text] for rank in texts]
+
+
+@pytest.mark.parametrize(("pp_size", "m"), [(2, 2), (2, 4), (3, 6), (4, 4), (4, 8)])
+def test_same_orders_as_torch(pp_size: int, m: int) -> None:
+    plan = make_plan("gpipe", pp_size, m)
+    assert torch_order(theirs.ScheduleGPipe(torch_stages(plan)[0], m)) == plan_order(plan)
+    plan = make_plan("1f1b", pp_size, m)
+    order = torch_order(theirs.Schedule1F1B(torch_stages(plan)[0], m))
+    assert order[:-1] == plan_order(plan)[:-1]
+    # On the last rank torch 2.13 writes the forwards down as 1, 2, ..., m, one more than it runs: there is no
+    # microbatch m. Its letters are ours.
+    last = pp_size - 1
+    assert order[-1] == [text for k in range(m) for text in (f"{last}F{k + 1}", f"{last}B{k}")]
+    assert plan_order(plan)[-1] == [text for k in range(m) for text in (f"{last}F{k}", f"{last}B{k}")]
+    plan = make_plan("interleaved_1f1b", pp_size, m, 2)
+    assert torch_order(theirs.ScheduleInterleaved1F1B(torch_stages(plan), m)) == plan_order(plan)
+    # torch's breadth-first schedule runs the backwards of a chunk from the last microbatch to the first. Both are
+    # right; ours adds gradients up in the order of the microbatches, as every other schedule does.
+    plan = make_plan("looped_bfs", pp_size, m, 2)
+    order = torch_order(theirs.ScheduleLoopedBFS(torch_stages(plan), m))
+    for ours, other in zip(plan_order(plan), order):
+        assert ours[: 2 * m] == other[: 2 * m]
+        assert [ours[2 * m + k] for k in range(m)] == other[2 * m : 3 * m][::-1]
+        assert [ours[3 * m + k] for k in range(m)] == other[3 * m :][::-1]
+
+
+def plan_order(plan: Plan) -> list[list[str]]:
+    return [[str(action) for action in rank] for rank in plan.actions]
+
+
+@pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b"])
+def test_torch_reads_our_files(name: str, tmp_path: Path) -> None:
+    plan = make_plan(name, 2, 4, 2)
+    plan.save_csv(tmp_path / "plan.csv")
+    schedule = theirs.ScheduleInterleaved1F1B(torch_stages(plan), 4)
+    theirs.PipelineScheduleMulti._load_csv(schedule, str(tmp_path / "plan.csv"))
+    assert torch_order(schedule) == plan_order(plan)
