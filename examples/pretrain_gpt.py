@@ -239,6 +239,7 @@ class Timer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._seconds = 0.0
         self._spans: list[tuple[Any, Any]] = []
 
     def start(self, barrier: bool = False) -> None:
@@ -246,12 +247,17 @@ class Timer:
 
     def stop(self) -> None:
         self._spans.append((self._started, self._now()))
+        if len(self._spans) == 10_000:
+            self.seconds()
 
     def seconds(self) -> float:
         if self._device.type == "cpu":
-            return sum(end - start for start, end in self._spans)
-        torch.cuda.synchronize()
-        return sum(start.elapsed_time(end) for start, end in self._spans) / 1000
+            self._seconds += sum(end - start for start, end in self._spans)
+        else:
+            torch.cuda.synchronize()
+            self._seconds += sum(start.elapsed_time(end) for start, end in self._spans) / 1000
+        self._spans.clear()
+        return self._seconds
 
     def _now(self) -> Any:
         if self._device.type == "cpu":

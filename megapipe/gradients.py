@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,26 +18,42 @@ from .config import PipelineConfig
 __all__ = ["GradientSync", "finalize_gradients"]
 
 
-class GradientSync:
-    """Holds gradient synchronisation back during one training step and releases it chunk by chunk."""
+class GradientSync(AbstractContextManager["GradientSync"]):
+    """Around one training step: holds gradient synchronisation back, and releases it chunk by chunk."""
 
-    def __init__(self, config: PipelineConfig, models: Sequence[nn.Module]) -> None:
+    def __init__(self, config: PipelineConfig, models: Sequence[nn.Module], num_microbatches: int) -> None:
         self._models = models
+        self._num_microbatches = num_microbatches
         per_chunk = isinstance(config.no_sync_func, (list, tuple))
         # One context for all chunks, or one for each.
         self._no_sync = list(config.no_sync_func) if per_chunk else [config.no_sync_func]
         self._contexts = [ExitStack() for _ in self._no_sync]
         self._grad_sync = _one_per_chunk(config.grad_sync_func, len(models))
         self._param_sync = _one_per_chunk(config.param_sync_func, len(models))
-        for chunk in range(len(self._contexts)):
-            self._hold(chunk)
 
-    def before_forward(self, chunk: int, microbatch: int) -> None:
-        """Gather parameters one chunk ahead of their use."""
+    def __enter__(self) -> GradientSync:
+        for context in range(len(self._contexts)):
+            self._hold(context)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for context in self._contexts:
+            context.close()
+
+    def before_forward(self, chunk: int, microbatch: int, num_backwards_left: int) -> None:
+        """Gather parameters one chunk ahead of their use, and let torch's DistributedDataParallel see the last forward.
+
+        That one prepares its reduction in the forward. Where nothing but the last backward is left to come, the
+        forward before it may run with synchronisation on, as in Megatron without a pipeline.
+        """
         if microbatch == 0:
             for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
                 if ahead < len(self._models) and (param_sync := self._param_sync[ahead]) is not None:
                     param_sync(self._models[ahead].parameters())
+        is_last = microbatch == self._num_microbatches - 1 and num_backwards_left == 1
+        has_own_context = len(self._contexts) == len(self._models)
+        if is_last and has_own_context and self._grad_sync[chunk] is None:
+            self._contexts[chunk].close()
 
     @contextmanager
     def last_gradients(self, chunk: int) -> Iterator[None]:
@@ -52,11 +68,6 @@ class GradientSync:
             self._contexts[context].close()
             grad_sync(self._models[chunk].parameters())
         self._hold(context)
-
-    def release(self) -> None:
-        """Leave the contexts, also after an error."""
-        for context in self._contexts:
-            context.close()
 
     def _hold(self, context: int) -> None:
         no_sync = self._no_sync[context]

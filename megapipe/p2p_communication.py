@@ -229,12 +229,13 @@ class PolledOutbox:
         self._pending: deque[Transfer] = deque()
 
     def add(self, transfer: Transfer) -> None:
-        while self._pending and self._pending[0].is_completed():
-            self._pending.popleft()
+        self.drain()
         self._pending.append(transfer)
 
     def drain(self) -> None:
-        """Nothing to wait for: the device runs the sends in order, and their tensors are held until it has."""
+        """Free what has been sent. Nothing is waited for: the device runs sends in order, and theirs are held here."""
+        while self._pending and self._pending[0].is_completed():
+            self._pending.popleft()
 
 
 class WaitedOutbox:
@@ -371,8 +372,10 @@ class Communicator:
                         probe.wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Stop the helper thread."""
+        """Stop the helper thread and give the communicators back."""
         self._host_outbox.close()
+        for backend in self._pair_backends:
+            backend.shutdown()
 
 
 def _check_connections() -> None:

@@ -93,7 +93,7 @@ class Pipeline(Verbs):
         received = this.inputs.popleft()
         with self._at(Action(this.stage.info.index, "F", microbatch)):
             if self._gradient_sync is not None:
-                self._gradient_sync.before_forward(chunk, microbatch)
+                self._gradient_sync.before_forward(chunk, microbatch, self.num_backwards_left(chunk))
             if received is not None:
                 self._wait(received, "the forward input", microbatch, this.below)
             output, in_flight = this.stage.forward(received, microbatch, *self._checkpoint_argument())
@@ -135,6 +135,8 @@ class Pipeline(Verbs):
         """Wait until everything sent has been taken. Returns what the loss function reported."""
         self._check_finished()
         assert all(chunk.is_empty() for chunk in self._chunks), "the schedule ended with work left in its queues"
+        for chunk in self._chunks:
+            chunk.stage.forget_input()
         if self._communicator is not None:
             self._position.action, self._position.awaited = "the end of its step", "its last messages to be taken"
             self._communicator.drain()

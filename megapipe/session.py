@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,7 @@ class Session:
     """One pipeline on one rank, for as long as its steps succeed.
 
     A failed step leaves messages under way that nobody will take, so it ends the session: the next step begins
-    another, with channels of its own. All ranks fail together, so they all begin the next one together.
+    another, with channels of its own. A rank that had left the step before it failed elsewhere raises in its next one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -72,7 +73,7 @@ class Session:
                 num_chunks,
                 device,
                 described,
-                2 * self.watchdog.timeout + 60,  # the watchdog comes first: it says where everybody is
+                self.watchdog.timeout + 60,  # the watchdog comes first: it says where everybody is
             )
         return self._communicators[key]
 
@@ -81,8 +82,15 @@ class Session:
             communicator.abort()
 
     def _close(self) -> None:
+        self.watchdog.close()
         for communicator in self._communicators.values():
             communicator.close()
 
 
 _sessions: dict[tuple[int, ...], Session] = {}
+
+
+@atexit.register
+def _close_sessions() -> None:
+    for session in _sessions.values():
+        session._close()

@@ -36,6 +36,8 @@ class StepArguments:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
+    needs_loss: bool = True
+    """Whether a last stage without a loss function is an error, where something is to be trained."""
     results: list[Any] = field(default_factory=list)
     """What the loss function reported, in microbatch order. Stays empty without the last stage."""
     num_tokens: Tensor = field(init=False)
@@ -71,6 +73,7 @@ class Stage:
         self._output_spec = output_spec
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
+        self._received_tensor = False
         self._model_config = find_attribute(self.module, "config")
 
     def forward(
@@ -116,6 +119,12 @@ class Stage:
         if self._set_input_tensor is not None:
             self._set_input_tensor(message)
 
+    def forget_input(self) -> None:
+        """The model has kept its last input, and with it an activation. Where that was one tensor, as Megatron's models
+        take it, None may be in its place, as on the first stage."""
+        if self._received_tensor:
+            self.set_input([None])
+
     def backward(self, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[Tensor]:
         """B and W. Returns the gradients of the received tensors that want one.
 
@@ -139,6 +148,7 @@ class Stage:
             return []
         assert received.spec is not None
         structure, specs = received.spec
+        self._received_tensor = structure == "tensor"
         wanted = [] if self._step.forward_only else [t for t, s in zip(received.tensors, specs) if s.differentiable]
         for tensor in wanted:
             tensor.requires_grad_()
@@ -204,7 +214,7 @@ class Stage:
     def _compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
         """The loss to differentiate, divided as Megatron divides it; None where there is none to differentiate."""
         step = self._step
-        if loss_func is None and step.forward_only:
+        if loss_func is None and (step.forward_only or not step.needs_loss):
             step.results.append(output)
             return None
         if not callable(loss_func):
@@ -261,8 +271,10 @@ class Stage:
             return
         timer = timers(name, log_level=2)
         timer.start()
-        yield
-        timer.stop()
+        try:
+            yield
+        finally:
+            timer.stop()
 
 
 def find_attribute(module: Any, name: str) -> Any:

@@ -5,8 +5,10 @@ Everything the caller can get wrong is checked here, once. Then the schedule's l
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -138,7 +140,7 @@ class ForwardBackward(Schedule):
             _lookahead(config, step.device),
             step.forward_only,
         )
-        gradient_sync = None if step.forward_only else GradientSync(config, step.models)
+        gradient_sync = None if step.forward_only else GradientSync(config, step.models, step.num_microbatches)
         pipe = Pipeline(
             [
                 Chunk(Stage(info, chunk, step, spec[1]), *boundaries)
@@ -155,12 +157,8 @@ class ForwardBackward(Schedule):
             partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size),
             microbatch_group_size=config.microbatch_group_size_per_vp_stage,
         )
-        with _timed(config), torch.no_grad() if step.forward_only else nullcontext():
-            try:
-                reports: list[Any] = self.loops(pipe)
-            finally:
-                if gradient_sync is not None:
-                    gradient_sync.release()
+        with _timed(config), torch.no_grad() if step.forward_only else gradient_sync or nullcontext():
+            reports: list[Any] = self.loops(pipe)
         if reports is not step.results:
             raise ScheduleError(f"{self.name} did not end with `return pipe.finish()`.")
         return step.results
@@ -170,11 +168,18 @@ class ForwardBackward(Schedule):
     ) -> tuple[int, int] | None:
         """How many forwards checkpoint in part, of how many that this schedule has in flight on this rank."""
         num_partial = config.num_microbatches_with_partial_activation_checkpoints
-        if num_partial is None:
+        if num_partial is None or pp_size == 1:  # as in Megatron: without a pipeline there is no window
             return None
         group_size = config.microbatch_group_size_per_vp_stage
-        plan = make_plan(self, pp_size, step.num_microbatches, len(step.models), microbatch_group_size=group_size)
-        return num_partial, plan.peak_in_flight(pp_rank)
+        return num_partial, _peak_in_flight(self, pp_rank, pp_size, step.num_microbatches, len(step.models), group_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _peak_in_flight(
+    schedule: Schedule, rank: int, pp_size: int, num_microbatches: int, num_chunks: int, group_size: int | None
+) -> int:
+    plan = make_plan(schedule, pp_size, num_microbatches, num_chunks, microbatch_group_size=group_size)
+    return plan.peak_in_flight(rank)
 
 
 def schedule(
@@ -212,7 +217,7 @@ def stages_for_rank(
     Args:
         pp_rank, pp_size: None takes them from `parallel_state`.
         num_chunks: stages per rank; None takes the schedule's own number, or for schedules that leave it open the
-            virtual pipeline size of `parallel_state`, or 1.
+            virtual pipeline size of `parallel_state`, or the schedule's default.
     """
     found = find_schedule(schedule)
     if pp_size is None:
@@ -266,7 +271,11 @@ def _iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
 
 
 def _check(step: StepArguments, stages: Sequence[StageInfo]) -> None:
-    if not isinstance(step.num_microbatches, int) or step.num_microbatches < 1:
+    try:
+        is_valid = operator.index(step.num_microbatches) >= 1
+    except TypeError:
+        is_valid = False
+    if not is_valid:
         raise ValueError(f"num_microbatches must be a whole number from 1 on, got {step.num_microbatches!r}.")
     for model, stage in zip(step.models, stages):
         if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
@@ -276,7 +285,8 @@ def _check(step: StepArguments, stages: Sequence[StageInfo]) -> None:
             )
     if not callable(step.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
-    if step.config.num_microbatches_with_partial_activation_checkpoints is not None:
+    is_pipelined = len(stages) < stages[0].num_stages
+    if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
         try:
             inspect.signature(step.forward_step_func).bind(None, None, None)
         except TypeError:
@@ -346,5 +356,7 @@ def _timed(config: PipelineConfig) -> Iterator[None]:
         return
     timer = config.timers("forward-backward", log_level=1)
     timer.start(barrier=config.barrier_with_L1_time)
-    yield
-    timer.stop()
+    try:
+        yield
+    finally:
+        timer.stop()

@@ -58,7 +58,7 @@ class Verbs(ABC):
         forward_only: bool = False,
         microbatch_group_size: int | None = None,
     ) -> None:
-        if microbatch_group_size is not None and microbatch_group_size < pp_size:
+        if num_chunks > 1 and microbatch_group_size is not None and microbatch_group_size < pp_size:
             raise ValueError(
                 f"microbatch_group_size_per_vp_stage must be at least the {pp_size} ranks of the pipeline, got "
                 f"{microbatch_group_size}: with fewer, a chunk's first output comes back before the rank is ready for "

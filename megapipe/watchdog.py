@@ -1,13 +1,14 @@
 """One failure anywhere becomes one clear error everywhere.
 
 The ranks of a pipeline meet in the store that torch.distributed was set up with. A rank that fails in a step says so
-there; so does one whose wait ran out. While a step runs, a helper thread looks at the store a few times a second: when
-it finds a failure it notes down where its own rank is and aborts the communication that holds the main thread, which
-then raises an error that names the failing rank. The main thread does not touch the store while all is well.
+there; so does one whose wait ran out. A helper thread looks at the store a few times a second: when it finds a failure
+it notes down where its own rank is and aborts the communication that holds the main thread, which then raises an error
+that names the failing rank. The main thread does not touch the store while all is well.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -32,6 +33,10 @@ class PipelineError(RuntimeError):
 
 class DisagreementError(ValueError):
     """The ranks of a pipeline were called with different arguments."""
+
+
+class WaitRanOut(Exception):  # noqa: N818 - never raised: it stands for itself in the store
+    """The watchdog's own word for a message that did not come in time."""
 
 
 @dataclass(slots=True)
@@ -67,9 +72,11 @@ class Watchdog:
         self._lock = threading.RLock()
         self._num_steps = 0
         self._agreed: dict[str, str] = {}
-        self._exchange = 0  # the step of the last exchange of arguments
-        self._settled = 0  # the last step whose arguments were found unchanged
-        self._seen: tuple[str, str | None] = ("", None)
+        self._agreed_before: dict[str, str] = {}
+        self._exchange = 0  # the step of this rank's last exchange of arguments, which made them `_agreed`
+        self._settled = 0  # the last step whose arguments are known to this object
+        self._answered = 0  # how many of the requests for an exchange have been seen
+        self._seen: tuple[int, str, str | None] = (0, "", None)
         self._seen_since = 0.0
 
     @contextmanager
@@ -77,11 +84,15 @@ class Watchdog:
         """Watch over one step. Any exception in it makes the other ranks fail too."""
         self._num_steps += 1
         self.position = Position()
-        with _watched(self):
-            try:
-                yield
-            except BaseException as error:
-                self._fail(error)
+        _start_watching(self)
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Stop watching."""
+        _watched.discard(self)
 
     def check(self) -> None:
         """Raise what another rank's failure has left for this one."""
@@ -94,14 +105,14 @@ class Watchdog:
         Costs nothing while the arguments stay as they were. When they change, the ranks exchange them; a rank where
         they did not change is made to take part by its helper thread. On disagreement, raises ValueError everywhere.
         """
-        if arguments == self._agreed:
-            self._settled = self._num_steps
-            return
         step, previous = self._num_steps, self._exchange
         with self._lock:
-            self._agreed = arguments
-            self._store.set(f"exchange {step}", "")
-            self._publish_arguments()
+            self._settled = step
+            if arguments == self._agreed:
+                return
+            self._agreed_before, self._agreed, self._exchange = self._agreed, arguments, step
+            self._store.set(f"arguments {step} {self._rank}", json.dumps(arguments))
+            self._store.set(f"request {self._store.add('number of requests', 1)}", str(step))
         self._await_arguments(step)
         with self._lock:
             everybody = [json.loads(self._store.get(f"arguments {step} {rank}")) for rank in range(self._size)]
@@ -172,27 +183,37 @@ class Watchdog:
         except RuntimeError:
             return False  # the store is gone, and with it the process that held it
 
-    def _publish_arguments(self) -> None:
-        self._exchange = self._num_steps
-        self._store.set(f"arguments {self._num_steps} {self._rank}", json.dumps(self._agreed))
+    def _answer_requests(self) -> None:
+        """Tell ranks whose arguments changed in a step that here they did not."""
+        while self._answered < self._store.add("number of requests", 0):
+            key = f"request {self._answered + 1}"
+            if not self._has(key):
+                return  # counted, but not written yet
+            step = int(self._store.get(key))
+            if step > self._settled:
+                return  # this rank has still to come to that step
+            if step != self._exchange:
+                arguments = self._agreed if step > self._exchange else self._agreed_before
+                self._store.set(f"arguments {step} {self._rank}", json.dumps(arguments))
+            self._answered += 1
 
     def _look(self) -> None:
         """One look at the store."""
         with self._lock:
             try:
-                if self._has("failure"):
-                    if self.failure is None:
-                        self._hear(**json.loads(self._store.get("failure")))
-                elif self._exchange < self._settled == self._num_steps and self._has(f"exchange {self._num_steps}"):
-                    self._publish_arguments()
+                self._answer_requests()
+                if self.failure is None and self._has("failure"):
+                    self._hear(**json.loads(self._store.get("failure")))
                 elif self._seconds_waited() > self.timeout:
-                    self._publish(TimeoutError())
+                    self._publish(WaitRanOut())
             except RuntimeError:
-                pass  # the store is gone: the main thread will find its connections closed
+                # The store is gone, and with it the process that held it: the main thread will find its connections
+                # closed.
+                self.close()
 
     def _seconds_waited(self) -> float:
         """How long the main thread has been waiting for one and the same message."""
-        seen = (self.position.action, self.position.awaited)
+        seen = (self._num_steps, self.position.action, self.position.awaited)
         if seen != self._seen or self.position.awaited is None:
             self._seen, self._seen_since = seen, time.monotonic()
         return time.monotonic() - self._seen_since
@@ -200,7 +221,7 @@ class Watchdog:
     def _hear(self, rank: int, kind: str, text: str) -> None:
         """Another rank has failed, or somebody's wait ran out."""
         self._store.set(f"position {self._rank}", json.dumps(asdict(self.position)))
-        if kind == TimeoutError.__name__:
+        if kind == WaitRanOut.__name__:
             self.failure = PipelineError(self._report(rank))
         elif rank == self._rank:
             return  # the main thread is about to raise it
@@ -240,32 +261,33 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-# One helper thread per process looks after whatever steps are running. It sleeps while none is.
+# One helper thread per process looks after all pipelines, between their steps too: a rank that has left a step may
+# still be asked for the arguments it had in it.
 
-_running: set[Watchdog] = set()
-_any_running = threading.Event()
+_watched: set[Watchdog] = set()
+_stop = threading.Event()
 _thread: threading.Thread | None = None
+_thread_lock = threading.Lock()
 
 
-@contextmanager
-def _watched(watchdog: Watchdog) -> Iterator[None]:
+def _start_watching(watchdog: Watchdog) -> None:
     global _thread
-    if _thread is None:
-        _thread = threading.Thread(target=_watch, name="megapipe-watchdog", daemon=True)
-        _thread.start()
-    _running.add(watchdog)
-    _any_running.set()
-    try:
-        yield
-    finally:
-        _running.discard(watchdog)
-        if not _running:
-            _any_running.clear()
+    with _thread_lock:
+        _watched.add(watchdog)
+        if _thread is None:
+            _thread = threading.Thread(target=_watch, name="megapipe-watchdog", daemon=True)
+            _thread.start()
+            atexit.register(_stop_watching)
+
+
+def _stop_watching() -> None:
+    """A thread that is inside the store when the interpreter goes brings the process down with it."""
+    assert _thread is not None
+    _stop.set()
+    _thread.join(PATIENCE)
 
 
 def _watch() -> None:
-    while True:
-        _any_running.wait()
-        time.sleep(TICK)
-        for watchdog in list(_running):
+    while not _stop.wait(TICK):
+        for watchdog in list(_watched):
             watchdog._look()

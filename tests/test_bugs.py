@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_same_gradients, build, communicator, reference, run
+from models import assert_same_gradients, build, communicator, forward_step, reference, run
 from ranks import RankPool
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelineError, parallel_state
@@ -133,3 +134,121 @@ def test_a_wrapper_may_call_something_else_buffers(ranks: RankPool) -> None:
     """The device was found by asking the model for its buffers. Megatron's DistributedDataParallel keeps a list of
     gradient buffers under that name, and every step of a wrapped model failed."""
     ranks.run(2, a_wrapper_has_buffers_of_its_own, timeout=20)
+
+
+def many_short_waits(rank: int) -> None:
+    (chunk,) = build("1f1b", 2, 4, timeout=1.0)
+
+    def slow_first_stage(data_iterator: object, model: object) -> object:
+        if rank == 0:
+            time.sleep(0.4)
+        return forward_step(data_iterator, model)
+
+    for _ in range(6):
+        run("1f1b", chunk, 1, forward_step_func=slow_first_stage)
+
+
+def test_waits_of_different_steps_are_not_one_long_wait(ranks: RankPool) -> None:
+    """The watchdog took a wait for the same message, seen at the same place, for one and the same wait. A healthy rank
+    that waits for its first input in every step was given up once the steps added up to the time limit."""
+    ranks.run(2, many_short_waits, timeout=20)
+
+
+def early_leaver(rank: int) -> str:
+    chunks = build("1f1b", 3, 6, timeout=4.0)
+    for _ in range(2):
+        run("1f1b", chunks, 1, forward_only=True)
+    if rank == 2:
+        time.sleep(1.0)  # rank 0 has sent its only microbatch and is gone
+
+    def two_steps() -> None:
+        run("1f1b", chunks, 2 if rank == 2 else 1, forward_only=True)
+        time.sleep(2.0)
+        run("1f1b", chunks, 1, forward_only=True)  # the others hear of it here
+
+    with pytest.raises(ValueError, match="disagree on num_microbatches: 1 on ranks 0, 1; 2 on rank 2") as caught:
+        two_steps()
+    return str(caught.value)
+
+
+def test_a_rank_that_has_left_its_step_still_answers(ranks: RankPool) -> None:
+    """Asked for its arguments in a step, a rank answered only as long as it was in that step. One that had left it
+    before the question came was then reported as never having begun it, and the disagreement was not."""
+    ranks.run(3, early_leaver, timeout=30)
+
+
+def user_times_out(rank: int) -> str:
+    chunks = build("1f1b", 2, 4)
+
+    def step(data_iterator: object, model: object) -> object:
+        if rank == 0:
+            raise TimeoutError("storage does not answer")
+        return forward_step(data_iterator, model)
+
+    with pytest.raises((PipelineError, TimeoutError)) as caught:
+        run("1f1b", chunks, 2, forward_step_func=step)
+    return str(caught.value)
+
+
+def test_a_time_out_of_the_caller_is_the_callers(ranks: RankPool) -> None:
+    """The watchdog wrote its own time-out into the store under the name of Python's TimeoutError. When the caller's
+    code raised one, the other ranks reported a message that had not come, and not what had really happened."""
+    messages = ranks.run(2, user_times_out, timeout=20)
+    assert messages == ["storage does not answer", "rank 0 failed at 0F0: TimeoutError: storage does not answer"]
+
+
+class StrictTimer:
+    def __init__(self) -> None:
+        self.running = False
+
+    def start(self, barrier: bool = False) -> None:
+        assert not self.running, "timer has already been started"
+        self.running = True
+
+    def stop(self) -> None:
+        assert self.running
+        self.running = False
+
+
+def timers_after_a_failure(rank: int) -> None:
+    timers: dict[str, StrictTimer] = {}
+    (chunk,) = build("1f1b", 2, 4)
+    chunk.config.timers = lambda name, log_level=0: timers.setdefault(name, StrictTimer())
+    with pytest.raises((PipelineError, ValueError)):
+        run("1f1b", chunk, 2, data_iterator=iter([]))
+    chunk.zero_grad()
+    run("1f1b", chunk, 2)
+    assert_same_gradients([chunk], reference(4, 2)[0])
+
+
+def test_timers_are_stopped_by_a_failure(ranks: RankPool) -> None:
+    """A step that failed left its timers running. Megatron's refuse to be started twice, so the next step failed on
+    them."""
+    ranks.run(2, timers_after_a_failure, timeout=20)
+
+
+def wrapped_by_torch(rank: int) -> int:
+    """Two replicas of a pipeline of one rank, kept in step by torch's DistributedDataParallel."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    (chunk,) = build("no_pipelining", 1, 2)
+    calls = 0
+
+    def count(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model = torch.nn.parallel.DistributedDataParallel(chunk)
+    model.register_comm_hook(None, count)
+    chunk.config.no_sync_func = model.no_sync
+    run("no_pipelining", model, 3, seed=rank)
+    grads = [torch.empty_like(chunk.head.weight) for _ in range(2)]
+    dist.all_gather(grads, chunk.head.weight.grad)
+    assert torch.equal(*grads)
+    return calls
+
+
+def test_no_sync_of_torchs_data_parallelism(ranks: RankPool) -> None:
+    """The last forward ran without synchronisation, and only the last backward with it. torch's
+    DistributedDataParallel prepares its reduction in the forward, so that nothing was ever reduced."""
+    assert ranks.run(2, wrapped_by_torch, timeout=20) == [1, 1]

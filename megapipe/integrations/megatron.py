@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import hooks
 from ..config import PipelineConfig
 from ..placement import StageInfo
-from ..registry import Schedule
+from ..registry import Schedule, find_schedule
 from ..stage import Stage, StepArguments, find_attribute, run_backward
 from ..step import stages_for_rank
 
@@ -80,6 +80,9 @@ def _set_current_microbatch(model: nn.Module, microbatch: int) -> None:
     decoder = find_attribute(model, "decoder")
     for layer in getattr(decoder, "layers", ()):
         layer.current_microbatch = microbatch
+    mtp = find_attribute(model, "mtp")
+    for layer in getattr(mtp, "layers", ()):
+        layer.transformer_layer.current_microbatch = microbatch
 
 
 def _scale_auxiliary_losses(config: Any, num_microbatches: int, device: torch.device) -> None:
@@ -121,6 +124,13 @@ def build_model_chunks(model_provider: Callable[..., nn.Module], schedule: str |
     """
     parallel_state = sys.modules["megatron.core.parallel_state"]
     stages = stages_for_rank(schedule)
+    virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    if virtual_size != len(stages):
+        raise ValueError(
+            f"{find_schedule(schedule).name} runs {len(stages)} chunk(s) on each rank, but Megatron was initialised "
+            f"with virtual_pipeline_model_parallel_size={virtual_size} and would cut the model for that: initialise it "
+            f"with {len(stages) if len(stages) > 1 else None}."
+        )
     pp_size = stages[0].num_stages // len(stages)
     chunks = []
     for vp_stage, stage in enumerate(stages):
@@ -191,6 +201,7 @@ def forward_step(
         PipelineConfig.of(config, context_parallel_size=cp_group_size),
         next((p.device for p in model.parameters()), torch.device("cpu")),
         collect_non_loss_data=collect_non_loss_data,
+        needs_loss=False,
         results=forward_data_store,
     )
     stage = Stage(StageInfo(0, 1 if is_last_stage else 2), 0, step, None)
