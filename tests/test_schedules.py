@@ -112,7 +112,7 @@ def assert_complete(plan: Plan) -> None:
 @pytest.mark.parametrize("pp_size", range(1, 9))
 def test_plans_are_complete_and_cannot_hang(name: str, pp_size: int) -> None:
     for num_chunks in CHUNKS.get(name, [None]):
-        for num_microbatches in range(1, 33):
+        for num_microbatches in (*range(1, 14), 16, 17, 23, 24, 31, 32):
             plan = make_plan(name, pp_size, num_microbatches, num_chunks)
             assert_complete(plan)
             plan.check()
@@ -150,7 +150,7 @@ def test_interleaved_formulas(pp_size: int, num_chunks: int) -> None:
 
 def test_every_number_of_microbatches_interleaves() -> None:
     """Also those that Megatron refuses, whose last group is smaller than the pipeline."""
-    for pp_size in range(1, 7):
+    for pp_size in (2, 3, 4, 5):
         for num_chunks in (2, 3):
             for group_size in range(pp_size, 2 * pp_size + 1):
                 for m in range(1, 4 * pp_size):

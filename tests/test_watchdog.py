@@ -58,30 +58,6 @@ def test_an_exception_on_one_rank_reaches_all(ranks: RankPool, schedule: str, fa
     ranks.run(PP, one_rank_fails, schedule, failing_rank, at)
 
 
-def one_rank_is_killed(rank: int) -> str:
-    chunks = build("1f1b", PP, 4)
-    run("1f1b", chunks, 4)
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward_step(data_iterator, model)
-
-    start = time.monotonic()
-    with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 4, forward_step_func=step)
-    assert time.monotonic() - start < 10
-    return str(caught.value)
-
-
-def test_a_killed_rank_reaches_all(ranks: RankPool) -> None:
-    messages = ranks.run(PP, one_rank_is_killed, errors=True)
-    assert messages[1] is None
-    for rank in (0, 2, 3):
-        assert "lost its connection" in messages[rank]
-        assert "ended without a word" in messages[rank]
-
-
 def one_rank_sleeps(rank: int, stuck: int) -> str:
     chunks = build("1f1b", PP, 4, timeout=1.0)
     run("1f1b", chunks, 4)
@@ -262,3 +238,27 @@ def nothing_is_lost(rank: int) -> None:
 
 def test_nothing_is_lost(ranks: RankPool) -> None:
     ranks.run(2, nothing_is_lost)
+
+
+def one_rank_is_killed(rank: int) -> str:
+    chunks = build("1f1b", PP, 4)
+    run("1f1b", chunks, 4)
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward_step(data_iterator, model)
+
+    start = time.monotonic()
+    with pytest.raises(PipelineError) as caught:
+        run("1f1b", chunks, 4, forward_step_func=step)
+    assert time.monotonic() - start < 10
+    return str(caught.value)
+
+
+def test_a_killed_rank_reaches_all(ranks: RankPool) -> None:
+    messages = ranks.run(PP, one_rank_is_killed, errors=True)
+    assert messages[1] is None
+    for rank in (0, 2, 3):
+        assert "lost its connection" in messages[rank]
+        assert "ended without a word" in messages[rank]
