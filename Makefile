@@ -18,7 +18,7 @@ help:
 
 $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[examples,test,lint]'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[examples,viz,test,lint]'
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps megatron-core packaging
 	@touch $@
 

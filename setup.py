@@ -10,9 +10,9 @@ version = re.search(r'__version__ = "(.+)"', (here / "megapipe" / "__init__.py")
 
 extras = {
     "examples": ["rich>=13", "numpy"],
-    "viz": ["rich>=13"],
+    "viz": ["rich>=13", "matplotlib>=3.8", "plotly>=5.20"],
     "te": ["transformer-engine[pytorch]"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "rich>=13", "numpy"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "rich>=13", "numpy", "matplotlib>=3.8", "plotly>=5.20"],
     "megatron": ["megatron-core==0.16.1"],
     "lint": ["ruff>=0.9", "mypy>=1.14"],
 }

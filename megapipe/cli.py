@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .charts import save_html, save_picture
 from .plan import Plan, load_plan, make_plan
 from .registry import find_schedule, schedule_names
 from .simulation import Simulation
@@ -41,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--width", type=int, default=None, help="columns of the timeline; default: the terminal's")
     show.add_argument("--csv", metavar="FILE", help="save the actions, a row per rank")
     show.add_argument("--json", metavar="FILE", help="save the actions")
+    show.add_argument("--svg", metavar="FILE", help="save the timeline as a picture")
+    show.add_argument("--png", metavar="FILE", help="save the timeline as a picture")
+    show.add_argument("--html", metavar="FILE", help="save the timeline as a page to zoom and point at")
     show.add_argument("--trace", metavar="FILE", help="save the timeline as a trace that Perfetto opens")
     show.set_defaults(run=_show)
 
@@ -95,6 +99,11 @@ def _show(args: argparse.Namespace) -> None:
         plan.save_csv(args.csv)
     if args.json:
         plan.save_json(args.json)
+    for picture in (args.svg, args.png):
+        if picture:
+            save_picture(plan, simulation, picture)
+    if args.html:
+        save_html(plan, simulation, args.html)
     if args.trace:
         save_trace(plan, simulation, args.trace)
     _print_timeline(plan, simulation, args.width)

@@ -152,6 +152,11 @@ class Plan:
             return Event("send_backward", event.stage + 1, event.microbatch)
         return None
 
+    def needs_action(self, action: Action) -> Action | None:
+        """The computation of the neighbouring stage whose result an action needs, if any."""
+        stage = action.stage + (-1 if action.kind == "F" else 1)
+        return action._replace(stage=stage) if 0 <= stage < self.pp_size * self.num_chunks else None
+
     # Checking
 
     def check(self, *, shared_communicator: bool = False) -> None:

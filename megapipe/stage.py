@@ -287,7 +287,14 @@ def find_attribute(module: Any, name: str) -> Any:
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
+    if not tensor.requires_grad:
+        return None
+    node: Any = tensor.grad_fn
+    if isinstance(node, torch._C._FunctionBase):
+        # Before torch 2.9 or so the node of a Python Function goes with its outputs, whoever holds an edge to it. The
+        # node of a view owns it.
+        tensor = tensor.view_as(tensor)
+    return get_gradient_edge(tensor)
 
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

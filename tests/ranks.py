@@ -103,6 +103,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     import megapipe
 
     torch.set_num_threads(1)
+    megapipe.watchdog.PATIENCE = 1.0  # on one machine news travels fast
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     while True:

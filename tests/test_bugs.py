@@ -1,6 +1,7 @@
 """Bugs that were there once. Each test tells the story of its bug."""
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -252,3 +253,30 @@ def test_no_sync_of_torchs_data_parallelism(ranks: RankPool) -> None:
     """The last forward ran without synchronisation, and only the last backward with it. torch's
     DistributedDataParallel prepares its reduction in the forward, so that nothing was ever reduced."""
     assert ranks.run(2, wrapped_by_torch, timeout=20) == [1, 1]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+def output_of_a_python_function(rank: int) -> None:
+    (chunk,) = build("gpipe", 2, 4)
+
+    def step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> object:
+        output, loss_func = forward_step(data_iterator, model)
+        return (Double.apply(output) if rank == 0 else output), loss_func
+
+    run("gpipe", chunk, 3, forward_step_func=step)
+    assert all(p.grad is not None for p in chunk.parameters())
+
+
+def test_a_stage_may_end_in_a_python_function(ranks: RankPool) -> None:
+    """A stage is kept as the edges of its graph. On torch 2.6 an edge does not keep the node of a Python Function
+    alive, so that the backward of a stage that ends in one found no graph any more."""
+    ranks.run(2, output_of_a_python_function, timeout=20)

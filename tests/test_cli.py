@@ -1,6 +1,7 @@
 """The command, as its users see it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,31 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg, png, html = (tmp_path / f"plan.{ending}" for ending in ("svg", "png", "html"))
+    sizes = ("--pp", "2", "--microbatches", "3", "--p2p", "0.5")
+    output_of(capsys, "show", "1f1b", *sizes, "--svg", str(svg), "--png", str(png), "--html", str(html))
+    texts = re.findall(r">([^<>]+)</text>", svg.read_text())
+    assert texts.count("0") >= 4  # forward and backward on two ranks
+    assert "rank 0" in texts
+    assert png.read_bytes().startswith(b"\x89PNG")
+    page = html.read_text()
+    assert not re.search(r"<(script|link)[^>]+(src|href)=", page)  # self-contained
+    assert "backward of microbatch 2 through stage 0" in page
+    assert "from 5 to 7, after waiting 3" in page
+    assert "needs 1B0 of rank 1" in page
+
+
+def test_the_picture_in_the_readme_is_up_to_date(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    (arguments,) = re.findall(r"`interleaved_1f1b` with\n`([^`]+)`", (root / "README.md").read_text())
+    path = tmp_path / "plan.svg"
+    assert main(["show", "interleaved_1f1b", *arguments.split(), "--svg", str(path)]) == 0
+    assert shapes(path) == shapes(root / "docs" / "interleaved_1f1b.svg")
+
+
+def shapes(path: Path) -> list[str]:
+    """What is drawn where, whatever the version of the library that drew it."""
+    return re.findall(r'<path d="M [^"]+"[^>]+fill: #[^;]+;', re.sub(r"\s+", " ", path.read_text()))

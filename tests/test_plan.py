@@ -180,6 +180,11 @@ def torch_order(schedule: Any) -> list[list[str]]:
     return [[text for text in rank if "REDUCE_GRAD" not in text] for rank in texts]
 
 
+# The peer's own orders are written down only by newer versions of it.
+newer_torch = pytest.mark.skipif(not hasattr(theirs.Schedule1F1B, "_get_pipeline_order"), reason="torch is too old")
+
+
+@newer_torch
 @pytest.mark.parametrize(("pp_size", "m"), [(2, 2), (2, 4), (3, 6), (4, 4), (4, 8)])
 def test_same_orders_as_torch(pp_size: int, m: int) -> None:
     plan = make_plan("gpipe", pp_size, m)
@@ -208,6 +213,7 @@ def plan_order(plan: Plan) -> list[list[str]]:
     return [[str(action) for action in rank] for rank in plan.actions]
 
 
+@newer_torch
 @pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b"])
 def test_torch_reads_our_files(name: str, tmp_path: Path) -> None:
     plan = make_plan(name, 2, 4, 2)
