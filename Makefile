@@ -7,12 +7,13 @@ ARGS ?= --pipeline-model-parallel-size $(NPROC)
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help pretrain test lint format clean
+.PHONY: help pretrain test lint docs format clean
 
 help:
 	@echo "make pretrain   train a small GPT with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
 	@echo "make test       run all tests"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       write docs/schedules.md and its pictures"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environment and caches"
 
@@ -33,6 +34,9 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: $(INSTALLED)
+	$(VENV)/bin/python docs/generate.py
 
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .

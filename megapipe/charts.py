@@ -61,6 +61,7 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path) -> None:
                     x=[span.end - span.start for _, span, _ in rows],
                     text=[str(span.action) for _, span, _ in rows],
                     textposition="inside",
+                    textangle=0,
                     insidetextanchor="middle",
                     hovertext=[text for _, _, text in rows],
                     hoverinfo="text",

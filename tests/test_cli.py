@@ -91,16 +91,3 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "backward of microbatch 2 through stage 0" in page
     assert "from 5 to 7, after waiting 3" in page
     assert "needs 1B0 of rank 1" in page
-
-
-def test_the_picture_in_the_readme_is_up_to_date(tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent
-    (arguments,) = re.findall(r"`interleaved_1f1b` with\n`([^`]+)`", (root / "README.md").read_text())
-    path = tmp_path / "plan.svg"
-    assert main(["show", "interleaved_1f1b", *arguments.split(), "--svg", str(path)]) == 0
-    assert shapes(path) == shapes(root / "docs" / "interleaved_1f1b.svg")
-
-
-def shapes(path: Path) -> list[str]:
-    """What is drawn where, whatever the version of the library that drew it."""
-    return re.findall(r'<path d="M [^"]+"[^>]+fill: #[^;]+;', re.sub(r"\s+", " ", path.read_text()))

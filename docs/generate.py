@@ -1,0 +1,95 @@
+"""Writes docs/schedules.md and its pictures: a section per schedule, made from the schedules themselves.
+
+python docs/generate.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import megapipe
+from megapipe.charts import save_picture
+from megapipe.plan import Plan, make_plan
+from megapipe.registry import find_schedule
+
+PP_SIZE, NUM_MICROBATCHES = 4, 8
+
+# When to use it; what it costs. p ranks, m microbatches, v chunks per rank, r the rank, N the size of a group.
+NOTES = {
+    "no_pipelining": ("The model fits on one device.", "no bubble", "1"),
+    "inference": ("Forward only, of a model laid out for loop placement.", "(p - 1) / (v m + p - 1)", "none"),
+    "gpipe": ("To compare with. Memory grows with the number of microbatches.", "(p - 1) / (m + p - 1)", "m"),
+    "1f1b": (
+        "The plain choice: GPipe's time at a memory that does not grow with the number of microbatches.",
+        "(p - 1) / (m + p - 1)",
+        "min(m, p - r)",
+    ),
+    "looped_bfs": (
+        "Many chunks and few microbatches, and memory to spare: each message has the longest time to arrive.",
+        "(p - 1) / (v m + p - 1)",
+        "m",
+    ),
+    "interleaved_1f1b": (
+        "1F1B with a bubble v times smaller, for v times as many messages and some more memory.",
+        "(p - 1) / (v m + p - 1)",
+        "(2 (p - r - 1) + (v - 1) N + 1) / v, at most m",
+    ),
+}
+
+HEAD = f"""# Schedules
+
+Made by `make docs` from the schedules themselves; a test keeps this page up to date.
+
+In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and a backward
+takes twice as long as a forward. Blue is forward, green backward, dark the odd chunks. p are the ranks, m the
+microbatches, v the chunks per rank, r is the rank, and N the size of a group
+(`microbatch_group_size_per_vp_stage`, p if unsaid). Bubbles are shares of a step with F = B = W, all stages
+alike, and messages that take no time.
+
+**Where the bubble comes from.** Without interleaving the last microbatch leaves the first rank after m forwards, goes
+down and up through the p - 1 other ranks, and meets m backwards on its way: a step takes (m + p - 1) (F + B + W), of
+which m (F + B + W) are work. With v chunks each stage takes 1 / v of that time, and so does each step of the way
+through the pipeline: (m + (p - 1) / v) (F + B + W).
+"""
+
+
+def section(name: str) -> str:
+    schedule = find_schedule(name)
+    plan = make_plan(name, pp_size_of(name), NUM_MICROBATCHES)
+    simulation = plan.simulate()
+    when, bubble, in_flight = NOTES[name]
+    chunks = "any number" if schedule.num_chunks is None else str(schedule.num_chunks)
+    lines = [
+        f"## {name}",
+        inspect.cleandoc(schedule.loops.__doc__ or ""),
+        when,
+        f"![Timeline of {name}]({name}.svg)",
+        "| | in general | in the picture |\n|---|---|---|\n"
+        f"| chunks per rank | {chunks} | {plan.num_chunks} |\n"
+        f"| bubble | {bubble} | {max(simulation.bubble):.1%} |\n"
+        f"| microbatches in flight on rank r | {in_flight} | {peaks(plan)} |\n"
+        f"| messages per step | | {plan.num_messages} |",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def pp_size_of(name: str) -> int:
+    return find_schedule(name).max_pp_size or PP_SIZE
+
+
+def peaks(plan: Plan) -> str:
+    return "none" if plan.forward_only else ", ".join(f"{peak:g}" for peak in plan.simulate().peak_activations)
+
+
+def generate(folder: Path) -> None:
+    for name in megapipe.schedule_names():
+        plan = make_plan(name, pp_size_of(name), NUM_MICROBATCHES)
+        save_picture(plan, plan.simulate(), folder / f"{name}.svg")
+    sections = [section(name) for name in megapipe.schedule_names()]
+    (folder / "schedules.md").write_text("\n".join([HEAD, *sections]))
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
