@@ -584,3 +584,80 @@ def replicas(rank: int) -> None:
 
 def test_two_pipelines_side_by_side(ranks: RankPool) -> None:
     ranks.run(4, replicas)
+
+
+# Megatron's other keywords
+
+
+def adjusted_shapes(rank: int) -> None:
+    """Two tensors between the stages, of shapes that the caller works out, and a decoder's own sequence length."""
+    from megapipe import parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+
+    class TwoTensors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(rank)
+            self.config = SimpleNamespace(hidden_size=HIDDEN)
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def set_input_tensor(self, received: list[Tensor]) -> None:
+            self.received = received
+
+        def forward(self, x: Tensor) -> Any:
+            if rank == 0:
+                hidden = self.linear(x)
+                return [hidden, hidden.sum(0)]
+            hidden, pooled = self.received
+            assert hidden.shape == (7, BATCH, HIDDEN)
+            assert pooled.shape == (BATCH, HIDDEN)
+            return self.linear(hidden).sum() + self.linear(pooled).sum()
+
+    def adjust(received: list[tuple[int, ...]], sent: list[tuple[int, ...]]) -> Any:
+        assert received == sent == [(7, BATCH, HIDDEN)]
+        both = [received[0], received[0][1:]]
+        return both, both
+
+    model = TwoTensors()
+    data = [torch.full((7, BATCH, HIDDEN), float(i)) for i in range(3)]
+    run(
+        "1f1b",
+        model,
+        3,
+        forward_step_func=lambda it, model: (model(next(it)), lambda loss: (loss, {})),
+        data_iterator=iter(data),
+        adjust_tensor_shapes_fn=adjust,
+        decoder_seq_length=7,
+    )
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_shapes_adjusted_by_the_caller(ranks: RankPool) -> None:
+    ranks.run(2, adjusted_shapes)
+
+
+def groups_of_the_caller(rank: int) -> None:
+    """Process groups come with the call; parallel_state is not initialised at all."""
+    group = dist.new_group([0, 1])
+    (info,) = stages_for_rank("1f1b", rank, 2)
+    for keywords in (
+        {"pg_collection": SimpleNamespace(pp=group)},
+        {"p2p_communicator": SimpleNamespace(pp_group=group)},
+    ):
+        chunk = Stage(info, 4)
+        run("1f1b", chunk, 3, **keywords)
+        assert_same_gradients([chunk], reference(4, 3)[0])
+
+
+def test_groups_that_come_with_the_call(ranks: RankPool) -> None:
+    ranks.run(2, groups_of_the_caller)
+
+
+def groups_are_missing(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"call megapipe\.parallel_state\.initialize_model_parallel"):
+        run("1f1b", Stage(StageInfo(rank, 2), 4), 3)
+
+
+def test_groups_that_do_not_exist(ranks: RankPool) -> None:
+    ranks.run(2, groups_are_missing)
