@@ -34,6 +34,7 @@ class Session:
         self._store = PrefixStore(f"{name} {number}", store)
         self.watchdog = Watchdog(self._store, self.pp_rank, len(self.ranks))
         self.watchdog.abort = self._abort
+        self.watchdog.has_ended = self.has_ended
         self._world = dist.group.WORLD
         self._communicators: dict[tuple[str, int, str, bool], Communicator] = {}
 
@@ -42,11 +43,15 @@ class Session:
         """The session of the pipeline that `group` is, begun if there is none."""
         ranks = tuple(dist.get_process_group_ranks(group))
         session = _sessions.get(ranks)
-        if session is None or session._world is not dist.group.WORLD:  # torch.distributed was initialised anew
+        if session is None or session.has_ended():
             if session is not None:
                 session._close()
             session = _sessions[ranks] = cls(group)
         return session
+
+    def has_ended(self) -> bool:
+        """Whether torch.distributed was shut down, or initialised anew."""
+        return self._world is not dist.group.WORLD
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -64,6 +64,8 @@ class Watchdog:
         self.timeout = 600.0
         self.abort: Callable[[], None] = lambda: None
         """Ends whatever the main thread waits for; called from the helper thread."""
+        self.has_ended: Callable[[], bool] = lambda: False
+        """Whether there is nothing left to watch over, because torch.distributed was shut down."""
         self.failure: Exception | None = None
         """Set by the helper thread when the step is to fail; the main thread raises it."""
         self._store = store
@@ -290,4 +292,7 @@ def _stop_watching() -> None:
 def _watch() -> None:
     while not _stop.wait(TICK):
         for watchdog in list(_watched):
-            watchdog._look()
+            if watchdog.has_ended():
+                watchdog.close()
+            else:
+                watchdog._look()

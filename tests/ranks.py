@@ -123,7 +123,8 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
         megapipe.parallel_state.destroy_model_parallel()
         if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
             megatron.destroy_model_parallel()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         try:
             jobs.send((result, text))
         except Exception:  # an exception that cannot be pickled

@@ -11,6 +11,7 @@ from ranks import RankPool
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _get_default_store
 
+import megapipe
 from megapipe import PipelineError, parallel_state
 from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorSpec
 from megapipe.watchdog import TICK
@@ -280,3 +281,18 @@ def test_a_stage_may_end_in_a_python_function(ranks: RankPool) -> None:
     """A stage is kept as the edges of its graph. On torch 2.6 an edge does not keep the node of a Python Function
     alive, so that the backward of a stage that ends in one found no graph any more."""
     ranks.run(2, output_of_a_python_function, timeout=20)
+
+
+def torch_distributed_is_shut_down(rank: int) -> None:
+    chunks = build("1f1b", 2, 4)
+    run("1f1b", chunks, 2)
+    assert megapipe.watchdog._watched
+    dist.destroy_process_group()
+    time.sleep(3 * TICK)
+    assert not megapipe.watchdog._watched
+
+
+def test_the_watchdog_ends_with_torch_distributed(ranks: RankPool) -> None:
+    """The watchdog went on asking the store after torch.distributed had been shut down. When the process that held the
+    store ended first, the others printed a page of warnings at the end of every run."""
+    ranks.run(2, torch_distributed_is_shut_down, timeout=20)
