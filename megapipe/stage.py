@@ -7,7 +7,7 @@ output is freed as soon as it has been sent, views included, and nothing is ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -123,7 +123,8 @@ class Stage:
         """The model has kept its last input, and with it an activation. Where that was one tensor, as Megatron's models
         take it, None may be in its place, as on the first stage."""
         if self._received_tensor:
-            self.set_input([None])
+            with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
+                self.set_input([None])
 
     def backward(self, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[Tensor]:
         """B and W. Returns the gradients of the received tensors that want one.

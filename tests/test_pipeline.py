@@ -661,3 +661,22 @@ def groups_are_missing(rank: int) -> None:
 
 def test_groups_that_do_not_exist(ranks: RankPool) -> None:
     ranks.run(2, groups_are_missing)
+
+
+class Demanding(Stage):
+    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
+        self.input_tensor = input_tensor[0].contiguous() if self.embedding is None else None
+
+
+def demanding_model(rank: int) -> None:
+    build("1f1b", 2, 4)  # the groups
+    chunk = Demanding(stages_for_rank("1f1b")[0], 4)
+    for _ in range(2):
+        chunk.zero_grad()
+        run("1f1b", chunk, 3)
+    assert_same_gradients([chunk], reference(4, 3)[0])
+
+
+def test_a_model_that_cannot_take_none(ranks: RankPool) -> None:
+    """After a step a model is asked to forget its last input; one that cannot just keeps it."""
+    ranks.run(2, demanding_model)
