@@ -99,12 +99,10 @@ def pack(message: object) -> tuple[Structure, list[torch.Tensor]]:
         return "tensor", [message]
     if isinstance(message, dict):
         structure, tensors = tuple(message), list(message.values())
-    elif isinstance(message, (list, tuple)):
-        structure, tensors = type(message).__name__, list(message)
-        if isinstance(message, tuple):
-            structure = "tuple"
-        elif len(message) == 1:
-            structure = "tensor"
+    elif isinstance(message, tuple):
+        structure, tensors = "tuple", list(message)
+    elif isinstance(message, list):
+        structure, tensors = "tensor" if len(message) == 1 else "list", list(message)
     else:
         raise TypeError(f"it is a {type(message).__name__}")
     for item in tensors:

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
 from megapipe import PipelineError, parallel_state
-from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorSpec
+from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorSpec, pack, unpack
 from megapipe.watchdog import TICK
 
 TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
@@ -296,3 +296,15 @@ def test_the_watchdog_ends_with_torch_distributed(ranks: RankPool) -> None:
     """The watchdog went on asking the store after torch.distributed had been shut down. When the process that held the
     store ended first, the others printed a page of warnings at the end of every run."""
     ranks.run(2, torch_distributed_is_shut_down, timeout=20)
+
+
+class Outputs(list):  # type: ignore[type-arg]
+    """A list of a kind of its own."""
+
+
+def test_a_list_of_another_kind_is_a_list() -> None:
+    """The structure of a message was named after the class of its container. A subclass of list was then unpacked as a
+    dict whose keys were the letters of that name."""
+    tensors = [torch.ones(1), torch.ones(2)]
+    structure, packed = pack(Outputs(tensors))
+    assert unpack(structure, packed) == tensors
