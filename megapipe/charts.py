@@ -24,7 +24,7 @@ def save_picture(plan: Plan, simulation: Simulation, path: str | Path) -> None:
     axes = figure.subplots()
     for rank, spans in enumerate(simulation.spans):
         for action, start, end in spans:
-            colour = _colour(plan, action.kind, action.stage)
+            colour = COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
             axes.barh(rank, end - start, left=start, height=0.92, color=colour, edgecolor="white", linewidth=0.8)
             axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=8)
     axes.set_yticks(range(plan.pp_size), [f"rank {rank}" for rank in range(plan.pp_size)])
@@ -49,7 +49,7 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path) -> None:
             rows: list[tuple[int, Span, str]] = []
             for rank, spans in enumerate(simulation.spans):
                 for index, span in enumerate(spans):
-                    if span.action.kind == kind and span.action.stage // plan.pp_size % 2 == shade:
+                    if span.action.kind == kind and plan.chunk_of(span.action.stage) % 2 == shade:
                         before = spans[index - 1].end if index else simulation.spans[0][0].start
                         rows.append((rank, span, _explain(plan, rank, span, span.start - before)))
             if rows:
@@ -86,15 +86,10 @@ def _explain(plan: Plan, rank: int, span: Span, wait: float) -> str:
         f"<b>{action}</b>: {what} of microbatch {action.microbatch} through stage {action.stage}",
         f"from {span.start:g} to {span.end:g}, after waiting {wait:g}",
     ]
-    needed = plan.needs_action(action)
-    if needed is not None:
-        peer = plan.rank_of(needed.stage)
-        lines.append(f"needs {needed} of " + ("the same rank" if peer == rank else f"rank {peer}"))
+    if plan.has_stage(action.source.stage):
+        peer = plan.rank_of(action.source.stage)
+        lines.append(f"needs {action.source} of " + ("the same rank" if peer == rank else f"rank {peer}"))
     return "<br>".join(lines)
-
-
-def _colour(plan: Plan, kind: str, stage: int) -> str:
-    return COLOURS[kind][stage // plan.pp_size % 2]
 
 
 def _needed(package: str) -> Any:

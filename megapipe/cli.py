@@ -137,7 +137,7 @@ def _print_timeline(plan: Plan, simulation: Simulation, width: int | None) -> No
 
             line = Text(name, no_wrap=True, overflow="crop")
             for text, action in row:
-                line.append(text, style=_STYLES[action.kind][action.stage // plan.pp_size % 2] if action else "")
+                line.append(text, style=_STYLES[action.kind][plan.chunk_of(action.stage) % 2] if action else "")
             console.print(line)
 
 

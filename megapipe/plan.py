@@ -128,7 +128,7 @@ class Plan:
     def peer(self, rank: int, event: Event) -> int | None:
         """The other rank that an event of `rank` sends to or receives from; None where there is none."""
         stage = event.stage + (1 if event.sends == event.is_forward else -1)
-        if event.action is not None or not 0 <= stage < self.pp_size * self.num_chunks:
+        if event.action is not None or not self.has_stage(stage):
             return None
         peer = self.rank_of(stage)
         return None if peer == rank else peer
@@ -144,18 +144,18 @@ class Plan:
     def rank_of(self, stage: int) -> int:
         return self.placement.rank(stage, self.pp_size)
 
+    def chunk_of(self, stage: int) -> int:
+        return stage // self.pp_size
+
+    def has_stage(self, stage: int) -> bool:
+        return 0 <= stage < self.pp_size * self.num_chunks
+
     def needs(self, event: Event) -> Event | None:
         """The send that a computation waits for, if any."""
-        if event.verb == "forward_step" and event.stage > 0:
-            return Event("send_forward", event.stage - 1, event.microbatch)
-        if event.verb == "backward_step" and event.stage < self.pp_size * self.num_chunks - 1:
-            return Event("send_backward", event.stage + 1, event.microbatch)
-        return None
-
-    def needs_action(self, action: Action) -> Action | None:
-        """The computation of the neighbouring stage whose result an action needs, if any."""
-        stage = action.stage + (-1 if action.kind == "F" else 1)
-        return action._replace(stage=stage) if 0 <= stage < self.pp_size * self.num_chunks else None
+        action = event.action
+        if action is None or not self.has_stage(stage := action.source.stage):
+            return None
+        return Event("send_forward" if action.kind == "F" else "send_backward", stage, action.microbatch)
 
     # Checking
 
@@ -184,18 +184,19 @@ class Plan:
 
     def _check_messages(self) -> None:
         """What a channel carries must be what its receiver takes, in the same order."""
-        for forward, direction in ((True, "forward"), (False, "backward")):
-            sent: dict[int, list[int]] = {}
-            taken: dict[int, list[int]] = {}
-            for event in (event for events in self.events for event in events):
-                if event.is_forward == forward and event.verb in (f"send_{direction}", f"recv_{direction}"):
-                    channel = event.stage if event.is_forward == event.sends else event.stage - 1
-                    (sent if event.sends else taken).setdefault(channel, []).append(event.microbatch)
+        sent: dict[tuple[bool, int], list[int]] = {}  # by direction and boundary
+        taken: dict[tuple[bool, int], list[int]] = {}
+        for event in (event for events in self.events for event in events if event.action is None):
+            boundary = event.stage if event.is_forward == event.sends else event.stage - 1
+            messages = sent if event.sends else taken
+            messages.setdefault((event.is_forward, boundary), []).append(event.microbatch)
+        for forward in (True, False):
             for boundary in range(self.pp_size * self.num_chunks - 1):
-                if sent.get(boundary, []) != taken.get(boundary, []):
+                went, came = (messages.get((forward, boundary), []) for messages in (sent, taken))
+                if went != came:
                     raise ScheduleError(
-                        f"{self.name} sends {direction} over the boundary between stages {boundary} and {boundary + 1} "
-                        f"the microbatches {sent.get(boundary, [])}, but {taken.get(boundary, [])} are received."
+                        f"{self.name} sends {'forward' if forward else 'backward'} over the boundary between stages "
+                        f"{boundary} and {boundary + 1} the microbatches {went}, but {came} are received."
                     )
 
     def _describe_wait(self, rank: int, stuck: dict[int, int]) -> str:

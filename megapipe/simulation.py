@@ -108,8 +108,7 @@ class Simulation:
             if index and self.spans[rank][index - 1].end >= span.start:
                 index -= 1
                 continue
-            towards = -1 if span.action.kind == "F" else 1
-            source = places.get(span.action._replace(stage=span.action.stage + towards))
+            source = places.get(span.action.source)
             if source is None:
                 return path[::-1]
             rank, index = source

@@ -120,7 +120,6 @@ class ForwardBackward(Schedule):
         """Check the arguments, connect the stages, and run the loops."""
         config = step.config
         pp_rank, pp_size = (0, 1) if session is None else (session.pp_rank, len(session.ranks))
-        self.check(pp_size, len(step.models))
         stages = self.stages(pp_rank, pp_size, len(step.models))
         _check(step, stages)
         specs = _specs(step, shapes, stages, self.placement, pp_rank, pp_size)

@@ -39,6 +39,12 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind[0]}{self.microbatch}"
 
+    @property
+    def source(self) -> Action:
+        """The computation whose result this one needs: that of the stage below for a forward, above for a backward. At
+        the ends of the pipeline there is no such stage."""
+        return self._replace(stage=self.stage + (-1 if self.kind == "F" else 1))
+
 
 class Verbs(ABC):
     """What a schedule sees of its pipeline.
