@@ -1,0 +1,198 @@
+"""What one B puts off, and the W that catches up on it.
+
+During a B everything that is handed to `defer` is kept in a list, its W; in any other backward it runs at once. The
+list in use is a plain module variable behind a lock, since autograd runs backward in threads of its own, which see no
+thread-local or context variable of the thread that asked for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+__all__ = ["PutOff", "defer", "putting_off", "visit_gradient_nodes"]
+
+_one_backward_at_a_time = threading.RLock()
+_current: PutOff | None = None
+
+
+class PutOff:
+    """The weight gradients that one B leaves to its W, in the order in which they were put off.
+
+    Hooks of the weights are silent while B runs: autograd may call them although their gradient is still to come.
+    """
+
+    def __init__(self) -> None:
+        self._computations: list[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], None] | None]] = []
+        self._silenced: dict[Tensor, dict[Any, Any]] = {}
+
+    def add(
+        self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None
+    ) -> None:
+        self._computations.append((weight, compute, add_to))
+        self.silence(weight)
+
+    def silence(self, weight: Tensor) -> None:
+        hooks = _post_accumulate_hooks(weight)
+        if hooks and weight not in self._silenced:
+            self._silenced[weight] = dict(hooks)
+            hooks.clear()
+
+    def restore_hooks(self) -> None:
+        """At the end of B."""
+        for weight, hooks in self._silenced.items():
+            _post_accumulate_hooks(weight).update(hooks)
+        self._silenced.clear()
+
+    def run(self) -> None:
+        """W: compute what was put off, add it to the gradients, and call each weight's hooks once."""
+        weights: dict[Tensor, None] = {}
+        with torch.no_grad():
+            for weight, compute, add_to in self._computations:
+                _accumulate(weight, compute, add_to)
+                weights[weight] = None
+            self._computations.clear()
+        for weight in weights:
+            _call_hooks(weight)
+
+
+@contextmanager
+def putting_off(put_off: PutOff | None) -> Iterator[None]:
+    """Around one backward: what it hands to `defer` goes to `put_off`; with None it runs at once.
+
+    Two pipelines in one process take turns, so neither finds its gradients in the other's list.
+    """
+    global _current
+    with _one_backward_at_a_time:
+        before, _current = _current, put_off
+        try:
+            yield
+        finally:
+            _current = before
+            if put_off is not None:
+                put_off.restore_hooks()
+
+
+def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None) -> None:
+    """Leave the gradient of `weight` to W, from the backward of a custom autograd Function.
+
+    The Function returns None for the weight's gradient. It runs at once unless a schedule has split this backward.
+    The gradient is added to `weight.main_grad` where the owner made one, else to `weight.grad`, and the weight's
+    post-accumulate-grad hooks are called once per microbatch. A weight that is frozen is left alone.
+
+    Args:
+        weight: a leaf tensor, the parameter itself: not the one among `ctx.saved_tensors`, which is a copy of it under
+            activation checkpointing.
+        compute: returns the gradient. It keeps alive what it refers to until W, so let that be what it needs.
+        add_to: adds the gradient to the tensor that it is given, which has the weight's shape but perhaps another
+            dtype. Worth giving where that is cheaper than `compute` and an addition.
+
+    Raises TypeError where the weight is no leaf: its gradient belongs to the tensors that it was made from.
+    """
+    if not weight.is_leaf:
+        raise TypeError(
+            f"defer was given a tensor of shape {list(weight.shape)} that was computed from others, so it keeps no "
+            "gradient: defer that of the parameter itself, or return the gradient from the Function's backward."
+        )
+    if not weight.requires_grad:
+        return
+    if _current is not None:
+        _current.add(weight, compute, add_to)
+        return
+    with torch.no_grad():
+        _accumulate(weight, compute, add_to)
+    if _post_accumulate_hooks(weight) and not _autograd_calls_hooks_without_gradient():
+        _call_hooks_after_backward(weight)
+
+
+def visit_gradient_nodes(weights: list[Tensor]) -> None:
+    """Let autograd pass by the leaves once more, without a gradient, for those who watch the nodes that accumulate it,
+    as Megatron's and torch's DistributedDataParallel do: when B passed by, the gradient was not complete."""
+    silent = PutOff()
+    try:
+        for weight in weights:
+            silent.silence(weight)
+        _Visit.apply(*weights).backward()
+    finally:
+        silent.restore_hooks()
+
+
+def _accumulate(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None) -> None:
+    main_grad = getattr(weight, "main_grad", None)
+    target = weight.grad if main_grad is None else main_grad
+    if weight._backward_hooks:  # these want to see, and may change, the gradient of one microbatch by itself
+        compute, add_to = functools.partial(_hooked, weight, compute), None
+    if target is None:
+        grad = compute()
+        # Nobody else has what our own layers compute. Others may return what they also use elsewhere, or expand.
+        weight.grad = grad if add_to is not None else grad.to(weight.dtype, copy=True).contiguous()
+    elif add_to is not None:
+        add_to(target)
+    else:
+        target.add_(compute())
+    if main_grad is not None:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's hooks ask for it
+
+
+def _hooked(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    grad = compute()
+    for hook in weight._backward_hooks.values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def _post_accumulate_hooks(weight: Tensor) -> dict[Any, Any]:
+    """The very dict that autograd goes by."""
+    hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
+    return {} if hooks is None else hooks
+
+
+def _call_hooks(weight: Tensor) -> None:
+    for hook in list(_post_accumulate_hooks(weight).values()):
+        hook(weight)
+
+
+def _call_hooks_after_backward(weight: Tensor) -> None:
+    """Once, when the backward that is running ends, however often it uses the weight."""
+    task = torch._C._current_graph_task_id()
+    if task == -1:  # called outside of any backward
+        _call_hooks(weight)
+        return
+    used = _used.setdefault(task, {})
+    if not used:
+        Variable._execution_engine.queue_callback(lambda: [_call_hooks(weight) for weight in _used.pop(task)])
+    used[weight] = None
+
+
+_used: dict[int, dict[Tensor, None]] = {}
+"""Per backward that runs, the weights whose hooks are to be called at its end."""
+
+
+class _Visit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.num_weights = len(weights)
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.num_weights
+
+
+@functools.cache
+def _autograd_calls_hooks_without_gradient() -> bool:
+    """Whether this torch calls post-accumulate-grad hooks also where a Function returned None: newer ones do."""
+    called = []
+    leaf = torch.zeros((), requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(called.append)
+    with torch.enable_grad():
+        _Visit.apply(leaf).backward()
+    return bool(called)
