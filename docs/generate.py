@@ -36,6 +36,40 @@ NOTES = {
         "(p - 1) / (v m + p - 1)",
         "(2 (p - r - 1) + (v - 1) N + 1) / v, at most m",
     ),
+    "zb1p": (
+        "1F1B's memory and a third of its bubble: the first choice where a split backward is to be had.",
+        "(p - 1) / (3 m + p - 1)",
+        "p",
+    ),
+    "zb2p": (
+        "Steps that follow each other without a barrier, and memory to spare: a rank waits for nothing between its "
+        "first and its last action once m >= 2 p - 1. With `max_in_flight` between p and 2 p - 1 it fills what that "
+        "allows.",
+        "(p - 1) / (3 m + p - 1), 0 within a rank's span",
+        "min(2 p - 1, m)",
+    ),
+    "interleaved_zb1p": (
+        "Interleaved 1F1B with a bubble three times smaller, at its memory. `max_in_flight` makes its groups larger, "
+        "which hides slow messages.",
+        "(p - 1) / (3 v m + p - 1)",
+        "(2 (p - 1) + (v - 1) N + 1) / v on the first, at most m",
+    ),
+    "zbv": (
+        "1F1B's memory, and no bubble within a rank's span once m >= 2 p - 1. Input and loss share a rank: with "
+        "`distribute_layers` give the stages at the ends fewer layers.",
+        "(p - 1) / (6 m + p - 1), 0 within a rank's span",
+        "p",
+    ),
+    "v_half": (
+        "Half of 1F1B's memory, for about half of its bubble.",
+        "about 1.5 (p - 1) / (3 m)",
+        "at most (p + 2) // 2",
+    ),
+    "v_min": (
+        "A third of 1F1B's memory, for two thirds of its bubble.",
+        "about 2 (p - 1) / (3 m)",
+        "at most (p + 4) // 3",
+    ),
 }
 
 HEAD = f"""# Schedules
@@ -43,15 +77,24 @@ HEAD = f"""# Schedules
 Made by `make docs` from the schedules themselves; a test keeps this page up to date.
 
 In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and a backward
-takes twice as long as a forward. Blue is forward, green backward, dark the odd chunks. p are the ranks, m the
-microbatches, v the chunks per rank, r is the rank, and N the size of a group
-(`microbatch_group_size_per_vp_stage`, p if unsaid). Bubbles are shares of a step with F = B = W, all stages
-alike, and messages that take no time.
+takes twice as long as a forward. Blue is forward, green backward, or its part for the input where yellow is the part
+for the weights; dark are the odd chunks. p are the ranks, m the microbatches, v the chunks per rank, r is the rank, and
+N the size of a group (`microbatch_group_size_per_vp_stage`, p if unsaid). Bubbles are shares of a step with F = B = W,
+all stages alike, and messages that take no time. A microbatch counts as held from its F to its W, in microbatches of a
+whole rank.
 
 **Where the bubble comes from.** Without interleaving the last microbatch leaves the first rank after m forwards, goes
 down and up through the p - 1 other ranks, and meets m backwards on its way: a step takes (m + p - 1) (F + B + W), of
 which m (F + B + W) are work. With v chunks each stage takes 1 / v of that time, and so does each step of the way
 through the pipeline: (m + (p - 1) / v) (F + B + W).
+
+**What splitting the backward does to it.** W needs nothing from other ranks and nobody waits for it. On its way up and
+down the last microbatch then takes F + B per rank and not F + B + W, and while it is away, a rank does Ws that it has
+put off: (p - 1) (F + B - W) remain (zb1p), the same per chunk when interleaved. A rank can only start once the first
+microbatch has come up to it. What a step cannot avoid beyond that is nothing: a rank that starts r F later ends as much
+later, and begins its next step then (zb2p, zbv: a parallelogram). That needs enough microbatches in flight to last
+until the first one is back, 2 (p - 1) + 1 of them on one chunk (zb2p); in a V the last stage is on the first rank, each
+way is half as long in time, and p are enough (zbv).
 """
 
 
@@ -69,7 +112,7 @@ def section(name: str) -> str:
         "| | in general | in the picture |\n|---|---|---|\n"
         f"| chunks per rank | {chunks} | {plan.num_chunks} |\n"
         f"| bubble | {bubble} | {max(simulation.bubble):.1%} |\n"
-        f"| microbatches in flight on rank r | {in_flight} | {peaks(plan)} |\n"
+        f"| microbatches held on rank r | {in_flight} | {peaks(plan)} |\n"
         f"| messages per step | | {plan.num_messages} |",
     ]
     return "\n\n".join(lines) + "\n"

@@ -1,7 +1,11 @@
 """Pipeline-parallel training for PyTorch, the Megatron way: one hand-written function per schedule."""
 
 from . import integrations as integrations
-from . import parallel_state, schedules
+from . import (
+    parallel_state,
+    schedules,
+    zero_bubble,  # noqa: F401  # registers its schedules
+)
 from .config import PipelineConfig
 from .placement import StageInfo, distribute_layers
 from .registry import schedule_names

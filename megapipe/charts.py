@@ -11,7 +11,15 @@ from .simulation import Simulation, Span
 __all__ = ["save_html", "save_picture"]
 
 # Per kind of action, the colours of even and odd chunks.
-COLOURS = {"F": ("#8fb8e8", "#3f74b5"), "BW": ("#a6d49f", "#4c9a52")}
+COLOURS = {
+    "F": ("#8fb8e8", "#3f74b5"),
+    "BW": ("#a6d49f", "#4c9a52"),
+    "B": ("#a6d49f", "#4c9a52"),
+    "W": ("#f3d58c", "#c9973a"),
+}
+
+
+KINDS = {"F": "forward", "BW": "backward", "B": "input gradient", "W": "weight gradient"}
 
 
 def save_picture(plan: Plan, simulation: Simulation, path: str | Path) -> None:
@@ -44,7 +52,7 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path) -> None:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    for kind, name in (("F", "forward"), ("BW", "backward")):
+    for kind, name in KINDS.items():
         for shade in (0, 1):
             rows: list[tuple[int, Span, str]] = []
             for rank, spans in enumerate(simulation.spans):
@@ -81,9 +89,8 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path) -> None:
 def _explain(plan: Plan, rank: int, span: Span, wait: float) -> str:
     """What is shown when an action is pointed at."""
     action = span.action
-    what = "forward" if action.kind == "F" else "backward"
     lines = [
-        f"<b>{action}</b>: {what} of microbatch {action.microbatch} through stage {action.stage}",
+        f"<b>{action}</b>: {KINDS[action.kind]} of microbatch {action.microbatch} through stage {action.stage}",
         f"from {span.start:g} to {span.end:g}, after waiting {wait:g}",
     ]
     if plan.has_stage(action.source.stage):

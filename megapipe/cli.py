@@ -145,6 +145,8 @@ def _print_timeline(plan: Plan, simulation: Simulation, width: int | None) -> No
 _STYLES = {
     "F": ("black on bright_blue", "white on blue"),
     "BW": ("black on bright_green", "white on green"),
+    "B": ("black on bright_green", "white on green"),
+    "W": ("black on bright_yellow", "black on yellow"),
 }
 
 
@@ -167,7 +169,7 @@ def _print_figures(plan: Plan, simulation: Simulation) -> None:
     print(f"bubble     {listed(simulation.bubble, '.1%')}")
     print(f"in a span  {listed(simulation.inner_bubble, '.1%')}")
     if not plan.forward_only:
-        print(f"in flight  {listed(simulation.peak_activations, 'g')} (microbatches of a whole rank)")
+        print(f"held       {listed(simulation.peak_activations, 'g')} (microbatches of a whole rank)")
     print(f"messages   {plan.num_messages} per step")
 
 
@@ -188,10 +190,10 @@ def _compare(args: argparse.Namespace) -> None:
             print(f"{name}: {error}")
             continue
         rows.append((plan, _simulate(plan, args)))
-    rows.sort(key=lambda row: row[1].makespan)
+    rows.sort(key=lambda row: (row[1].makespan, max(row[1].peak_activations)))
     best = rows[0][1].makespan
     limit = args.memory_limit
-    header = f"{'schedule':<18} {'chunks':>6} {'step':>9} {'of best':>8} {'bubble':>7} {'in flight':>9} {'messages':>8}"
+    header = f"{'schedule':<18} {'chunks':>6} {'step':>9} {'of best':>8} {'bubble':>7} {'held':>9} {'messages':>8}"
     print(header + ("" if limit is None else f"  fits {limit:g}"))
     for plan, simulation in rows:
         peak = max(simulation.peak_activations)

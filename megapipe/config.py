@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .verbs import Settings
+
 __all__ = ["PipelineConfig"]
 
 
@@ -43,6 +45,14 @@ class PipelineConfig:
     microbatch_group_size_per_vp_stage: int | None = None
     """How many microbatches interleaved schedules run through a chunk before they turn to the next: at least, and by
     default, the number of pipeline ranks. More hides slow messages at the price of activation memory."""
+    max_in_flight: float | None = None
+    """Most microbatches between forward and backward on any rank, counted in whole ranks (a chunk is its share of one).
+    More let the schedules that can use it (zb1p, zb2p, interleaved_zb1p) start further ahead, and wait less."""
+
+    @property
+    def settings(self) -> Settings:
+        """What the schedules may be told."""
+        return Settings(self.microbatch_group_size_per_vp_stage, self.max_in_flight)
 
     # Loss and gradients
     calculate_per_token_loss: bool = False

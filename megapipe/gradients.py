@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .config import PipelineConfig
+from .weight_grad.putting_off import visit_gradient_nodes
 
 __all__ = ["GradientSync", "finalize_gradients"]
 
@@ -56,13 +57,16 @@ class GradientSync(AbstractContextManager["GradientSync"]):
             self._contexts[chunk].close()
 
     @contextmanager
-    def last_gradients(self, chunk: int) -> Iterator[None]:
-        """Around the computation that completes the gradients of `chunk`."""
+    def last_gradients(self, chunk: int, split: bool = False) -> Iterator[None]:
+        """Around the computation that completes the gradients of `chunk`: its last backward, or with `split` its last
+        W. Then those who watch autograd's nodes have missed the end, and autograd passes by once more."""
         context = min(chunk, len(self._contexts) - 1)
         grad_sync = self._grad_sync[chunk]
         if grad_sync is None:
             self._contexts[context].close()  # the model's own hooks fire during the backward
             yield
+            if split and self._no_sync[context] is not None:
+                visit_gradient_nodes([p for p in self._models[chunk].parameters() if p.requires_grad])
         else:
             yield
             self._contexts[context].close()

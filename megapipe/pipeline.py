@@ -20,8 +20,9 @@ from .gradients import GradientSync
 from .p2p_communication import Communicator, Transfer
 from .placement import Placement
 from .stage import InFlight, Stage
-from .verbs import Action, Verbs
+from .verbs import Action, Settings, Verbs
 from .watchdog import Position, Watchdog
+from .weight_grad.putting_off import PutOff
 
 __all__ = ["Chunk", "Pipeline"]
 
@@ -38,9 +39,10 @@ class Chunk:
         self.in_flight: deque[InFlight] = deque()
         self.output_grads: deque[Transfer | None] = deque()
         self.input_grads: deque[list[Tensor]] = deque()
+        self.put_off: deque[PutOff] = deque()
 
     def is_empty(self) -> bool:
-        queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads)
+        queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads, self.put_off)
         return not any(queues) and self.below.is_empty() and self.above.is_empty()
 
 
@@ -66,12 +68,10 @@ class Pipeline(Verbs):
         watchdog: Watchdog | None,
         gradient_sync: GradientSync | None,
         partial_checkpoints: tuple[int, int] | None,
-        microbatch_group_size: int | None,
+        settings: Settings,
     ) -> None:
         forward_only = gradient_sync is None
-        super().__init__(
-            placement, pp_rank, pp_size, num_microbatches, len(chunks), forward_only, microbatch_group_size
-        )
+        super().__init__(placement, pp_rank, pp_size, num_microbatches, len(chunks), forward_only, settings)
         self._chunks = chunks
         self._results = results
         self._communicator = communicator
@@ -115,15 +115,34 @@ class Pipeline(Verbs):
     def backward_step(self, chunk: int = 0) -> None:
         if self._gradient_sync is None:
             return
-        microbatch = self._advance("backward_step", chunk)
+        microbatch = self._advance_backward(chunk, put_off=False)
         this = self._chunks[chunk]
-        in_flight = this.in_flight.popleft()
-        received = this.output_grads.popleft()
         with self._at(Action(this.stage.info.index, "BW", microbatch)):
-            grads = None if received is None else self._wait(received, "the output gradient", microbatch, this.above)
+            grads = self._wait_for_gradient(this, microbatch)
             is_last = microbatch == self.num_microbatches - 1
             with self._gradient_sync.last_gradients(chunk) if is_last else nullcontext():
-                this.input_grads.append(this.stage.backward(in_flight, grads))
+                this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads))
+
+    def backward_input_step(self, chunk: int = 0) -> None:
+        if self.forward_only:
+            return
+        microbatch = self._advance_backward(chunk, put_off=True)
+        this = self._chunks[chunk]
+        with self._at(Action(this.stage.info.index, "B", microbatch)):
+            grads = self._wait_for_gradient(this, microbatch)
+            put_off = PutOff()
+            this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads, put_off))
+            this.put_off.append(put_off)
+
+    def backward_weight_step(self, chunk: int = 0) -> None:
+        if self._gradient_sync is None:
+            return
+        microbatch = self._advance_weight(chunk)
+        this = self._chunks[chunk]
+        with self._at(Action(this.stage.info.index, "W", microbatch)):
+            is_last = microbatch == self.num_microbatches - 1
+            with self._gradient_sync.last_gradients(chunk, split=True) if is_last else nullcontext():
+                this.stage.backward_weights(this.put_off.popleft())
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -142,6 +161,10 @@ class Pipeline(Verbs):
             self._communicator.drain()
             self._position.awaited = None
         return self._results
+
+    def _wait_for_gradient(self, chunk: Chunk, microbatch: int) -> list[Tensor] | None:
+        received = chunk.output_grads.popleft()
+        return None if received is None else self._wait(received, "the output gradient", microbatch, chunk.above)
 
     def _wait(self, transfer: Transfer, what: str, microbatch: int, boundary: Boundary) -> list[Tensor]:
         """Wait for a message. Whoever wonders what this rank is doing meanwhile finds it in its position."""

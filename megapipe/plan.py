@@ -17,12 +17,12 @@ from typing import NamedTuple
 from .placement import Placement, loop, v_shape
 from .registry import Schedule, find_schedule
 from .shared_communicator import check_shared_communicator
-from .simulation import Costs, PerStage, Simulation, play, simulate
-from .verbs import Action, ScheduleError, Verbs
+from .simulation import Costs, PerStage, Simulation, peak_memory, play, simulate
+from .verbs import Action, ScheduleError, Settings, Verbs
 
 __all__ = ["Event", "Plan", "PlanRecorder", "make_plan"]
 
-ACTION_KINDS = {"forward_step": "F", "backward_step": "BW"}
+ACTION_KINDS = {"forward_step": "F", "backward_step": "BW", "backward_input_step": "B", "backward_weight_step": "W"}
 
 
 class Event(NamedTuple):
@@ -66,9 +66,9 @@ class PlanRecorder(Verbs):
         num_microbatches: int,
         num_chunks: int,
         forward_only: bool = False,
-        microbatch_group_size: int | None = None,
+        settings: Settings | None = None,
     ) -> None:
-        super().__init__(placement, pp_rank, pp_size, num_microbatches, num_chunks, forward_only, microbatch_group_size)
+        super().__init__(placement, pp_rank, pp_size, num_microbatches, num_chunks, forward_only, settings)
         self.events: list[Event] = []
 
     def recv_forward(self, chunk: int = 0) -> None:
@@ -84,7 +84,15 @@ class PlanRecorder(Verbs):
         self._record("recv_backward", chunk)
 
     def backward_step(self, chunk: int = 0) -> None:
-        self._record("backward_step", chunk)
+        self._record_backward("backward_step", chunk, put_off=False)
+
+    def backward_input_step(self, chunk: int = 0) -> None:
+        self._record_backward("backward_input_step", chunk, put_off=True)
+
+    def backward_weight_step(self, chunk: int = 0) -> None:
+        if not self.forward_only:
+            microbatch = self._advance_weight(chunk)
+            self.events.append(Event("backward_weight_step", self.stages[chunk].index, microbatch))
 
     def send_backward(self, chunk: int = 0) -> None:
         self._record("send_backward", chunk)
@@ -95,6 +103,11 @@ class PlanRecorder(Verbs):
     def _record(self, verb: str, chunk: int) -> None:
         if not (self.forward_only and "backward" in verb):
             microbatch = self._advance(verb, chunk)
+            self.events.append(Event(verb, self.stages[chunk].index, microbatch))
+
+    def _record_backward(self, verb: str, chunk: int, put_off: bool) -> None:
+        if not self.forward_only:
+            microbatch = self._advance_backward(chunk, put_off)
             self.events.append(Event(verb, self.stages[chunk].index, microbatch))
 
 
@@ -135,11 +148,8 @@ class Plan:
 
     def peak_in_flight(self, rank: int) -> int:
         """Most microbatches that `rank` holds between their F and their B at once, each chunk counted by itself."""
-        in_flight = peak = 0
-        for action in self.actions[rank]:
-            in_flight += 1 if action.kind == "F" else -1
-            peak = max(peak, in_flight)
-        return peak
+        num_stages = self.pp_size * self.num_chunks
+        return round(peak_memory(self.actions[rank], [1.0] * num_stages, [0.0] * num_stages))
 
     def rank_of(self, stage: int) -> int:
         return self.placement.rank(stage, self.pp_size)
@@ -153,7 +163,7 @@ class Plan:
     def needs(self, event: Event) -> Event | None:
         """The send that a computation waits for, if any."""
         action = event.action
-        if action is None or not self.has_stage(stage := action.source.stage):
+        if action is None or action.kind == "W" or not self.has_stage(stage := action.source.stage):
             return None
         return Event("send_forward" if action.kind == "F" else "send_backward", stage, action.microbatch)
 
@@ -222,6 +232,8 @@ class Plan:
         optimizer: float = 0.0,
         num_steps: int = 1,
         synchronize: bool = False,
+        activation_bytes: PerStage = 0.0,
+        put_off_bytes: PerStage = 0.0,
     ) -> Simulation:
         """Play the plan through time.
 
@@ -229,16 +241,21 @@ class Plan:
             forward, backward_input, backward_weight, p2p, message, optimizer: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
+            activation_bytes, put_off_bytes: what a microbatch occupies between F and B, and between B and W: a number
+                is that of a whole rank, a list has those of each stage. They make `peak_bytes`.
         """
         costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer)
-        return simulate(self, costs, num_steps, synchronize)
+        return simulate(self, costs, num_steps, synchronize, activation_bytes, put_off_bytes)
 
     # Files
 
     def save_csv(self, path: str | Path) -> None:
-        """One row per rank, one action per cell, in the form that torch.distributed.pipelining reads."""
+        """One row per rank, one action per cell, in the form that torch.distributed.pipelining reads: it calls a
+        backward B only if that is a whole one, and the part for the input I."""
         with open(path, "w", newline="") as file:
-            csv.writer(file).writerows(self.actions)
+            for actions in self.actions:
+                cells = [a._replace(kind="I") if a.kind == "B" else a for a in actions]
+                csv.writer(file).writerow(cells)
 
     def save_json(self, path: str | Path) -> None:
         sizes = ("name", "pp_size", "num_microbatches", "num_chunks")
@@ -255,14 +272,14 @@ def make_plan(
     num_chunks: int | None = None,
     *,
     forward_only: bool = False,
-    microbatch_group_size: int | None = None,
+    settings: Settings | None = None,
 ) -> Plan:
     """Record `schedule` for every rank of a pipeline.
 
     Args:
         schedule: a name, or a function decorated with `@schedule`.
         num_chunks: stages per rank; None takes the schedule's own.
-        microbatch_group_size: `config.microbatch_group_size_per_vp_stage`.
+        settings: what else the schedule is told.
 
     Raises ValueError on an unknown name or impossible sizes, ScheduleError where the schedule is wrong in itself.
     """
@@ -273,12 +290,19 @@ def make_plan(
     forward_only = forward_only or found.forward_only
     events = []
     for rank in range(pp_size):
-        recorder = PlanRecorder(
-            found.placement, rank, pp_size, num_microbatches, num_chunks, forward_only, microbatch_group_size
-        )
+        recorder = PlanRecorder(found.placement, rank, pp_size, num_microbatches, num_chunks, forward_only, settings)
         found.loops(recorder)
         events.append(recorder.events)
-    return Plan(found.name, found.placement, pp_size, num_microbatches, num_chunks, forward_only, events)
+    plan = Plan(found.name, found.placement, pp_size, num_microbatches, num_chunks, forward_only, events)
+    if settings is not None and settings.max_in_flight is not None:
+        in_flight = max(plan.peak_in_flight(rank) for rank in range(pp_size)) / num_chunks
+        if in_flight > settings.max_in_flight:
+            raise ValueError(
+                f"{found.name} has up to {in_flight:g} microbatches in flight on {pp_size} ranks, more than "
+                f"max_in_flight = {settings.max_in_flight:g}: allow more, or choose a schedule with "
+                "fewer, such as v_min or v_half."
+            )
+    return plan
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -294,7 +318,7 @@ def load_plan(path: str | Path) -> Plan:
         name, rows = content["name"], content["actions"]
     else:
         rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.splitlines())]
-    actions = [[_parse_action(cell) for cell in row] for row in rows if row]
+    actions = [_parse_row(row) for row in rows if row]
     placement, num_chunks = _find_placement(actions)
     kinds = {action.kind for row in actions for action in row}
     return Plan(
@@ -308,12 +332,19 @@ def load_plan(path: str | Path) -> Plan:
     )
 
 
+def _parse_row(cells: Sequence[str]) -> list[Action]:
+    """A backward is a whole one unless there is a W for it."""
+    row = [_parse_action(cell) for cell in cells]
+    put_off = {action._replace(kind="BW") for action in row if action.kind == "W"}
+    return [action._replace(kind="B") if action in put_off else action for action in row]
+
+
 def _parse_action(cell: str) -> Action:
-    for letter, kind in (("F", "F"), ("B", "BW")):
+    for letter, kind in (("F", "F"), ("B", "BW"), ("I", "BW"), ("W", "W")):
         stage, found, microbatch = cell.partition(letter)
         if found and stage.isdigit() and microbatch.isdigit():
             return Action(int(stage), kind, int(microbatch))
-    raise ValueError(f"{cell!r} is not an action like 2F0 or 2B0.")
+    raise ValueError(f"{cell!r} is not an action like 2F0, 2B0 or 2W0.")
 
 
 def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int]:
@@ -329,6 +360,9 @@ def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int
 
 
 def _events_around(action: Action) -> list[Event]:
-    direction = "forward" if action.kind == "F" else "backward"
-    verbs = (f"recv_{direction}", f"{direction}_step", f"send_{direction}")
+    verb = next(verb for verb, kind in ACTION_KINDS.items() if kind == action.kind)
+    verbs = [verb]
+    if action.kind != "W":
+        direction = "forward" if action.kind == "F" else "backward"
+        verbs = [f"recv_{direction}", verb, f"send_{direction}"]
     return [Event(verb, action.stage, action.microbatch) for verb in verbs]

@@ -84,7 +84,10 @@ def forward_backward_gpipe(pipe: Verbs) -> Any:
 @schedule("1f1b", placement=loop, num_chunks=1)
 def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
     """1F1B (PipeDream-Flush). https://arxiv.org/abs/2104.04473, Figure 4 (top)."""
-    num_warmup = min(pipe.pp_size - pipe.pp_rank - 1, pipe.num_microbatches)
+    num_behind = pipe.pp_size - pipe.pp_rank - 1
+    # With slow messages it pays to start with more microbatches than there are ranks behind.
+    num_extra = extra_microbatches(pipe, default=pipe.pp_size)
+    num_warmup = min(num_behind + min(num_extra, num_behind), pipe.num_microbatches)
 
     def F() -> None:
         pipe.recv_forward()
@@ -143,7 +146,7 @@ def forward_backward_looped_bfs(pipe: Verbs) -> Any:
 def forward_backward_pipelining_with_interleaving(pipe: Verbs) -> Any:
     """Interleaved 1F1B. https://arxiv.org/abs/2104.04473, Figure 4 (bottom). With one chunk it is 1F1B."""
     size, rank, num_chunks = pipe.pp_size, pipe.pp_rank, pipe.num_chunks
-    groups = interleaved_groups(pipe.num_microbatches, pipe.microbatch_group_size, size)
+    groups = interleaved_groups(pipe)
     # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
     forwards = [chunk for group in groups for chunk in range(num_chunks) for _ in range(group)]
     backwards = [num_chunks - 1 - chunk for chunk in forwards]
@@ -178,12 +181,34 @@ def forward_backward_pipelining_with_interleaving(pipe: Verbs) -> Any:
     return pipe.finish()
 
 
-def interleaved_groups(num_microbatches: int, group_size: int, pp_size: int) -> list[int]:
+def interleaved_groups(pipe: Verbs) -> list[int]:
     """Sizes of the groups of microbatches that go through a chunk together.
 
-    All have `group_size` but the last, as in Megatron. A last group smaller than the pipeline would come back to the
-    first rank before that is ready for it: ranks could wait for each other for ever. Megatron refuses such numbers;
-    here the remainder is shared out over all groups, the larger ones first, and the warmup goes by the first.
+    All have the group size that was set but the last, as in Megatron; without one they have that of the pipeline, or
+    larger ones where `max_in_flight` leaves room, since larger groups hide slow messages.
+
+    Raises ValueError where the group size is smaller than the pipeline.
+    """
+    size, num_chunks = pipe.pp_size, pipe.num_chunks
+    group_size = pipe.settings.microbatch_group_size
+    if group_size is not None and group_size < size:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage must be at least the {size} ranks of the pipeline, got {group_size}: "
+            "with fewer, a chunk's first output comes back before the rank is ready for it, and ranks may wait for "
+            "each other for ever. Use None for the smallest that works."
+        )
+    if group_size is not None or pipe.settings.max_in_flight is None or num_chunks == 1:
+        return _groups(pipe.num_microbatches, group_size or size, size)
+    most = int(pipe.settings.max_in_flight * num_chunks)
+    largest = max(size, (most - 2 * (size - 1) - 1) // (num_chunks - 1))
+    choices = (_groups(pipe.num_microbatches, group_size, size) for group_size in range(largest, size - 1, -1))
+    return next((groups for groups in choices if groups[0] <= largest), [pipe.num_microbatches])
+
+
+def _groups(num_microbatches: int, group_size: int, pp_size: int) -> list[int]:
+    """A last group smaller than the pipeline would come back to the first rank before that is ready for it: ranks could
+    wait for each other for ever. Megatron refuses such numbers; here the remainder is shared out over all groups, the
+    larger ones first, and the warmup goes by the first.
     """
     num_groups, remainder = divmod(num_microbatches, group_size)
     if num_groups == 0:
@@ -192,6 +217,15 @@ def interleaved_groups(num_microbatches: int, group_size: int, pp_size: int) -> 
         size, larger = divmod(num_microbatches, num_groups)
         return [size + 1] * larger + [size] * (num_groups - larger)
     return [group_size] * num_groups + [remainder] * (remainder > 0)
+
+
+def extra_microbatches(pipe: Verbs, default: int) -> int:
+    """How many microbatches more than the pipeline has ranks may be in flight, for a schedule with one chunk: up to the
+    setting `max_in_flight`, or without it up to `default`. At most as many again as there are ranks behind the first,
+    and not more than there are microbatches to keep it up with."""
+    limit = pipe.settings.max_in_flight
+    most = default if limit is None else int(limit)
+    return max(0, min(most, 2 * pipe.pp_size - 1, pipe.num_microbatches) - pipe.pp_size)
 
 
 def get_forward_backward_func(

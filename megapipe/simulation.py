@@ -15,7 +15,7 @@ from .verbs import Action
 if TYPE_CHECKING:
     from .plan import Event, Plan
 
-__all__ = ["Costs", "Simulation", "Span", "simulate"]
+__all__ = ["Costs", "Simulation", "Span", "peak_memory", "simulate"]
 
 PerStage = float | Sequence[float]
 
@@ -41,7 +41,12 @@ class Costs:
 
     def of(self, kind: str, num_stages: int, num_chunks: int) -> list[float]:
         """The time of an action of this kind on each stage."""
-        parts = {"F": [self.forward], "BW": [self.backward_input, self.backward_weight]}[kind]
+        parts = {
+            "F": [self.forward],
+            "BW": [self.backward_input, self.backward_weight],
+            "B": [self.backward_input],
+            "W": [self.backward_weight],
+        }[kind]
         return [sum(times) for times in zip(*(self.per_stage(part, num_stages, num_chunks) for part in parts))]
 
     @staticmethod
@@ -67,7 +72,11 @@ class Simulation:
 
     spans: list[list[Span]]
     peak_activations: list[float]
-    """Most microbatches in flight at once, in microbatches of the whole rank: a chunk counts as its share of it."""
+    """Most microbatches held at once, from F to W, in microbatches of the whole rank: a chunk is its share of one."""
+    peak_pending_weights: list[float]
+    """Most of them between B and W, of which only what W needs is held."""
+    peak_bytes: list[float]
+    """Most bytes that both hold together, from what was said of one microbatch."""
     lower_bound: float
     """What no order of these actions can beat in one step, whatever its memory."""
     step_ends: list[float] = field(default_factory=list)
@@ -98,7 +107,11 @@ class Simulation:
         """The chain of (rank, span) that decides the makespan of one step: each starts as soon as the one before it,
         or its message, allows."""
         assert len(self.step_ends) == 1, "the critical path is that of one step"
-        places = {span.action: (rank, i) for rank, spans in enumerate(self.spans) for i, span in enumerate(spans)}
+        places = {
+            span.action._replace(kind=span.action.kind[0]): (rank, index)
+            for rank, spans in enumerate(self.spans)
+            for index, span in enumerate(spans)
+        }
         rank = max(range(len(self.spans)), key=lambda rank: self.spans[rank][-1].end)
         index = len(self.spans[rank]) - 1
         path = []
@@ -114,14 +127,25 @@ class Simulation:
             rank, index = source
 
 
-def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = False) -> Simulation:
+def simulate(
+    plan: Plan,
+    costs: Costs,
+    num_steps: int = 1,
+    synchronize: bool = False,
+    activation_bytes: PerStage = 0.0,
+    put_off_bytes: PerStage = 0.0,
+) -> Simulation:
     """Play `num_steps` steps of a plan.
 
     Steps follow each other without a barrier: a rank goes on to the next as soon as its own optimizer step is done.
     With `synchronize` the optimizer waits for all ranks' gradients, as it does to clip them by their common norm.
     """
     num_stages = plan.pp_size * plan.num_chunks
-    times = {kind: costs.of(kind, num_stages, plan.num_chunks) for kind in ("F", "BW")}
+    times = {kind: costs.of(kind, num_stages, plan.num_chunks) for kind in ("F", "BW", "B", "W")}
+    activation, put_off = (
+        costs.per_stage(size, num_stages, plan.num_chunks) for size in (activation_bytes, put_off_bytes)
+    )
+    share, nothing = [1 / plan.num_chunks] * num_stages, [0.0] * num_stages
     clocks = [0.0] * plan.pp_size
     spans: list[list[Span]] = [[] for _ in plan.events]
     step_ends = []
@@ -133,10 +157,29 @@ def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = F
         step_ends.append(max(clocks))
     return Simulation(
         spans=spans,
-        peak_activations=[plan.peak_in_flight(rank) / plan.num_chunks for rank in range(plan.pp_size)],
+        peak_activations=[peak_memory(actions, share, share) for actions in plan.actions],
+        peak_pending_weights=[peak_memory(actions, nothing, share) for actions in plan.actions],
+        peak_bytes=[peak_memory(actions, activation, put_off) for actions in plan.actions],
         lower_bound=_lower_bound(plan, costs),
         step_ends=step_ends,
     )
+
+
+def peak_memory(actions: Sequence[Action], activation: Sequence[float], put_off: Sequence[float]) -> float:
+    """The most that a rank holds at once, where a microbatch of a stage holds `activation` of it between F and B and
+    `put_off` between B and W."""
+    held = peak = 0.0
+    for stage, kind, _ in actions:
+        if kind == "F":
+            held += activation[stage]
+        elif kind == "W":
+            held -= put_off[stage]
+        else:
+            held -= activation[stage]
+            if kind == "B":
+                held += put_off[stage]
+        peak = max(peak, held)
+    return peak
 
 
 def play(

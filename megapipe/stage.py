@@ -19,6 +19,7 @@ from . import hooks
 from .config import PipelineConfig
 from .p2p_communication import MessageSpec, TensorSpec, Transfer, pack, unpack
 from .placement import StageInfo
+from .weight_grad.putting_off import PutOff, putting_off
 
 __all__ = ["InFlight", "Stage", "StepArguments", "find_attribute", "run_backward"]
 
@@ -75,6 +76,7 @@ class Stage:
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._received_tensor = False
         self._model_config = find_attribute(self.module, "config")
+        self._delayed = [] if step.forward_only else _outermost_with_backward_dw(self.module)
 
     def forward(
         self, received: Transfer | None, microbatch: int, *extra: bool
@@ -126,8 +128,10 @@ class Stage:
             with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
                 self.set_input([None])
 
-    def backward(self, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[Tensor]:
-        """B and W. Returns the gradients of the received tensors that want one.
+    def backward(
+        self, in_flight: InFlight, output_grads: list[Tensor] | None, put_off: PutOff | None = None
+    ) -> list[Tensor]:
+        """B, and W unless that is left to `put_off`. Returns the gradients of the received tensors that want one.
 
         Args:
             output_grads: gradients of the outputs that want one; None on the last stage.
@@ -137,8 +141,21 @@ class Stage:
         roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
         with self._timed("backward-compute"):
             if roots:
-                run_backward(*zip(*roots))
+                with putting_off(put_off):
+                    run_backward(*zip(*roots))
+            if put_off is None:
+                self._run_delayed()
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in in_flight.inputs]
+
+    def backward_weights(self, put_off: PutOff) -> None:
+        """W: what a B has left to it."""
+        with self._timed("backward-compute"):
+            put_off.run()
+            self._run_delayed()
+
+    def _run_delayed(self) -> None:
+        for module in self._delayed:
+            module.backward_dw()
 
     # Input
 
@@ -285,6 +302,15 @@ def find_attribute(module: Any, name: str) -> Any:
         if module is None:
             return None
     return getattr(module, name)
+
+
+def _outermost_with_backward_dw(module: nn.Module) -> list[Any]:
+    """The modules that put off their weight gradients by themselves, as transformer-engine's do with
+    `delay_wgrad_compute`, and compute the oldest of them when `backward_dw()` is called. One that has it answers for
+    those inside."""
+    if callable(getattr(module, "backward_dw", None)):
+        return [module]
+    return [found for child in module.children() for found in _outermost_with_backward_dw(child)]
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

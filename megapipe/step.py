@@ -24,12 +24,12 @@ from .gradients import GradientSync, finalize_gradients
 from .p2p_communication import MessageSpec
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
-from .plan import make_plan
+from .plan import Plan, make_plan
 from .registry import Schedule, find_schedule, register
 from .session import Session
 from .shapes import ShapeArguments, message_specs
 from .stage import Stage, StepArguments, find_attribute
-from .verbs import ScheduleError, Verbs
+from .verbs import ScheduleError, Settings, Verbs
 
 __all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
 
@@ -122,6 +122,8 @@ class ForwardBackward(Schedule):
         pp_rank, pp_size = (0, 1) if session is None else (session.pp_rank, len(session.ranks))
         stages = self.stages(pp_rank, pp_size, len(step.models))
         _check(step, stages)
+        if config.max_in_flight is not None:
+            _plan(self, pp_size, step.num_microbatches, len(stages), config.settings)  # refuses what it cannot keep to
         specs = _specs(step, shapes, stages, self.placement, pp_rank, pp_size)
         communicator = None
         if session is not None:
@@ -154,7 +156,7 @@ class ForwardBackward(Schedule):
             watchdog=None if session is None else session.watchdog,
             gradient_sync=gradient_sync,
             partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size),
-            microbatch_group_size=config.microbatch_group_size_per_vp_stage,
+            settings=config.settings,
         )
         with _timed(config), torch.no_grad() if step.forward_only else gradient_sync or nullcontext():
             reports: list[Any] = self.loops(pipe)
@@ -169,16 +171,13 @@ class ForwardBackward(Schedule):
         num_partial = config.num_microbatches_with_partial_activation_checkpoints
         if num_partial is None or pp_size == 1:  # as in Megatron: without a pipeline there is no window
             return None
-        group_size = config.microbatch_group_size_per_vp_stage
-        return num_partial, _peak_in_flight(self, pp_rank, pp_size, step.num_microbatches, len(step.models), group_size)
+        plan = _plan(self, pp_size, step.num_microbatches, len(step.models), config.settings)
+        return num_partial, plan.peak_in_flight(pp_rank)
 
 
 @functools.lru_cache(maxsize=16)
-def _peak_in_flight(
-    schedule: Schedule, rank: int, pp_size: int, num_microbatches: int, num_chunks: int, group_size: int | None
-) -> int:
-    plan = make_plan(schedule, pp_size, num_microbatches, num_chunks, microbatch_group_size=group_size)
-    return plan.peak_in_flight(rank)
+def _plan(schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, settings: Settings) -> Plan:
+    return make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=settings)
 
 
 def schedule(
@@ -326,6 +325,7 @@ def _arguments(schedule: Schedule, step: StepArguments, stages: Sequence[StageIn
         "forward_only": str(step.forward_only),
         "variable_seq_lengths": str(step.config.variable_seq_lengths),
         "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
+        "max_in_flight": str(step.config.max_in_flight),
         "the type of device": step.device.type,
     }
     for stage, (received, sent) in zip(stages, specs):

@@ -7,13 +7,16 @@ work, `PlanRecorder` writes the calls down. So the hand-written loop is the only
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .placement import Placement
 
-__all__ = ["Action", "ScheduleError", "Verbs"]
+__all__ = ["Action", "ScheduleError", "Settings", "Verbs"]
 
-# What must have been called before a verb, as often as the verb itself.
+# What must have been called before a verb, as often as the verb itself. `backward_input_step` counts as
+# `backward_step`: a microbatch's backward is one or the other.
 REQUIRED = {
     "recv_forward": (),
     "forward_step": ("recv_forward",),
@@ -29,11 +32,12 @@ class ScheduleError(ValueError):
 
 
 class Action(NamedTuple):
-    """One computation: `2F0` is the forward of microbatch 0 through stage 2, `2B0` its backward."""
+    """One computation: `2F0` is the forward of microbatch 0 through stage 2, `2B0` its backward, `2W0` what that may
+    have put off."""
 
     stage: int
     kind: str
-    """"F", or "BW" for a backward that computes input and weight gradients together."""
+    """"F"; "BW" for a backward that computes input and weight gradients together; "B" and "W" for its two parts."""
     microbatch: int
 
     def __str__(self) -> str:
@@ -41,9 +45,27 @@ class Action(NamedTuple):
 
     @property
     def source(self) -> Action:
-        """The computation whose result this one needs: that of the stage below for a forward, above for a backward. At
-        the ends of the pipeline there is no such stage."""
-        return self._replace(stage=self.stage + (-1 if self.kind == "F" else 1))
+        """The computation whose result this one needs: that of the stage below for a forward, above for a backward,
+        whose kind is "B" here also where it is "BW". At the ends of the pipeline there is no such stage. A W needs its
+        own B."""
+        if self.kind == "F":
+            return self._replace(stage=self.stage - 1)
+        return Action(self.stage + (self.kind != "W"), "B", self.microbatch)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What schedules may be told; each looks only at what it knows of. All ranks have the same.
+
+    Attributes:
+        microbatch_group_size: how many microbatches interleaved schedules run through a chunk before they turn to the
+            next; None for the number of ranks.
+        max_in_flight: most microbatches of a whole rank between F and B on any rank; None for the schedule's own. For
+            the schedules that can trade memory for speed.
+    """
+
+    microbatch_group_size: int | None = None
+    max_in_flight: float | None = None
 
 
 class Verbs(ABC):
@@ -62,24 +84,18 @@ class Verbs(ABC):
         num_microbatches: int,
         num_chunks: int,
         forward_only: bool = False,
-        microbatch_group_size: int | None = None,
+        settings: Settings | None = None,
     ) -> None:
-        if num_chunks > 1 and microbatch_group_size is not None and microbatch_group_size < pp_size:
-            raise ValueError(
-                f"microbatch_group_size_per_vp_stage must be at least the {pp_size} ranks of the pipeline, got "
-                f"{microbatch_group_size}: with fewer, a chunk's first output comes back before the rank is ready for "
-                "it, and ranks may wait for each other for ever. Use None for the smallest that works."
-            )
         self.placement = placement
         self.pp_rank = pp_rank
         self.pp_size = pp_size
         self.num_microbatches = num_microbatches
         self.num_chunks = num_chunks
         self.forward_only = forward_only
-        self.microbatch_group_size = microbatch_group_size or pp_size
-        """How many microbatches interleaved schedules run through a chunk before they turn to the next."""
+        self.settings = settings or Settings()
         self.stages = placement.stages(pp_rank, pp_size, num_chunks)
         self._counts = {verb: [0] * num_chunks for verb in REQUIRED}
+        self._put_off: list[deque[int]] = [deque() for _ in range(num_chunks)]
 
     # Facts
 
@@ -90,6 +106,10 @@ class Verbs(ABC):
     def num_backwards_left(self, chunk: int = 0) -> int:
         """Backwards of this chunk still to be run in this step: none with `forward_only`."""
         return 0 if self.forward_only else self.num_microbatches - self._counts["backward_step"][chunk]
+
+    def num_pending_weights(self, chunk: int = 0) -> int:
+        """Ws of this chunk whose B has been run."""
+        return len(self._put_off[chunk])
 
     # Verbs
 
@@ -112,6 +132,14 @@ class Verbs(ABC):
     @abstractmethod
     def backward_step(self, chunk: int = 0) -> None:
         """B and W together: the gradients of the oldest microbatch in flight."""
+
+    @abstractmethod
+    def backward_input_step(self, chunk: int = 0) -> None:
+        """B: the input gradient of the oldest microbatch in flight. Its W is put off."""
+
+    @abstractmethod
+    def backward_weight_step(self, chunk: int = 0) -> None:
+        """W: the weight gradients put off longest."""
 
     @abstractmethod
     def send_backward(self, chunk: int = 0) -> None:
@@ -140,6 +168,20 @@ class Verbs(ABC):
         counts[chunk] = microbatch + 1
         return microbatch
 
+    def _advance_backward(self, chunk: int, put_off: bool) -> int:
+        microbatch = self._advance("backward_step", chunk)
+        if put_off:
+            self._put_off[chunk].append(microbatch)
+        return microbatch
+
+    def _advance_weight(self, chunk: int) -> int:
+        if not self._put_off[chunk]:
+            raise ScheduleError(
+                f"rank {self.pp_rank} calls backward_weight_step({chunk}) but has put no weight gradient of that chunk "
+                f"off (after {self._counts['backward_step'][chunk]} backwards)."
+            )
+        return self._put_off[chunk].popleft()
+
     def _check_finished(self) -> None:
         for verb, counts in self._counts.items():
             expected = 0 if self.forward_only and "backward" in verb else self.num_microbatches
@@ -149,3 +191,9 @@ class Verbs(ABC):
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
                         f"{expected} microbatches."
                     )
+        for chunk, put_off in enumerate(self._put_off):
+            if put_off:
+                raise ScheduleError(
+                    f"rank {self.pp_rank} ended its step with {len(put_off)} weight gradients of chunk {chunk} still "
+                    "put off."
+                )

@@ -123,7 +123,7 @@ def test_plans_come_back_from_files(name: str, pp_size: int, m: int, ending: str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0X0\n1F0,1B0\n", "'0X0' is not an action like 2F0 or 2B0"),
+        ("0F0,0X0\n1F0,1B0\n", "'0X0' is not an action like 2F0, 2B0 or 2W0"),
         ("0F0,3F0\n1F0,5F0\n", "are neither a loop nor a V"),
     ],
 )
@@ -168,6 +168,7 @@ def torch_stages(plan: Plan) -> list[Any]:
             has_backward=True,
             group=None,
             device="cpu",
+            submod=None,
         )
         for chunk in range(plan.num_chunks)
     ]
@@ -207,6 +208,18 @@ def test_same_orders_as_torch(pp_size: int, m: int) -> None:
         assert ours[: 2 * m] == other[: 2 * m]
         assert [ours[2 * m + k] for k in range(m)] == other[2 * m : 3 * m][::-1]
         assert [ours[3 * m + k] for k in range(m)] == other[3 * m :][::-1]
+
+
+@newer_torch
+@pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 2), (2, 3), (3, 6), (4, 4), (4, 7), (4, 8), (4, 16)])
+def test_same_order_as_torchs_zbv(pp_size: int, m: int) -> None:
+    """Every F and B at the same place. torch calls our B, the input's part, I; a W that it cannot fit into the loops it
+    runs at the end chunk by chunk, as we do."""
+    plan = make_plan("zbv", pp_size, m)
+    stages = torch_stages(plan)
+    stages[1].stage_index = 2 * pp_size - 1
+    order = torch_order(theirs.ScheduleZBVZeroBubble(stages, m))
+    assert [[text.replace("B", "I") for text in rank] for rank in plan_order(plan)] == order
 
 
 def plan_order(plan: Plan) -> list[list[str]]:

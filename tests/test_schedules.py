@@ -11,7 +11,7 @@ import pytest
 import megapipe
 from megapipe.placement import loop
 from megapipe.plan import Plan, make_plan
-from megapipe.verbs import ScheduleError, Verbs
+from megapipe.verbs import ScheduleError, Settings, Verbs
 from megapipe.visualize import as_text
 
 PICTURES = {
@@ -77,10 +77,60 @@ PICTURES = {
         .   1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3 .   .
         """,
     ),
+    "zb1p": (
+        (3, 4),
+        """
+        0F0 0F1 0F2 .   .   0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
+        .   1F0 1F1 .   1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3
+        .   .   2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3
+        """,
+    ),
+    "zb2p": (
+        (3, 6),
+        """
+        0F0 0F1 0F2 0F3 0F4 0B0 0W0 0F5 0B1 0W1 0B2 0W2 0B3 0W3 0B4 0W4 0B5 0W5 .   .
+        .   1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1W0 1F5 1B3 1W1 1B4 1W2 1B5 1W3 1W4 1W5 .
+        .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2W0 2F5 2B5 2W1 2W2 2W3 2W4 2W5
+        """,
+    ),
+    "interleaved_zb1p": (
+        (2, 4),
+        """
+        0F0 0F1 2F0 2F1 0F2 2B0 2W0 0F3 2B1 2W1 2F2 0B0 0W0 2F3 0B1 0W1 2B2 2W2 .   2B3 2W3 0B2 0W2 0B3 0W3
+        .   1F0 1F1 3F0 3B0 3F1 3B1 3W0 1F2 1B0 3W1 1F3 1B1 1W0 3F2 3B2 1W1 3F3 3B3 3W2 1B2 3W3 1B3 1W2 1W3
+        """,
+    ),
+    "zbv": (
+        (2, 4),
+        """
+        0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0F3 0B0 0W0 3F2 3B2 3W2 0B1 0W1 3F3 3B3 3W3 0B2 0W2 0B3 0W3 .
+        .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1F3 1B1 1W1 2F3 2B2 2W2 1B2 2B3 1B3 1W2 2W3 1W3
+        """,
+    ),
+    "v_half": (
+        (3, 4),
+        """
+        0F0 0F1 .   .   .   5F0 5B0 5W0 0F2 .   5F1 5B1 0B0 0W0 0F3 5W1 5F2 5B2 0B1 0W1 5W2 .   5F3 5B3 0B2 0W2 5W3 .   0B3 0W3
+        .   1F0 .   .   4F0 1F1 .   4B0 4W0 4F1 1F2 1B0 1W0 4B1 4W1 4F2 1F3 1B1 1W1 4B2 4W2 4F3 1B2 1W2 4B3 4W3 .   1B3 1W3 .
+        .   .   2F0 3F0 .   .   2F1 3F1 3B0 2B0 2W0 2F2 3W0 3F2 3B1 2B1 2W1 2F3 3W1 3F3 3B2 2B2 2W2 3W2 .   3B3 2B3 2W3 3W3 .
+        """,  # noqa: E501
+    ),
+    "v_min": (
+        (2, 4),
+        """
+        0F0 .   .   3F0 3B0 3W0 0F1 0B0 0W0 3F1 3B1 3W1 0F2 0B1 0W1 3F2 3B2 3W2 0F3 0B2 0W2 3F3 3B3 3W3 .   0B3 0W3
+        .   1F0 2F0 .   .   2B0 1B0 1F1 2F1 1W0 2W0 2B1 1B1 1F2 2F2 1W1 2W1 2B2 1B2 1F3 2F3 1W2 2W2 2B3 1B3 1W3 2W3
+        """,
+    ),
 }
 
 # Schedules that leave the number of chunks open are tried with these.
-CHUNKS: dict[str, list[int]] = {"inference": [1, 2, 3], "looped_bfs": [1, 2, 3], "interleaved_1f1b": [1, 2, 3, 4]}
+CHUNKS: dict[str, list[int]] = {
+    "inference": [1, 2, 3],
+    "looped_bfs": [1, 2, 3],
+    "interleaved_1f1b": [1, 2, 3, 4],
+    "interleaved_zb1p": [1, 2, 3, 4],
+}
 PIPELINED = [name for name in megapipe.schedule_names() if name != "no_pipelining"]
 
 
@@ -102,10 +152,19 @@ def assert_complete(plan: Plan) -> None:
     assert len(set(events)) == len(events)
     verbs = ["recv_forward", "forward_step", "send_forward"]
     if not plan.forward_only:
-        verbs += ["recv_backward", "backward_step", "send_backward"]
+        verbs += ["recv_backward", "send_backward"]
     for verb in verbs:
         assert {event[1:] for event in events if event.verb == verb} == everything
-    assert {event.verb for event in events} == set(verbs)
+    backwards = [event.action for event in events if event.action is not None and event.action.kind != "F"]
+    assert {event.verb for event in events} - set(verbs) <= {
+        "backward_step",
+        "backward_input_step",
+        "backward_weight_step",
+    }
+    for part in ("B", "W"):  # whether they are run together or apart
+        done = [action[::2] for action in backwards if part in action.kind]
+        assert len(done) == len(set(done))
+        assert set(done) == (set() if plan.forward_only else everything)
 
 
 @pytest.mark.parametrize("name", PIPELINED)
@@ -137,7 +196,7 @@ def test_interleaved_formulas(pp_size: int, num_chunks: int) -> None:
     for group_size in range(pp_size, 2 * pp_size + 1):
         for num_groups in (2, 3):
             m = num_groups * group_size
-            plan = make_plan("interleaved_1f1b", pp_size, m, num_chunks, microbatch_group_size=group_size)
+            plan = make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(group_size))
             peaks = [2 * (pp_size - rank - 1) + (num_chunks - 1) * group_size + 1 for rank in range(pp_size)]
             assert [plan.peak_in_flight(rank) for rank in range(pp_size)] == peaks
             if group_size == pp_size:
@@ -154,9 +213,9 @@ def test_every_number_of_microbatches_interleaves() -> None:
         for num_chunks in (2, 3):
             for group_size in range(pp_size, 2 * pp_size + 1):
                 for m in range(1, 4 * pp_size):
-                    make_plan("interleaved_1f1b", pp_size, m, num_chunks, microbatch_group_size=group_size).check()
+                    make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(group_size)).check()
     with pytest.raises(ValueError, match="must be at least the 4 ranks of the pipeline, got 3"):
-        make_plan("interleaved_1f1b", 4, 8, 2, microbatch_group_size=3)
+        make_plan("interleaved_1f1b", 4, 8, 2, settings=Settings(3))
 
 
 def test_plan_prints_its_actions() -> None:
@@ -226,11 +285,36 @@ def too_many(pipe: Verbs) -> None:
         pipe.recv_forward()
 
 
+def no_weights(pipe: Verbs) -> None:
+    for _ in range(pipe.num_microbatches):
+        pipe.recv_forward()
+        pipe.forward_step()
+        pipe.send_forward()
+        pipe.recv_backward()
+        pipe.backward_input_step()
+        pipe.send_backward()
+    return pipe.finish()
+
+
+def weights_of_nothing(pipe: Verbs) -> None:
+    pipe.recv_forward()
+    pipe.forward_step()
+    pipe.send_forward()
+    pipe.recv_backward()
+    pipe.backward_step()
+    pipe.backward_weight_step()
+
+
 @pytest.mark.parametrize(
     ("loops", "text"),
     [
         (no_receive, "rank 0 calls forward_step(0) for microbatch 0 before recv_forward(0)."),
         (no_send, "rank 0 ended its step after 0 calls of send_forward(0); there are 2 microbatches."),
+        (no_weights, "rank 0 ended its step with 2 weight gradients of chunk 0 still put off."),
+        (
+            weights_of_nothing,
+            "rank 0 calls backward_weight_step(0) but has put no weight gradient of that chunk off (after 1 backwards)",
+        ),
         (too_many, "rank 0 calls recv_forward(0) more often than there are microbatches (2)."),
     ],
 )

@@ -1,0 +1,244 @@
+"""The zero-bubble schedules: B as early as it can be, W where a rank would otherwise wait.
+
+Sources: Zero Bubble Pipeline Parallelism (https://arxiv.org/abs/2401.10241) and Pipeline Parallelism with Controllable
+Memory (https://arxiv.org/abs/2405.15362).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from .placement import loop, v_shape
+from .schedules import extra_microbatches, interleaved_groups
+from .step import schedule
+from .verbs import Verbs
+
+__all__ = [
+    "forward_backward_interleaved_zb1p",
+    "forward_backward_v_half",
+    "forward_backward_v_min",
+    "forward_backward_zb1p",
+    "forward_backward_zb2p",
+    "forward_backward_zbv",
+]
+
+
+@schedule("zb1p", placement=loop, num_chunks=1)
+def forward_backward_zb1p(pipe: Verbs) -> Any:
+    """ZB-H1: the memory of 1F1B. https://arxiv.org/abs/2401.10241, Figure 3 (top)."""
+    return _one_chunk(pipe, num_extra=extra_microbatches(pipe, pipe.pp_size))
+
+
+@schedule("zb2p", placement=loop, num_chunks=1)
+def forward_backward_zb2p(pipe: Verbs) -> Any:
+    """ZB-H2: no bubble between a rank's first and last action, for almost twice the memory of 1F1B.
+    https://arxiv.org/abs/2401.10241, Figure 3 (bottom)."""
+    return _one_chunk(pipe, num_extra=extra_microbatches(pipe, 2 * pipe.pp_size - 1))
+
+
+def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
+    size, rank = pipe.pp_size, pipe.pp_rank
+    # 1F1B starts with as many microbatches as there are ranks behind; twice as many last until the first comes back.
+    # What a rank does not need of that, it uses to put off Ws, for the time when earlier ranks do their last Bs.
+    extra_warmup = round(num_extra * (size - rank - 1) / max(1, size - 1))
+    num_warmup = size - rank - 1 + extra_warmup
+    num_put_off = rank + num_extra - extra_warmup
+
+    def F() -> None:
+        pipe.recv_forward()
+        pipe.forward_step()
+        pipe.send_forward()
+
+    def B() -> None:
+        pipe.recv_backward()
+        pipe.backward_input_step()
+        pipe.send_backward()
+
+    # Warmup: nF.
+    for _ in range(min(num_warmup, pipe.num_microbatches)):
+        F()
+
+    # Steady state: n(F B), n(F B W).
+    while pipe.num_forwards_left():
+        F()
+        B()
+        if pipe.num_pending_weights() > num_put_off:
+            pipe.backward_weight_step()
+
+    # Cooldown: n(B W), nW.
+    while pipe.num_backwards_left():
+        B()
+        if pipe.num_pending_weights() > num_put_off:
+            pipe.backward_weight_step()
+    while pipe.num_pending_weights():
+        pipe.backward_weight_step()
+
+    return pipe.finish()
+
+
+@schedule("interleaved_zb1p", placement=loop, num_chunks=None, default_chunks=2)
+def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
+    """Interleaved 1F1B with its Ws put off. With one chunk it is ZB-H1."""
+    size, rank, num_chunks = pipe.pp_size, pipe.pp_rank, pipe.num_chunks
+    groups = interleaved_groups(pipe)
+    forwards = [chunk for group in groups for chunk in range(num_chunks) for _ in range(group)]
+    backwards = [num_chunks - 1 - chunk for chunk in forwards]
+    # As interleaved 1F1B: the first group has to reach the last chunk, and then two more for every rank further on.
+    num_warmup = (num_chunks - 1) * groups[0] + min(num_chunks, 2) * (size - rank - 1)
+    num_warmup = min(num_warmup, len(forwards))
+    # Ws that are put off, for the time when earlier ranks still do their last Bs.
+    num_put_off = rank
+    put_off: deque[int] = deque()  # the chunks whose Ws they are
+
+    def F(chunk: int) -> None:
+        pipe.recv_forward(chunk)
+        pipe.forward_step(chunk)
+        pipe.send_forward(chunk)
+
+    def B(chunk: int) -> None:
+        pipe.recv_backward(chunk)
+        pipe.backward_input_step(chunk)
+        pipe.send_backward(chunk)
+        put_off.append(chunk)
+
+    # Warmup: nF.
+    for chunk in forwards[:num_warmup]:
+        F(chunk)
+
+    # Steady state: n(F B), n(F B W).
+    for chunk, last_chunk in zip(forwards[num_warmup:], backwards):
+        F(chunk)
+        B(last_chunk)
+        if len(put_off) > num_put_off:
+            pipe.backward_weight_step(put_off.popleft())
+
+    # Cooldown: n(B W), nW.
+    for chunk in backwards[len(forwards) - num_warmup :]:
+        B(chunk)
+        if len(put_off) > num_put_off:
+            pipe.backward_weight_step(put_off.popleft())
+    while put_off:
+        pipe.backward_weight_step(put_off.popleft())
+
+    return pipe.finish()
+
+
+@schedule("zbv", placement=v_shape, num_chunks=2)
+def forward_backward_zbv(pipe: Verbs) -> Any:
+    """ZB-V. https://arxiv.org/abs/2405.15362, Figure 5."""
+    size, rank = pipe.pp_size, pipe.pp_rank
+
+    def F(chunk: int) -> None:
+        if pipe.num_forwards_left(chunk):
+            pipe.recv_forward(chunk)
+            pipe.forward_step(chunk)
+            pipe.send_forward(chunk)
+
+    def B(chunk: int) -> None:
+        if pipe.num_backwards_left(chunk):
+            pipe.recv_backward(chunk)
+            pipe.backward_input_step(chunk)
+            pipe.send_backward(chunk)
+
+    def W(chunk: int) -> None:
+        if pipe.num_pending_weights(chunk):
+            pipe.backward_weight_step(chunk)
+
+    # Warmup: nF0, n(F1 F0), n(F1 B1 W1).
+    for _ in range(2 * (size - rank) - 1):
+        F(0)
+    for _ in range(rank):
+        F(1)
+        F(0)
+    for _ in range(size - rank):
+        F(1)
+        B(1)
+        W(1)
+
+    # Steady state: n(F0 B0 W0 F1 B1 W1).
+    for _ in range(max(pipe.num_microbatches, 2 * size - 1) - size):
+        F(0)
+        B(0)
+        W(0)
+        F(1)
+        B(1)
+        W(1)
+
+    # Cooldown: n(B0 B1), n(B0 W0), nW1, nW0.
+    for _ in range(rank):
+        B(0)
+        B(1)
+    for _ in range(size - rank):
+        B(0)
+        W(0)
+    while pipe.num_pending_weights(1):
+        W(1)
+    while pipe.num_pending_weights(0):
+        W(0)
+
+    return pipe.finish()
+
+
+@schedule("v_half", placement=v_shape, num_chunks=2)
+def forward_backward_v_half(pipe: Verbs) -> Any:
+    """V-Half: half of 1F1B's memory. https://arxiv.org/abs/2405.15362, Figure 4 (c)."""
+    turns = (2, 1, 1) if pipe.pp_size % 2 else (4, 1, 5)
+    return _repeated_block(pipe, hops=(1, 2, 1, 2), turns=turns)
+
+
+@schedule("v_min", placement=v_shape, num_chunks=2)
+def forward_backward_v_min(pipe: Verbs) -> Any:
+    """V-Min: a third of 1F1B's memory. https://arxiv.org/abs/2405.15362, Figure 4 (b)."""
+    turns = (1, 3, 1) if pipe.pp_size % 3 == 0 else (1, 1, 1)
+    return _repeated_block(pipe, hops=(1, 1, 1, 1), turns=turns)
+
+
+def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[int, int, int]) -> Any:
+    """The same six actions of each rank for one microbatch after the other: F0 and F1 down and up the V, B1 and B0 down
+    and up again, and two Ws in between.
+
+    Args:
+        hops: units of time from one rank to the next, for each of the four.
+        turns: from the end of one of the four to the start of the next, on the rank where the V turns. Chosen so that
+            no two of the six ever fall on the same unit.
+    """
+    size, rank = pipe.pp_size, pipe.pp_rank
+    down, up = rank, size - 1 - rank
+    starts = []
+    time = 0
+    for hop, turn, place in zip(hops, (*turns, 0), (down, up, down, up)):
+        starts.append(time + hop * place)
+        time += hop * (size - 1) + turn
+    assert len({start % 6 for start in starts}) == 4, "two actions of the block fall on the same unit of time"
+
+    def F(chunk: int) -> None:
+        pipe.recv_forward(chunk)
+        pipe.forward_step(chunk)
+        pipe.send_forward(chunk)
+
+    def B(chunk: int) -> None:
+        pipe.recv_backward(chunk)
+        pipe.backward_input_step(chunk)
+        pipe.send_backward(chunk)
+
+    def W() -> None:
+        chunk = int(pipe.num_pending_weights(1) > pipe.num_pending_weights(0))
+        if pipe.num_pending_weights(chunk):
+            pipe.backward_weight_step(chunk)
+
+    # n(F0 F1 B1 B0 W W), in an order that depends on the rank.
+    block = dict(zip(starts, ((F, 0), (F, 1), (B, 1), (B, 0))))
+    for now in range(starts[-1] + 6 * pipe.num_microbatches):
+        for start, (step, chunk) in block.items():
+            if (now - start) % 6 == 0 and 0 <= now - start < 6 * pipe.num_microbatches:
+                step(chunk)
+                break
+        else:
+            W()
+
+    # Cooldown: nW.
+    while pipe.num_pending_weights(0) + pipe.num_pending_weights(1):
+        W()
+
+    return pipe.finish()

@@ -1,0 +1,112 @@
+"""The zero-bubble schedules against the formulas of their papers: F = B = W = 1 on a whole rank, messages take no time.
+
+Peaks count a microbatch from its F to its W, in microbatches of a whole rank.
+"""
+
+import pytest
+
+from megapipe.plan import Plan, make_plan
+from megapipe.verbs import Settings
+
+SIZES = range(2, 9)
+
+
+def plans(name: str, pp_size: int, num_chunks: int | None = None) -> list[Plan]:
+    return [make_plan(name, pp_size, m, num_chunks) for m in range(pp_size, 4 * pp_size + 1)]
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_zb1p(p: int) -> None:
+    for plan in plans("zb1p", p):
+        simulation = plan.simulate()
+        assert simulation.makespan == 3 * plan.num_microbatches + (p - 1)
+        assert simulation.peak_activations == [p] * p
+        # (p - 1)(F + B - W), where W is not longer than F and B.
+        unequal = plan.simulate(2.0, 3.0, 1.0)
+        assert unequal.makespan == 6 * plan.num_microbatches + (p - 1) * (2 + 3 - 1)
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_zb2p(p: int) -> None:
+    for plan in plans("zb2p", p):
+        m, simulation = plan.num_microbatches, plan.simulate()
+        assert simulation.makespan == 3 * m + (p - 1)  # until the last rank ends, which starts p - 1 later
+        assert simulation.peak_activations == [min(2 * p - 1, m)] * p
+        if m >= 2 * p - 1:
+            assert simulation.inner_bubble == [0.0] * p
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_zb2p_fills_as_well_as_its_memory_allows(p: int) -> None:
+    bubbles = []
+    for limit in range(p, 2 * p + 1):
+        simulation = make_plan("zb2p", p, 4 * p, settings=Settings(max_in_flight=limit)).simulate()
+        assert simulation.peak_activations == [min(limit, 2 * p - 1)] * p
+        bubbles.append(max(simulation.inner_bubble))
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[-1] == 0.0
+    assert len(set(bubbles)) == p
+    assert (
+        make_plan("zb1p", p, 4 * p).actions == make_plan("zb2p", p, 4 * p, settings=Settings(max_in_flight=p)).actions
+    )
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", SIZES)
+def test_interleaved_zb1p(p: int, num_chunks: int) -> None:
+    for plan in plans("interleaved_zb1p", p, num_chunks):
+        m, simulation = plan.num_microbatches, plan.simulate()
+        assert simulation.makespan == pytest.approx(3 * m + (p - 1) / num_chunks)
+        if m % p == 0:
+            warmup = (num_chunks - 1) * p + min(num_chunks, 2) * (p - 1)
+            assert max(simulation.peak_activations) == pytest.approx(min(m, (warmup + 1) / num_chunks))
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_zbv(p: int) -> None:
+    for plan in plans("zbv", p):
+        m, simulation = plan.num_microbatches, plan.simulate()
+        assert max(simulation.peak_activations) == p
+        if m >= 2 * p - 1:
+            assert simulation.inner_bubble == [0.0] * p
+            assert simulation.makespan == 3 * m + (p - 1) / 2
+            assert simulation.peak_activations == [p] * p
+
+
+@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize(("name", "share"), [("v_half", 1 / 2), ("v_min", 2 / 3)])
+def test_v_half_and_v_min(name: str, share: float, p: int) -> None:
+    peak = {"v_half": (p + 2) // 2, "v_min": (p + 4) // 3}[name]
+    for plan in plans(name, p):
+        if plan.num_microbatches == 2:
+            continue  # too few to get there
+        simulation = plan.simulate()
+        assert max(simulation.peak_activations) == peak
+        bubble = simulation.makespan - 3 * plan.num_microbatches
+        assert bubble == pytest.approx(share * 3 * (p - 1), rel=0.25)  # 1F1B's is 3 (p - 1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb1p", "interleaved_zb1p"])
+def test_more_in_flight_hides_slow_messages(name: str) -> None:
+    plan = make_plan(name, 8, 32)
+    in_flight = max(plan.simulate().peak_activations)
+    wider = make_plan(name, 8, 32, settings=Settings(max_in_flight=1.5 * in_flight))
+    wider.check()
+    assert max(wider.simulate().peak_activations) <= 1.5 * in_flight
+    assert wider.simulate(p2p=0.3).makespan < 0.985 * plan.simulate(p2p=0.3).makespan
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb1p", "zb2p", "interleaved_zb1p"])
+def test_any_limit_in_flight_works(name: str) -> None:
+    for p in (1, 2, 3, 5):
+        for m in range(1, 4 * p):
+            for limit in range(2 * p, 4 * p):
+                make_plan(name, p, m, settings=Settings(max_in_flight=limit)).check()
+
+
+def test_a_limit_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="zbv has up to 4 microbatches in flight on 4 ranks, more than max_in_flight = 3"
+    ):
+        make_plan("zbv", 4, 8, settings=Settings(max_in_flight=3))
+    assert make_plan("v_min", 4, 8, settings=Settings(max_in_flight=3)).pp_size == 4
