@@ -49,7 +49,7 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert output_of(capsys, "show", table, "--width", "60") == out
     assert output_of(capsys, "show", plan, "--width", "60") == out
     events = json.loads(Path(trace).read_text())["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["rank 0", "rank 1"]
     first = next(event for event in events if event["ph"] == "X")
     assert (first["name"], first["ts"], first["dur"], first["tid"]) == ("0F0", 0, 1000, 0)
 
