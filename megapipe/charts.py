@@ -17,6 +17,8 @@ __all__ = ["save_comparison", "save_comparison_html", "save_html", "save_picture
 COLOURS = {"F": ("#8fb8e8", "#3f74b5"), "BW": ("#a6d49f", "#4c9a52")}
 NAMES = {"F": "forward", "BW": "backward"}
 WAIT_COLOUR = "#e9e9e9"
+LIMIT_COLOUR = "#c0504d"
+BEYOND_COLOUR = "#b0b0b0"
 
 
 # Timelines
@@ -203,17 +205,17 @@ def save_comparison(
     points = _points(rows, memory_limit)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for fits, colour in ((True, COLOURS["F"][1]), (False, "#b0b0b0")):
+    for fits, colour in ((True, COLOURS["F"][1]), (False, BEYOND_COLOUR)):
         shown = [point for point in points if point.fits == fits]
         axes.scatter([p.time for p in shown], [p.memory for p in shown], s=42, color=colour, zorder=3)
     axes.margins(x=0.15, y=0.12)
     axes.set_ylim(bottom=0, top=1.15 * max([point.memory for point in points] + [memory_limit or 0]))
     if memory_limit is not None:
-        axes.axhline(memory_limit, color="#c0504d", linewidth=1, linestyle="--")
+        axes.axhline(memory_limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
         place = (1, memory_limit)
         axes.annotate(
             f"limit {memory_limit:g}", place, (-4, 3), axes.get_yaxis_transform(), "offset points",
-            ha="right", color="#c0504d", fontsize=9,
+            ha="right", color=LIMIT_COLOUR, fontsize=9,
         )  # fmt: skip
     time, memory = _axis_names(unit)
     axes.set_xlabel(time)
@@ -227,32 +229,30 @@ def save_comparison(
 def save_comparison_html(
     rows: Sequence[tuple[Plan, Simulation]], path: str | Path, memory_limit: float | None = None, unit: str = ""
 ) -> None:
-    """The same as a self-contained page; pointing at a schedule shows its figures."""
+    """The same as a self-contained page, with a legend; pointing at a schedule shows its figures. What does not fit is
+    a cross."""
     _needed("plotly")
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    points = _points(rows, memory_limit)
-    positions = ("middle right", "top center", "middle left", "bottom center")  # neighbours on different sides
-    figure.add_scatter(
-        mode="markers+text",
-        x=[point.time for point in points],
-        y=[point.memory for point in points],
-        text=[point.label for point in points],
-        textposition=[positions[index % 4] for index in range(len(points))],
-        hovertext=[f"<b>{p.label}</b><br>step {p.time:.4g}<br>{p.memory:.3g} microbatches in flight" for p in points],
-        hoverinfo="text",
-        marker={"size": 10, "color": [COLOURS["F"][1] if point.fits else "#b0b0b0" for point in points]},
-    )
-    if memory_limit is not None:
-        figure.add_hline(
-            memory_limit, line={"color": "#c0504d", "dash": "dash"}, annotation_text=f"limit {memory_limit:g}"
+    for time, memory, label, fits in _points(rows, memory_limit):
+        figure.add_scatter(
+            name=label,
+            mode="markers",
+            x=[time],
+            y=[memory],
+            hovertext=f"<b>{label}</b><br>step {time:.4g} {unit}<br>{memory:.3g} microbatches in flight",
+            hoverinfo="text",
+            marker={"size": 12, "symbol": "circle" if fits else "x"},
         )
-    time, memory = _axis_names(unit)
-    times = [point.time for point in points]
-    room = 0.2 * (max(times) - min(times) or 1.0)
-    figure.update_layout(plot_bgcolor="white", xaxis_title=time, yaxis_title=memory)
-    figure.update_xaxes(range=[min(times) - room, max(times) + room], gridcolor="#eeeeee")
+    if memory_limit is not None:
+        line = {"color": LIMIT_COLOUR, "dash": "dash"}
+        figure.add_hline(memory_limit, line=line, annotation_text=f"limit {memory_limit:g}")
+    time_name, memory_name = _axis_names(unit)
+    figure.update_layout(
+        plot_bgcolor="white", height=600, showlegend=True, xaxis_title=time_name, yaxis_title=memory_name
+    )
+    figure.update_xaxes(gridcolor="#eeeeee")
     figure.update_yaxes(rangemode="tozero", gridcolor="#eeeeee")
     figure.write_html(path, include_plotlyjs=True, config={"displaylogo": False})
 
@@ -295,7 +295,7 @@ def _place_labels(figure: Any, axes: Any, points: Sequence[Point], memory_limit:
                 ha=("center", "left", "right")[right],
                 va=("center", "bottom", "top")[up],
                 fontsize=9,
-                arrowprops={"arrowstyle": "-", "color": "#b0b0b0", "linewidth": 0.7} if distance > 8 else None,
+                arrowprops={"arrowstyle": "-", "color": BEYOND_COLOUR, "linewidth": 0.7} if distance > 8 else None,
             )
             text.get_window_extent()  # with the line to its point; moves the text to where it will be
             box = Text.get_window_extent(text)

@@ -211,15 +211,15 @@ def _print_measured(measured: Timeline, simulation: Simulation) -> None:
     print(f"bubble     {split}")
     for name in ("waited", "host"):
         means = [fmean(getattr(step[rank], name) for step in measured.steps) for rank in range(measured.plan.pp_size)]
-        print(f"{name:<10} {_listed(means, '.3g')} ms per step")
+        print(f"{name:<10} {_listed(means, '.3g', ' ms per step')}")
     for kind, times in measured.mean_times.items():
-        print(f"{f'{kind} takes':<10} {_listed(times, '.3g', 'stage')} ms")
+        print(f"{f'{kind} takes':<10} {_listed(times, '.3g', ' ms', 'stage')}")
     print(f"messages   {measured.plan.num_messages} per step, latency {measured.latency:.3g} ms")
 
 
-def _listed(values: Sequence[float], form: str, what: str = "rank") -> str:
+def _listed(values: Sequence[float], form: str, unit: str = "", what: str = "rank") -> str:
     texts = [format(value, form) for value in values]
-    return f"{texts[0]} on every {what}" if len(set(texts)) == 1 else " ".join(texts)
+    return f"{texts[0]}{unit} on every {what}" if len(set(texts)) == 1 else " ".join(texts) + unit
 
 
 # compare and tune
@@ -250,9 +250,7 @@ def _tune(args: argparse.Namespace) -> None:
     print("times: forward {:.3g} ms, input gradients {:.3g} ms, weight gradients {:.3g} ms".format(*times), end=" ")
     print(f"of a microbatch on a rank (mean of all ranks); a message {costs.p2p:.3g} ms")
     if not plan.forward_only and "W" not in measured.mean_times:
-        print(
-            "(backwards were measured as a whole: half of each is taken for the input gradients, half for the weights)"
-        )
+        print("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
     rows = _all_schedules(plan.pp_size, args.microbatches or plan.num_microbatches, args.chunks, costs)
     _print_table(rows, args.memory_limit)
     _recommend(rows, args.memory_limit)

@@ -7,33 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from measured import as_measured
 from models import build, run
 from ranks import RankPool
 
 from megapipe import PipelineError, TimelineRecorder, recording
 from megapipe.clocks import align
 from megapipe.plan import make_plan
-from megapipe.simulation import Costs, Simulation, play
-from megapipe.timeline import RankStep, Timeline, Wait, load_timeline, messages
+from megapipe.simulation import Costs, play
+from megapipe.timeline import Timeline, load_timeline, messages
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
-
-
-def as_measured(simulation: Simulation, start: float = 0.0, pause: float = 0.0) -> list[RankStep]:
-    """A simulated step as ranks would have recorded it: idle time is a wait but for a pause before each action."""
-    begin = min(spans[0].start for spans in simulation.spans)
-    end = begin + simulation.makespan
-    steps = []
-    for spans in simulation.spans:
-        waits = []
-        clock = begin
-        for span in spans:
-            if span.start - clock > pause:
-                waits.append(Wait(span.action, clock + pause, span.start))
-            clock = span.end
-        waits.append(Wait(None, clock, end))
-        steps.append(RankStep(begin, end, spans, waits).moved(start - begin))
-    return steps
 
 
 # Recording
@@ -91,7 +76,9 @@ def check_split(timeline: Timeline) -> None:
 def record_alone(rank: int) -> Timeline:
     recorder = TimelineRecorder()
     (chunk,) = build("no_pipelining", 1, 2, record_timeline=recorder)
-    run("no_pipelining", [chunk], 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run("no_pipelining", [chunk], 2)
+    assert {"0F0", "0B0", "0F1", "0B1"} <= {event.key for event in profile.key_averages()}
     return recorder.gather()
 
 
