@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median, median_low
@@ -53,17 +53,16 @@ class RankStep:
         """Time in neither: what the host does between actions."""
         return self.end - self.begin - self.busy - self.waited
 
-    def pauses(self) -> dict[Action | None, float]:
-        """The host's time before each action, and (None) at the end of the step."""
+    def pauses(self) -> dict[Action, float]:
+        """The host's time before each action."""
         waited: defaultdict[Action | None, float] = defaultdict(float)
         for wait in self.waits:
             waited[wait.action] += wait.end - wait.start
-        pauses: dict[Action | None, float] = {}
+        pauses = {}
         clock = self.begin
         for action, start, end in self.spans:
             pauses[action] = start - clock - waited[action]
             clock = end
-        pauses[None] = self.end - clock - waited[None]
         return pauses
 
     def moved(self, offset: float) -> RankStep:
@@ -99,8 +98,10 @@ class BubbleSplit:
     - `host`: ranks begin when they began, and spend between actions what they spent outside actions and waits.
     - `communication`: the step as it was measured. All that the last play lacks are the delays of messages.
 
-    Until then messages take no time. Time that holds nobody up, like a pause of the host while its rank would have had
-    to wait anyway, is in none of them. Only `uneven` can be negative: on ranks with more to do than others.
+    A step lasts from the start of the first action on any rank to the end of the last one, as in a simulation. A rank
+    that begins before that, while others are still in the step before, only waits; one that begins late is the host's.
+    Messages take no time in the plays. Time that holds nobody up, like a pause of the host on a rank that would have
+    had to wait anyway, is in none of them. Only `uneven` can be negative: on ranks with more to do than others.
     """
 
     step_time: float
@@ -145,11 +146,14 @@ class Timeline:
 
     @cached_property
     def typical_step(self) -> list[RankStep]:
-        """The one of median length, begun at 0."""
-        durations = [max(rank.end for rank in step) - min(rank.begin for rank in step) for step in self.steps]
+        """The one of median length. Its first action starts at 0, and waits before that are cut off."""
+        durations = [_measured(self.plan, step) for step in self.steps]
         step = self.steps[durations.index(median_low(durations))]
-        begin = min(rank.begin for rank in step)
-        return [rank.moved(-begin) for rank in step]
+        moved = [rank.moved(-_first_start(step)) for rank in step]
+        return [
+            replace(rank, waits=[Wait(action, max(0.0, start), end) for action, start, end in rank.waits if end > 0])
+            for rank in moved
+        ]
 
     @cached_property
     def mean_times(self) -> dict[str, list[float]]:
@@ -302,16 +306,18 @@ def _played(plan: Plan, step: Sequence[RankStep]) -> float:
 
 def _with_host(plan: Plan, step: Sequence[RankStep]) -> float:
     durations = {action: end - start for rank in step for action, start, end in rank.spans}
-    pauses = [rank.pauses() for rank in step]
-    before = {action: pause for rank in pauses for action, pause in rank.items()}
-    begin = min(rank.begin for rank in step)
-    clocks = [rank.begin - begin for rank in step]
+    before = {action: pause for rank in step for action, pause in rank.pauses().items()}
+    clocks = [rank.begin - _first_start(step) for rank in step]
     play(plan, durations.__getitem__, Costs(), clocks, [[] for _ in step], before.__getitem__)
-    return max(clock + rank[None] for clock, rank in zip(clocks, pauses))
+    return max(clocks)
 
 
 def _measured(plan: Plan, step: Sequence[RankStep]) -> float:
-    return max(rank.end for rank in step) - min(rank.begin for rank in step)
+    return max(rank.spans[-1].end for rank in step) - _first_start(step)
+
+
+def _first_start(step: Sequence[RankStep]) -> float:
+    return min(rank.spans[0].start for rank in step)
 
 
 def _rounded(time: float) -> float:

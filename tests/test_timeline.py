@@ -195,6 +195,18 @@ def test_each_flaw_is_put_down_to_its_cause() -> None:
     assert host.uneven + host.communication == pytest.approx([0.0] * 8)
 
 
+def test_ranks_that_begin_before_the_others_have_ended_their_step() -> None:
+    """Without a barrier the last ranks begin a step while the first one is still in the step before."""
+    plan = make_plan("1f1b", 4, 8)
+    step = as_measured(plan.simulate(p2p=0.25))
+    early = [step[0]]
+    for rank, one in enumerate(step[1:], 1):
+        first = one.waits[0]._replace(start=-float(rank))
+        early.append(replace(one, begin=first.start, waits=[first, *one.waits[1:]]))
+    assert Timeline("1f1b", [early]).split() == Timeline("1f1b", [step]).split()
+    assert Timeline("1f1b", [early]).typical_step[1].waits == step[1].waits
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_split_adds_up(schedule: str) -> None:
     random.seed(1)
