@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import megapipe
 from megapipe import parallel_state
+from megapipe.bubble import split_bubble
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -287,7 +288,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
         timeline = trainer.recorder.gather()  # of this replica's pipeline, its last steps
         console.print(
             f"loss {logged[0]:.3f} -> {logged[-1]:.3f} in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s\n"
-            f"bubble {timeline.split()}"
+            f"bubble {split_bubble(timeline)}"
         )
         if args.record_timeline is not None and dist.get_rank() == 0:
             timeline.save(args.record_timeline)

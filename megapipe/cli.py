@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from .bubble import split_bubble
 from .charts import save_comparison, save_comparison_html, save_html, save_picture
 from .plan import Plan, load_plan, make_plan
 from .registry import find_schedule, schedule_names
@@ -56,9 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_sizes(compare, required=True)
     _add_costs(compare)
-    _add_memory_limit(compare)
-    for ending in ("svg", "png", "html"):
-        compare.add_argument(f"--{ending}", metavar="FILE", help="save a chart of time against memory")
+    _add_choice(compare)
     compare.set_defaults(run=_compare)
 
     tune = commands.add_parser(
@@ -71,15 +70,17 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--chunks", type=int, nargs="+", default=[2, 4], help="stages per rank, for schedules that leave it open"
     )
-    _add_memory_limit(tune)
+    _add_choice(tune)
     tune.set_defaults(run=_tune)
     return parser
 
 
-def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
+def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=float, default=None, metavar="N", help="microbatches of a whole rank that fit in memory"
     )
+    for ending in ("svg", "png", "html"):
+        parser.add_argument(f"--{ending}", metavar="FILE", help="save a chart of time against memory")
 
 
 def _add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -206,7 +207,7 @@ def _print_figures(plan: Plan, simulation: Simulation) -> None:
 
 def _print_measured(measured: Timeline, simulation: Simulation) -> None:
     """Milliseconds, as means over all steps."""
-    split = measured.split()
+    split = split_bubble(measured)
     print(f"step       {split.step_time:.4g} ms measured, {simulation.makespan:.4g} ms by the plan")
     print(f"bubble     {split}")
     for name in ("waited", "host"):
@@ -229,12 +230,7 @@ Rows = list[tuple[Plan, Simulation]]
 
 def _compare(args: argparse.Namespace) -> None:
     rows = _all_schedules(args.pp, args.microbatches, [args.chunks], _costs(args))
-    _print_table(rows, args.memory_limit)
-    for picture in (args.svg, args.png):
-        if picture:
-            save_comparison(rows, picture, args.memory_limit)
-    if args.html:
-        save_comparison_html(rows, args.html, args.memory_limit)
+    _show_rows(rows, args, unit="")
 
 
 def _tune(args: argparse.Namespace) -> None:
@@ -242,17 +238,22 @@ def _tune(args: argparse.Namespace) -> None:
     if measured is None:
         raise ValueError(f"{args.timeline} is no measured timeline: record one with config.record_timeline.")
     plan, costs = measured.plan, measured.even_costs()
+    if plan.forward_only:
+        raise ValueError(
+            f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
+        )
     times = (costs.forward, costs.backward_input, costs.backward_weight)
     print(
         f"measured: {plan.name}, {plan.pp_size} ranks, {plan.num_microbatches} microbatches: "
-        f"{measured.split().step_time:.4g} ms per step, {measured.predict().makespan:.4g} by its plan"
+        f"{split_bubble(measured).step_time:.4g} ms per step, {measured.predict().makespan:.4g} by its plan"
     )
-    print("times: forward {:.3g} ms, input gradients {:.3g} ms, weight gradients {:.3g} ms".format(*times), end=" ")
-    print(f"of a microbatch on a rank (mean of all ranks); a message {costs.p2p:.3g} ms")
-    if not plan.forward_only and "W" not in measured.mean_times:
+    print("times: forward {:.3g}, input gradients {:.3g}, weight gradients {:.3g} ms".format(*times), end=" ")
+    print(f"per microbatch on a rank (mean of all ranks), a message {costs.p2p:.3g} ms")
+    if "W" not in measured.mean_times:
         print("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
-    rows = _all_schedules(plan.pp_size, args.microbatches or plan.num_microbatches, args.chunks, costs)
-    _print_table(rows, args.memory_limit)
+    num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches
+    rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs)
+    _show_rows(rows, args, unit="ms")
     _recommend(rows, args.memory_limit)
 
 
@@ -292,10 +293,18 @@ def _all_schedules(pp_size: int, num_microbatches: int, chunks: Sequence[int | N
                 print(f"{name}: {error}")
                 continue
             rows.append((plan, simulate(plan, costs)))
+    if not rows:
+        raise ValueError(f"no schedule runs {num_microbatches} microbatches on {pp_size} ranks.")
     return sorted(rows, key=lambda row: row[1].makespan)
 
 
-def _print_table(rows: Rows, limit: float | None) -> None:
+def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
+    limit = args.memory_limit
+    for picture in (args.svg, args.png):
+        if picture:
+            save_comparison(rows, picture, limit, unit)
+    if args.html:
+        save_comparison_html(rows, args.html, limit, unit)
     best = rows[0][1].makespan
     header = f"{'schedule':<18} {'chunks':>6} {'step':>9} {'of best':>8} {'bubble':>7} {'in flight':>9} {'messages':>8}"
     print(header + ("" if limit is None else f"  fits {limit:g}"))

@@ -16,10 +16,10 @@ from statistics import fmean, median, median_low
 from typing import Any, NamedTuple
 
 from .plan import Event, Plan, plan_of
-from .simulation import Costs, Simulation, Span, play, simulate
+from .simulation import Costs, Simulation, Span, simulate
 from .verbs import Action
 
-__all__ = ["BubbleSplit", "Message", "RankStep", "Timeline", "Wait", "load_timeline", "messages"]
+__all__ = ["Message", "RankStep", "Timeline", "Wait", "first_start", "load_timeline", "messages", "step_time"]
 
 
 class Wait(NamedTuple):
@@ -86,48 +86,6 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BubbleSplit:
-    """Where the time went in which ranks computed nothing: milliseconds per step, one entry per rank.
-
-    A rank's bubble is the length of the step, from the first rank's beginning to the last one's end, less the time in
-    which the rank computes. It is divided by playing the plan again and again, each time with one more of the things
-    that were measured, until all are in. What a thing adds is put down to it, so the four add up to the bubble exactly:
-
-    - `own`: every action takes the mean time of its kind over all stages. What is left idle is the schedule's own.
-    - `uneven`: every action takes what it took. Stages, or microbatches, that take longer make the others wait.
-    - `host`: ranks begin when they began, and spend between actions what they spent outside actions and waits.
-    - `communication`: the step as it was measured. All that the last play lacks are the delays of messages.
-
-    A step lasts from the start of the first action on any rank to the end of the last one, as in a simulation. A rank
-    that begins before that, while others are still in the step before, only waits; one that begins late is the host's.
-    Messages take no time in the plays. Time that holds nobody up, like a pause of the host on a rank that would have
-    had to wait anyway, is in none of them. Only `uneven` can be negative: on ranks with more to do than others.
-    """
-
-    step_time: float
-    own: list[float]
-    uneven: list[float]
-    host: list[float]
-    communication: list[float]
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The mean over the ranks, as shares of the step's time."""
-        parts = {
-            "the schedule's own": self.own,
-            "uneven stages": self.uneven,
-            "waiting for communication": self.communication,
-            "host": self.host,
-        }
-        return {name: fmean(times) / self.step_time for name, times in parts.items()}
-
-    def __str__(self) -> str:
-        shares = self.shares
-        parts = " + ".join(f"{share:.1%} {name}" for name, share in shares.items())
-        return f"{sum(shares.values()):.1%} = {parts}"
-
-
-@dataclass(frozen=True)
 class Timeline:
     """Some training steps of one pipeline, all with the same plan.
 
@@ -147,9 +105,9 @@ class Timeline:
     @cached_property
     def typical_step(self) -> list[RankStep]:
         """The one of median length. Its first action starts at 0, and waits before that are cut off."""
-        durations = [_measured(self.plan, step) for step in self.steps]
+        durations = [step_time(step) for step in self.steps]
         step = self.steps[durations.index(median_low(durations))]
-        moved = [rank.moved(-_first_start(step)) for rank in step]
+        moved = [rank.moved(-first_start(step)) for rank in step]
         return [
             replace(rank, waits=[Wait(action, max(0.0, start), end) for action, start, end in rank.waits if end > 0])
             for rank in moved
@@ -165,7 +123,7 @@ class Timeline:
         num_stages = self.plan.pp_size * self.plan.num_chunks
         return {
             kind: [fmean(times.get((kind, stage), [0.0])) for stage in range(num_stages)]
-            for kind in sorted({kind for kind, _ in times})
+            for kind in sorted({kind for kind, _ in times}, key=lambda kind: (kind != "F", kind))
         }
 
     @cached_property
@@ -202,24 +160,6 @@ class Timeline:
     def predict(self) -> Simulation:
         """The plan with the mean times of each stage and the latency."""
         return simulate(self.plan, self.costs())
-
-    def split(self) -> BubbleSplit:
-        """The mean over the steps; see `BubbleSplit`."""
-        even_costs = self.even_costs()
-        even_costs.p2p = 0.0
-        even = simulate(self.plan, even_costs)
-        own = [share * even.makespan for share in even.bubble]
-        played, with_host, measured = (
-            fmean(duration(self.plan, step) for step in self.steps) for duration in (_played, _with_host, _measured)
-        )
-        busy = [fmean(step[rank].busy for step in self.steps) for rank in range(self.plan.pp_size)]
-        return BubbleSplit(
-            step_time=measured,
-            own=own,
-            uneven=[played - time - before for time, before in zip(busy, own)],
-            host=[with_host - played] * self.plan.pp_size,
-            communication=[measured - with_host] * self.plan.pp_size,
-        )
 
     def save(self, path: str | Path) -> None:
         """As JSON; see `load_timeline`."""
@@ -294,29 +234,15 @@ def messages(plan: Plan, step: Sequence[RankStep]) -> Iterator[Message]:
                 yield Message(*sent[needed], rank, starts[action], awaited.get(action, starts[action]))
 
 
-# How long a step takes with more and more of what was measured
+def step_time(step: Sequence[RankStep]) -> float:
+    """From the start of the first action on any rank to the end of the last one, as in a simulation.
+
+    Not from the first rank's beginning on: without a barrier it begins while others are still in the step before.
+    """
+    return max(rank.spans[-1].end for rank in step) - first_start(step)
 
 
-def _played(plan: Plan, step: Sequence[RankStep]) -> float:
-    durations = {action: end - start for rank in step for action, start, end in rank.spans}
-    clocks = [0.0] * plan.pp_size
-    play(plan, durations.__getitem__, Costs(), clocks, [[] for _ in step])
-    return max(clocks)
-
-
-def _with_host(plan: Plan, step: Sequence[RankStep]) -> float:
-    durations = {action: end - start for rank in step for action, start, end in rank.spans}
-    before = {action: pause for rank in step for action, pause in rank.pauses().items()}
-    clocks = [rank.begin - _first_start(step) for rank in step]
-    play(plan, durations.__getitem__, Costs(), clocks, [[] for _ in step], before.__getitem__)
-    return max(clocks)
-
-
-def _measured(plan: Plan, step: Sequence[RankStep]) -> float:
-    return max(rank.spans[-1].end for rank in step) - _first_start(step)
-
-
-def _first_start(step: Sequence[RankStep]) -> float:
+def first_start(step: Sequence[RankStep]) -> float:
     return min(rank.spans[0].start for rank in step)
 
 

@@ -98,8 +98,8 @@ def test_show_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: 
         "bubble     24.1% = 19.0% the schedule's own + 0.0% uneven stages + 5.1% waiting for communication + 0.0% host",
         "waited     38 ms per step on every rank",
         "host       0 ms per step on every rank",
-        "BW takes   20 ms on every stage",
         "F takes    10 ms on every stage",
+        "BW takes   20 ms on every stage",
         "messages   8 per step, latency 2 ms",
     ]
 
@@ -119,10 +119,12 @@ def test_files_of_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_pa
     assert (wait["ts"], wait["dur"], wait["tid"]) == (0, 12000, 1)
 
 
-def test_tune(capsys: pytest.CaptureFixture[str], recorded: str) -> None:
-    out = output_of(capsys, "tune", recorded, "--chunks", "2", "--memory-limit", "3").splitlines()
+def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str) -> None:
+    chart = tmp_path / "chart.svg"
+    out = output_of(capsys, "tune", recorded, "--chunks", "2", "--memory-limit", "3", "--svg", str(chart)).splitlines()
+    assert ">time of a step, ms</text>" in chart.read_text()
     assert out[0] == "measured: 1f1b, 2 ranks, 4 microbatches: 158 ms per step, 158 by its plan"
-    assert out[1].startswith("times: forward 10 ms, input gradients 10 ms, weight gradients 10 ms")
+    assert out[1].startswith("times: forward 10, input gradients 10, weight gradients 10 ms")
     assert out[1].endswith("a message 2 ms")
     assert "half of each counts as input gradients" in out[2]
     rows = {line.split()[0]: line.split() for line in out[4:-1]}
@@ -134,6 +136,10 @@ def test_tune(capsys: pytest.CaptureFixture[str], recorded: str) -> None:
     assert out[-1].startswith("recommended: 1f1b, ")
     assert main(["tune", recorded, "--memory-limit", "1"]) == 2
     assert "no schedule fits 1 microbatches of a whole rank: the smallest needs 2" in capsys.readouterr().err
+    forwards = tmp_path / "forwards.json"
+    Timeline("inference", [as_measured(make_plan("inference", 2, 4).simulate())]).save(forwards)
+    assert main(["tune", str(forwards)]) == 2
+    assert "has forwards only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -146,6 +152,7 @@ def test_tune(capsys: pytest.CaptureFixture[str], recorded: str) -> None:
         (["show", "nothing.csv"], "No such file"),
         (["show", "nothing.json"], "No such file"),
         (["tune", "nothing.json"], "No such file"),
+        (["compare", "--pp", "2", "--microbatches", "0"], "no schedule runs 0 microbatches on 2 ranks"),
         (["tune", __file__], "is no measured timeline: record one with config.record_timeline"),
     ],
 )

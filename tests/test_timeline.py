@@ -13,6 +13,7 @@ from models import build, run
 from ranks import RankPool
 
 from megapipe import PipelineError, TimelineRecorder, recording
+from megapipe.bubble import split_bubble
 from megapipe.clocks import align
 from megapipe.plan import make_plan
 from megapipe.simulation import Costs, play
@@ -63,7 +64,7 @@ def test_what_is_recorded(ranks: RankPool, tmp_path: Path, schedule: str) -> Non
 
 def check_split(timeline: Timeline) -> None:
     """The four parts of the bubble add up to what was measured, on every rank."""
-    split = timeline.split()
+    split = split_bubble(timeline)
     parts = zip(split.own, split.uneven, split.host, split.communication)
     for rank, (own, uneven, host, communication) in enumerate(parts):
         busy = sum(step[rank].busy for step in timeline.steps) / len(timeline.steps)
@@ -85,7 +86,7 @@ def record_alone(rank: int) -> Timeline:
 def test_a_pipeline_of_one_rank(ranks: RankPool) -> None:
     (timeline,) = ranks.run(1, record_alone)
     assert [str(span.action) for span in timeline.steps[0][0].spans] == ["0F0", "0B0", "0F1", "0B1"]
-    split = timeline.split()
+    split = split_bubble(timeline)
     assert split.own == split.communication == [0]
     assert split.host[0] > 0
 
@@ -171,7 +172,7 @@ def test_a_shared_clock_is_left_alone() -> None:
 def test_the_split_of_a_step_without_any_flaw() -> None:
     plan = make_plan("1f1b", 4, 8)
     timeline = Timeline("1f1b", [as_measured(plan.simulate())])
-    split = timeline.split()
+    split = split_bubble(timeline)
     assert split.own == pytest.approx([9.0] * 4)  # 3 (F + B)
     assert split.uneven + split.host + split.communication == pytest.approx([0.0] * 12)
 
@@ -179,18 +180,18 @@ def test_the_split_of_a_step_without_any_flaw() -> None:
 def test_each_flaw_is_put_down_to_its_cause() -> None:
     plan = make_plan("1f1b", 4, 8)
     flawless = plan.simulate().makespan
-    slow_messages = Timeline("1f1b", [as_measured(plan.simulate(p2p=0.25))]).split()
+    slow_messages = split_bubble(Timeline("1f1b", [as_measured(plan.simulate(p2p=0.25))]))
     assert slow_messages.communication == pytest.approx([plan.simulate(p2p=0.25).makespan - flawless] * 4)
     assert slow_messages.uneven + slow_messages.host == pytest.approx([0.0] * 8)
 
     times = [1.0, 1.0, 1.0, 2.0]
-    uneven = Timeline("1f1b", [as_measured(plan.simulate(times, times, times))]).split()
+    uneven = split_bubble(Timeline("1f1b", [as_measured(plan.simulate(times, times, times))]))
     assert sum(uneven.uneven) > 4
     assert uneven.host + uneven.communication == pytest.approx([0.0] * 8)
 
     busy_host = replace(plan.simulate(), spans=[[] for _ in range(4)])
     play(plan, lambda action: 1.0 if action.kind == "F" else 2.0, Costs(), [0.5] * 4, busy_host.spans, lambda _: 0.5)
-    host = Timeline("1f1b", [as_measured(busy_host, pause=0.5)]).split()
+    host = split_bubble(Timeline("1f1b", [as_measured(busy_host, pause=0.5)]))
     assert host.host == pytest.approx([busy_host.makespan - flawless] * 4)
     assert host.uneven + host.communication == pytest.approx([0.0] * 8)
 
@@ -203,7 +204,7 @@ def test_ranks_that_begin_before_the_others_have_ended_their_step() -> None:
     for rank, one in enumerate(step[1:], 1):
         first = one.waits[0]._replace(start=-float(rank))
         early.append(replace(one, begin=first.start, waits=[first, *one.waits[1:]]))
-    assert Timeline("1f1b", [early]).split() == Timeline("1f1b", [step]).split()
+    assert split_bubble(Timeline("1f1b", [early])) == split_bubble(Timeline("1f1b", [step]))
     assert Timeline("1f1b", [early]).typical_step[1].waits == step[1].waits
 
 
