@@ -15,7 +15,7 @@ __all__ = ["save_comparison", "save_comparison_html", "save_html", "save_picture
 
 # Per kind of action, the colours of even and odd chunks.
 COLOURS = {"F": ("#8fb8e8", "#3f74b5"), "BW": ("#a6d49f", "#4c9a52")}
-NAMES = {"F": "forward", "BW": "backward"}
+KINDS = {"F": "forward", "BW": "backward"}
 WAIT_COLOUR = "#e9e9e9"
 LIMIT_COLOUR = "#c0504d"
 BEYOND_COLOUR = "#b0b0b0"
@@ -127,7 +127,7 @@ def _action_bars(plan: Plan, ranks: Sequence[Sequence[Span]]) -> Iterator[Any]:
             before = end
     for (kind, shade), own in bars.items():
         if own:
-            yield _bars(own, NAMES[kind] + (" of odd chunks" if shade else ""), COLOURS[kind][shade], 0.8)
+            yield _bars(own, KINDS[kind] + (" of odd chunks" if shade else ""), COLOURS[kind][shade], 0.8)
 
 
 def _wait_bars(ranks: Sequence[RankStep]) -> Iterator[Any]:
@@ -163,7 +163,7 @@ def _explain(plan: Plan, rank: int, span: Span, wait: float) -> str:
     """What is shown when an action is pointed at."""
     action = span.action
     lines = [
-        f"<b>{action}</b>: {NAMES[action.kind]} of microbatch {action.microbatch} through stage {action.stage}",
+        f"<b>{action}</b>: {KINDS[action.kind]} of microbatch {action.microbatch} through stage {action.stage}",
         f"from {span.start:g} to {span.end:g}, after waiting {wait:g}",
     ]
     if plan.has_stage(action.source.stage):

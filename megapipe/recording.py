@@ -66,11 +66,10 @@ class CudaClock:
 class StepRecord:
     """What one rank does in one step. Also the context around each of its actions: they do not nest."""
 
-    __slots__ = ("_action", "_inner", "_now", "_start", "begin", "end", "entries", "name", "number", "sizes")
+    __slots__ = ("_action", "_inner", "_now", "_start", "begin", "end", "entries", "name", "number")
 
-    def __init__(self, name: str, sizes: tuple[int, int], number: int, now: Callable[[], Any]) -> None:
+    def __init__(self, name: str, number: int, now: Callable[[], Any]) -> None:
         self.name = name
-        self.sizes = sizes
         self.number = number
         self.entries: list[tuple[Action | None, bool, Any, Any]] = []
         """(action, whether it is the wait of that action, start, end)"""
@@ -100,6 +99,10 @@ class StepRecord:
         """A wait is over. An action that it happened in starts only now; outside any it is the step's last."""
         self._start = now = self._now()
         self.entries.append((self._action, True, since, now))
+
+    def has_same_plan(self, other: StepRecord) -> bool:
+        actions, others = ([entry[0] for entry in record.entries] for record in (self, other))
+        return self.name == other.name and actions == others
 
     def read(self, time_of: Callable[[Any], float]) -> RankStep:
         """In milliseconds of the host's clock."""
@@ -143,21 +146,17 @@ class TimelineRecorder:
         self._num_steps = 0
         self._clock: HostClock | CudaClock = HostClock()
 
-    def begin(self, name: str, sizes: tuple[int, int], device: torch.device) -> StepRecord:
-        """A record for the step that is about to begin.
-
-        Args:
-            sizes: the numbers of microbatches and chunks. Steps with others have another plan.
-        """
+    def begin(self, name: str, device: torch.device) -> StepRecord:
+        """A record for the step of the schedule `name` that is about to begin."""
         if not self._num_steps and device.type == "cuda":
             self._clock = CudaClock(device)
         self._num_steps += 1
-        return StepRecord(name, sizes, self._num_steps, self._clock.now)
+        return StepRecord(name, self._num_steps, self._clock.now)
 
     def end(self, record: StepRecord) -> None:
         """Keep the record of a step that succeeded."""
         record.end = record.now()
-        if self._records and (self._records[-1].name, self._records[-1].sizes) != (record.name, record.sizes):
+        if self._records and not self._records[-1].has_same_plan(record):
             self._records.clear()
         self._records.append(record)
 

@@ -171,7 +171,7 @@ class ForwardBackward(Schedule):
         recorder = step.config.record_timeline
         if recorder is None or (step.forward_only and not self.forward_only):
             return None
-        return recorder.begin(self.name, (step.num_microbatches, len(step.models)), step.device)
+        return recorder.begin(self.name, step.device)
 
     def _partial_checkpoints(
         self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int
