@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import megapipe
 from megapipe import parallel_state
-from megapipe.plan import make_plan
+from megapipe.bubble import split_bubble
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -63,6 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--eval-interval", type=int, default=100, help="steps between validations; 0 for none")
     data.add_argument("--eval-iters", type=int, default=4, help="validation batches")
     data.add_argument("--log-interval", type=int, default=25)
+    data.add_argument("--record-timeline", metavar="FILE", default=None, help="for `megapipe show` and `megapipe tune`")
     data.add_argument("--save", default=None, help="folder for a checkpoint at the end")
     data.add_argument("--load", default=None, help="folder to go on from, saved with any pipeline size")
     return parser.parse_args(argv)
@@ -92,7 +93,7 @@ class Trainer:
                 f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
                 f"{args.micro_batch_size} times {self.num_replicas} replicas."
             )
-        self.timers = Timers(device)
+        self.recorder = megapipe.TimelineRecorder(num_steps=20)
         config = GPTConfig(
             hidden_size=args.hidden_size,
             num_layers=args.num_layers,
@@ -103,7 +104,7 @@ class Trainer:
             enable_autocast=args.bf16,
             autocast_dtype=torch.bfloat16,
             finalize_model_grads_func=average_over_replicas if self.num_replicas > 1 else None,
-            timers=self.timers,
+            record_timeline=self.recorder,
         )
         # The schedule decides which stages this rank holds. Only their layers are ever built here.
         self.chunks = [GPTStage(config, stage).to(device) for stage in megapipe.stages_for_rank(self.forward_backward)]
@@ -234,58 +235,6 @@ def clip_gradients(models: list[nn.Module], max_norm: float, device: torch.devic
     return norm
 
 
-class Timer:
-    """Adds up the time between start and stop: the host's on CPU, the device's elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds = 0.0
-        self._spans: list[tuple[Any, Any]] = []
-
-    def start(self, barrier: bool = False) -> None:
-        self._started = self._now()
-
-    def stop(self) -> None:
-        self._spans.append((self._started, self._now()))
-        if len(self._spans) == 10_000:
-            self.seconds()
-
-    def seconds(self) -> float:
-        if self._device.type == "cpu":
-            self._seconds += sum(end - start for start, end in self._spans)
-        else:
-            torch.cuda.synchronize()
-            self._seconds += sum(start.elapsed_time(end) for start, end in self._spans) / 1000
-        self._spans.clear()
-        return self._seconds
-
-    def _now(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-class Timers(dict[str, Timer]):
-    """The part of Megatron's timers that schedules use: `timers("forward-compute", log_level=2).start()`."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __call__(self, name: str, log_level: int = 0) -> Timer:
-        return self.setdefault(name, Timer(self._device))
-
-    def bubble(self) -> float:
-        """Share of the schedules' time in which the ranks computed nothing, over all ranks."""
-        names = ("forward-compute", "backward-compute", "forward-backward")
-        forward, backward, total = (self(name).seconds() for name in names)
-        times = torch.tensor([forward + backward, total], device=self._device)
-        dist.all_reduce(times)
-        return 1 - (times[0] / times[1]).item()
-
-
 def setup() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -307,9 +256,6 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     console = Console(quiet=dist.get_rank() != 0, highlight=False, soft_wrap=True)
     trainer = Trainer(args, device)
     first_iteration = trainer.load(args.load) if args.load is not None else 0
-    plan = make_plan(
-        trainer.forward_backward, args.pipeline_model_parallel_size, trainer.num_microbatches, len(trainer.chunks)
-    )
     console.print(
         f"{args.num_layers} layers of {args.hidden_size} on {dist.get_world_size()} ranks: "
         f"{args.pipeline_model_parallel_size} stages x {trainer.num_replicas} replicas, schedule "
@@ -337,14 +283,15 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
                 )
             progress.update(bar, completed=iteration + 1)
     seconds = time.perf_counter() - started
-    measured = trainer.timers.bubble()
-    planned = sum(plan.simulate().bubble) / plan.pp_size
     tokens = (args.train_iters - first_iteration) * args.global_batch_size * args.seq_length
     if logged:
+        timeline = trainer.recorder.gather()  # of this replica's pipeline, its last steps
         console.print(
-            f"loss {logged[0]:.3f} -> {logged[-1]:.3f} in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s, bubble "
-            f"{measured:.1%} measured, {planned:.1%} by the plan"
+            f"loss {logged[0]:.3f} -> {logged[-1]:.3f} in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s\n"
+            f"bubble {split_bubble(timeline)}"
         )
+        if args.record_timeline is not None and dist.get_rank() == 0:
+            timeline.save(args.record_timeline)
     if args.save is not None:
         trainer.save(args.save, args.train_iters)
         console.print(f"saved to {args.save}")

@@ -8,6 +8,7 @@ from . import (
 )
 from .config import PipelineConfig
 from .placement import StageInfo, distribute_layers
+from .recording import TimelineRecorder
 from .registry import schedule_names
 from .schedules import get_forward_backward_func
 from .step import schedule, stages_for_rank
@@ -19,6 +20,7 @@ __all__ = [
     "PipelineConfig",
     "PipelineError",
     "StageInfo",
+    "TimelineRecorder",
     "distribute_layers",
     "get_forward_backward_func",
     "parallel_state",

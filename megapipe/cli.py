@@ -1,4 +1,4 @@
-"""The command `megapipe`: look at schedules, and compare them, without running them."""
+"""The command `megapipe`: look at schedules, and compare them, before they run and after."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from .charts import save_html, save_picture
+from .bubble import split_bubble
+from .charts import save_comparison, save_comparison_html, save_html, save_picture
 from .plan import Plan, load_plan, make_plan
 from .registry import find_schedule, schedule_names
-from .simulation import Simulation
+from .simulation import Costs, Simulation, Span, simulate
+from .timeline import Timeline, load_timeline
 from .verbs import ScheduleError
 from .visualize import save_trace, timeline
 
@@ -34,7 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     show = commands.add_parser("show", help="draw one schedule", description="Draw a schedule's timeline.")
-    show.add_argument("schedule", help=f"{', '.join(schedule_names())}, or a file saved with --csv or --json")
+    files = "a file saved with --csv or --json, or a measured timeline"
+    show.add_argument("schedule", help=f"{', '.join(schedule_names())}, {files}")
     _add_sizes(show, required=False)
     _add_costs(show)
     show.add_argument("--steps", type=int, default=1, help="training steps, one after the other without a barrier")
@@ -53,11 +57,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_sizes(compare, required=True)
     _add_costs(compare)
-    compare.add_argument(
+    _add_choice(compare)
+    compare.set_defaults(run=_compare)
+
+    tune = commands.add_parser(
+        "tune",
+        help="recommend a schedule",
+        description="Predict every schedule's step time from a measured timeline, and recommend one.",
+    )
+    tune.add_argument("timeline", help="the file that was recorded")
+    tune.add_argument("--microbatches", type=int, default=None, help="microbatches per step; default: as measured")
+    tune.add_argument(
+        "--chunks", type=int, nargs="+", default=[2, 4], help="stages per rank, for schedules that leave it open"
+    )
+    _add_choice(tune)
+    tune.set_defaults(run=_tune)
+    return parser
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--memory-limit", type=float, default=None, metavar="N", help="microbatches of a whole rank that fit in memory"
     )
-    compare.set_defaults(run=_compare)
-    return parser
+    for ending in ("svg", "png", "html"):
+        parser.add_argument(f"--{ending}", metavar="FILE", help="save a chart of time against memory")
 
 
 def _add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -75,15 +98,8 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     times.add_argument("--optimizer", type=float, default=0.0, help="the optimizer's step, after each step")
 
 
-def _simulate(plan: Plan, args: argparse.Namespace, num_steps: int = 1) -> Simulation:
-    return plan.simulate(
-        args.forward,
-        args.backward_input,
-        args.backward_weight,
-        args.p2p,
-        optimizer=args.optimizer,
-        num_steps=num_steps,
-    )
+def _costs(args: argparse.Namespace) -> Costs:
+    return Costs(args.forward, args.backward_input, args.backward_weight, args.p2p, optimizer=args.optimizer)
 
 
 # show
@@ -92,26 +108,38 @@ def _simulate(plan: Plan, args: argparse.Namespace, num_steps: int = 1) -> Simul
 def _show(args: argparse.Namespace) -> None:
     if args.steps < 1:
         raise ValueError(f"--steps must be at least 1, got {args.steps}.")
-    plan = _find_plan(args)
+    measured = load_timeline(args.schedule) if args.schedule.endswith(".json") else None
+    plan = _find_plan(args) if measured is None else measured.plan
     plan.check()
-    simulation = _simulate(plan, args, args.steps)
+    simulation = simulate(plan, _costs(args), args.steps) if measured is None else measured.predict()
+    _save_files(plan, simulation, measured, args)
+    if measured is None:
+        _print_timeline(plan, simulation.spans, args.width, simulation.makespan)
+    else:
+        _print_both(measured, simulation, args.width)
+    if args.comms:
+        for rank, events in enumerate(plan.events):
+            shown = [str(event) for event in events if event.action is not None or plan.peer(rank, event) is not None]
+            print(f"rank {rank}: " + " ".join(shown))
+    if measured is None:
+        _print_figures(plan, simulation)
+    else:
+        _print_measured(measured, simulation)
+
+
+def _save_files(plan: Plan, simulation: Simulation, measured: Timeline | None, args: argparse.Namespace) -> None:
+    step = None if measured is None else measured.typical_step
     if args.csv:
         plan.save_csv(args.csv)
     if args.json:
         plan.save_json(args.json)
     for picture in (args.svg, args.png):
         if picture:
-            save_picture(plan, simulation, picture)
+            save_picture(plan, simulation, picture, step)
     if args.html:
-        save_html(plan, simulation, args.html)
+        save_html(plan, simulation, args.html, step)
     if args.trace:
-        save_trace(plan, simulation, args.trace)
-    _print_timeline(plan, simulation, args.width)
-    if args.comms:
-        for rank, events in enumerate(plan.events):
-            shown = [str(event) for event in events if event.action is not None or plan.peer(rank, event) is not None]
-            print(f"rank {rank}: " + " ".join(shown))
-    _print_figures(plan, simulation)
+        save_trace(plan, simulation, args.trace, measured=[] if measured is None else measured.steps)
 
 
 def _find_plan(args: argparse.Namespace) -> Plan:
@@ -123,10 +151,20 @@ def _find_plan(args: argparse.Namespace) -> Plan:
     return make_plan(args.schedule, args.pp, args.microbatches, args.chunks)
 
 
-def _print_timeline(plan: Plan, simulation: Simulation, width: int | None) -> None:
+def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> None:
+    """The measured step and its plan, on the same scale."""
+    spans = [rank.spans for rank in measured.typical_step]
+    duration = max(rank.end for rank in measured.typical_step)
+    print(f"measured, the median of {len(measured.steps)} steps:")
+    _print_timeline(measured.plan, spans, width, max(duration, simulation.makespan))
+    print("by the plan, with the mean times that were measured:")
+    _print_timeline(measured.plan, simulation.spans, width, max(duration, simulation.makespan))
+
+
+def _print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | None, duration: float) -> None:
     prefix = len(f"rank {plan.pp_size - 1} ")
     columns = max(20, (width or shutil.get_terminal_size((120, 24)).columns) - prefix)
-    rows = timeline(simulation, columns)
+    rows = timeline(ranks, columns, duration)
     console = _console()
     for rank, row in enumerate(rows):
         name = f"rank {rank}".ljust(prefix)
@@ -161,38 +199,115 @@ def _console() -> Any:
 
 
 def _print_figures(plan: Plan, simulation: Simulation) -> None:
-    def listed(values: Sequence[float], form: str) -> str:
-        texts = [format(value, form) for value in values]
-        return texts[0] + " on every rank" if len(set(texts)) == 1 else " ".join(texts)
-
     print(f"step       {simulation.step_time:g}, of at least {simulation.lower_bound:g}")
-    print(f"bubble     {listed(simulation.bubble, '.1%')}")
-    print(f"in a span  {listed(simulation.inner_bubble, '.1%')}")
+    print(f"bubble     {_listed(simulation.bubble, '.1%')}")
+    print(f"in a span  {_listed(simulation.inner_bubble, '.1%')}")
     if not plan.forward_only:
-        print(f"held       {listed(simulation.peak_activations, 'g')} (microbatches of a whole rank)")
+        print(f"held       {_listed(simulation.peak_activations, 'g')} (microbatches of a whole rank)")
     print(f"messages   {plan.num_messages} per step")
 
 
-# compare
+def _print_measured(measured: Timeline, simulation: Simulation) -> None:
+    """Milliseconds, as means over all steps."""
+    split = split_bubble(measured)
+    print(f"step       {split.step_time:.4g} ms measured, {simulation.makespan:.4g} ms by the plan")
+    print(f"bubble     {split}")
+    for name in ("waited", "host"):
+        means = [fmean(getattr(step[rank], name) for step in measured.steps) for rank in range(measured.plan.pp_size)]
+        print(f"{name:<10} {_listed(means, '.3g', ' ms per step')}")
+    for kind, times in measured.mean_times.items():
+        print(f"{f'{kind} takes':<10} {_listed(times, '.3g', ' ms', 'stage')}")
+    print(f"messages   {measured.plan.num_messages} per step, latency {measured.latency:.3g} ms")
+
+
+def _listed(values: Sequence[float], form: str, unit: str = "", what: str = "rank") -> str:
+    texts = [format(value, form) for value in values]
+    return f"{texts[0]}{unit} on every {what}" if len(set(texts)) == 1 else " ".join(texts) + unit
+
+
+# compare and tune
+
+Rows = list[tuple[Plan, Simulation]]
 
 
 def _compare(args: argparse.Namespace) -> None:
-    rows = []
+    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], _costs(args))
+    _show_rows(rows, args, unit="")
+
+
+def _tune(args: argparse.Namespace) -> None:
+    measured = load_timeline(args.timeline)
+    if measured is None:
+        raise ValueError(f"{args.timeline} is no measured timeline: record one with config.record_timeline.")
+    plan, costs = measured.plan, measured.even_costs()
+    if plan.forward_only:
+        raise ValueError(
+            f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
+        )
+    times = (costs.forward, costs.backward_input, costs.backward_weight)
+    print(
+        f"measured: {plan.name}, {plan.pp_size} ranks, {plan.num_microbatches} microbatches: "
+        f"{split_bubble(measured).step_time:.4g} ms per step, {measured.predict().makespan:.4g} by its plan"
+    )
+    print("times: forward {:.3g}, input gradients {:.3g}, weight gradients {:.3g} ms".format(*times), end=" ")
+    print(f"per microbatch on a rank (mean of all ranks), a message {costs.p2p:.3g} ms")
+    if "W" not in measured.mean_times:
+        print("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
+    num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches
+    rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs)
+    _show_rows(rows, args, unit="ms")
+    _recommend(rows, args.memory_limit)
+
+
+def _recommend(rows: Rows, limit: float | None) -> None:
+    """Of the fastest within the limit the one that needs least memory, then fewest messages."""
+    fitting = [row for row in rows if limit is None or max(row[1].peak_activations) <= limit]
+    if not fitting:
+        least = min(max(simulation.peak_activations) for _, simulation in rows)
+        raise ValueError(
+            f"no schedule fits {limit:g} microbatches of a whole rank: the smallest needs {least:.3g}. Use smaller "
+            "microbatches, activation checkpointing, or more ranks."
+        )
+    fastest = min(simulation.makespan for _, simulation in fitting)
+    plan, simulation = min(
+        (row for row in fitting if row[1].makespan <= 1.001 * fastest),
+        key=lambda row: (max(row[1].peak_activations), row[0].num_messages),
+    )
+    num_stages = plan.pp_size * plan.num_chunks
+    chunks = f" with {plan.num_chunks} chunks per rank ({num_stages} stages)" if plan.num_chunks > 1 else ""
+    print(f"recommended: {plan.name}{chunks}, {simulation.makespan:.4g} ms per step")
+
+
+def _all_schedules(pp_size: int, num_microbatches: int, chunks: Sequence[int | None], costs: Costs) -> Rows:
+    """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks.
+    What cannot run is printed, with its reason."""
+    rows: Rows = []
     for name in schedule_names():
         schedule = find_schedule(name)
-        if schedule.forward_only or (schedule.max_pp_size or args.pp) < args.pp:
+        if schedule.forward_only or (schedule.max_pp_size or pp_size) < pp_size:
             continue
-        try:
-            plan = make_plan(name, args.pp, args.microbatches, args.chunks if schedule.num_chunks is None else None)
-        except ScheduleError:
-            raise
-        except ValueError as error:
-            print(f"{name}: {error}")
-            continue
-        rows.append((plan, _simulate(plan, args)))
-    rows.sort(key=lambda row: (row[1].makespan, max(row[1].peak_activations)))
-    best = rows[0][1].makespan
+        for num_chunks in chunks if schedule.num_chunks is None else [None]:
+            try:
+                plan = make_plan(name, pp_size, num_microbatches, num_chunks)
+            except ScheduleError:
+                raise
+            except ValueError as error:
+                print(f"{name}: {error}")
+                continue
+            rows.append((plan, simulate(plan, costs)))
+    if not rows:
+        raise ValueError(f"no schedule runs {num_microbatches} microbatches on {pp_size} ranks.")
+    return sorted(rows, key=lambda row: (row[1].makespan, max(row[1].peak_activations)))
+
+
+def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
     limit = args.memory_limit
+    for picture in (args.svg, args.png):
+        if picture:
+            save_comparison(rows, picture, limit, unit)
+    if args.html:
+        save_comparison_html(rows, args.html, limit, unit)
+    best = rows[0][1].makespan
     header = f"{'schedule':<18} {'chunks':>6} {'step':>9} {'of best':>8} {'bubble':>7} {'held':>9} {'messages':>8}"
     print(header + ("" if limit is None else f"  fits {limit:g}"))
     for plan, simulation in rows:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .verbs import Settings
+
+if TYPE_CHECKING:
+    from .recording import TimelineRecorder
 
 __all__ = ["PipelineConfig"]
 
@@ -80,6 +83,9 @@ class PipelineConfig:
     timers: Any = None
     """Megatron's timers: `timers(name, log_level=...)` returns an object with `start(barrier=...)` and `stop()`."""
     barrier_with_L1_time: bool = True  # noqa: N815
+    record_timeline: TimelineRecorder | None = None
+    """Writes down when each action and each wait of the last training steps began and ended, at less than 2 us per
+    action; `record_timeline.save(path)` makes one file of all ranks' records, for `megapipe show` and `tune`."""
 
     @classmethod
     def of(cls, config: object, **overrides: Any) -> PipelineConfig:

@@ -19,6 +19,7 @@ from .boundary import Boundary
 from .gradients import GradientSync
 from .p2p_communication import Communicator, Transfer
 from .placement import Placement
+from .recording import StepRecord
 from .stage import InFlight, Stage
 from .verbs import Action, Settings, Verbs
 from .watchdog import Position, Watchdog
@@ -53,6 +54,7 @@ class Pipeline(Verbs):
         communicator, watchdog: None for a pipeline of one rank.
         gradient_sync: None where nothing is trained.
         partial_checkpoints: (n, window): of every `window` forwards on this rank the first n recompute only in part.
+        record: where to write down what takes how long; None for nowhere.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Pipeline(Verbs):
         gradient_sync: GradientSync | None,
         partial_checkpoints: tuple[int, int] | None,
         settings: Settings,
+        record: StepRecord | None,
     ) -> None:
         forward_only = gradient_sync is None
         super().__init__(placement, pp_rank, pp_size, num_microbatches, len(chunks), forward_only, settings)
@@ -80,6 +83,7 @@ class Pipeline(Verbs):
         self._gradient_sync = gradient_sync
         self._partial_checkpoints = partial_checkpoints
         self._num_forwards = 0
+        self._record = record
         self._profiling = torch._C._autograd._profiler_enabled()
 
     def recv_forward(self, chunk: int = 0) -> None:
@@ -158,7 +162,10 @@ class Pipeline(Verbs):
             chunk.stage.forget_input()
         if self._communicator is not None:
             self._position.action, self._position.awaited = "the end of its step", "its last messages to be taken"
+            since = None if self._record is None else self._record.now()
             self._communicator.drain()
+            if self._record is not None:
+                self._record.waited(since)
             self._position.awaited = None
         return self._results
 
@@ -171,7 +178,10 @@ class Pipeline(Verbs):
         position = self._position
         position.peer = boundary.peer
         position.awaited = f"{what} of microbatch {microbatch}"
+        since = None if self._record is None else self._record.now()
         tensors = transfer.wait()
+        if self._record is not None:
+            self._record.waited(since)
         position.awaited = None
         if self._watchdog is not None:
             self._watchdog.check()
@@ -179,7 +189,8 @@ class Pipeline(Verbs):
 
     def _at(self, action: Action) -> AbstractContextManager[Any]:
         self._position.action = name = str(action)
-        return record_function(name) if self._profiling else nullcontext()
+        profiled = record_function(name) if self._profiling else nullcontext()
+        return profiled if self._record is None else self._record.during(action, profiled)
 
     def _checkpoint_argument(self) -> tuple[bool, ...]:
         """The third argument of forward_step_func: whether to recompute all of this forward's activations."""

@@ -20,7 +20,7 @@ from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, peak_memory, play, simulate
 from .verbs import Action, ScheduleError, Settings, Verbs
 
-__all__ = ["Event", "Plan", "PlanRecorder", "make_plan"]
+__all__ = ["Event", "Plan", "PlanRecorder", "load_plan", "make_plan", "plan_of"]
 
 ACTION_KINDS = {"forward_step": "F", "backward_step": "BW", "backward_input_step": "B", "backward_weight_step": "W"}
 
@@ -308,8 +308,7 @@ def make_plan(
 def load_plan(path: str | Path) -> Plan:
     """A plan from a file that `save_csv` or `save_json` wrote, or that torch.distributed.pipelining did.
 
-    Each action receives what it needs just before and sends what it made just after. Raises ValueError where the file
-    does not hold a plan.
+    Raises ValueError where the file does not hold a plan.
     """
     text = Path(path).read_text()
     name = Path(path).stem
@@ -318,7 +317,12 @@ def load_plan(path: str | Path) -> Plan:
         name, rows = content["name"], content["actions"]
     else:
         rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.splitlines())]
-    actions = [_parse_row(row) for row in rows if row]
+    return plan_of(name, [_parse_row(row) for row in rows if row])
+
+
+def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
+    """The plan in which each rank runs these actions: each receives what it needs just before and sends what it made
+    just after."""
     placement, num_chunks = _find_placement(actions)
     kinds = {action.kind for row in actions for action in row}
     return Plan(

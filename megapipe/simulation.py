@@ -188,8 +188,10 @@ def play(
     costs: Costs,
     clocks: list[float],
     spans: list[list[Span]],
+    pause: Callable[[Action], float] = lambda action: 0.0,
 ) -> list[int]:
     """Run all ranks side by side from the times in `clocks`, which are moved on, and append what they do to `spans`.
+    Before an action, and before it waits for its message, a rank is busy with other things for a `pause`.
 
     Returns how many of its events each rank has got through: all, unless the plan hangs.
     """
@@ -207,10 +209,11 @@ def play(
             action = event.action
             if action is not None:
                 needed = plan.needs(event)
+                if needed is not None and needed not in arrivals:
+                    waiting[needed] = rank
+                    break
+                clock += pause(action)
                 if needed is not None:
-                    if needed not in arrivals:
-                        waiting[needed] = rank
-                        break
                     clock = max(clock, arrivals.pop(needed))
                 end = clock + duration(action)
                 spans[rank].append(Span(action, clock, end))

@@ -25,6 +25,7 @@ from .p2p_communication import MessageSpec
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
 from .plan import Plan, make_plan
+from .recording import StepRecord
 from .registry import Schedule, find_schedule, register
 from .session import Session
 from .shapes import ShapeArguments, message_specs
@@ -142,6 +143,7 @@ class ForwardBackward(Schedule):
             step.forward_only,
         )
         gradient_sync = None if step.forward_only else GradientSync(config, step.models, step.num_microbatches)
+        record = self._begin_record(step)
         pipe = Pipeline(
             [
                 Chunk(Stage(info, chunk, step, spec[1]), *boundaries)
@@ -157,12 +159,21 @@ class ForwardBackward(Schedule):
             gradient_sync=gradient_sync,
             partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size),
             settings=config.settings,
+            record=record,
         )
         with _timed(config), torch.no_grad() if step.forward_only else gradient_sync or nullcontext():
             reports: list[Any] = self.loops(pipe)
         if reports is not step.results:
             raise ScheduleError(f"{self.name} did not end with `return pipe.finish()`.")
+        if config.record_timeline is not None and record is not None:
+            config.record_timeline.end(record)
         return step.results
+
+    def _begin_record(self, step: StepArguments) -> StepRecord | None:
+        recorder = step.config.record_timeline
+        if recorder is None or (step.forward_only and not self.forward_only):
+            return None
+        return recorder.begin(self.name, step.device)
 
     def _partial_checkpoints(
         self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int

@@ -1,14 +1,16 @@
-"""A plan as a picture: in the terminal, as plain text, and as a trace for Perfetto."""
+"""A plan or a measured step as a picture: in the terminal, as plain text, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from .plan import Plan
 from .simulation import Simulation, Span
+from .timeline import RankStep
 from .verbs import Action
 
 __all__ = ["Segment", "as_text", "save_trace", "timeline"]
@@ -40,13 +42,18 @@ class Segment(NamedTuple):
     action: Action | None
 
 
-def timeline(simulation: Simulation, width: int) -> list[list[Segment]]:
-    """A row of segments per rank, `width` columns wide, with as much of the actions' names as there is room for."""
-    begin = min(spans[0].start for spans in simulation.spans)
-    scale = width / simulation.makespan
-    labels = _choose_labels([span for spans in simulation.spans for span in spans], scale)
+def timeline(ranks: Sequence[Sequence[Span]], width: int, duration: float) -> list[list[Segment]]:
+    """A row of segments per rank, with as much of the actions' names as there is room for.
+
+    Args:
+        ranks: what each does.
+        width, duration: so many columns stand for so much time, from the first action on.
+    """
+    begin = min(spans[0].start for spans in ranks)
+    scale = width / duration
+    labels = _choose_labels([span for spans in ranks for span in spans], scale)
     rows = []
-    for spans in simulation.spans:
+    for spans in ranks:
         row: list[Segment] = []
         column = 0
         for action, start, end in spans:
@@ -54,7 +61,10 @@ def timeline(simulation: Simulation, width: int) -> list[list[Segment]]:
             if first > column:
                 row.append(Segment(" " * (first - column), None))
             if last > first:
-                row.append(Segment(labels[action.kind](action)[: last - first].ljust(last - first), action))
+                name = labels[action.kind](action)
+                if len(name) > last - first:
+                    name = action.kind[0]
+                row.append(Segment(name.ljust(last - first), action))
             column = max(column, last)
         row.append(Segment(" " * (width - column), None))
         rows.append(row)
@@ -62,7 +72,8 @@ def timeline(simulation: Simulation, width: int) -> list[list[Segment]]:
 
 
 def _choose_labels(spans: list[Span], scale: float) -> dict[str, Callable[[Action], str]]:
-    """For each kind of action, the longest of its names that fits everywhere, with a column free between neighbours."""
+    """For each kind of action, the longest of its names that fits nearly everywhere, with a column free between
+    neighbours."""
     names: tuple[Callable[[Action], str], ...] = (
         str,
         lambda action: f"{action.kind[0]}{action.microbatch}",
@@ -72,30 +83,46 @@ def _choose_labels(spans: list[Span], scale: float) -> dict[str, Callable[[Actio
     labels = {}
     for kind in {span.action.kind for span in spans}:
         own = [span for span in spans if span.action.kind == kind]
-        fitting = [n for n in names if all(len(n(s.action)) < int((s.end - s.start) * scale) for s in own)]
+        fitting = [n for n in names if fmean(len(n(s.action)) < int((s.end - s.start) * scale) for s in own) > 0.8]
         labels[kind] = (fitting or names[-1:])[0]
     return labels
 
 
-def save_trace(plan: Plan, simulation: Simulation, path: str | Path, unit: str = "ms") -> None:
-    """A trace in Chrome's JSON format, which Perfetto opens. A unit of the simulation is one `unit` there."""
-    microseconds = {"us": 1.0, "ms": 1e3, "s": 1e6}[unit]
-    events: list[dict[str, object]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in range(plan.pp_size)
-    ]
-    events += [
-        {
-            "ph": "X",
-            "name": str(action),
-            "cat": action.kind,
-            "pid": 0,
-            "tid": rank,
-            "ts": start * microseconds,
-            "dur": (end - start) * microseconds,
-            "args": {"stage": action.stage, "microbatch": action.microbatch},
-        }
-        for rank, spans in enumerate(simulation.spans)
-        for action, start, end in spans
-    ]
+def save_trace(
+    plan: Plan,
+    simulation: Simulation,
+    path: str | Path,
+    unit: str = "ms",
+    measured: Sequence[Sequence[RankStep]] = (),
+) -> None:
+    """A trace in Chrome's JSON format, which Perfetto opens. A unit of the simulation is one `unit` there.
+
+    Args:
+        measured: steps, per rank, shown with their waits as another process above the plan.
+    """
+    unit_us = {"us": 1.0, "ms": 1e3, "s": 1e6}[unit]
+    events = list(_trace_rows(1 if measured else 0, "plan", simulation.spans, unit_us))
+    if measured:
+        spans = [[span for step in measured for span in step[rank].spans] for rank in range(plan.pp_size)]
+        events += _trace_rows(0, "measured", spans, unit_us)
+    for step in measured:
+        for rank, one in enumerate(step):
+            for action, start, end in one.waits:
+                name = "last sends" if action is None else f"wait of {action}"
+                events.append(_trace_event(0, rank, name, "wait", start * unit_us, end * unit_us))
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _trace_rows(
+    process: int, name: str, ranks: Sequence[Sequence[Span]], unit_us: float
+) -> Iterator[dict[str, object]]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    for rank, spans in enumerate(ranks):
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for action, start, end in spans:
+            event = _trace_event(process, rank, str(action), action.kind, start * unit_us, end * unit_us)
+            yield {**event, "args": {"stage": action.stage, "microbatch": action.microbatch}}
+
+
+def _trace_event(process: int, rank: int, name: str, kind: str, start: float, end: float) -> dict[str, object]:
+    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": rank, "ts": start, "dur": end - start}

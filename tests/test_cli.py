@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from measured import as_measured
 
 from megapipe.cli import main
+from megapipe.plan import make_plan
+from megapipe.timeline import Timeline
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -49,7 +52,7 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert output_of(capsys, "show", table, "--width", "60") == out
     assert output_of(capsys, "show", plan, "--width", "60") == out
     events = json.loads(Path(trace).read_text())["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["rank 0", "rank 1"]
     first = next(event for event in events if event["ph"] == "X")
     assert (first["name"], first["ts"], first["dur"], first["tid"]) == ("0F0", 0, 1000, 0)
 
@@ -66,6 +69,82 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["1f1b"] == (33, "yes")
 
 
+def test_a_chart_of_the_comparison(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg, png, html = (tmp_path / f"chart.{ending}" for ending in ("svg", "png", "html"))
+    sizes = ("--pp", "4", "--microbatches", "8", "--memory-limit", "4")
+    output_of(capsys, "compare", *sizes, "--svg", str(svg), "--png", str(png), "--html", str(html))
+    for name in ("looped_bfs x2", "interleaved_1f1b x2", "gpipe", "1f1b", "limit 4"):
+        assert f">{name}</text>" in svg.read_text()
+        assert f'"{name}"' in html.read_text()
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> str:
+    """Two steps of 1F1B with forwards of 10 ms and backwards of 20 on both ranks, and messages of 2 ms."""
+    simulation = make_plan("1f1b", 2, 4).simulate(10.0, 10.0, 10.0, p2p=2.0)
+    path = tmp_path / "timeline.json"
+    Timeline("1f1b", [as_measured(simulation), as_measured(simulation, start=200.0)]).save(path)
+    return str(path)
+
+
+def test_show_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str) -> None:
+    out = output_of(capsys, "show", recorded, "--width", "86")
+    assert out.splitlines() == [
+        "measured, the median of 2 steps:",
+        "rank 0 0F0  0F1  ............0B0       0F2  0B1       0F3  ..0B2       .....0B3       ",
+        "rank 1 ......1F0  1B0       1F1  1B1       ..1F2  1B2       1F3  1B3       ...........",
+        "by the plan, with the mean times that were measured:",
+        "rank 0 0F0  0F1  ............0B0       0F2  0B1       0F3  ..0B2       .....0B3       ",
+        "rank 1 ......1F0  1B0       1F1  1B1       ..1F2  1B2       1F3  1B3       ...........",
+        "step       158 ms measured, 158 ms by the plan",
+        "bubble     24.1% = 19.0% the schedule's own + 0.0% uneven stages + 5.1% waiting for communication + 0.0% host",
+        "waited     38 ms per step on every rank",
+        "host       0 ms per step on every rank",
+        "F takes    10 ms on every stage",
+        "BW takes   20 ms on every stage",
+        "messages   8 per step, latency 2 ms",
+    ]
+
+
+def test_files_of_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str) -> None:
+    svg, html, trace, table = (str(tmp_path / name) for name in ("step.svg", "step.html", "trace.json", "plan.csv"))
+    output_of(capsys, "show", recorded, "--svg", svg, "--html", html, "--trace", trace, "--csv", table)
+    for path in (svg, html):
+        assert "measured" in Path(path).read_text()
+        assert "by the plan" in Path(path).read_text()
+    assert Path(table).read_text() == "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "measured", 1: "plan"}
+    assert sum(event["name"] == "1F0" and event["pid"] == 0 for event in events) == 2  # both steps
+    wait = next(event for event in events if event["name"] == "wait of 1F0")
+    assert (wait["ts"], wait["dur"], wait["tid"]) == (0, 12000, 1)
+
+
+def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str) -> None:
+    chart = tmp_path / "chart.svg"
+    out = output_of(capsys, "tune", recorded, "--chunks", "2", "--memory-limit", "3", "--svg", str(chart)).splitlines()
+    assert ">time of a step, ms</text>" in chart.read_text()
+    assert out[0] == "measured: 1f1b, 2 ranks, 4 microbatches: 158 ms per step, 158 by its plan"
+    assert out[1].startswith("times: forward 10, input gradients 10, weight gradients 10 ms")
+    assert out[1].endswith("a message 2 ms")
+    assert "half of each counts as input gradients" in out[2]
+    rows = {line.split()[0]: line.split() for line in out[4:-1]}
+    assert float(rows["1f1b"][2]) == 158
+    assert rows["gpipe"][-1] == "no"
+    assert float(rows["interleaved_1f1b"][2]) == 147
+    assert out[-1].startswith("recommended: interleaved_1f1b with 2 chunks per rank (4 stages), ")
+    out = output_of(capsys, "tune", recorded, "--microbatches", "8", "--memory-limit", "2").splitlines()
+    assert out[-1].startswith("recommended: 1f1b, ")
+    assert main(["tune", recorded, "--memory-limit", "1"]) == 2
+    assert "no schedule fits 1 microbatches of a whole rank: the smallest needs 2" in capsys.readouterr().err
+    forwards = tmp_path / "forwards.json"
+    Timeline("inference", [as_measured(make_plan("inference", 2, 4).simulate())]).save(forwards)
+    assert main(["tune", str(forwards)]) == 2
+    assert "has forwards only" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,6 +153,10 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
         (["show", "1f1b", "--pp", "0", "--microbatches", "4"], "at least 1 rank and 1 microbatch, got 0 and 4"),
         (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["show", "nothing.csv"], "No such file"),
+        (["show", "nothing.json"], "No such file"),
+        (["tune", "nothing.json"], "No such file"),
+        (["compare", "--pp", "2", "--microbatches", "0"], "no schedule runs 0 microbatches on 2 ranks"),
+        (["tune", __file__], "is no measured timeline: record one with config.record_timeline"),
     ],
 )
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

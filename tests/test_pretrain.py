@@ -1,6 +1,7 @@
 """The example: the losses it prints do not depend on how the model is cut."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPool
+
+from megapipe.plan import make_plan
+from megapipe.timeline import load_timeline
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = (
@@ -64,9 +68,10 @@ def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:
         assert "--global-batch-size 7 is no multiple of --micro-batch-size 2 times 1 replicas" in message(result)
 
 
-def test_through_torchrun(text: str) -> None:
+def test_through_torchrun(text: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "pretrain_gpt.py"), *SMALL.split(), *text.split(), "--pipeline-model-parallel-size", "2"]
+    command += ["--record-timeline", str(tmp_path / "timeline.json")]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False
     )
@@ -74,5 +79,11 @@ def test_through_torchrun(text: str) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("4 layers of 16 on 2 ranks: 2 stages x 1 replicas, schedule 1f1b, 8 microbatches")
     assert "validation loss" in done.stdout
-    assert "tokens/s, bubble" in lines[-1]
-    assert lines[-1].endswith("by the plan")
+    assert lines[-2].endswith("tokens/s")
+    part = r"-?[\d.]+% "
+    parts = [f"{part}{name}" for name in ("the schedule's own", "uneven stages", "waiting for communication", "host")]
+    assert re.fullmatch(rf"bubble {part}= " + r" \+ ".join(parts), lines[-1])
+    timeline = load_timeline(tmp_path / "timeline.json")
+    assert timeline is not None
+    assert timeline.plan.actions == make_plan("1f1b", 2, 8).actions
+    assert len(timeline.steps) == 6

@@ -1,0 +1,246 @@
+"""Measured timelines: recorded on ranks, put on one clock, and split into what the idle time was for."""
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measured import as_measured
+from models import build, run
+from ranks import RankPool
+
+from megapipe import PipelineError, TimelineRecorder, recording
+from megapipe.bubble import split_bubble
+from megapipe.clocks import align
+from megapipe.plan import make_plan
+from megapipe.simulation import Costs, play
+from megapipe.timeline import Timeline, load_timeline, messages
+
+SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
+
+
+# Recording
+
+
+def record(rank: int, schedule: str, pp_size: int, m: int, folder: Path) -> Timeline:
+    recorder = TimelineRecorder(num_steps=2)
+    chunks = build(schedule, pp_size, 8)
+    for chunk in chunks:
+        chunk.config.record_timeline = recorder
+    run(schedule, chunks, m + 1)  # forgotten: another plan
+    for seed in range(3):
+        run(schedule, chunks, m, seed=seed)
+        run(schedule, chunks, m + 2, seed=seed, forward_only=True)  # left out: another plan
+    return recorder.save(folder / "timeline.json")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_recorded(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    timelines = ranks.run(3, record, schedule, 3, 5, tmp_path)
+    timeline = load_timeline(tmp_path / "timeline.json")
+    assert timeline is not None
+    assert all(one.plan.actions == timeline.plan.actions for one in timelines)
+    plan = make_plan(schedule, 3, 5)
+    assert timeline.plan.actions == plan.actions
+    assert timeline.plan.num_messages == plan.num_messages
+    assert len(timeline.steps) == 2
+    for step in timeline.steps:
+        for rank, one in enumerate(step):
+            times = [one.begin, *(time for span in one.spans for time in span[1:]), one.end]
+            assert times == sorted(times)
+            waited_for = [wait.action for wait in one.waits]
+            needing = [
+                event.action
+                for event in plan.events[rank]
+                if (needed := plan.needs(event)) is not None
+                and (plan.rank_of(needed.stage) != rank or not needed.verb.endswith("forward"))
+            ]
+            assert waited_for == [*needing, None]
+    check_split(timeline)
+
+
+def check_split(timeline: Timeline) -> None:
+    """The four parts of the bubble add up to what was measured, on every rank."""
+    split = split_bubble(timeline)
+    parts = zip(split.own, split.uneven, split.host, split.communication)
+    for rank, (own, uneven, host, communication) in enumerate(parts):
+        busy = sum(step[rank].busy for step in timeline.steps) / len(timeline.steps)
+        assert own + uneven + host + communication == pytest.approx(split.step_time - busy)
+        assert own >= 0
+        assert host >= -1e-3
+        assert communication >= -1e-3
+
+
+def record_alone(rank: int) -> Timeline:
+    recorder = TimelineRecorder()
+    (chunk,) = build("no_pipelining", 1, 2, record_timeline=recorder)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run("no_pipelining", [chunk], 2)
+    assert {"0F0", "0B0", "0F1", "0B1"} <= {event.key for event in profile.key_averages()}
+    return recorder.gather()
+
+
+def test_a_pipeline_of_one_rank(ranks: RankPool) -> None:
+    (timeline,) = ranks.run(1, record_alone)
+    assert [str(span.action) for span in timeline.steps[0][0].spans] == ["0F0", "0B0", "0F1", "0B1"]
+    split = split_bubble(timeline)
+    assert split.own == split.communication == [0]
+    assert split.host[0] > 0
+
+
+def record_a_failure(rank: int) -> int:
+    recorder = TimelineRecorder()
+    chunks = build("1f1b", 2, 2, record_timeline=recorder)
+    for num_microbatches in (2, 2):
+        run("1f1b", chunks, num_microbatches)
+    with pytest.raises((ValueError, PipelineError), match="data_iterator ended"):
+        run("1f1b", chunks, 2, data_iterator=iter([]))
+    run("1f1b", chunks, 2)
+    return len(recorder.gather().steps)
+
+
+def test_a_step_that_failed_is_left_out(ranks: RankPool) -> None:
+    assert ranks.run(2, record_a_failure) == [3, 3]
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(ValueError, match="at least 1 step, got num_steps=0"):
+        TimelineRecorder(0)
+    with pytest.raises(ValueError, match="no training step was recorded"):
+        TimelineRecorder().gather()
+
+
+# Clocks
+
+
+def record_on_another_host(rank: int) -> Timeline:
+    """Every rank pretends to be on a host whose clock is 1000 s ahead of the rank before."""
+    recorder = TimelineRecorder()
+    recorder._clock.now = lambda: time.perf_counter() + 1000 * rank
+    monkeypatch = pytest.MonkeyPatch()  # workers are lent to other tests afterwards
+    monkeypatch.setattr(recording, "_clock_name", lambda: f"host {rank}")
+    chunks = build("1f1b", 3, 3, record_timeline=recorder)
+    for seed in range(4):
+        run("1f1b", chunks, 6, seed=seed)
+    timeline = recorder.gather()
+    monkeypatch.undo()
+    return timeline
+
+
+def test_recorded_on_several_hosts(ranks: RankPool) -> None:
+    for timeline in ranks.run(3, record_on_another_host):
+        assert max(rank.end for step in timeline.steps for rank in step) < 1e5  # and not a million ms
+        for step in timeline.steps:
+            assert all(message.sent <= message.received for message in messages(timeline.plan, step))
+        check_split(timeline)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_clocks_of_other_hosts_are_brought_into_line(schedule: str) -> None:
+    plan = make_plan(schedule, 4, 8)
+    steps = [as_measured(plan.simulate(1.0, 1.2, 0.9, p2p=0.3), start) for start in (0.0, 50.0)]
+    offsets = [0.0, 0.0, 1e6, -7e4]
+    apart = [[rank.moved(offset) for rank, offset in zip(step, offsets)] for step in steps]
+    together = align(plan, apart, ["a", "a", "b", "c"])
+    for step, expected in zip(together, steps):
+        for rank, other in zip(step, expected):
+            assert rank.begin == pytest.approx(other.begin, abs=1e-6)
+            assert rank.spans[3].start == pytest.approx(other.spans[3].start, abs=1e-6)
+
+
+def test_clocks_where_messages_go_one_way() -> None:
+    plan = make_plan("inference", 3, 4)
+    steps = [as_measured(plan.simulate(1.0, p2p=0.3))]
+    apart = [[rank.moved(1e5 * index) for index, rank in enumerate(steps[0])]]
+    together = align(plan, apart, ["a", "b", "c"])
+    for index, rank in enumerate(together[0]):
+        assert rank.begin == pytest.approx(-0.3 * index, abs=1e-6)  # the latency is taken for nothing
+
+
+def test_a_shared_clock_is_left_alone() -> None:
+    plan = make_plan("1f1b", 2, 2)
+    steps = [as_measured(plan.simulate(p2p=0.1))]
+    assert align(plan, steps, ["a", "a"]) == steps
+
+
+# The bubble
+
+
+def test_the_split_of_a_step_without_any_flaw() -> None:
+    plan = make_plan("1f1b", 4, 8)
+    timeline = Timeline("1f1b", [as_measured(plan.simulate())])
+    split = split_bubble(timeline)
+    assert split.own == pytest.approx([9.0] * 4)  # 3 (F + B)
+    assert split.uneven + split.host + split.communication == pytest.approx([0.0] * 12)
+
+
+def test_each_flaw_is_put_down_to_its_cause() -> None:
+    plan = make_plan("1f1b", 4, 8)
+    flawless = plan.simulate().makespan
+    slow_messages = split_bubble(Timeline("1f1b", [as_measured(plan.simulate(p2p=0.25))]))
+    assert slow_messages.communication == pytest.approx([plan.simulate(p2p=0.25).makespan - flawless] * 4)
+    assert slow_messages.uneven + slow_messages.host == pytest.approx([0.0] * 8)
+
+    times = [1.0, 1.0, 1.0, 2.0]
+    uneven = split_bubble(Timeline("1f1b", [as_measured(plan.simulate(times, times, times))]))
+    assert sum(uneven.uneven) > 4
+    assert uneven.host + uneven.communication == pytest.approx([0.0] * 8)
+
+    busy_host = replace(plan.simulate(), spans=[[] for _ in range(4)])
+    play(plan, lambda action: 1.0 if action.kind == "F" else 2.0, Costs(), [0.5] * 4, busy_host.spans, lambda _: 0.5)
+    host = split_bubble(Timeline("1f1b", [as_measured(busy_host, pause=0.5)]))
+    assert host.host == pytest.approx([busy_host.makespan - flawless] * 4)
+    assert host.uneven + host.communication == pytest.approx([0.0] * 8)
+
+
+def test_ranks_that_begin_before_the_others_have_ended_their_step() -> None:
+    """Without a barrier the last ranks begin a step while the first one is still in the step before."""
+    plan = make_plan("1f1b", 4, 8)
+    step = as_measured(plan.simulate(p2p=0.25))
+    early = [step[0]]
+    for rank, one in enumerate(step[1:], 1):
+        first = one.waits[0]._replace(start=-float(rank))
+        early.append(replace(one, begin=first.start, waits=[first, *one.waits[1:]]))
+    assert split_bubble(Timeline("1f1b", [early])) == split_bubble(Timeline("1f1b", [step]))
+    assert Timeline("1f1b", [early]).typical_step[1].waits == step[1].waits
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_split_adds_up(schedule: str) -> None:
+    random.seed(1)
+    plan = make_plan(schedule, 4, 6)
+    stages = 4 * plan.num_chunks
+    steps = []
+    for start in (0.0, 100.0, 200.0):
+        forward, inputs, weights = ([random.uniform(0.5, 2.0) for _ in range(stages)] for _ in range(3))
+        steps.append(as_measured(plan.simulate(forward, inputs, weights, p2p=0.2), start, pause=0.05))
+    check_split(Timeline(schedule, steps))
+
+
+def test_costs_and_prediction() -> None:
+    plan = make_plan("interleaved_1f1b", 2, 4)
+    costs: dict[str, Any] = {"forward": [1.0, 2.0, 3.0, 4.0], "backward_input": [2.0] * 4, "backward_weight": [1.0] * 4}
+    simulation = plan.simulate(**costs, p2p=0.125)
+    timeline = Timeline(plan.name, [as_measured(simulation)])
+    assert timeline.latency == pytest.approx(0.125)
+    assert timeline.costs().forward == pytest.approx([1, 2, 3, 4])
+    assert timeline.costs().backward_input == timeline.costs().backward_weight == pytest.approx([1.5] * 4)
+    assert timeline.predict().makespan == pytest.approx(simulation.makespan)
+    assert timeline.even_costs().forward == pytest.approx(5.0)
+
+
+# Files
+
+
+def test_files_that_are_no_timelines(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    make_plan("1f1b", 2, 2).save_json(path)
+    assert load_timeline(path) is None
+    path.write_text("0F0,0B0\n")
+    assert load_timeline(path) is None
+    Timeline("1f1b", [as_measured(make_plan("1f1b", 2, m).simulate()) for m in (2, 3)]).save(path)
+    with pytest.raises(ValueError, match="one and the same plan"):
+        load_timeline(path)
