@@ -6,7 +6,7 @@ of biases are sums, cheap beside the rest, so they are returned in B.
 
 Where there is nothing to defer, torch's layer runs: the weight is frozen, or was computed from other tensors (weight
 norm, parametrizations, `functional_call`), which autograd must then carry its gradient on to. So it does under
-torch.compile, which cannot leave anything to W.
+torch.compile and torch.func's transforms, which cannot leave anything to W.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class _Linear(Function):
         ctx.weight = weight
         x, cast_weight, bias = _as_autocast(x, weight, bias)
         ctx.save_for_backward(x, cast_weight)
-        return F.linear(x, cast_weight, bias)
+        # Detached from its base, a matrix: autograd refuses to change a view made in here in place, as ReLU may do.
+        return F.linear(x, cast_weight, bias).detach()
 
     @staticmethod
     @once_differentiable
@@ -283,7 +284,9 @@ def _add_grouped(x: Tensor, grad: Tensor, counts: list[int], target: Tensor) -> 
 
 
 def _can_defer(weight: Tensor) -> bool:
-    return weight.is_leaf and weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
+        return False
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def _put_off(ctx: Any, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]) -> Tensor | None:
