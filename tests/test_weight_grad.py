@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megapipe import weight_grad
@@ -627,6 +628,38 @@ def test_a_failing_backward_gives_the_hooks_back_and_keeps_nothing() -> None:
 
 
 # Between B and W
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that is made meanwhile."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.num_elements = max(self.num_elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments"),
+    [
+        (weight_grad.Linear(64, 48, bias=False), (torch.randn(2, 3, 64),)),
+        (weight_grad.Embedding(500, 8), (torch.randint(500, (2, 3)),)),
+        (weight_grad.GroupedLinear(3, 64, 48), (torch.randn(6, 64), [1, 2, 3])),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_nothing_as_large_as_the_weight_is_made_to_accumulate(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+    backward(layer(*arguments).sum())
+    put_off = PutOff()
+    with putting_off(put_off):
+        layer(*arguments).sum().backward()
+    with Largest() as largest:
+        put_off.run()
+    assert largest.num_elements <= 2 * 3 * 64
 
 
 def test_only_inputs_and_output_gradients_are_held_between_b_and_w() -> None:

@@ -155,7 +155,7 @@ def _add_embedding(tokens: Tensor, grad: Tensor, padding: int, target: Tensor) -
     if tokens.numel() >= len(target):
         target.add_(_embedding_gradient(tokens, grad, len(target), padding))
         return
-    in_order, order = tokens.reshape(-1).sort(stable=True)
+    in_order, order = tokens.reshape(-1).sort()
     num_tokens = len(order)
     is_new = in_order[1:] != in_order[:-1]
     sums_of = torch.zeros_like(order)  # which sum each token belongs to

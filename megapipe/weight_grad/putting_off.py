@@ -61,7 +61,6 @@ class PutOff:
                 weight, compute, add_to = self._computations.popleft()
                 _accumulate(weight, compute, add_to)
                 weights[weight] = None
-                del compute, add_to
         for weight in weights:
             _call_hooks(weight)
 
