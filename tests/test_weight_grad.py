@@ -509,24 +509,47 @@ def test_a_gradient_shared_by_two_parameters(expand: bool, split: bool) -> None:
     assert torch.equal(b.grad, want)
 
 
-def test_output_gradients_that_others_go_on_using() -> None:
-    """`bias` receives the very tensor that the layer keeps until W, and the next B adds to it in place."""
+@pytest.mark.parametrize("shape", [(2, 3, OUT), (6 * OUT,), (1, 2, 3, OUT)])
+def test_output_gradients_that_others_go_on_using(shape: tuple[int, ...]) -> None:
+    """Autograd makes the tensor that the layer keeps until W, or a view of it, the gradient of `bias`, and the next B
+    adds to it in place."""
     x = [torch.randn(2, 3, IN) for _ in range(2)]
 
     def run(split: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        layer, bias = weight_grad.Linear(IN, OUT, bias=False), torch.zeros(2, 3, OUT, requires_grad=True)
+        layer, other = (weight_grad.Linear(IN, OUT, bias=False) for _ in range(2))
+        bias = torch.zeros(shape, requires_grad=True)
         put_off = [PutOff() if split else None for _ in x]
         for microbatch, put_off_here in zip(x, put_off):
             with putting_off(put_off_here):
-                ((bias + layer(microbatch)) * 2).sum().backward()
+                (
+                    (bias.view(2, 3, OUT) + layer(microbatch) + other(microbatch.view(6, IN)).view(2, 3, OUT)) * 2
+                ).sum().backward()
         for put_off_here in put_off:
             if put_off_here is not None:
                 put_off_here.run()
-        return [layer.weight.grad, bias.grad]
+        return [layer.weight.grad, other.weight.grad, bias.grad]
 
     for got, want in zip(run(True), run(False)):
         assert torch.equal(got, want)
+
+
+def test_output_gradients_are_not_copied_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(IN), nn.Linear(IN, 3 * IN), nn.Linear(IN, IN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(self.norm(x)).view(2, 3, 2, -1).transpose(1, 2).chunk(3, -1)
+            return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 3, IN))
+
+    model = weight_grad.convert(nn.Sequential(nn.Embedding(11, IN), Attention(), Attention(), nn.Linear(IN, 11)))
+    loss = F.cross_entropy(model(torch.randint(11, (2, 3))).flatten(0, 1), torch.randint(11, (6,)))
+    copies: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "clone", lambda tensor: copies.append(tensor) or tensor)
+    backward(loss)
+    assert not copies
 
 
 def test_defer_refuses_what_keeps_no_gradient() -> None:
@@ -678,7 +701,8 @@ def test_only_inputs_and_output_gradients_are_held_between_b_and_w() -> None:
     hold = PutOff.add
 
     def watch(self: PutOff, weight: Tensor, compute: Any, add_to: Any = None) -> None:
-        held.extend(part for part in compute.args if isinstance(part, Tensor))
+        parts = [getattr(part, "tensor", part) for part in compute.args]
+        held.extend(part for part in parts if isinstance(part, Tensor))
         hold(self, weight, compute, add_to)
 
     put_off = PutOff()

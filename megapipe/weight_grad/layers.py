@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .products import add_weight_gradient, rows, weight_gradient
-from .putting_off import defer
+from .putting_off import Kept, defer, keep
 
 __all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear"]
 
@@ -108,24 +108,18 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         grad_x = rows(grad).mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_bias = rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-        dtype = ctx.weight.dtype
-        return (
-            grad_x,
-            _put_off(ctx, partial(_linear_gradient, x, grad, dtype), partial(_add_linear, x, grad)),
-            grad_bias,
-        )
+        kept = keep(grad)
+        compute = partial(_linear_gradient, x, kept, ctx.weight.dtype)
+        grad_weight = _put_off(ctx, compute, partial(_add_linear, x, kept))
+        return grad_x, grad_weight, grad_bias
 
 
-# What is put off keeps `grad` itself and takes views of it in W: autograd may write into a tensor of which it finds
-# nobody else holding it, and does not look for views.
+def _linear_gradient(x: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+    return weight_gradient(rows(x), rows(kept.tensor)).to(dtype)
 
 
-def _linear_gradient(x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight_gradient(rows(x), rows(grad)).to(dtype)
-
-
-def _add_linear(x: Tensor, grad: Tensor, target: Tensor) -> None:
-    add_weight_gradient(target, rows(x), rows(grad))
+def _add_linear(x: Tensor, kept: Kept, target: Tensor) -> None:
+    add_weight_gradient(target, rows(x), rows(kept.tensor))
 
 
 class _Embedding(Function):
@@ -140,20 +134,25 @@ class _Embedding(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        compute = partial(_embedding_gradient, tokens, grad, len(ctx.weight), ctx.padding)
-        return None, _put_off(ctx, compute, partial(_add_embedding, tokens, grad, ctx.padding)), None
+        kept = keep(grad)
+        compute = partial(_embedding_gradient, tokens, kept, len(ctx.weight), ctx.padding)
+        return None, _put_off(ctx, compute, partial(_add_embedding, tokens, kept, ctx.padding)), None
 
 
-def _embedding_gradient(tokens: Tensor, grad: Tensor, num_rows: int, padding: int) -> Tensor:
+def _embedding_gradient(tokens: Tensor, kept: Kept, num_rows: int, padding: int) -> Tensor:
+    return _sum_rows(tokens, kept.tensor, num_rows, padding)
+
+
+def _sum_rows(tokens: Tensor, grad: Tensor, num_rows: int, padding: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(grad, tokens, num_rows, padding, False)  # type: ignore[no-any-return]
 
 
-def _add_embedding(tokens: Tensor, grad: Tensor, padding: int, target: Tensor) -> None:
+def _add_embedding(tokens: Tensor, kept: Kept, padding: int, target: Tensor) -> None:
     """First the sums over equal tokens, as autograd has them, then to their rows: a temporary as large as the output
     instead of the weight. No size here depends on the tokens' values, so an accelerator need not be waited for."""
-    grad = grad.to(target.dtype)
+    grad = kept.tensor.to(target.dtype)
     if tokens.numel() >= len(target):
-        target.add_(_embedding_gradient(tokens, grad, len(target), padding))
+        target.add_(_sum_rows(tokens, grad, len(target), padding))
         return
     in_order, order = tokens.reshape(-1).sort()
     num_tokens = len(order)
@@ -162,7 +161,7 @@ def _add_embedding(tokens: Tensor, grad: Tensor, padding: int, target: Tensor) -
     sums_of[order[1:]] = is_new.cumsum(0)
     rows_of = torch.zeros_like(order).scatter_(0, sums_of, tokens.reshape(-1))  # unused sums are 0: any row will do
     sums_of = sums_of.masked_fill_(tokens.reshape(-1) == padding, num_tokens)
-    sums = _embedding_gradient(sums_of, rows(grad), num_tokens + 1, num_tokens)
+    sums = _sum_rows(sums_of, rows(grad), num_tokens + 1, num_tokens)
     target.index_add_(0, rows_of, sums[:-1])
 
 
@@ -183,7 +182,7 @@ class _Convolution(Function):
             grad_x = _convolution_backward(grad, x, weight, ctx.options, [True, False, False])[0]
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum([0, *range(2, grad.dim())])
-        compute = partial(_convolution_gradient, x, grad, ctx.weight, ctx.options)
+        compute = partial(_convolution_gradient, x, keep(grad), ctx.weight, ctx.options)
         grad_weight = _put_off(ctx, compute, partial(_add_convolution, compute))
         return grad_x, grad_weight, grad_bias, *[None] * len(ctx.options)
 
@@ -236,10 +235,10 @@ def _convolution_backward(
     return backward(grad, x, weight, None, *options, mask)  # type: ignore[no-any-return]
 
 
-def _convolution_gradient(x: Tensor, grad: Tensor, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
+def _convolution_gradient(x: Tensor, kept: Kept, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
     """The weight gives its shape and layout, not its values."""
-    same_dtype = weight.detach().to(grad.dtype)
-    return _convolution_backward(grad, x, same_dtype, options, [False, True, False])[1].to(weight.dtype)
+    same_dtype = weight.detach().to(kept.tensor.dtype)
+    return _convolution_backward(kept.tensor, x, same_dtype, options, [False, True, False])[1].to(weight.dtype)
 
 
 def _add_convolution(compute: Callable[[], Tensor], target: Tensor) -> None:
@@ -266,19 +265,20 @@ class _GroupedLinear(Function):
             grad_x = torch.empty_like(x)
             for part, matrix, out in zip(torch.split(grad, ctx.counts), weight, torch.split(grad_x, ctx.counts)):
                 torch.mm(part, matrix, out=out)
-        compute = partial(_grouped_gradient, x, grad, ctx.counts, ctx.weight.dtype)
-        return grad_x, _put_off(ctx, compute, partial(_add_grouped, x, grad, ctx.counts)), None
+        kept = keep(grad)
+        compute = partial(_grouped_gradient, x, kept, ctx.counts, ctx.weight.dtype)
+        return grad_x, _put_off(ctx, compute, partial(_add_grouped, x, kept, ctx.counts)), None
 
 
-def _grouped_gradient(x: Tensor, grad: Tensor, counts: list[int], dtype: torch.dtype) -> Tensor:
-    result = x.new_empty(len(counts), grad.shape[1], x.shape[1])
-    for part, part_grad, out in zip(torch.split(x, counts), torch.split(grad, counts), result):
+def _grouped_gradient(x: Tensor, kept: Kept, counts: list[int], dtype: torch.dtype) -> Tensor:
+    result = x.new_empty(len(counts), kept.tensor.shape[1], x.shape[1])
+    for part, part_grad, out in zip(torch.split(x, counts), torch.split(kept.tensor, counts), result):
         torch.mm(part_grad.t(), part, out=out)
     return result.to(dtype)
 
 
-def _add_grouped(x: Tensor, grad: Tensor, counts: list[int], target: Tensor) -> None:
-    for part, part_grad, out in zip(torch.split(x, counts), torch.split(grad, counts), target):
+def _add_grouped(x: Tensor, kept: Kept, counts: list[int], target: Tensor) -> None:
+    for part, part_grad, out in zip(torch.split(x, counts), torch.split(kept.tensor, counts), target):
         if len(part):
             add_weight_gradient(out, part, part_grad)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["PutOff", "defer", "putting_off", "visit_gradient_nodes"]
+__all__ = ["Kept", "PutOff", "defer", "keep", "putting_off", "visit_gradient_nodes"]
 
 _one_backward_at_a_time = threading.RLock()
 _current: PutOff | None = None
@@ -34,6 +34,7 @@ class PutOff:
     def __init__(self) -> None:
         self._computations: deque[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], None] | None]] = deque()
         self._silenced: dict[Tensor, dict[Any, Any]] = {}
+        self._kept: list[Kept] = []
 
     def add(
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None
@@ -47,8 +48,25 @@ class PutOff:
             self._silenced[weight] = dict(hooks)
             hooks.clear()
 
+    def keep(self, kept: Kept) -> None:
+        self._kept.append(kept)
+
+    def end_backward(self) -> None:
+        """At the end of B: give the hooks back, and copy what others keep as well."""
+        self.restore_hooks()
+        kept_of: dict[int, list[Kept]] = {}  # per memory
+        for kept in self._kept:
+            kept_of.setdefault(kept.tensor.untyped_storage()._cdata, []).append(kept)
+        self._kept.clear()
+        for storage, all_kept in kept_of.items():
+            tensors = [kept.tensor for kept in all_kept]
+            ours = {id(tensor): tensor for tensor in tensors + [tensor._base for tensor in tensors]}
+            ours.pop(id(None), None)  # what is no view has no base
+            if torch._C._storage_Use_Count(storage) > len(ours):
+                for kept in all_kept:
+                    kept.tensor = kept.tensor.clone()
+
     def restore_hooks(self) -> None:
-        """At the end of B."""
         for weight, hooks in self._silenced.items():
             _post_accumulate_hooks(weight).update(hooks)
         self._silenced.clear()
@@ -79,7 +97,7 @@ def putting_off(put_off: PutOff | None) -> Iterator[None]:
         finally:
             _current = before
             if put_off is not None:
-                put_off.restore_hooks()
+                put_off.end_backward()
 
 
 def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None) -> None:
@@ -115,6 +133,26 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
         _accumulate(weight, compute, add_to)
     if _post_accumulate_hooks(weight) and not _autograd_calls_hooks_without_gradient():
         _call_hooks_after_backward(weight)
+
+
+class Kept:
+    """The output gradient that a layer keeps until W."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def keep(grad: Tensor) -> Kept:
+    """For what is handed to `defer`: `grad` as it is now.
+
+    Autograd may make a view of the same memory some parameter's `.grad`, as in `layer(x) + position.view(...)`, and
+    add the gradients of the next microbatches to it in place. So where others still hold the memory when B ends, it is
+    copied then; while B runs they cannot be told from those who only pass it on.
+    """
+    kept = Kept(grad)
+    if _current is not None:
+        _current.keep(kept)
+    return kept
 
 
 def visit_gradient_nodes(weights: list[Tensor]) -> None:
