@@ -54,15 +54,16 @@ class PutOff:
     def end_backward(self) -> None:
         """At the end of B: give the hooks back, and copy what others keep as well."""
         self.restore_hooks()
-        kept_of: dict[int, list[Kept]] = {}  # per memory
+        kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory
         for kept in self._kept:
-            kept_of.setdefault(kept.tensor.untyped_storage()._cdata, []).append(kept)
+            storage = kept.tensor.untyped_storage()
+            kept_of.setdefault(storage._cdata, (storage, []))[1].append(kept)
         self._kept.clear()
-        for storage, all_kept in kept_of.items():
+        for storage, all_kept in kept_of.values():
             tensors = [kept.tensor for kept in all_kept]
             ours = {id(tensor): tensor for tensor in tensors + [tensor._base for tensor in tensors]}
             ours.pop(id(None), None)  # what is no view has no base
-            if torch._C._storage_Use_Count(storage) > len(ours):
+            if torch._C._storage_Use_Count(storage._cdata) > len(ours) + 1:  # one is `storage`
                 for kept in all_kept:
                     kept.tensor = kept.tensor.clone()
 
