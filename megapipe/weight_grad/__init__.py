@@ -4,6 +4,21 @@ A W needs nothing from other ranks and nobody waits for it. So a layer's backwar
 once, and hands the computation of its weight's gradient to `defer`.
 """
 
+from .layers import conv1d, conv2d, embedding, grouped_linear, linear
+from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert
 from .putting_off import defer
 
-__all__ = ["defer"]
+__all__ = [
+    "Conv1d",
+    "Conv2d",
+    "Embedding",
+    "GroupedLinear",
+    "Linear",
+    "conv1d",
+    "conv2d",
+    "convert",
+    "defer",
+    "embedding",
+    "grouped_linear",
+    "linear",
+]

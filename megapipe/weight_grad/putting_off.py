@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["PutOff", "defer", "putting_off", "visit_gradient_nodes"]
+__all__ = ["Kept", "PutOff", "defer", "keep", "putting_off", "visit_gradient_nodes"]
 
 _one_backward_at_a_time = threading.RLock()
 _current: PutOff | None = None
@@ -30,8 +32,9 @@ class PutOff:
     """
 
     def __init__(self) -> None:
-        self._computations: list[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], None] | None]] = []
+        self._computations: deque[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], None] | None]] = deque()
         self._silenced: dict[Tensor, dict[Any, Any]] = {}
+        self._kept: list[Kept] = []
 
     def add(
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None
@@ -45,8 +48,26 @@ class PutOff:
             self._silenced[weight] = dict(hooks)
             hooks.clear()
 
+    def keep(self, kept: Kept) -> None:
+        self._kept.append(kept)
+
+    def end_backward(self) -> None:
+        """At the end of B: give the hooks back, and copy what others keep as well."""
+        self.restore_hooks()
+        kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory
+        for kept in self._kept:
+            storage = kept.tensor.untyped_storage()
+            kept_of.setdefault(storage._cdata, (storage, []))[1].append(kept)
+        self._kept.clear()
+        for storage, all_kept in kept_of.values():
+            tensors = [kept.tensor for kept in all_kept]
+            ours = {id(tensor): tensor for tensor in tensors + [tensor._base for tensor in tensors]}
+            ours.pop(id(None), None)  # what is no view has no base
+            if torch._C._storage_Use_Count(storage._cdata) > len(ours) + 1:  # one is `storage`
+                for kept in all_kept:
+                    kept.tensor = kept.tensor.clone()
+
     def restore_hooks(self) -> None:
-        """At the end of B."""
         for weight, hooks in self._silenced.items():
             _post_accumulate_hooks(weight).update(hooks)
         self._silenced.clear()
@@ -55,10 +76,10 @@ class PutOff:
         """W: compute what was put off, add it to the gradients, and call each weight's hooks once."""
         weights: dict[Tensor, None] = {}
         with torch.no_grad():
-            for weight, compute, add_to in self._computations:
+            while self._computations:  # what is done with is freed before the next one allocates
+                weight, compute, add_to = self._computations.popleft()
                 _accumulate(weight, compute, add_to)
                 weights[weight] = None
-            self._computations.clear()
         for weight in weights:
             _call_hooks(weight)
 
@@ -77,7 +98,7 @@ def putting_off(put_off: PutOff | None) -> Iterator[None]:
         finally:
             _current = before
             if put_off is not None:
-                put_off.restore_hooks()
+                put_off.end_backward()
 
 
 def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None) -> None:
@@ -85,7 +106,8 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
 
     The Function returns None for the weight's gradient. It runs at once unless a schedule has split this backward.
     The gradient is added to `weight.main_grad` where the owner made one, else to `weight.grad`, and the weight's
-    post-accumulate-grad hooks are called once per microbatch. A weight that is frozen is left alone.
+    post-accumulate-grad hooks are called once per microbatch. Its tensor hooks are called for each gradient deferred; a
+    Function that returns the gradient of a weight with such hooks gives them the sum. A frozen weight is left alone.
 
     Args:
         weight: a leaf tensor, the parameter itself: not the one among `ctx.saved_tensors`, which is a copy of it under
@@ -103,6 +125,8 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
         )
     if not weight.requires_grad:
         return
+    if weight._backward_hooks:
+        _pass_over_none(weight)
     if _current is not None:
         _current.add(weight, compute, add_to)
         return
@@ -112,6 +136,26 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
         _call_hooks_after_backward(weight)
 
 
+class Kept:
+    """The output gradient that a layer keeps until W."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def keep(grad: Tensor) -> Kept:
+    """For what is handed to `defer`: `grad` as it is now.
+
+    Autograd may make a view of the same memory some parameter's `.grad`, as in `layer(x) + position.view(...)`, and
+    add the gradients of the next microbatches to it in place. So where others still hold the memory when B ends, it is
+    copied then; while B runs they cannot be told from those who only pass it on.
+    """
+    kept = Kept(grad)
+    if _current is not None:
+        _current.keep(kept)
+    return kept
+
+
 def visit_gradient_nodes(weights: list[Tensor]) -> None:
     """Let autograd pass by the leaves once more, without a gradient, for those who watch the nodes that accumulate it,
     as Megatron's and torch's DistributedDataParallel do: when B passed by, the gradient was not complete."""
@@ -119,7 +163,7 @@ def visit_gradient_nodes(weights: list[Tensor]) -> None:
     try:
         for weight in weights:
             silent.silence(weight)
-        _Visit.apply(*weights).backward()
+        _Visit.apply(*weights).backward()  # type: ignore[no-untyped-call]
     finally:
         silent.restore_hooks()
 
@@ -143,10 +187,28 @@ def _accumulate(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[
 
 def _hooked(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     grad = compute()
-    for hook in weight._backward_hooks.values():
+    assert weight._backward_hooks is not None
+    for hook in list(weight._backward_hooks.values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
     return grad
+
+
+def _pass_over_none(weight: Tensor) -> None:
+    """Autograd calls tensor hooks with None where a Function returned no gradient, which they are not written for."""
+    hooks = weight._backward_hooks
+    assert hooks is not None
+    for key, hook in hooks.items():
+        if not isinstance(hook, _UnlessNone):
+            hooks[key] = _UnlessNone(hook)
+
+
+class _UnlessNone:
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self._hook = hook
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else self._hook(grad)
 
 
 def _post_accumulate_hooks(weight: Tensor) -> dict[Any, Any]:
@@ -156,24 +218,46 @@ def _post_accumulate_hooks(weight: Tensor) -> dict[Any, Any]:
 
 
 def _call_hooks(weight: Tensor) -> None:
-    for hook in list(_post_accumulate_hooks(weight).values()):
-        hook(weight)
+    for key, hook in list(_post_accumulate_hooks(weight).items()):
+        if key != _NOTE:
+            hook(weight)
 
 
 def _call_hooks_after_backward(weight: Tensor) -> None:
-    """Once, when the backward that is running ends, however often it uses the weight."""
+    """Once, when the backward that is running ends, however often it uses the weight; unless autograd calls them, which
+    it does where something else returns a gradient for the weight."""
     task = torch._C._current_graph_task_id()
     if task == -1:  # called outside of any backward
         _call_hooks(weight)
         return
-    used = _used.setdefault(task, {})
-    if not used:
-        Variable._execution_engine.queue_callback(lambda: [_call_hooks(weight) for weight in _used.pop(task)])
-    used[weight] = None
+    to_call = _to_call.get(task)
+    if to_call is None:
+        _to_call[task] = to_call = _HooksToCall()
+        Variable._execution_engine.queue_callback(to_call)
+    to_call.weights[weight] = None
+    _post_accumulate_hooks(weight)[_NOTE] = _note_call
 
 
-_used: dict[int, dict[Tensor, None]] = {}
-"""Per backward that runs, the weights whose hooks are to be called at its end."""
+class _HooksToCall:
+    """The weights whose hooks are to be called when a backward ends. That backward owns it, should it fail."""
+
+    def __init__(self) -> None:
+        self.weights: dict[Tensor, None] = {}
+
+    def __call__(self) -> None:
+        for weight in self.weights:
+            _call_hooks(weight)
+
+
+_to_call: WeakValueDictionary[int, _HooksToCall] = WeakValueDictionary()
+_NOTE = "megapipe"  # a key among the hooks, which torch numbers
+
+
+def _note_call(weight: Tensor) -> None:
+    """A hook itself: autograd has called the others."""
+    to_call = _to_call.get(torch._C._current_graph_task_id())
+    if to_call is not None:
+        to_call.weights.pop(weight, None)
 
 
 class _Visit(torch.autograd.Function):
@@ -184,15 +268,15 @@ class _Visit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        return (None,) * ctx.num_weights
+        return (None,) * int(ctx.num_weights)
 
 
 @functools.cache
 def _autograd_calls_hooks_without_gradient() -> bool:
     """Whether this torch calls post-accumulate-grad hooks also where a Function returned None: newer ones do."""
-    called = []
+    called: list[Tensor] = []
     leaf = torch.zeros((), requires_grad=True)
-    leaf.register_post_accumulate_grad_hook(called.append)
+    leaf.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]
     with torch.enable_grad():
-        _Visit.apply(leaf).backward()
+        _Visit.apply(leaf).backward()  # type: ignore[no-untyped-call]
     return bool(called)

@@ -1,0 +1,314 @@
+"""Layers whose backward returns the input's gradient at once and defers the weight's.
+
+Each is one autograd Function with the arithmetic of torch's own layer. It keeps the parameter itself, for `defer`, and
+saves what torch saves; what it puts off refers to the layer's input and output gradient and to nothing else. Gradients
+of biases are sums, cheap beside the rest, so they are returned in B.
+
+Where there is nothing to defer, torch's layer runs: the weight is frozen, or was computed from other tensors (weight
+norm, parametrizations, `functional_call`), which autograd must then carry its gradient on to. So it does under
+torch.compile and torch.func's transforms, which cannot leave anything to W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from .products import add_weight_gradient, rows, weight_gradient
+from .putting_off import Kept, defer, keep
+
+__all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., in], weight [out, in], bias [out], returns [..., out]."""
+    if not _can_defer(weight):
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """`F.embedding`: integers [...] and weight [rows, hidden], returns [..., hidden]."""
+    if not _can_defer(weight):
+        return F.embedding(tokens, weight, padding_idx)
+    return _Embedding.apply(tokens, weight, padding_idx)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """`F.conv1d`: x [batch, in, length] or [in, length], weight [out, in / groups, kernel]."""
+    if not _can_defer(weight):
+        return F.conv1d(x, weight, bias, stride, padding, dilation, groups)
+    return _convolution(x, weight, bias, stride, padding, dilation, groups)
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """`F.conv2d`: x [batch, in, height, width] or [in, height, width], weight [out, in / groups, *kernel]."""
+    if not _can_defer(weight):
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return _convolution(x, weight, bias, stride, padding, dilation, groups)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> Tensor:
+    """A linear layer per expert, as mixtures of experts have it after their all-to-all.
+
+    Args:
+        x: [tokens, in], the tokens of the first expert first, then those of the second.
+        weight: [experts, out, in].
+        tokens_per_expert: one number per expert, 0 allowed. A tensor on an accelerator is read back, which waits for
+            it: better a list, or a tensor on the CPU.
+
+    Returns [tokens, out], in the order of x.
+    """
+    counts = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else list(tokens_per_expert)
+    if len(counts) != len(weight) or sum(counts) != len(x) or min(counts, default=0) < 0:
+        raise ValueError(
+            f"tokens_per_expert must share out the {len(x)} rows of x among {len(weight)} experts, but it is {counts}, "
+            f"{sum(counts)} rows for {len(counts)} experts: give one number per expert of weight."
+        )
+    if not _can_defer(weight):
+        return torch.cat([F.linear(part, matrix) for part, matrix in zip(torch.split(x, counts), weight)])
+    return _GroupedLinear.apply(x, weight, counts)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        x, cast_weight, bias = _as_autocast(x, weight, bias)
+        ctx.save_for_backward(x, cast_weight)
+        # Detached from its base, a matrix: autograd refuses to change a view made in here in place, as ReLU may do.
+        return F.linear(x, cast_weight, bias).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = rows(grad).mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_bias = rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+        kept = keep(grad)
+        compute = partial(_linear_gradient, x, kept, ctx.weight.dtype)
+        grad_weight = _put_off(ctx, compute, partial(_add_linear, x, kept))
+        return grad_x, grad_weight, grad_bias
+
+
+def _linear_gradient(x: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+    return weight_gradient(rows(x), rows(kept.tensor)).to(dtype)
+
+
+def _add_linear(x: Tensor, kept: Kept, target: Tensor) -> None:
+    add_weight_gradient(target, rows(x), rows(kept.tensor))
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(tokens)
+        ctx.padding = -1 if padding_idx is None else padding_idx % len(weight)  # no token is -1
+        return F.embedding(tokens, weight, padding_idx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        kept = keep(grad)
+        compute = partial(_embedding_gradient, tokens, kept, len(ctx.weight), ctx.padding)
+        return None, _put_off(ctx, compute, partial(_add_embedding, tokens, kept, ctx.padding)), None
+
+
+def _embedding_gradient(tokens: Tensor, kept: Kept, num_rows: int, padding: int) -> Tensor:
+    return _sum_rows(tokens, kept.tensor, num_rows, padding)
+
+
+def _sum_rows(tokens: Tensor, grad: Tensor, num_rows: int, padding: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(grad, tokens, num_rows, padding, False)  # type: ignore[no-any-return]
+
+
+def _add_embedding(tokens: Tensor, kept: Kept, padding: int, target: Tensor) -> None:
+    """First the sums over equal tokens, as autograd has them, then to their rows: a temporary as large as the output
+    instead of the weight. No size here depends on the tokens' values, so an accelerator need not be waited for."""
+    grad = kept.tensor.to(target.dtype)
+    if tokens.numel() >= len(target):
+        target.add_(_sum_rows(tokens, grad, len(target), padding))
+        return
+    in_order, order = tokens.reshape(-1).sort()
+    num_tokens = len(order)
+    is_new = in_order[1:] != in_order[:-1]
+    sums_of = torch.zeros_like(order)  # which sum each token belongs to
+    sums_of[order[1:]] = is_new.cumsum(0)
+    rows_of = torch.zeros_like(order).scatter_(0, sums_of, tokens.reshape(-1))  # unused sums are 0: any row will do
+    sums_of = sums_of.masked_fill_(tokens.reshape(-1) == padding, num_tokens)
+    sums = _sum_rows(sums_of, rows(grad), num_tokens + 1, num_tokens)
+    target.index_add_(0, rows_of, sums[:-1])
+
+
+class _Convolution(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        ctx.weight, ctx.options = weight, options
+        x, cast_weight, bias = _as_autocast(x, weight, bias)
+        ctx.save_for_backward(x, cast_weight)
+        return torch.convolution(x, cast_weight, bias, *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_bias = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = _convolution_backward(grad, x, weight, ctx.options, [True, False, False])[0]
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum([0, *range(2, grad.dim())])
+        compute = partial(_convolution_gradient, x, keep(grad), ctx.weight, ctx.options)
+        grad_weight = _put_off(ctx, compute, partial(_add_convolution, compute))
+        return grad_x, grad_weight, grad_bias, *[None] * len(ctx.options)
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int | Sequence[int],
+    padding: str | int | Sequence[int],
+    dilation: int | Sequence[int],
+    groups: int,
+) -> Tensor:
+    num_dims = weight.dim() - 2
+    stride, dilation = _per_dimension(stride, num_dims), _per_dimension(dilation, num_dims)
+    if isinstance(padding, str):
+        x, padding = _pad(x, weight, padding, stride, dilation)
+    is_batched = x.dim() == weight.dim()
+    options = (stride, _per_dimension(padding, num_dims), dilation, False, [0] * num_dims, groups)
+    batch = x if is_batched else x.unsqueeze(0)
+    output: Tensor = _Convolution.apply(batch, weight, bias, *options)  # type: ignore[no-untyped-call]
+    return output if is_batched else output.squeeze(0)
+
+
+def _pad(
+    x: Tensor, weight: Tensor, padding: str, stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, list[int]]:
+    """What the convolution pads on both sides for "same" and "valid", with x padded by what remains, as torch does."""
+    if padding not in ("same", "valid"):
+        raise ValueError(f'padding must be "same", "valid", or numbers, got "{padding}".')
+    if padding == "valid":
+        return x, [0] * len(dilation)
+    if any(step != 1 for step in stride):
+        raise ValueError(f'padding "same" needs stride 1, got {list(stride)}: give the padding in numbers.')
+    totals = [step * (size - 1) for step, size in zip(dilation, weight.shape[2:])]
+    remaining = [side for total in reversed(totals) for side in (0, total % 2)]
+    return F.pad(x, remaining) if any(remaining) else x, [total // 2 for total in totals]
+
+
+def _per_dimension(value: int | Sequence[int], num_dims: int) -> list[int]:
+    if isinstance(value, int):
+        return [value] * num_dims
+    return list(value) * num_dims if len(value) == 1 else list(value)
+
+
+def _convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, ...], mask: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = torch.ops.aten.convolution_backward
+    return backward(grad, x, weight, None, *options, mask)  # type: ignore[no-any-return]
+
+
+def _convolution_gradient(x: Tensor, kept: Kept, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
+    """The weight gives its shape and layout, not its values."""
+    same_dtype = weight.detach().to(kept.tensor.dtype)
+    return _convolution_backward(kept.tensor, x, same_dtype, options, [False, True, False])[1].to(weight.dtype)
+
+
+def _add_convolution(compute: Callable[[], Tensor], target: Tensor) -> None:
+    target.add_(compute())
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.weight, ctx.counts = weight, counts
+        x, cast_weight, _ = _as_autocast(x, weight, None)
+        ctx.save_for_backward(x, cast_weight)
+        output = x.new_empty(len(x), weight.shape[1])
+        for part, matrix, out in zip(torch.split(x, counts), cast_weight, torch.split(output, counts)):
+            torch.mm(part, matrix.t(), out=out)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x)
+            for part, matrix, out in zip(torch.split(grad, ctx.counts), weight, torch.split(grad_x, ctx.counts)):
+                torch.mm(part, matrix, out=out)
+        kept = keep(grad)
+        compute = partial(_grouped_gradient, x, kept, ctx.counts, ctx.weight.dtype)
+        return grad_x, _put_off(ctx, compute, partial(_add_grouped, x, kept, ctx.counts)), None
+
+
+def _grouped_gradient(x: Tensor, kept: Kept, counts: list[int], dtype: torch.dtype) -> Tensor:
+    result = x.new_empty(len(counts), kept.tensor.shape[1], x.shape[1])
+    for part, part_grad, out in zip(torch.split(x, counts), torch.split(kept.tensor, counts), result):
+        torch.mm(part_grad.t(), part, out=out)
+    return result.to(dtype)
+
+
+def _add_grouped(x: Tensor, kept: Kept, counts: list[int], target: Tensor) -> None:
+    for part, part_grad, out in zip(torch.split(x, counts), torch.split(kept.tensor, counts), target):
+        if len(part):
+            add_weight_gradient(out, part, part_grad)
+
+
+def _can_defer(weight: Tensor) -> bool:
+    if not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
+        return False
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+def _put_off(ctx: Any, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]) -> Tensor | None:
+    """Defer the gradient of `ctx.weight`, the second input. Returns it where autograd must have it: hooks of the weight
+    see a gradient before it is added, and `torch.autograd.grad` may have asked for it."""
+    if ctx.weight._backward_hooks:
+        return compute()
+    try:
+        is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+    except RuntimeError:  # torch.autograd.grad asked for it
+        return compute()
+    if is_wanted:  # neither is it by torch.autograd.grad of other tensors
+        defer(ctx.weight, compute, add_to)
+    return None
+
+
+def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What torch.autocast makes of the operands. Its own casts must not happen within a Function: it would remember
+    that of the weight, which is without a graph there, for whatever else uses the weight."""
+    device_type = x.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device_type)
+    x, weight = (tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in (x, weight))
+    return x, weight, bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)

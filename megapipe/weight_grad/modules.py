@@ -1,0 +1,97 @@
+"""torch's layers, with deferred weight gradients: the same parameters, names, options, state_dict and repr."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import layers
+
+__all__ = ["Conv1d", "Conv2d", "Embedding", "GroupedLinear", "Linear", "convert"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return layers.linear(input, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    """With `max_norm`, `scale_grad_by_freq` or `sparse` its gradient is computed in B, as torch does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
+            return super().forward(input)
+        return layers.embedding(input, self.weight, self.padding_idx)
+
+
+class Conv1d(nn.Conv1d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), (0,)
+        return layers.conv1d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+
+class Conv2d(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), (0, 0)
+        return layers.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer per expert, without bias; `weight` is [experts, out, in]. See `grouped_linear`."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear has them."""
+        bound = 1 / math.sqrt(self.weight.shape[2]) if self.weight.shape[2] else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, input: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> Tensor:
+        return layers.grouped_linear(input, self.weight, tokens_per_expert)
+
+    def extra_repr(self) -> str:
+        num_experts, out_features, in_features = self.weight.shape
+        return f"num_experts={num_experts}, in_features={in_features}, out_features={out_features}"
+
+
+_DEFERRING: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.Embedding: Embedding,
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+}
+
+
+def convert(module: Module) -> Module:
+    """Make the nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d layers in `module`, itself included, defer.
+
+    Returns `module`. A layer's class is swapped and nothing else: whoever refers to it, its parameters or its hooks
+    still does. Subclasses of these are left alone, since they may compute something else; so are layers with
+    parametrizations, which are subclasses, and the projections of nn.MultiheadAttention, which it uses as plain
+    tensors. What is left alone has its gradients computed in B. Doing it twice does no harm.
+    """
+    for layer in module.modules():
+        if type(layer) in _DEFERRING:
+            layer.__class__ = _DEFERRING[type(layer)]
+    return module

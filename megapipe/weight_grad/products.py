@@ -1,0 +1,70 @@
+"""The weight gradient of a matrix product, and adding it to what is there in one go.
+
+Everything is two-dimensional here: input [tokens, in], output gradient [tokens, out], weight [out, in].
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_weight_gradient", "rows", "weight_gradient"]
+
+_APEX_FUNCTIONS = {
+    torch.float32: "wgrad_gemm_accum_fp32",
+    torch.float16: "wgrad_gemm_accum_fp16",
+    torch.bfloat16: "wgrad_gemm_accum_fp16",
+}
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """[..., n] as [tokens, n]; also where there are no tokens or no leading dimensions."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    return grad.t().mm(x)
+
+
+def add_weight_gradient(target: Tensor, x: Tensor, grad: Tensor) -> None:
+    """Add the weight gradient to `target`, without a temporary of its size where this torch or apex can do that.
+
+    That is: where the dtypes are equal; and on CUDA where `target` is float32 and the operands are half as wide, by
+    apex's kernel or, from torch 2.8 on, by `addmm` with an `out_dtype`.
+    """
+    apex = _apex_function(target.dtype) if x.is_cuda and x.dtype.itemsize == 2 and target.is_contiguous() else None
+    if apex is not None:
+        apex(x.contiguous(), grad.contiguous(), target)
+    elif target.dtype == x.dtype:
+        target.addmm_(grad.t(), x)
+    elif _addmm_widens(x.device.type, x.dtype, target.dtype):
+        torch.addmm(target, grad.t(), x, out_dtype=target.dtype, out=target)
+    else:
+        target.add_(weight_gradient(x, grad))
+
+
+@functools.cache
+def _apex_function(target: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """Takes (input, output gradient, target), all contiguous, and adds to the target."""
+    try:
+        apex: Any = importlib.import_module("fused_weight_gradient_mlp_cuda")
+    except ImportError:
+        return None
+    return getattr(apex, _APEX_FUNCTIONS.get(target, ""), None)
+
+
+@functools.cache
+def _addmm_widens(device_type: str, operand: torch.dtype, target: torch.dtype) -> bool:
+    """Whether this torch multiplies matrices of one dtype and adds the product to another."""
+    matrix = torch.zeros(16, 16, dtype=operand, device=device_type)
+    out = torch.zeros(16, 16, dtype=target, device=device_type)
+    try:
+        torch.addmm(out, matrix, matrix, out_dtype=target, out=out)
+    except (TypeError, RuntimeError):  # unknown argument; NotImplementedError is a RuntimeError
+        return False
+    return True
