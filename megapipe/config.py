@@ -49,8 +49,15 @@ class PipelineConfig:
     """How many microbatches interleaved schedules run through a chunk before they turn to the next: at least, and by
     default, the number of pipeline ranks. More hides slow messages at the price of activation memory."""
     max_in_flight: float | None = None
-    """Most microbatches between forward and backward on any rank, counted in whole ranks (a chunk is its share of one).
-    More let the schedules that can use it (zb1p, zb2p, interleaved_zb1p) start further ahead, and wait less."""
+    """Most microbatches that a rank may hold, from F to W, counted in whole ranks (a chunk is its share of one). More
+    let some schedules (1f1b, zb1p, zb2p, the interleaved ones) start further ahead and wait less."""
+    delay_wgrad_compute: bool = True
+    """Modules with a method `backward_dw()`, such as transformer-engine's built with this setting, put off their weight
+    gradients by themselves: it is called in W, or at the end of a backward that is not split."""
+    weight_grad_placement: str = "static"
+    """Where schedules with a split backward run their Ws. "static": where the schedule says. "tuned": where the times
+    measured in the last steps say that a step becomes shortest; gradients stay the same to the bit. Then a rank may
+    hold a quarter of a pipeline's microbatches more than by the schedule, or `max_in_flight` where that is set."""
 
     @property
     def settings(self) -> Settings:

@@ -40,7 +40,7 @@ class Chunk:
         self.in_flight: deque[InFlight] = deque()
         self.output_grads: deque[Transfer | None] = deque()
         self.input_grads: deque[list[Tensor]] = deque()
-        self.put_off: deque[PutOff] = deque()
+        self.put_off: deque[tuple[int, PutOff]] = deque()  # with their microbatches
 
     def is_empty(self) -> bool:
         queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads, self.put_off)
@@ -54,6 +54,8 @@ class Pipeline(Verbs):
         communicator, watchdog: None for a pipeline of one rank.
         gradient_sync: None where nothing is trained.
         partial_checkpoints: (n, window): of every `window` forwards on this rank the first n recompute only in part.
+        weight_counts: how many Ws to run before each F and B, in the order of the Bs, wherever the schedule has them;
+            the rest at the end. None for the schedule's own places.
         record: where to write down what takes how long; None for nowhere.
     """
 
@@ -71,6 +73,7 @@ class Pipeline(Verbs):
         gradient_sync: GradientSync | None,
         partial_checkpoints: tuple[int, int] | None,
         settings: Settings,
+        weight_counts: Sequence[int] | None,
         record: StepRecord | None,
     ) -> None:
         forward_only = gradient_sync is None
@@ -83,6 +86,8 @@ class Pipeline(Verbs):
         self._gradient_sync = gradient_sync
         self._partial_checkpoints = partial_checkpoints
         self._num_forwards = 0
+        self._weight_counts = None if weight_counts is None else iter(weight_counts)
+        self._put_off_in: deque[int] = deque()  # the chunks whose Ws are to be run, in the order of the Bs
         self._record = record
         self._profiling = torch._C._autograd._profiler_enabled()
 
@@ -92,6 +97,7 @@ class Pipeline(Verbs):
         this.inputs.append(this.below.take_input())
 
     def forward_step(self, chunk: int = 0) -> None:
+        self._run_weights_due()
         microbatch = self._advance("forward_step", chunk)
         this = self._chunks[chunk]
         received = this.inputs.popleft()
@@ -119,6 +125,7 @@ class Pipeline(Verbs):
     def backward_step(self, chunk: int = 0) -> None:
         if self._gradient_sync is None:
             return
+        self._run_weights_due()
         microbatch = self._advance_backward(chunk, put_off=False)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "BW", microbatch)):
@@ -130,23 +137,37 @@ class Pipeline(Verbs):
     def backward_input_step(self, chunk: int = 0) -> None:
         if self.forward_only:
             return
+        self._run_weights_due()
         microbatch = self._advance_backward(chunk, put_off=True)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "B", microbatch)):
             grads = self._wait_for_gradient(this, microbatch)
             put_off = PutOff()
             this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads, put_off))
-            this.put_off.append(put_off)
+            this.put_off.append((microbatch, put_off))
+        if self._weight_counts is not None:
+            self._put_off_in.append(chunk)
 
     def backward_weight_step(self, chunk: int = 0) -> None:
-        if self._gradient_sync is None:
-            return
-        microbatch = self._advance_weight(chunk)
+        if not self.forward_only:
+            self._advance_weight(chunk)
+            if self._weight_counts is None:
+                self._run_weights(chunk)
+
+    def _run_weights_due(self) -> None:
+        """The Ws that have been given their place before the next F or B."""
+        if self._weight_counts is not None:
+            for _ in range(next(self._weight_counts)):
+                self._run_weights(self._put_off_in.popleft())
+
+    def _run_weights(self, chunk: int) -> None:
+        assert self._gradient_sync is not None
         this = self._chunks[chunk]
+        microbatch, put_off = this.put_off.popleft()
         with self._at(Action(this.stage.info.index, "W", microbatch)):
             is_last = microbatch == self.num_microbatches - 1
             with self._gradient_sync.last_gradients(chunk, split=True) if is_last else nullcontext():
-                this.stage.backward_weights(this.put_off.popleft())
+                this.stage.backward_weights(put_off)
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -157,6 +178,8 @@ class Pipeline(Verbs):
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
         self._check_finished()
+        while self._put_off_in:
+            self._run_weights(self._put_off_in.popleft())
         assert all(chunk.is_empty() for chunk in self._chunks), "the schedule ended with work left in its queues"
         for chunk in self._chunks:
             chunk.stage.forget_input()

@@ -295,7 +295,7 @@ def make_plan(
         events.append(recorder.events)
     plan = Plan(found.name, found.placement, pp_size, num_microbatches, num_chunks, forward_only, events)
     if settings is not None and settings.max_in_flight is not None:
-        in_flight = max(plan.peak_in_flight(rank) for rank in range(pp_size)) / num_chunks
+        in_flight = max(plan.simulate().peak_activations)
         if in_flight > settings.max_in_flight:
             raise ValueError(
                 f"{found.name} has up to {in_flight:g} microbatches in flight on {pp_size} ranks, more than "

@@ -7,14 +7,14 @@ action and one per wait; what is kept is bounded by the number of steps.
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,26 @@ from .verbs import Action
 __all__ = ["StepRecord", "TimelineRecorder"]
 
 
+class Clock(Protocol):
+    """What tells the time on a device."""
+
+    def now(self) -> Any:
+        """A mark, put down without waiting for anything."""
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        """Milliseconds between two marks. Waits until the second one was passed."""
+
+    def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
+        """The records in milliseconds of the host's clock."""
+
+
 class HostClock:
     """`time.perf_counter`, which all processes of a host share."""
 
     now = staticmethod(time.perf_counter)
+
+    def elapsed(self, start: float, end: float) -> float:
+        return 1000 * (end - start)
 
     def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
         return [record.read(lambda mark: 1000 * mark) for record in records]
@@ -50,6 +66,10 @@ class CudaClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
     def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
         torch.cuda.synchronize(self._device)
         anchor = self.now()
@@ -60,22 +80,30 @@ class CudaClock:
             # Through the step's own first event: times between events are given in single precision.
             return float(host - first.elapsed_time(anchor) + first.elapsed_time(mark))
 
-        return [record.read(partial(time_of, record.begin)) for record in records]
+        return [record.read(functools.partial(time_of, record.begin)) for record in records]
+
+
+@functools.cache
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what computes there."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 class StepRecord:
     """What one rank does in one step. Also the context around each of its actions: they do not nest."""
 
-    __slots__ = ("_action", "_inner", "_now", "_start", "begin", "end", "entries", "name", "number")
+    __slots__ = ("_action", "_clock", "_inner", "_now", "_start", "begin", "end", "entries", "name", "number")
 
-    def __init__(self, name: str, number: int, now: Callable[[], Any]) -> None:
+    def __init__(self, name: str, number: int, clock: Clock) -> None:
         self.name = name
         self.number = number
+        self._clock = clock
         self.entries: list[tuple[Action | None, bool, Any, Any]] = []
         """(action, whether it is the wait of that action, start, end)"""
-        self._now = now
+        self._now = clock.now
         self._action: Action | None = None
-        self.begin = self.end = now()
+        self.begin: Any = clock.now()
+        self.end: Any = self.begin
 
     def during(self, action: Action, inner: AbstractContextManager[Any]) -> StepRecord:
         """The context around an action, with another one in it."""
@@ -99,6 +127,20 @@ class StepRecord:
         """A wait is over. An action that it happened in starts only now; outside any it is the step's last."""
         self._start = now = self._now()
         self.entries.append((self._action, True, since, now))
+
+    def finish(self) -> None:
+        """The step has succeeded."""
+        self.end = self._now()
+
+    def durations(self) -> Iterator[tuple[Action, float]]:
+        """Each action with its time in milliseconds."""
+        for action, is_wait, start, end in self.entries:
+            if action is not None and not is_wait:
+                yield action, self._clock.elapsed(start, end)
+
+    def duration(self) -> float:
+        """Of the whole step, in milliseconds."""
+        return self._clock.elapsed(self.begin, self.end)
 
     def has_same_plan(self, other: StepRecord) -> bool:
         actions, others = ([entry[0] for entry in record.entries] for record in (self, other))
@@ -144,18 +186,16 @@ class TimelineRecorder:
             raise ValueError(f"a timeline needs at least 1 step, got num_steps={num_steps}.")
         self._records: deque[StepRecord] = deque(maxlen=num_steps)
         self._num_steps = 0
-        self._clock: HostClock | CudaClock = HostClock()
+        self._clock: Clock = HostClock()
 
     def begin(self, name: str, device: torch.device) -> StepRecord:
         """A record for the step of the schedule `name` that is about to begin."""
-        if not self._num_steps and device.type == "cuda":
-            self._clock = CudaClock(device)
+        self._clock = clock_of(device)
         self._num_steps += 1
-        return StepRecord(name, self._num_steps, self._clock.now)
+        return StepRecord(name, self._num_steps, self._clock)
 
-    def end(self, record: StepRecord) -> None:
-        """Keep the record of a step that succeeded."""
-        record.end = record.now()
+    def keep(self, record: StepRecord) -> None:
+        """The step has succeeded."""
         if self._records and not self._records[-1].has_same_plan(record):
             self._records.clear()
         self._records.append(record)

@@ -12,7 +12,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from .p2p_communication import Communicator
 from .placement import Placement
+from .registry import Schedule
+from .verbs import Settings
 from .watchdog import Watchdog
+from .weight_tuning import WeightTuner
 
 __all__ = ["Session"]
 
@@ -37,6 +40,7 @@ class Session:
         self.watchdog.has_ended = self.has_ended
         self._world = dist.group.WORLD
         self._communicators: dict[tuple[str, int, str, bool], Communicator] = {}
+        self._tuners: dict[tuple[str, int, int, Settings], WeightTuner] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:
@@ -81,6 +85,14 @@ class Session:
                 self.watchdog.timeout + 60,  # the watchdog comes first: it says where everybody is
             )
         return self._communicators[key]
+
+    def tuner(self, schedule: Schedule, num_microbatches: int, num_chunks: int, settings: Settings) -> WeightTuner:
+        """What places the Ws of such steps by what was measured in those before."""
+        key = (schedule.name, num_microbatches, num_chunks, settings)
+        if key not in self._tuners:
+            sizes = (schedule, len(self.ranks), num_microbatches, num_chunks)
+            self._tuners[key] = WeightTuner(self.watchdog, self.pp_rank, sizes, settings)
+        return self._tuners[key]
 
     def _abort(self) -> None:
         for communicator in list(self._communicators.values()):

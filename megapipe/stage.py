@@ -76,7 +76,8 @@ class Stage:
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._received_tensor = False
         self._model_config = find_attribute(self.module, "config")
-        self._delayed = [] if step.forward_only else _outermost_with_backward_dw(self.module)
+        has_delayed = step.config.delay_wgrad_compute and not step.forward_only
+        self._delayed = _innermost_with_backward_dw(self.module) if has_delayed else []
 
     def forward(
         self, received: Transfer | None, microbatch: int, *extra: bool
@@ -304,13 +305,12 @@ def find_attribute(module: Any, name: str) -> Any:
     return getattr(module, name)
 
 
-def _outermost_with_backward_dw(module: nn.Module) -> list[Any]:
+def _innermost_with_backward_dw(module: nn.Module) -> list[Any]:
     """The modules that put off their weight gradients by themselves, as transformer-engine's do with
-    `delay_wgrad_compute`, and compute the oldest of them when `backward_dw()` is called. One that has it answers for
-    those inside."""
-    if callable(getattr(module, "backward_dw", None)):
-        return [module]
-    return [found for child in module.children() for found in _outermost_with_backward_dw(child)]
+    `delay_wgrad_compute`, and compute the oldest of them when `backward_dw()` is called. A module around others that
+    have it, as in Megatron, only passes the call on."""
+    inner = [found for child in module.children() for found in _innermost_with_backward_dw(child)]
+    return inner or ([module] if callable(getattr(module, "backward_dw", None)) else [])
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

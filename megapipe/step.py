@@ -25,12 +25,13 @@ from .p2p_communication import MessageSpec
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
 from .plan import Plan, make_plan
-from .recording import StepRecord
+from .recording import StepRecord, clock_of
 from .registry import Schedule, find_schedule, register
 from .session import Session
 from .shapes import ShapeArguments, message_specs
 from .stage import Stage, StepArguments, find_attribute
 from .verbs import ScheduleError, Settings, Verbs
+from .weight_tuning import WeightTuner
 
 __all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
 
@@ -126,10 +127,11 @@ class ForwardBackward(Schedule):
         if config.max_in_flight is not None:
             _plan(self, pp_size, step.num_microbatches, len(stages), config.settings)  # refuses what it cannot keep to
         specs = _specs(step, shapes, stages, self.placement, pp_rank, pp_size)
+        tuner = self._begin_tuning(step, session)
         communicator = None
         if session is not None:
             session.watchdog.timeout = config.timeout
-            session.watchdog.agree(_arguments(self, step, stages, specs))
+            session.watchdog.agree(_arguments(self, step, stages, specs) | {"the places of the Ws": str(tuner)})
             described = config.variable_seq_lengths
             communicator = session.communicator(self.placement, len(stages), step.device, described)
         around = boundaries_around(
@@ -143,7 +145,7 @@ class ForwardBackward(Schedule):
             step.forward_only,
         )
         gradient_sync = None if step.forward_only else GradientSync(config, step.models, step.num_microbatches)
-        record = self._begin_record(step)
+        record = self._begin_record(step, tuner)
         pipe = Pipeline(
             [
                 Chunk(Stage(info, chunk, step, spec[1]), *boundaries)
@@ -158,22 +160,36 @@ class ForwardBackward(Schedule):
             watchdog=None if session is None else session.watchdog,
             gradient_sync=gradient_sync,
             partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size),
-            settings=config.settings,
+            settings=config.settings if tuner is None else tuner.settings,
+            weight_counts=None if tuner is None else tuner.counts,
             record=record,
         )
         with _timed(config), torch.no_grad() if step.forward_only else gradient_sync or nullcontext():
             reports: list[Any] = self.loops(pipe)
         if reports is not step.results:
             raise ScheduleError(f"{self.name} did not end with `return pipe.finish()`.")
-        if config.record_timeline is not None and record is not None:
-            config.record_timeline.end(record)
+        if record is not None:
+            record.finish()
+            if config.record_timeline is not None:
+                config.record_timeline.keep(record)
+            if tuner is not None:
+                tuner.end_step(record)
         return step.results
 
-    def _begin_record(self, step: StepArguments) -> StepRecord | None:
+    def _begin_record(self, step: StepArguments, tuner: WeightTuner | None) -> StepRecord | None:
         recorder = step.config.record_timeline
-        if recorder is None or (step.forward_only and not self.forward_only):
+        if step.forward_only and not self.forward_only:
             return None
-        return recorder.begin(self.name, step.device)
+        if recorder is not None:
+            return recorder.begin(self.name, step.device)
+        return None if tuner is None else StepRecord(self.name, 0, clock_of(step.device))
+
+    def _begin_tuning(self, step: StepArguments, session: Session | None) -> WeightTuner | None:
+        if step.config.weight_grad_placement == "static" or session is None or step.forward_only:
+            return None
+        tuner = session.tuner(self, step.num_microbatches, len(step.models), step.config.settings)
+        tuner.begin_step()
+        return tuner
 
     def _partial_checkpoints(
         self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int
@@ -286,6 +302,10 @@ def _check(step: StepArguments, stages: Sequence[StageInfo]) -> None:
         is_valid = False
     if not is_valid:
         raise ValueError(f"num_microbatches must be a whole number from 1 on, got {step.num_microbatches!r}.")
+    if step.config.weight_grad_placement not in ("static", "tuned"):
+        raise ValueError(
+            f"config.weight_grad_placement must be 'static' or 'tuned', got {step.config.weight_grad_placement!r}."
+        )
     for model, stage in zip(step.models, stages):
         if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
             raise TypeError(
@@ -337,6 +357,7 @@ def _arguments(schedule: Schedule, step: StepArguments, stages: Sequence[StageIn
         "variable_seq_lengths": str(step.config.variable_seq_lengths),
         "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
         "max_in_flight": str(step.config.max_in_flight),
+        "weight_grad_placement": step.config.weight_grad_placement,
         "the type of device": step.device.type,
     }
     for stage, (received, sent) in zip(stages, specs):

@@ -60,8 +60,8 @@ class Settings:
     Attributes:
         microbatch_group_size: how many microbatches interleaved schedules run through a chunk before they turn to the
             next; None for the number of ranks.
-        max_in_flight: most microbatches of a whole rank between F and B on any rank; None for the schedule's own. For
-            the schedules that can trade memory for speed.
+        max_in_flight: most microbatches of a whole rank that any rank may hold, from F to W; None for the schedule's
+            own. For the schedules that can trade memory for speed; the others are refused where they need more.
     """
 
     microbatch_group_size: int | None = None

@@ -115,7 +115,7 @@ class Watchdog:
             self._agreed_before, self._agreed, self._exchange = self._agreed, arguments, step
             self._store.set(f"arguments {step} {self._rank}", json.dumps(arguments))
             self._store.set(f"request {self._store.add('number of requests', 1)}", str(step))
-        self._await_arguments(step)
+        self._await_all(f"arguments {step}", f"began step {step}")
         with self._lock:
             everybody = [json.loads(self._store.get(f"arguments {step} {rank}")) for rank in range(self._size)]
             if previous:  # everybody has come to this exchange, so nobody still reads the one before
@@ -129,19 +129,36 @@ class Watchdog:
                 values = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items())
                 raise DisagreementError(f"the ranks of the pipeline disagree on {name}: {values}. Make them the same.")
 
+    def post(self, name: str, text: str) -> None:
+        """Leave something for the other ranks to `collect`."""
+        with self._lock:
+            self._store.set(f"{name} {self._rank}", text)
+
+    def withdraw(self, name: str) -> None:
+        """Delete what this rank has posted, once nobody will ask for it."""
+        with self._lock:
+            self._store.delete_key(f"{name} {self._rank}")
+
+    def collect(self, name: str) -> list[str]:
+        """What each rank has posted under `name`, once all have."""
+        self._await_all(name, f"came to the {name}")
+        with self._lock:
+            return [self._store.get(f"{name} {rank}").decode() for rank in range(self._size)]
+
     # Main thread
 
-    def _await_arguments(self, step: int) -> None:
+    def _await_all(self, name: str, reached: str) -> None:
+        """Wait until every rank has posted under `name`."""
         end = time.monotonic() + self.timeout
         pause = 0.0005
-        keys = [f"arguments {step} {rank}" for rank in range(self._size)]
+        keys = [f"{name} {rank}" for rank in range(self._size)]
         while not self._has(*keys):
             self.check()
             if time.monotonic() > end:
                 missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
                 raise PipelineError(
-                    f"rank {self._rank} began step {step} and waited {self.timeout:g} s for {_ranks(missing)} to begin "
-                    "it too: does every rank call the schedule equally often?"
+                    f"rank {self._rank} {reached} and waited {self.timeout:g} s for {_ranks(missing)} to do so too: "
+                    "does every rank call the schedule equally often?"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

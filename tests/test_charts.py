@@ -49,19 +49,19 @@ def share_of(colour: str, screenshot: Path) -> float:
 @needs_chromium
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     page, screenshot = tmp_path / "plan.html", tmp_path / "plan.png"
-    plan = make_plan("interleaved_1f1b", 4, 8)
+    plan = make_plan("zbv", 4, 8)
     save_html(plan, plan.simulate(p2p=0.25), page)
     page.write_text(page.read_text().replace("</body>", POINT_AT.replace("ACTION", "5B3") + "</body>"))
     dom = browse(page, screenshot)
     drawn = dom[dom.index('class="main-svg"') :]
     assert drawn.count('class="point"') == sum(map(len, plan.actions))
-    for shades in COLOURS.values():
-        for colour in shades:
+    for kind in ("F", "B", "W"):
+        for colour in COLOURS[kind]:
             assert share_of(colour, screenshot) > 0.01
     hover = re.sub(r"<[^>]+>", "", drawn[drawn.index('class="hoverlayer"') :])
-    assert "5B3: backward of microbatch 3 through stage 5" in hover
+    assert "5B3: input gradient of microbatch 3 through stage 5" in hover
     assert "after waiting" in hover
-    assert "needs 6B3 of rank 2" in hover
+    assert "needs 6B3 of rank 1" in hover
 
 
 def test_a_measured_step_above_its_plan(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def one_rank_does_not_come(rank: int) -> str:
 def test_a_rank_that_does_not_call_the_schedule(ranks: RankPool) -> None:
     messages = ranks.run(PP, one_rank_does_not_come)
     for message in messages[:3]:
-        assert "waited 1 s for rank 3 to begin it too" in message
+        assert "waited 1 s for rank 3 to do so too" in message
 
 
 def ranks_disagree(rank: int, what: str) -> str:

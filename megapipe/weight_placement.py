@@ -1,0 +1,236 @@
+"""Where the Ws go, decided on the plan: F, B and W never take exactly the same time, so a fixed place leaves holes.
+
+A W may run at any time after its B, at no change to any message. So the order of a rank's Fs and Bs stays the
+schedule's, and its Ws follow in the order of its Bs; only how many Ws run before each F and B is searched for, by
+playing the whole pipeline through time. A fixed rule, such as to run a W whenever there is nothing else to do, makes
+some schedules faster and others slower; here it is only where the search begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .plan import Event, Plan
+from .simulation import Costs
+
+__all__ = ["Counts", "count_weights", "move_weights", "place_weights"]
+
+Counts = list[list[int]]
+"""Per rank, how many Ws run before each of its Fs and Bs, and after the last."""
+
+FILLS = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""How long, in Ws, a wait must be to be filled with one: rules to begin the search with."""
+
+BUDGET = 300_000
+"""How many Fs and Bs the search may play, about a third of a second."""
+
+
+def count_weights(plan: Plan) -> Counts:
+    """How many Ws a plan runs before each F and B, and after the last."""
+    counts: Counts = []
+    for actions in plan.actions:
+        row = [0]
+        for action in actions:
+            if action.kind == "W":
+                row[-1] += 1
+            else:
+                row.append(0)
+        counts.append(row)
+    return counts
+
+
+def move_weights(plan: Plan, counts: Counts) -> Plan:
+    """`plan` with its Ws in other places, in the order of the Bs."""
+    moved = []
+    for events, row in zip(plan.events, counts):
+        others = [event for event in events if event.verb != "backward_weight_step"]
+        weights = iter(
+            [event._replace(verb="backward_weight_step") for event in others if event.verb == "backward_input_step"]
+        )
+        moved.append(list(_merge(others, weights, row)))
+    return replace(plan, events=moved)
+
+
+def _merge(others: list[Event], weights: Iterator[Event], row: list[int]) -> Iterator[Event]:
+    counts = iter(row)
+    for event in others:
+        if event.action is not None:
+            yield from (next(weights) for _ in range(next(counts)))
+        yield event
+    yield from weights
+
+
+def place_weights(plan: Plan, costs: Costs, max_held: float) -> Counts:
+    """Places for the Ws of `plan` that make one step as short as the search finds, and never longer than it was.
+
+    Args:
+        max_held: most microbatches of a whole rank that a rank may hold, from F to W.
+    """
+    unmoved = count_weights(plan)
+    if not any(map(sum, unmoved)):
+        return unmoved
+    search = _Search(plan, costs, int(max_held * plan.num_chunks + 1e-9))
+    candidates = [unmoved, *(search.fill(share) for share in FILLS)]
+    candidates.sort(key=search.makespan)
+    return min((search.improve(counts) for counts in candidates[:2]), key=search.makespan)
+
+
+class _Search:
+    """The Fs and Bs of a plan as plain lists, by rank and position, to be played many times.
+
+    Args:
+        max_held: in microbatches of a chunk.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, max_held: int) -> None:
+        num_stages = plan.pp_size * plan.num_chunks
+        times = {kind: costs.of(kind, num_stages, plan.num_chunks) for kind in ("F", "BW", "B", "W")}
+        actions = [[action for action in row if action.kind != "W"] for row in plan.actions]
+        places = {
+            action._replace(kind=action.kind[0]): (rank, k)
+            for rank, row in enumerate(actions)
+            for k, action in enumerate(row)
+        }
+        self.ranks = range(plan.pp_size)
+        self.max_held = max_held
+        self.kinds = [[action.kind for action in row] for row in actions]
+        self.durations = [[times[action.kind][action.stage] for action in row] for row in actions]
+        self.weights = [[times["W"][action.stage] for action in row if action.kind == "B"] for row in actions]
+        """The Ws of each rank, in their order."""
+        self.sources = [[places.get(action.source) for action in row] for row in actions]
+        self.latency = [
+            [costs.p2p + costs.message if source is not None and source[0] != rank else 0.0 for source in row]
+            for rank, row in enumerate(self.sources)
+        ]
+        self.users: list[list[tuple[int, int] | None]] = [[None] * len(row) for row in actions]
+        for rank, row in enumerate(self.sources):
+            for k, source in enumerate(row):
+                if source is not None:
+                    self.users[source[0]][source[1]] = (rank, k)
+        self.plays_left = BUDGET // sum(map(len, actions))
+
+    def makespan(self, counts: Counts) -> float:
+        return max(self._play(counts)[0])
+
+    def fill(self, share: float) -> Counts:
+        """The places that follow from a rule: a W wherever a rank waits for longer than this share of one, and where it
+        may hold no more."""
+        counts = [[0] * (len(row) + 1) for row in self.durations]
+        self._play(counts, share)
+        for rank in self.ranks:
+            counts[rank][-1] = len(self.weights[rank]) - sum(counts[rank])
+        return counts
+
+    def improve(self, counts: Counts) -> Counts:
+        """Move one W at a time that lies in the way of what decides the makespan, for as long as that helps."""
+        shortest = self.makespan(counts)
+        moved = True
+        while moved:
+            moved = False
+            for rank, source, target in self._moves(counts):
+                row = counts[rank].copy()
+                row[source] -= 1
+                row[target] += 1
+                if not self._can_hold(rank, row):
+                    continue
+                if self.plays_left <= 0:
+                    return counts
+                trial = [*counts[:rank], row, *counts[rank + 1 :]]
+                makespan = self.makespan(trial)
+                if makespan < shortest - 1e-9:
+                    counts, shortest, moved = trial, makespan, True
+                    break
+        return counts
+
+    def _play(self, counts: Counts, fill: float | None = None) -> tuple[list[float], list[list[float]]]:
+        """When each rank ends, and how long it waits before each of its Fs and Bs (negative: how late it is).
+
+        Args:
+            fill: decide by `fill` and write into `counts`, instead of going by them.
+        """
+        self.plays_left -= 1
+        ends: list[list[float | None]] = [[None] * len(row) for row in self.durations]
+        waits = [[0.0] * len(row) for row in self.durations]
+        position, num_done, num_put_off, num_held = ([0] * len(ends) for _ in range(4))
+        clocks = [0.0] * len(ends)
+        runnable = list(self.ranks)
+        while runnable:
+            rank = runnable.pop()
+            k, clock, weights = position[rank], clocks[rank], self.weights[rank]
+            durations, sources, kinds = self.durations[rank], self.sources[rank], self.kinds[rank]
+            while k < len(durations):
+                arrival = 0.0
+                if (source := sources[k]) is not None:
+                    end = ends[source[0]][source[1]]
+                    if end is None:
+                        break
+                    arrival = end + self.latency[rank][k]
+                if fill is None:
+                    for _ in range(counts[rank][k]):
+                        clock += weights[num_done[rank]]
+                        num_done[rank] += 1
+                else:
+                    is_full = kinds[k] == "F" and num_held[rank] >= self.max_held
+                    while num_done[rank] < num_put_off[rank] and (
+                        is_full or arrival - clock > fill * weights[num_done[rank]] + 1e-9
+                    ):
+                        clock += weights[num_done[rank]]
+                        num_done[rank] += 1
+                        num_held[rank] -= 1
+                        counts[rank][k] += 1
+                        is_full = False
+                    num_held[rank] += {"F": 1, "B": 0, "BW": -1}[kinds[k]]
+                    num_put_off[rank] += kinds[k] == "B"
+                waits[rank][k] = arrival - clock
+                clock = max(clock, arrival) + durations[k]
+                ends[rank][k] = clock
+                user = self.users[rank][k]
+                if user is not None and user[0] != rank and position[user[0]] == user[1]:
+                    runnable.append(user[0])
+                k += 1
+            position[rank], clocks[rank] = k, clock
+        assert all(end is not None for row in ends for end in row), "the plan hangs"
+        return [clocks[rank] + sum(self.weights[rank][num_done[rank] :]) for rank in self.ranks], waits
+
+    def _can_hold(self, rank: int, row: list[int]) -> bool:
+        """Whether every W comes after its B, and before too much is held."""
+        num_held = num_put_off = num_done = 0
+        for kind, count in zip(self.kinds[rank], row):
+            num_done += count
+            num_held -= count
+            if num_done > num_put_off:
+                return False
+            if kind == "F":
+                num_held += 1
+                if num_held > self.max_held:
+                    return False
+            elif kind == "B":
+                num_put_off += 1
+            else:
+                num_held -= 1
+        return True
+
+    def _moves(self, counts: Counts) -> list[tuple[int, int, int]]:
+        """(rank, from, to): Ws on the critical path, and where else they could be: where the rank waits, or later."""
+        ends, waits = self._play(counts)
+        rank = max(self.ranks, key=ends.__getitem__)
+        last = len(waits[rank])
+        holes = sorted((k for k in range(last) if waits[rank][k] > 1e-9), key=lambda k: -waits[rank][k])
+        moves = [(rank, last, hole) for hole in holes[:12]] if counts[rank][last] else []
+        k = last - 1
+        while k >= 0:
+            if waits[rank][k] > 1e-9:
+                source = self.sources[rank][k]
+                assert source is not None, "a rank waits for a message"
+                rank, k = source
+                continue
+            if counts[rank][k]:
+                last = len(waits[rank])
+                holes = sorted(
+                    (hole for hole in range(last) if waits[rank][hole] > 1e-9), key=lambda hole: abs(hole - k)
+                )
+                targets = dict.fromkeys([*range(k + 1, min(k + 4, last)), *holes[:6], last])
+                moves += [(rank, k, target) for target in targets if target != k]
+            k -= 1
+        return moves
