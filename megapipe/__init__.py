@@ -4,6 +4,7 @@ from . import integrations as integrations
 from . import (
     parallel_state,
     schedules,
+    weight_grad,
     zero_bubble,  # noqa: F401  # registers its schedules
 )
 from .config import PipelineConfig
@@ -28,4 +29,5 @@ __all__ = [
     "schedule_names",
     "schedules",
     "stages_for_rank",
+    "weight_grad",
 ]

@@ -20,10 +20,17 @@ __all__ = ["GradientSync", "finalize_gradients"]
 
 
 class GradientSync(AbstractContextManager["GradientSync"]):
-    """Around one training step: holds gradient synchronisation back, and releases it chunk by chunk."""
+    """Around one training step: holds gradient synchronisation back, and releases it chunk by chunk.
 
-    def __init__(self, config: PipelineConfig, models: Sequence[nn.Module], num_microbatches: int) -> None:
+    Args:
+        is_split: the schedule splits backwards, so that gradients become complete in a W.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, models: Sequence[nn.Module], num_microbatches: int, is_split: bool
+    ) -> None:
         self._models = models
+        self._is_split = is_split
         self._num_microbatches = num_microbatches
         per_chunk = isinstance(config.no_sync_func, (list, tuple))
         # One context for all chunks, or one for each.
@@ -53,19 +60,19 @@ class GradientSync(AbstractContextManager["GradientSync"]):
                     param_sync(self._models[ahead].parameters())
         is_last = microbatch == self._num_microbatches - 1 and num_backwards_left == 1
         has_own_context = len(self._contexts) == len(self._models)
-        if is_last and has_own_context and self._grad_sync[chunk] is None:
+        if is_last and has_own_context and self._grad_sync[chunk] is None and not self._is_split:
             self._contexts[chunk].close()
 
     @contextmanager
-    def last_gradients(self, chunk: int, split: bool = False) -> Iterator[None]:
-        """Around the computation that completes the gradients of `chunk`: its last backward, or with `split` its last
-        W. Then those who watch autograd's nodes have missed the end, and autograd passes by once more."""
+    def last_gradients(self, chunk: int) -> Iterator[None]:
+        """Around the computation that completes the gradients of `chunk`: its last backward, or where that is split its
+        last W. There those who watch autograd's nodes have missed the end, and autograd passes by once more."""
         context = min(chunk, len(self._contexts) - 1)
         grad_sync = self._grad_sync[chunk]
         if grad_sync is None:
             self._contexts[context].close()  # the model's own hooks fire during the backward
             yield
-            if split and self._no_sync[context] is not None:
+            if self._is_split and self._no_sync[context] is not None:
                 visit_gradient_nodes([p for p in self._models[chunk].parameters() if p.requires_grad])
         else:
             yield

@@ -166,7 +166,7 @@ class Pipeline(Verbs):
         microbatch, put_off = this.put_off.popleft()
         with self._at(Action(this.stage.info.index, "W", microbatch)):
             is_last = microbatch == self.num_microbatches - 1
-            with self._gradient_sync.last_gradients(chunk, split=True) if is_last else nullcontext():
+            with self._gradient_sync.last_gradients(chunk) if is_last else nullcontext():
                 this.stage.backward_weights(put_off)
 
     def send_backward(self, chunk: int = 0) -> None:

@@ -144,7 +144,10 @@ class ForwardBackward(Schedule):
             _lookahead(config, step.device),
             step.forward_only,
         )
-        gradient_sync = None if step.forward_only else GradientSync(config, step.models, step.num_microbatches)
+        gradient_sync = None
+        if not step.forward_only:
+            is_split = config.no_sync_func is not None and self._splits_backward(config, step, pp_size)
+            gradient_sync = GradientSync(config, step.models, step.num_microbatches, is_split)
         record = self._begin_record(step, tuner)
         pipe = Pipeline(
             [
@@ -190,6 +193,10 @@ class ForwardBackward(Schedule):
         tuner = session.tuner(self, step.num_microbatches, len(step.models), step.config.settings)
         tuner.begin_step()
         return tuner
+
+    def _splits_backward(self, config: PipelineConfig, step: StepArguments, pp_size: int) -> bool:
+        plan = _plan(self, pp_size, step.num_microbatches, len(step.models), config.settings)
+        return any(action.kind == "W" for action in plan.actions[0])
 
     def _partial_checkpoints(
         self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int

@@ -1,6 +1,6 @@
 """Ws where the measured times want them: measure, tell each other, decide alike, and look again now and then.
 
-Every rank's actions are timed in every step. Now and then the ranks exchange their mean times, and two steps later,
+Every rank's actions are timed in every step. Now and then the ranks exchange their typical times, and two steps later,
 when all have surely posted them, each plays the schedule with all of them and finds the same places for the Ws
 (weight_placement.py). Between those steps nothing is exchanged.
 """
@@ -24,11 +24,11 @@ from .weight_placement import Counts, move_weights, place_weights
 
 __all__ = ["Choice", "WeightTuner", "choose"]
 
-FIRST, INTERVAL = 4, 10
+FIRST, INTERVAL = 6, 10
 """The step before which times are first exchanged, and the steps between exchanges."""
 
 DRIFT = 0.05
-"""How much, in parts of the mean action, a mean time may move before the search is repeated."""
+"""How much, in parts of the mean action, a time may move before the search is repeated."""
 
 GAIN = 0.005
 """What a choice must gain by the plan to be taken over the schedule's own."""
@@ -88,6 +88,8 @@ def _spread(pp_size: int, limit: float) -> list[float]:
 class WeightTuner:
     """For one schedule with one number of microbatches, in one pipeline."""
 
+    choose = staticmethod(choose)
+
     def __init__(
         self,
         watchdog: Watchdog,
@@ -132,14 +134,15 @@ class WeightTuner:
             self._records.append(record)
 
     def _post(self) -> None:
-        """The mean time of each kind of action on each of this rank's stages, and the median of a whole step."""
+        """The median times of each kind of action on each of this rank's stages, and of a whole step: now and then
+        something takes much longer, and is no news of the next steps."""
         times: defaultdict[str, list[float]] = defaultdict(list)
         # The last step may still be under way on a device.
         finished = list(self._records)[:-1]
         for record in finished:
             for action, duration in record.durations():
                 times[f"{action.stage} {action.kind}"].append(duration)
-        means = {name: fmean(values) for name, values in times.items()}
+        means = {name: median(values) for name, values in times.items()}
         means["step"] = median(record.duration() for record in finished)
         self._records.clear()
         if self._posted:
@@ -154,7 +157,7 @@ class WeightTuner:
             return
         costs.p2p = _latency(plan, costs, max(one["step"] for one in means))
         self._measured = costs
-        self.choice = choose(*self._sizes, self._own_settings, costs)
+        self.choice = self.choose(*self._sizes, self._own_settings, costs)
 
     def _plan_in_use(self) -> Plan:
         plan = make_plan(*self._sizes, settings=self.settings)
@@ -179,9 +182,10 @@ def _has_drifted(costs: Costs, before: Costs) -> bool:
 
 
 def _latency(plan: Plan, costs: Costs, step: float) -> float:
-    """The latency that makes the plan as long as the step was: it stands for all that is not computation."""
-    low, high = 0.0, fmean(_lists(costs))
-    for _ in range(8):
+    """The latency that makes the plan as long as the step was: it stands for all that is not computation. Where it
+    would be long beside an action, something else was slow."""
+    low, high = 0.0, fmean(_lists(costs)) / 4
+    for _ in range(6):
         middle = (low + high) / 2
         if simulate(plan, replace(costs, p2p=middle)).makespan > step:
             high = middle

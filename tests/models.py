@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.checkpoint import checkpoint
 
 import megapipe
-from megapipe import PipelineConfig, StageInfo, distribute_layers, parallel_state, stages_for_rank
+from megapipe import PipelineConfig, StageInfo, distribute_layers, parallel_state, stages_for_rank, weight_grad
 from megapipe.p2p_communication import Communicator
 from megapipe.placement import loop
 
@@ -34,10 +35,24 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """The layers of one stage; the unpartitioned model is the only stage of one. Parameters keep global names."""
+    """The layers of one stage; the unpartitioned model is the only stage of one. Parameters keep global names.
 
-    def __init__(self, info: StageInfo, num_layers: int, dropout: float = 0.0, **config: Any) -> None:
+    Args:
+        deferred: the layers put their weight gradients off where the schedule wants it.
+        recompute: activations of each layer are recomputed in the backward.
+    """
+
+    def __init__(
+        self,
+        info: StageInfo,
+        num_layers: int,
+        dropout: float = 0.0,
+        deferred: bool = False,
+        recompute: bool = False,
+        **config: Any,
+    ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.config = SimpleNamespace(hidden_size=HIDDEN, **config)
         self.info = info
         self.layers = nn.ModuleDict()
@@ -49,6 +64,8 @@ class Stage(nn.Module):
         torch.manual_seed(98)
         self.head = nn.Linear(HIDDEN, VOCABULARY) if info.is_last else None
         self.input_tensor: Tensor | None = None
+        if deferred:
+            weight_grad.convert(self)
 
     def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
         self.input_tensor = input_tensor[0]
@@ -57,7 +74,7 @@ class Stage(nn.Module):
         x = self.input_tensor if self.embedding is None else self.embedding(tokens)
         for name, layer in self.layers.items():
             torch.manual_seed(1000 * seed + int(name))  # dropout draws alike wherever the layer runs
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
         return x if self.head is None else self.head(x)
 
 
@@ -104,10 +121,10 @@ def run(schedule: str, model: Any, num_microbatches: int, **options: Any) -> lis
 
 
 def reference(
-    num_layers: int, num_microbatches: int, seeds: tuple[int, ...] = (0,), dropout: float = 0.0
+    num_layers: int, num_microbatches: int, seeds: tuple[int, ...] = (0,), dropout: float = 0.0, deferred: bool = False
 ) -> tuple[Stage, list[Tensor]]:
     """The unpartitioned model after one step per seed, with its gradients, and the losses of the last step."""
-    model = Stage(StageInfo(0, 1), num_layers, dropout)
+    model = Stage(StageInfo(0, 1), num_layers, dropout, deferred)
     for seed in seeds:
         losses = []
         for batch in batches(num_microbatches, seed):

@@ -134,9 +134,9 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
     assert float(rows["1f1b"][2]) == 158
     assert rows["gpipe"][-1] == "no"
     assert float(rows["interleaved_1f1b"][2]) == 147
-    assert out[-1].startswith("recommended: interleaved_1f1b with 2 chunks per rank (4 stages), ")
+    assert out[-1].startswith("recommended: zbv with 2 chunks per rank (4 stages), 131 ms")
     out = output_of(capsys, "tune", recorded, "--microbatches", "8", "--memory-limit", "2").splitlines()
-    assert out[-1].startswith("recommended: 1f1b, ")
+    assert out[-1].startswith("recommended: zbv with 2 chunks per rank (4 stages), ")
     assert main(["tune", recorded, "--memory-limit", "1"]) == 2
     assert "no schedule fits 1 microbatches of a whole rank: the smallest needs 2" in capsys.readouterr().err
     forwards = tmp_path / "forwards.json"

@@ -1,6 +1,7 @@
 """Losses and gradients are those of the unpartitioned model, bit for bit."""
 
 import functools
+import itertools
 
 import pytest
 from models import Stage, assert_same_gradients, assert_same_losses, build, reference, run
@@ -10,41 +11,69 @@ from torch import Tensor
 import megapipe
 
 NUM_LAYERS = 12
-CHUNKS = {"looped_bfs": [1, 2, 3], "interleaved_1f1b": [1, 2, 3], "no_pipelining": [1, 2, 3]}
+CHUNKS = {name: [1, 2, 3] for name in ("no_pipelining", "looped_bfs", "interleaved_1f1b", "interleaved_zb1p")}
 TRAINING = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min"]
+WHOLE = [name for name in TRAINING if name not in SPLIT]
 
 unpartitioned = functools.lru_cache(maxsize=None)(reference)
 
 
-def expect(num_microbatches: int, dropout: float) -> tuple[Stage, list[Tensor]]:
+def expect(num_microbatches: int, dropout: float, deferred: bool = False) -> tuple[Stage, list[Tensor]]:
     """Computed once per worker."""
-    return unpartitioned(NUM_LAYERS, num_microbatches, dropout=dropout)
+    return unpartitioned(NUM_LAYERS, num_microbatches, dropout=dropout, deferred=deferred)
 
 
-def compare(rank: int, schedule: str, pp_size: int, num_microbatches: list[int], dropout: float) -> None:
-    for num_chunks in CHUNKS.get(schedule, [None]):
-        for m in num_microbatches:
-            chunks = build(schedule, pp_size, NUM_LAYERS, num_chunks, dropout=dropout)
+def compare(
+    rank: int,
+    schedules: list[str],
+    pp_size: int,
+    num_microbatches: list[int],
+    dropout: float = 0.0,
+    deferred: bool = False,
+    recompute: bool = False,
+) -> None:
+    options = {"dropout": dropout, "deferred": deferred, "recompute": recompute}
+    for schedule, m in itertools.product(schedules, num_microbatches):
+        for num_chunks in CHUNKS.get(schedule, [None]):
+            chunks = build(schedule, pp_size, NUM_LAYERS, num_chunks, **options)
             reports = run(schedule, chunks, m)
-            expected, losses = expect(m, dropout)
-            assert_same_losses(reports, losses, chunks)
-            assert_same_gradients(chunks, expected)
+            expected, losses = expect(m, dropout, deferred)
+            try:
+                assert_same_losses(reports, losses, chunks)
+                assert_same_gradients(chunks, expected)
+            except AssertionError as error:
+                raise AssertionError(f"{schedule} with {num_chunks} chunks and {m} microbatches: {error}") from error
 
 
 @pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", TRAINING)
-def test_equal_to_the_unpartitioned_model(ranks: RankPool, schedule: str, pp_size: int) -> None:
-    ranks.run(pp_size, compare, schedule, pp_size, list(range(1, 10)), 0.0)
+def test_equal_to_the_unpartitioned_model(ranks: RankPool, pp_size: int) -> None:
+    ranks.run(pp_size, compare, WHOLE, pp_size, list(range(1, 10)))
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
+def test_equal_with_weight_gradients_put_off(ranks: RankPool, pp_size: int) -> None:
+    """To the unpartitioned model with the same layers, which adds to its gradients as they do."""
+    ranks.run(pp_size, compare, SPLIT, pp_size, list(range(1, 10)), 0.0, True)
 
 
 @pytest.mark.parametrize("pp_size", [2, 4])
-@pytest.mark.parametrize("schedule", TRAINING)
-def test_equal_with_dropout(ranks: RankPool, schedule: str, pp_size: int) -> None:
-    ranks.run(pp_size, compare, schedule, pp_size, [1, 3, 8], 0.5)
+def test_equal_when_recomputed(ranks: RankPool, pp_size: int) -> None:
+    ranks.run(pp_size, compare, SPLIT, pp_size, [1, 3, 8], 0.5, True, True)
+
+
+def test_equal_where_no_layer_puts_anything_off(ranks: RankPool) -> None:
+    """Then B is the whole backward and W has nothing to do."""
+    ranks.run(2, compare, SPLIT, 2, [1, 4])
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
+def test_equal_with_dropout(ranks: RankPool, pp_size: int) -> None:
+    ranks.run(pp_size, compare, WHOLE, pp_size, [1, 3, 8], 0.5)
 
 
 def test_no_pipelining(ranks: RankPool) -> None:
-    ranks.run(1, compare, "no_pipelining", 1, [1, 3, 8], 0.5)
+    ranks.run(1, compare, ["no_pipelining"], 1, [1, 3, 8], 0.5)
 
 
 def group_sizes(rank: int) -> None:

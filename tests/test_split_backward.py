@@ -1,0 +1,326 @@
+"""Schedules with a split backward around models that are not as simple as they might be."""
+
+import contextlib
+import functools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Stage, assert_same_gradients, batches, build, loss_of, run
+from ranks import RankPool
+from torch import Tensor, nn
+
+import megapipe
+import megapipe.weight_tuning as tuning
+from megapipe import StageInfo, stages_for_rank, weight_grad
+from megapipe.plan import make_plan
+from megapipe.session import _sessions
+from megapipe.weight_placement import _Search, count_weights
+
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min"]
+SEED = random.randrange(2**32)
+
+
+class Twice(nn.Module):
+    """Uses one weight on both sides of another layer, and in some microbatches not at all."""
+
+    def __init__(self, hidden: int, layer: int) -> None:
+        super().__init__()
+        torch.manual_seed(500 + layer)
+        self.tied = nn.Linear(hidden, hidden)
+        self.between = nn.Linear(hidden, hidden, bias=False)
+        self.layer = layer
+
+    def forward(self, x: Tensor, seed: int) -> Tensor:
+        if (seed + self.layer) % 3 == 0:
+            return x
+        return x + self.tied(F.gelu(self.between(F.gelu(self.tied(x)))))
+
+
+class Odd(nn.Module):
+    """A stage of such layers between an embedding and a head, with some parameters frozen."""
+
+    def __init__(self, info: StageInfo, num_layers: int, hidden: int, frozen: float, seed: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_size=hidden)
+        self.info = info
+        self.input_tensor: Tensor | None = None
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(11, hidden) if info.is_first else None
+        layers = megapipe.distribute_layers(num_layers, info)
+        self.layers = nn.ModuleDict({str(layer): Twice(hidden, layer) for layer in layers})
+        torch.manual_seed(2)
+        self.head = nn.Linear(hidden, 11) if info.is_last else None
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(random.Random(f"{seed} {name}").random() >= frozen)
+        weight_grad.convert(self)
+
+    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
+        self.input_tensor = input_tensor[0]
+
+    def forward(self, tokens: Tensor, seed: int) -> Tensor:
+        x = self.input_tensor if self.embedding is None else self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x, seed)
+        return x if self.head is None else self.head(x)
+
+
+def random_configurations(rank: int, pp_size: int, seed: int, count: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(count):
+        schedule = draw.choice(SPLIT)
+        num_chunks = draw.choice([1, 2, 3]) if schedule == "interleaved_zb1p" else None
+        m, hidden, frozen = draw.randint(1, 9), draw.choice([1, 3, 8, 33]), draw.choice([0.0, 0.3, 0.8])
+        num_layers = draw.randint(pp_size * (num_chunks or 2), 14)
+        what = f"seed {seed}: {schedule} pp={pp_size} chunks={num_chunks} m={m} {hidden=} {frozen=} {num_layers=}"
+        build(schedule, pp_size, 14, num_chunks)  # for the process groups
+        infos = stages_for_rank(schedule, num_chunks=num_chunks)
+        sizes = (num_layers, hidden, frozen, seed)
+        chunks = [Odd(info, *sizes) for info in infos]
+        whole = Odd(StageInfo(0, 1), *sizes)
+        for batch in batches(m):
+            loss = loss_of(whole(batch["tokens"], batch["seed"]), batch["labels"]) / m
+            if loss.requires_grad:
+                loss.backward()
+        run(schedule, chunks, m)
+        try:
+            assert_same_gradients(chunks, whole)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from error
+
+
+@pytest.mark.parametrize(("pp_size", "count"), [(2, 20), (3, 15), (4, 15)])
+def test_random_configurations(ranks: RankPool, pp_size: int, count: int) -> None:
+    print(f"seed {SEED}")
+    ranks.run(pp_size, random_configurations, pp_size, SEED, count)
+
+
+# Tied embedding and head
+
+
+def tied_embedding(rank: int, schedule: str) -> None:
+    chunks = build(schedule, 2, 4, deferred=True)
+    whole = Stage(StageInfo(0, 1), 4, deferred=True)
+    whole.head.weight = whole.embedding.weight
+    by_name = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+    if rank == 0:
+        chunks[1].head.weight = chunks[0].embedding.weight
+    for batch in batches(6):
+        (loss_of(whole(batch["tokens"], batch["seed"]), batch["labels"]) / 6).backward()
+    run(schedule, chunks, 6)
+    for name, parameter in by_name.items():
+        if name != "head.weight":  # replaced
+            expected = dict(whole.named_parameters())[name].grad
+            # The two uses add their gradients up in another order than in one backward.
+            assert torch.allclose(parameter.grad, expected, atol=1e-6), name
+
+
+def test_embedding_and_head_that_share_a_rank_are_one_parameter(ranks: RankPool) -> None:
+    for schedule in ("zbv", "v_half", "v_min"):
+        ranks.run(2, tied_embedding, schedule)
+
+
+# Custom functions
+
+
+class Cube(torch.autograd.Function):
+    """A function of a user's, with a weight that it defers by itself."""
+
+    calls: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x**3 * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        Cube.calls.append("B")
+
+        def compute() -> Tensor:
+            Cube.calls.append("W")
+            return (grad * x**3).sum((0, 1))
+
+        weight_grad.defer(ctx.weight, compute)
+        return grad * 3 * x**2 * ctx.weight, None
+
+
+class WithFunction(Stage):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.scale = nn.Parameter(torch.full((self.config.hidden_size,), 0.1))
+
+    def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
+        x = self.input_tensor if self.embedding is None else self.embedding(tokens)
+        x = Cube.apply(x, self.scale)
+        return x if self.head is None else self.head(x)
+
+
+def custom_function(rank: int) -> None:
+    for schedule in ("1f1b", "zb1p"):
+        build(schedule, 2, 4)
+        Cube.calls.clear()
+        chunk = WithFunction(stages_for_rank(schedule)[0], 2)
+        calls: list[Tensor] = []
+        chunk.scale.register_post_accumulate_grad_hook(calls.append)
+        run(schedule, [chunk], 4)
+        assert Cube.calls.count("B") == Cube.calls.count("W") == len(calls) == 4
+        grads = chunk.scale.grad
+        if schedule == "1f1b":
+            expected = grads
+    assert torch.equal(grads, expected)
+
+
+def test_custom_functions_run_once(ranks: RankPool) -> None:
+    ranks.run(2, custom_function)
+
+
+class Delayed(nn.Linear):
+    """Puts its weight gradient off by itself, as transformer-engine's layers do."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.queue: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight.detach(), self.bias)
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.queue.append((x.detach(), grad)))
+        return out
+
+    def backward_dw(self) -> None:
+        x, grad = self.queue.pop(0)
+        gradient = grad.flatten(0, 1).t() @ x.flatten(0, 1)
+        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+
+
+def delayed_modules(rank: int) -> None:
+    for schedule in ("1f1b", "zb1p", "zbv", "interleaved_zb1p"):
+        chunks = build(schedule, 2, 4)
+        plain = build(schedule, 2, 4)
+        for chunk in chunks:
+            for block in chunk.layers.values():
+                delayed = Delayed(block.down.in_features, block.down.out_features)
+                delayed.load_state_dict(block.down.state_dict())
+                block.down = delayed
+        run(schedule, chunks, 5)
+        run(schedule, plain, 5)
+        for chunk, other in zip(chunks, plain):
+            assert not any(block.down.queue for block in chunk.layers.values())
+            assert_same_gradients([chunk], other)
+
+
+def test_modules_with_backward_dw(ranks: RankPool) -> None:
+    ranks.run(2, delayed_modules)
+
+
+# Data parallelism
+
+
+class Sync:
+    """A no_sync_func, and those who look at parameters while it does not hold them back."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.held = 0
+        self.seen: list[list[Tensor | None]] = [[] for _ in parameters]
+        self.nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
+        for parameter, node, seen in zip(parameters, self.nodes, self.seen):
+            node.register_hook(functools.partial(self._look, parameter, seen))
+
+    def _look(self, parameter: nn.Parameter, seen: list[Tensor | None], *grads: object) -> None:
+        if not self.held:
+            seen.append(None if parameter.grad is None else parameter.grad.clone())
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.held += 1
+        yield
+        self.held -= 1
+
+
+def gradient_nodes(rank: int, schedule: str) -> None:
+    chunks = build(schedule, 2, 6, deferred=True)
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    sync = Sync(parameters)
+    for chunk in chunks:
+        chunk.config.no_sync_func = sync.no_sync
+    run(schedule, chunks, 5)
+    for seen, parameter in zip(sync.seen, parameters):
+        assert len(seen) == 1
+        assert torch.equal(seen[0], parameter.grad)
+
+
+@pytest.mark.parametrize("schedule", ["zb1p", "zbv"])
+def test_those_who_watch_gradient_nodes_see_them_once_and_complete(ranks: RankPool, schedule: str) -> None:
+    """As Megatron's DistributedDataParallel does."""
+    ranks.run(2, gradient_nodes, schedule, timeout=20)
+
+
+# Ws where measured times want them
+
+
+class Slow(Stage):
+    """Its B takes longer than its F, and its W less."""
+
+    def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
+        time.sleep(0.002)
+        out = super().forward(tokens, seed)
+        out.register_hook(lambda grad: time.sleep(0.004))
+        return out
+
+
+def eager(*arguments: Any) -> tuning.Choice:
+    """A W wherever a rank waits, whether it pays or not."""
+    choice = tuning.choose(*arguments)
+    plan = make_plan(*arguments[:4], settings=choice.settings)
+    return replace(choice, counts=_Search(plan, arguments[-1], 1000).fill(0.0))
+
+
+def tuned(rank: int, schedule: str, m: int, max_in_flight: float | None) -> tuning.Choice:
+    build(schedule, 4, 8)
+    infos = stages_for_rank(schedule)
+    grads = []
+    with (
+        mock.patch.object(tuning, "FIRST", 4),
+        mock.patch.object(tuning, "INTERVAL", 4),
+        mock.patch.object(tuning.WeightTuner, "choose", staticmethod(eager)),
+    ):
+        for placement in ("static", "tuned"):
+            options = {"weight_grad_placement": placement, "max_in_flight": max_in_flight}
+            chunks = [Slow(info, 8, deferred=True, **options) for info in infos]
+            for step in range(8):
+                run(schedule, chunks, m, seed=step)
+            grads.append([p.grad for chunk in chunks for p in chunk.parameters()])
+    assert all(map(torch.equal, *grads))
+    (tuner,) = [tuner for session in _sessions.values() for tuner in session._tuners.values()]
+    return tuner.choice
+
+
+@pytest.mark.parametrize(
+    ("schedule", "max_in_flight"), [("zbv", None), ("zb1p", 6), ("zb2p", None), ("interleaved_zb1p", None)]
+)
+def test_measured_placement_changes_no_gradient(ranks: RankPool, schedule: str, max_in_flight: float | None) -> None:
+    choices = ranks.run(4, tuned, schedule, 6, max_in_flight)
+    assert all(choice == choices[0] for choice in choices)  # the ranks agree
+    plan = make_plan(schedule, 4, 6, settings=choices[0].settings)
+    assert choices[0].counts != count_weights(plan)
+
+
+def wrong_placement(rank: int) -> str:
+    chunks = build("zbv", 2, 4, weight_grad_placement="best")
+    with pytest.raises(ValueError, match="must be 'static' or 'tuned', got 'best'"):
+        run("zbv", chunks, 2)
+    return "refused"
+
+
+def test_an_unknown_placement_is_refused(ranks: RankPool) -> None:
+    assert ranks.run(2, wrong_placement) == ["refused"] * 2

@@ -1,0 +1,93 @@
+"""Ws where they make a step shortest, on the plan alone."""
+
+import random
+
+import pytest
+
+from megapipe.plan import make_plan
+from megapipe.registry import find_schedule
+from megapipe.simulation import Costs
+from megapipe.verbs import Settings
+from megapipe.weight_placement import count_weights, move_weights, place_weights
+from megapipe.weight_tuning import choose
+
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min"]
+
+
+def costs(num_stages: int, num_chunks: int, times: tuple[float, float, float], uneven: bool) -> Costs:
+    scale = [1.0] * num_stages
+    if uneven:
+        scale[num_stages // 3], scale[-1] = 1.5, 1.3
+    return Costs(*([time * s / num_chunks for s in scale] for time in times), p2p=0.05)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(("pp_size", "m"), [(1, 3), (2, 1), (3, 5), (4, 8), (8, 16)])
+def test_never_longer_and_within_the_memory(name: str, pp_size: int, m: int) -> None:
+    plan = make_plan(name, pp_size, m)
+    num_stages = pp_size * plan.num_chunks
+    for times in ((1.0, 1.0, 1.0), (1.0, 1.4, 0.6), (0.7, 1.0, 1.3)):
+        for uneven in (False, True):
+            measured = costs(num_stages, plan.num_chunks, times, uneven)
+            arguments = (measured.forward, measured.backward_input, measured.backward_weight, measured.p2p)
+            before = plan.simulate(*arguments)
+            for extra in (0.0, pp_size / 4):
+                limit = max(before.peak_activations) + extra
+                counts = place_weights(plan, measured, limit)
+                moved = move_weights(plan, counts)
+                moved.check()
+                after = moved.simulate(*arguments)
+                assert after.makespan <= before.makespan + 1e-9
+                assert max(after.peak_activations) <= limit + 1e-9
+                assert after.makespan >= after.lower_bound - 1e-9
+                for actions, others in zip(moved.actions, plan.actions):
+                    assert [a for a in actions if a.kind != "W"] == [a for a in others if a.kind != "W"]
+                    for stage in range(num_stages):  # each chunk's Ws stay in order
+                        order = [a.microbatch for a in actions if a.kind == "W" and a.stage == stage]
+                        assert order == sorted(order)
+                    assert sorted(actions) == sorted(others)
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.4, 0.6), (1.0, 1.2, 0.8)])
+@pytest.mark.parametrize("pp_size", [4, 8])
+def test_zbv_comes_closer_to_what_no_order_can_beat(pp_size: int, times: tuple[float, float, float]) -> None:
+    plan = make_plan("zbv", pp_size, 2 * pp_size)
+    measured = costs(2 * pp_size, 2, times, uneven=False)
+    choice = choose(find_schedule("zbv"), pp_size, 2 * pp_size, 2, Settings(), measured)
+    bound = plan.simulate(*times, p2p=0.05).lower_bound
+    assert choice.makespan - bound < 0.76 * (choice.own_makespan - bound)
+
+
+def test_without_better_places_the_schedule_keeps_its_own() -> None:
+    even = Costs(1.0, 1.0, 1.0)
+    assert choose(find_schedule("zbv"), 4, 8, 2, Settings(), even).counts is None
+    assert choose(find_schedule("1f1b"), 4, 8, 1, Settings(), Costs(1.0, 1.4, 0.6)).counts is None
+
+
+def test_more_memory_goes_to_what_helps_most() -> None:
+    """Either to Ws that are put off, or to more warmup forwards."""
+    slow = Costs(1.0, 1.3, 0.7, p2p=0.2)
+    makespans = []
+    for limit in (4, 5, 6, 7):
+        choice = choose(find_schedule("zb1p"), 4, 16, 1, Settings(max_in_flight=limit), slow)
+        makespans.append(choice.makespan)
+        plan = make_plan("zb1p", 4, 16, settings=choice.settings)
+        if choice.counts is not None:
+            plan = move_weights(plan, choice.counts)
+        assert max(plan.simulate().peak_activations) <= limit
+    assert makespans == sorted(makespans, reverse=True)
+    assert makespans[-1] < 0.97 * makespans[0]
+
+
+def test_the_choice_is_the_same_for_the_same_costs() -> None:
+    draw = random.Random(0)
+    measured = Costs(*([draw.uniform(0.5, 1.5) for _ in range(8)] for _ in range(3)), p2p=0.1)
+    choices = [choose(find_schedule("zbv"), 4, 8, 2, Settings(), measured) for _ in range(2)]
+    assert choices[0] == choices[1]
+
+
+def test_counting_and_moving_undo_each_other() -> None:
+    for name in SPLIT:
+        plan = make_plan(name, 4, 8)
+        counts = count_weights(plan)
+        assert count_weights(move_weights(plan, counts)) == counts
