@@ -70,6 +70,13 @@ NOTES = {
         "about 2 (p - 1) / (3 m)",
         "at most (p + 4) // 3",
     ),
+    "dualpipev": (
+        "Layers that communicate for long, as mixtures of experts do: forward and backward run in pairs (`F1B0`), each "
+        "while the other's messages are under way, where the model can (see `forward_parts`). Where they run one "
+        "after the other, zbv is as fast and holds less.",
+        "(p - 1) (F + B - W) / 2; F / 2 + (p - 1) (B - W) / 2 where a pair takes no longer than its longer half",
+        "p + 1/2",
+    ),
 }
 
 HEAD = f"""# Schedules

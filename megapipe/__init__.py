@@ -1,12 +1,9 @@
 """Pipeline-parallel training for PyTorch, the Megatron way: one hand-written function per schedule."""
 
+from . import parallel_state, weight_grad
+
+from . import schedules, zero_bubble, dualpipe  # noqa: F401  # isort: skip  # registered in this order
 from . import integrations as integrations
-from . import (
-    parallel_state,
-    schedules,
-    weight_grad,
-    zero_bubble,  # noqa: F401  # registers its schedules
-)
 from .config import PipelineConfig
 from .placement import StageInfo, distribute_layers
 from .recording import TimelineRecorder

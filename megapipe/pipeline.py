@@ -37,6 +37,7 @@ class Chunk:
         self.above = above
         self.inputs: deque[Transfer | None] = deque()
         self.outputs: deque[Transfer | None] = deque()
+        self.num_sent_early = 0  # outputs that were sent before the schedule asked for it
         self.in_flight: deque[InFlight] = deque()
         self.output_grads: deque[Transfer | None] = deque()
         self.input_grads: deque[list[Tensor]] = deque()
@@ -114,7 +115,10 @@ class Pipeline(Verbs):
     def send_forward(self, chunk: int = 0) -> None:
         self._advance("send_forward", chunk)
         this = self._chunks[chunk]
-        this.above.send_output(this.outputs.popleft())
+        if this.num_sent_early:
+            this.num_sent_early -= 1
+        else:
+            this.above.send_output(this.outputs.popleft())
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -147,6 +151,14 @@ class Pipeline(Verbs):
             this.put_off.append((microbatch, put_off))
         if self._weight_counts is not None:
             self._put_off_in.append(chunk)
+
+    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
+        self.forward_step(forward_chunk)
+        this = self._chunks[forward_chunk]
+        if len(this.outputs) == 1:  # none that was to be sent before it
+            this.above.send_output(this.outputs.popleft())
+            this.num_sent_early += 1
+        self.backward_step(backward_chunk)
 
     def backward_weight_step(self, chunk: int = 0) -> None:
         if not self.forward_only:

@@ -22,7 +22,18 @@ from .verbs import Action, ScheduleError, Settings, Verbs
 
 __all__ = ["Event", "Plan", "PlanRecorder", "load_plan", "make_plan", "plan_of"]
 
-ACTION_KINDS = {"forward_step": "F", "backward_step": "BW", "backward_input_step": "B", "backward_weight_step": "W"}
+ACTION_KINDS = {
+    "forward_step": "F",
+    "backward_step": "BW",
+    "backward_input_step": "B",
+    "backward_weight_step": "W",
+    # The two halves of a forward_backward_step, one right after the other.
+    "overlapped_forward_step": "F",
+    "overlapped_backward_step": "BW",
+}
+
+
+PAIR = ("overlapped_forward_step", "overlapped_backward_step")
 
 
 class Event(NamedTuple):
@@ -79,6 +90,9 @@ class PlanRecorder(Verbs):
 
     def send_forward(self, chunk: int = 0) -> None:
         self._record("send_forward", chunk)
+        last = self.events[-3:]
+        if [event.verb for event in last[:2]] == list(PAIR) and last[0].stage == last[2].stage:
+            self.events[-2:] = [last[2], last[1]]  # it is sent as soon as it is there
 
     def recv_backward(self, chunk: int = 0) -> None:
         self._record("recv_backward", chunk)
@@ -88,6 +102,13 @@ class PlanRecorder(Verbs):
 
     def backward_input_step(self, chunk: int = 0) -> None:
         self._record_backward("backward_input_step", chunk, put_off=True)
+
+    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
+        if not self.forward_only:
+            self._check_ready("backward_step", backward_chunk)
+        microbatch = self._advance("forward_step", forward_chunk)
+        self.events.append(Event("overlapped_forward_step", self.stages[forward_chunk].index, microbatch))
+        self._record_backward("overlapped_backward_step", backward_chunk, put_off=False)
 
     def backward_weight_step(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -186,7 +207,9 @@ class Plan:
             check_shared_communicator(self)
             return
         self._check_messages()
-        position = play(self, lambda action: 1.0, Costs(), [0.0] * self.pp_size, [[] for _ in self.events])
+        # An overlapped pair may not begin before both of its messages are there.
+        costs = Costs(overlap=1.0)
+        position = play(self, lambda action: 1.0, costs, [0.0] * self.pp_size, [[] for _ in self.events])
         stuck = {rank: position[rank] for rank, events in enumerate(self.events) if position[rank] < len(events)}
         if stuck:
             waits = "; ".join(self._describe_wait(rank, stuck) for rank in stuck)
@@ -229,6 +252,7 @@ class Plan:
         p2p: float = 0.0,
         *,
         message: float = 0.0,
+        overlap: float = 0.0,
         optimizer: float = 0.0,
         num_steps: int = 1,
         synchronize: bool = False,
@@ -238,13 +262,13 @@ class Plan:
         """Play the plan through time.
 
         Args:
-            forward, backward_input, backward_weight, p2p, message, optimizer: see `Costs`.
+            forward, backward_input, backward_weight, p2p, message, overlap, optimizer: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
             activation_bytes, put_off_bytes: what a microbatch occupies between F and B, and between B and W: a number
                 is that of a whole rank, a list has those of each stage. They make `peak_bytes`.
         """
-        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer)
+        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, overlap)
         return simulate(self, costs, num_steps, synchronize, activation_bytes, put_off_bytes)
 
     # Files

@@ -30,6 +30,8 @@ class Costs:
         p2p: from the end of an action until its result can be used on another rank, for a message of no size.
         message: time for which a message occupies its channel: its size over the bandwidth.
         optimizer: the optimizer's step on each rank, at the end of a training step.
+        overlap: how much of the shorter one of an overlapped forward and backward the longer one hides: 0 where they
+            run one after the other, 1 where the pair takes no longer than the longer one.
     """
 
     forward: PerStage = 1.0
@@ -38,6 +40,7 @@ class Costs:
     p2p: float = 0.0
     message: float = 0.0
     optimizer: float = 0.0
+    overlap: float = 0.0
 
     def of(self, kind: str, num_stages: int, num_chunks: int) -> list[float]:
         """The time of an action of this kind on each stage."""
@@ -198,6 +201,7 @@ def play(
     arrivals: dict[Event, float] = {}  # when what an event sends can be used
     waiting: dict[Event, int] = {}  # the rank that waits for it
     busy_until: dict[tuple[str, int], float] = {}  # per channel
+    shrunk = [1.0] * plan.pp_size  # what each rank's overlapped pair takes, of both its actions one after the other
     position = [0] * plan.pp_size
     runnable = list(range(plan.pp_size))
     while runnable:
@@ -208,14 +212,18 @@ def play(
             event = events[position[rank]]
             action = event.action
             if action is not None:
-                needed = plan.needs(event)
-                if needed is not None and needed not in arrivals:
-                    waiting[needed] = rank
+                pair = _overlapped_pair(events, position[rank]) if costs.overlap else [event]
+                needed = [send for one in pair if (send := plan.needs(one)) is not None]
+                missing = [send for send in needed if send not in arrivals]
+                if missing:
+                    waiting[missing[0]] = rank
                     break
-                clock += pause(action)
-                if needed is not None:
-                    clock = max(clock, arrivals.pop(needed))
-                end = clock + duration(action)
+                clock = max([clock + pause(action), *(arrivals[send] for send in needed)])
+                if len(pair) == 2:
+                    times = [duration(one.action) for one in pair if one.action is not None]
+                    shrunk[rank] = 1 - costs.overlap * min(times) / sum(times)
+                is_overlapped = costs.overlap and event.verb.startswith("overlapped")
+                end = clock + duration(action) * (shrunk[rank] if is_overlapped else 1.0)
                 spans[rank].append(Span(action, clock, end))
                 clock = end
             elif event.sends:
@@ -231,6 +239,13 @@ def play(
             position[rank] += 1
         clocks[rank] = clock
     return position
+
+
+def _overlapped_pair(events: Sequence[Event], index: int) -> list[Event]:
+    """The event, and where it is the forward of an overlapped pair also the backward, which is soon to follow."""
+    if events[index].verb != "overlapped_forward_step":
+        return [events[index]]
+    return [events[index], next(e for e in events[index + 1 :] if e.verb == "overlapped_backward_step")]
 
 
 def _lower_bound(plan: Plan, costs: Costs) -> float:
@@ -249,7 +264,9 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
     bounds = []
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
-        work = sum(forward[s] + training * (backward_input[s] + backward_weight[s]) for s in stages)
+        backward = [training * (inputs + weights) for inputs, weights in zip(backward_input, backward_weight)]
+        hidden = costs.overlap if any(e.verb == "overlapped_forward_step" for e in plan.events[rank]) else 0.0
+        work = sum(forward[s] + backward[s] - hidden * min(forward[s], backward[s]) for s in stages)
         bounds.append(sum(forward[: stages[0]]) + sum(hops[: stages[0]]) + plan.num_microbatches * work)
     latency = sum(forward) + sum(hops)
     if training:

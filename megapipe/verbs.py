@@ -16,7 +16,7 @@ from .placement import Placement
 __all__ = ["Action", "ScheduleError", "Settings", "Verbs"]
 
 # What must have been called before a verb, as often as the verb itself. `backward_input_step` counts as
-# `backward_step`: a microbatch's backward is one or the other.
+# `backward_step`, since a microbatch's backward is one or the other, and `forward_backward_step` as both steps.
 REQUIRED = {
     "recv_forward": (),
     "forward_step": ("recv_forward",),
@@ -138,6 +138,11 @@ class Verbs(ABC):
         """B: the input gradient of the oldest microbatch in flight. Its W is put off."""
 
     @abstractmethod
+    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
+        """F of one chunk and B and W of another, overlapped where the model can. F's output is sent when it is there,
+        which may be before this returns; `send_forward` follows all the same."""
+
+    @abstractmethod
     def backward_weight_step(self, chunk: int = 0) -> None:
         """W: the weight gradients put off longest."""
 
@@ -153,8 +158,13 @@ class Verbs(ABC):
 
     def _advance(self, verb: str, chunk: int) -> int:
         """Count one call of `verb` and return the microbatch that it is about."""
-        counts = self._counts[verb]
-        microbatch = counts[chunk]
+        microbatch = self._check_ready(verb, chunk)
+        self._counts[verb][chunk] = microbatch + 1
+        return microbatch
+
+    def _check_ready(self, verb: str, chunk: int) -> int:
+        """The microbatch that the next call of `verb` is about. Raises ScheduleError where that comes too early."""
+        microbatch = self._counts[verb][chunk]
         if microbatch >= self.num_microbatches:
             raise ScheduleError(
                 f"rank {self.pp_rank} calls {verb}({chunk}) more often than there are microbatches "
@@ -165,7 +175,6 @@ class Verbs(ABC):
                 raise ScheduleError(
                     f"rank {self.pp_rank} calls {verb}({chunk}) for microbatch {microbatch} before {required}({chunk})."
                 )
-        counts[chunk] = microbatch + 1
         return microbatch
 
     def _advance_backward(self, chunk: int, put_off: bool) -> int:

@@ -13,7 +13,7 @@ import megapipe
 NUM_LAYERS = 12
 CHUNKS = {name: [1, 2, 3] for name in ("no_pipelining", "looped_bfs", "interleaved_1f1b", "interleaved_zb1p")}
 TRAINING = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
-SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min"]
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 WHOLE = [name for name in TRAINING if name not in SPLIT]
 
 unpartitioned = functools.lru_cache(maxsize=None)(reference)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as theirs
 
-from megapipe.plan import Plan, load_plan, make_plan
-from megapipe.verbs import ScheduleError
+from megapipe.plan import Event, Plan, load_plan, make_plan
+from megapipe.verbs import Action, ScheduleError
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
 GRID = [(name, pp_size, m) for name in SCHEDULES for pp_size in (1, 2, 3, 4) for m in (1, 3, 4, 8)]
@@ -220,6 +220,30 @@ def test_same_order_as_torchs_zbv(pp_size: int, m: int) -> None:
     stages[1].stage_index = 2 * pp_size - 1
     order = torch_order(theirs.ScheduleZBVZeroBubble(stages, m))
     assert [[text.replace("B", "I") for text in rank] for rank in plan_order(plan)] == order
+
+
+@newer_torch
+@pytest.mark.skipif(not hasattr(theirs, "ScheduleDualPipeV"), reason="torch is too old")
+@pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 4), (2, 5), (3, 6), (4, 8), (4, 13), (8, 16)])
+def test_same_order_as_torchs_dualpipev(pp_size: int, m: int) -> None:
+    plan = make_plan("dualpipev", pp_size, m)
+    stages = torch_stages(plan)
+    stages[1].stage_index = 2 * pp_size - 1
+    schedule = theirs.ScheduleDualPipeV(stages, m)
+    for ours, other in zip(plan.events, (schedule.pipeline_order[rank] for rank in range(pp_size))):
+        pairs = [(str(e.action), str(nth_action(ours, i + 1))) for i, e in enumerate(ours) if is_pair(e)]
+        assert pairs == [tuple(map(str, action.sub_actions)) for action in other if action.sub_actions]
+        order = [str(part) for action in other for part in action.sub_actions or (action,)]
+        actions = [event.action for event in ours if event.action is not None]
+        assert order == [str(action._replace(kind="I") if action.kind == "B" else action) for action in actions]
+
+
+def is_pair(event: Event) -> bool:
+    return event.verb == "overlapped_forward_step"
+
+
+def nth_action(events: list[Event], index: int) -> Action | None:
+    return next(event.action for event in events[index:] if event.action is not None)
 
 
 def plan_order(plan: Plan) -> list[list[str]]:

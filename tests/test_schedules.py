@@ -122,6 +122,13 @@ PICTURES = {
         .   1F0 2F0 .   .   2B0 1B0 1F1 2F1 1W0 2W0 2B1 1B1 1F2 2F2 1W1 2W1 2B2 1B2 1F3 2F3 1W2 2W2 2B3 1B3 1W3 2W3
         """,
     ),
+    "dualpipev": (
+        (2, 4),
+        """
+        0F0 0F1 0F2 3F0 3B0 3W0 3F1 0F3 3B1 3B1 3F2 0B0 0B0 3B2 3B2 3F3 .   0B1 0B1 3B3 3B3 0B2 0W2 0B3 0W3
+        .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2B3 1B3 2W3 1W3
+        """,
+    ),
 }
 
 # Schedules that leave the number of chunks open are tried with these.
@@ -150,16 +157,20 @@ def assert_complete(plan: Plan) -> None:
     everything = {(stage, microbatch) for stage in range(num_stages) for microbatch in range(plan.num_microbatches)}
     events = [event for rank in plan.events for event in rank]
     assert len(set(events)) == len(events)
-    verbs = ["recv_forward", "forward_step", "send_forward"]
+    verbs = ["recv_forward", "send_forward"]
+    assert {action[::2] for rank in plan.actions for action in rank if action.kind == "F"} == everything
     if not plan.forward_only:
         verbs += ["recv_backward", "send_backward"]
     for verb in verbs:
         assert {event[1:] for event in events if event.verb == verb} == everything
     backwards = [event.action for event in events if event.action is not None and event.action.kind != "F"]
     assert {event.verb for event in events} - set(verbs) <= {
+        "forward_step",
         "backward_step",
         "backward_input_step",
         "backward_weight_step",
+        "overlapped_forward_step",
+        "overlapped_backward_step",
     }
     for part in ("B", "W"):  # whether they are run together or apart
         done = [action[::2] for action in backwards if part in action.kind]

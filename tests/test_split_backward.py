@@ -24,7 +24,7 @@ from megapipe.plan import make_plan
 from megapipe.session import _sessions
 from megapipe.weight_placement import _Search, count_weights
 
-SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min"]
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 SEED = random.randrange(2**32)
 
 

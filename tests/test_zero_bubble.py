@@ -86,6 +86,36 @@ def test_v_half_and_v_min(name: str, share: float, p: int) -> None:
         assert bubble == pytest.approx(share * 3 * (p - 1), rel=0.25)  # 1F1B's is 3 (p - 1)
 
 
+@pytest.mark.parametrize("p", SIZES)
+def test_dualpipev(p: int) -> None:
+    """Never longer than published, (p - 1)(F&B + B - 3W) of a chunk, where F&B is the time of a pair and B that of a
+    whole backward. The last rank's first pair is not overlapped, which makes it shorter."""
+    for m in range(2 * p, 4 * p + 1):
+        plan = make_plan("dualpipev", p, m)
+        for overlap, bubble in ((0.0, (p - 1) / 2), (1.0, 1 / 2)):
+            simulation = plan.simulate(overlap=overlap)
+            assert simulation.peak_activations == [p + 0.5] * p  # 2p + 1 of a chunk
+            busy = sum(span.end - span.start for span in simulation.spans[0])
+            assert simulation.makespan - busy == pytest.approx(bubble)
+            pair = 1.5 - overlap * 0.5
+            assert bubble <= (p - 1) * (pair + 1 - 1.5) + 1e-9
+
+
+def test_an_overlapped_pair_takes_less_and_sends_its_forward_first() -> None:
+    plan = make_plan("dualpipev", 4, 16)
+    makespans = [plan.simulate(1.0, 1.0, 1.0, 0.1, overlap=share).makespan for share in (0.0, 0.5, 1.0)]
+    assert makespans == sorted(makespans, reverse=True)
+    assert makespans[2] < 0.82 * makespans[0]
+    for events in plan.events:
+        for index, event in enumerate(events):
+            if event.verb == "overlapped_forward_step":
+                assert [e.verb for e in events[index : index + 3]] == [
+                    "overlapped_forward_step",
+                    "send_forward",
+                    "overlapped_backward_step",
+                ]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "interleaved_zb1p"])
 def test_more_in_flight_hides_slow_messages(name: str) -> None:
     plan = make_plan(name, 8, 32)
