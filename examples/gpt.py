@@ -6,13 +6,20 @@ model is the same however it is cut.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from moe import MoE, whole_names
 from torch import Tensor, nn
 
 from megapipe import PipelineConfig, StageInfo, distribute_layers
+from megapipe.overlap import in_parts, run_parts
+from megapipe.weight_grad import convert
 
 
 @dataclass
@@ -24,6 +31,17 @@ class GPTConfig(PipelineConfig):
     max_position_embeddings: int = 128
     dropout: float = 0.0
     seed: int = 1234
+    transformer_impl: str = "local"
+    """"transformer_engine" takes the layers of NVIDIA's package of this name, which needs a GPU."""
+
+    # Experts
+    num_experts: int | None = None
+    """Per layer; None for an MLP instead."""
+    moe_topk: int = 2
+    moe_aux_loss_coeff: float = 1e-2
+    moe_aux_loss_scale: float = 1.0
+    """1 / num_microbatches, as the loss itself is scaled."""
+    expert_model_parallel_group: dist.ProcessGroup | None = None
 
 
 class Attention(nn.Module):
@@ -35,12 +53,17 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        seq_length, batch_size, hidden_size = x.shape
-        heads = self.qkv(x).view(seq_length, batch_size, 3, self.num_heads, -1)
-        q, k, v = heads.permute(2, 1, 3, 0, 4)  # each [batch, heads, sequence, hidden of a head]
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        return self.proj(mixed.permute(2, 0, 1, 3).reshape(seq_length, batch_size, hidden_size))
+        return self.proj(attend(self.qkv(x), self.num_heads, dropout))
+
+
+def attend(qkv: Tensor, num_heads: int, dropout: float) -> Tensor:
+    """Causal attention: [sequence, batch, 3 hidden] to [sequence, batch, hidden]."""
+    seq_length, batch_size, _ = qkv.shape
+    heads = qkv.view(seq_length, batch_size, 3, num_heads, -1)
+    q, k, v = heads.permute(2, 1, 3, 0, 4)  # each [batch, heads, sequence, hidden of a head]
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+    return mixed.permute(2, 0, 1, 3).reshape(seq_length, batch_size, -1)
 
 
 class Layer(nn.Module):
@@ -56,6 +79,74 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+
+
+class MoELayer(nn.Module):
+    """A layer with a mixture of experts for its MLP."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size)
+        self.moe = MoE(
+            config.hidden_size,
+            4 * config.hidden_size,
+            config.num_experts,
+            config.moe_topk,
+            config.moe_aux_loss_coeff,
+            config.moe_aux_loss_scale,
+            config.expert_model_parallel_group,
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_parts(self.forward_parts(x))
+
+    def forward_parts(self, x: Tensor) -> Generator[None, None, Tensor]:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        y = yield from in_parts(self.moe, self.mlp_norm(x))
+        return x + self.dropout(y)
+
+
+class TransformerEngineLayer(nn.Module):
+    """Of NVIDIA's fused layers, which put off their weight gradients themselves: W calls their `backward_dw()`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        te = _transformer_engine()
+        hidden_size = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.attention_dropout = config.dropout
+        self.qkv = te.LayerNormLinear(hidden_size, 3 * hidden_size, delay_wgrad_compute=True)
+        self.proj = te.Linear(hidden_size, hidden_size, delay_wgrad_compute=True)
+        self.mlp = te.LayerNormMLP(hidden_size, 4 * hidden_size, delay_wgrad_compute=True)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropout = self.attention_dropout if self.training else 0.0
+        x = x + self.dropout(self.proj(attend(self.qkv(x), self.num_heads, dropout)))
+        return x + self.dropout(self.mlp(x))
+
+
+def _transformer_engine() -> Any:
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        raise ImportError(
+            f"transformer_impl 'transformer_engine' needs NVIDIA's package of this name, which cannot be imported "
+            f"({error}): install transformer-engine[pytorch] on a machine with a GPU, or use 'local'."
+        ) from error
+
+
+def make_layer(config: GPTConfig) -> nn.Module:
+    if config.transformer_impl not in ("local", "transformer_engine"):
+        raise ValueError(f"transformer_impl must be 'local' or 'transformer_engine', got {config.transformer_impl!r}.")
+    if config.transformer_impl == "transformer_engine":
+        if config.num_experts is not None:
+            raise ValueError(f"num_experts={config.num_experts} needs transformer_impl 'local'.")
+        return TransformerEngineLayer(config)
+    return Layer(config) if config.num_experts is None else MoELayer(config)
 
 
 class Embedding(nn.Module):
@@ -80,16 +171,18 @@ class Head(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """One stage. Tensors are [sequence, batch, hidden]."""
+    """One stage. Tensors are [sequence, batch, hidden]. Its layers leave their weight gradients to W, where the
+    schedule has one."""
 
     def __init__(self, config: GPTConfig, stage: StageInfo) -> None:
         super().__init__()
         self.config = config
         self.stage = stage
         self.embedding = Embedding(config) if stage.is_first else None
-        self.layers = nn.ModuleDict({str(n): Layer(config) for n in distribute_layers(config.num_layers, stage)})
+        self.layers = nn.ModuleDict({str(n): make_layer(config) for n in distribute_layers(config.num_layers, stage)})
         self.head = Head(config) if stage.is_last else None
         self.input_tensor: Tensor | None = None
+        convert(self)
         self._initialise()
 
     def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
@@ -98,25 +191,31 @@ class GPTStage(nn.Module):
 
     def forward(self, tokens: Tensor | None) -> Tensor:
         """Logits on the last stage, hidden states elsewhere. `tokens` [sequence, batch] are read on the first."""
+        return run_parts(self.forward_parts(tokens))
+
+    def forward_parts(self, tokens: Tensor | None) -> Generator[None, None, Tensor]:
         x = self.input_tensor if self.embedding is None else self.embedding(tokens)
         for layer in self.layers.values():
-            x = layer(x)
+            x = yield from in_parts(layer, x)
         return x if self.head is None else self.head(x)
 
     def _initialise(self) -> None:
-        """Draw every parameter from a seed of its own: the model's and the parameter's name."""
+        """Draw every matrix from a seed of its own: the model's and the matrix's name."""
         config = self.config
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                continue  # norms are ones and zeros already; see below for biases
+        matrices = (
+            named
+            for name, parameter in self.named_parameters()
+            if parameter.dim() > 1  # norms are ones and zeros already; see below for biases
+            for named in whole_names(name, parameter, parameter.data)
+        )
+        for name, matrix in matrices:
             generator = torch.Generator().manual_seed(
                 config.seed + sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
             )
             std = 0.02
-            if name.endswith(("proj.weight", "down.weight")):
+            if any(last in name for last in ("proj.weight", "down.weight", "fc2_weight")):
                 std /= (2 * config.num_layers) ** 0.5  # so that the sum over all layers keeps its size
-            with torch.no_grad():
-                parameter.normal_(0.0, std, generator=generator)
+            matrix.copy_(torch.empty(matrix.shape).normal_(0.0, std, generator=generator))
         for module in self.modules():
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)

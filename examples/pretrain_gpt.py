@@ -2,11 +2,14 @@
 
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 2 --schedule gpipe
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 2 --schedule zbv \\
+        --num-experts 8 --expert-model-parallel-size 2
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --pipeline-model-parallel-size 8 --bf16 \\
         --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --data-path my_text/
 
 Runs on CPU with gloo and on GPUs with NCCL, one rank per device, on one node or several: only torchrun's variables are
-read. Ranks beyond one pipeline are replicas of it, whose gradients are averaged.
+read. Ranks beyond one pipeline are replicas of it, whose gradients are averaged; each --expert-model-parallel-size of
+them share out the experts.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from gpt import GPTConfig, GPTStage
+from moe import whole_names
 from rich.console import Console
 from rich.progress import Progress
 from text_data import TextSamples, read_text
@@ -43,9 +47,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--num-attention-heads", type=int, default=4)
     model.add_argument("--seq-length", type=int, default=128)
     model.add_argument("--dropout", type=float, default=0.0)
+    model.add_argument("--num-experts", type=int, default=None, help="per layer, in place of its MLP")
+    model.add_argument("--moe-topk", type=int, default=2, help="experts of each token, besides the shared one")
+    model.add_argument("--moe-aux-loss-coeff", type=float, default=1e-2, help="weight of the loss that evens out loads")
+    model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
     parallel = parser.add_argument_group("parallelism")
     parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
+    parallel.add_argument("--expert-model-parallel-size", type=int, default=1, help="replicas that share out experts")
     parallel.add_argument("--schedule", default=None, help=f"one of {', '.join(megapipe.schedule_names())}")
     training = parser.add_argument_group("training")
     training.add_argument("--micro-batch-size", type=int, default=4, help="sequences per microbatch")
@@ -101,6 +110,12 @@ class Trainer:
             max_position_embeddings=args.seq_length,
             dropout=args.dropout,
             seed=args.seed,
+            transformer_impl=args.transformer_impl,
+            num_experts=args.num_experts,
+            moe_topk=args.moe_topk,
+            moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+            moe_aux_loss_scale=1 / self.num_microbatches,
+            expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
             enable_autocast=args.bf16,
             autocast_dtype=torch.bfloat16,
             finalize_model_grads_func=average_over_replicas if self.num_replicas > 1 else None,
@@ -169,11 +184,14 @@ class Trainer:
     # Checkpoints hold every parameter and its optimizer state under its name in the whole model.
 
     def save(self, folder: str, iteration: int) -> None:
-        dcp.save(self._state(iteration), checkpoint_id=folder)
+        dcp.save(self._by_expert(self._state(iteration)), checkpoint_id=folder)
 
     def load(self, folder: str) -> int:
         state = self._state(0)
-        dcp.load(state, checkpoint_id=folder)
+        by_expert = self._by_expert(state)
+        dcp.load(by_expert, checkpoint_id=folder)  # the experts into those of `state`, of which these are views
+        for part in ("model", "optimizer"):
+            state[part].update({key: value for key, value in by_expert[part].items() if key in state[part]})
         set_state_dict(
             self._whole(),
             self.optimizer,
@@ -181,12 +199,25 @@ class Trainer:
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(flatten_optimizer_state_dict=True),
         )
-        return int(state["iteration"])
+        return int(by_expert["iteration"])
 
     def _state(self, iteration: int) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         model, optimizer = get_state_dict(self._whole(), self.optimizer, options=options)
         return {"model": model, "optimizer": optimizer, "iteration": torch.tensor(iteration)}
+
+    def _by_expert(self, state: dict[str, Any]) -> dict[str, Any]:
+        """With the experts' tensors under the number of each expert, so that they can be shared out otherwise."""
+        experts = {name: p for name, p in self._whole().named_parameters() if not getattr(p, "allreduce", True)}
+        divided: dict[str, Any] = {"model": {}, "optimizer": {}, "iteration": state["iteration"]}
+        for part in ("model", "optimizer"):
+            for key, value in state[part].items():
+                of = next((parameter for name, parameter in experts.items() if name in key), None)
+                if of is not None and isinstance(value, Tensor) and value.shape == of.shape:
+                    divided[part].update(whole_names(key, of, value))
+                else:
+                    divided[part][key] = value
+        return divided
 
     def _whole(self) -> nn.Module:
         """This rank's chunks as one module, with the parameter names of the whole model."""
@@ -209,14 +240,29 @@ def learning_rate(iteration: int, args: argparse.Namespace) -> float:
 
 
 def average_over_replicas(models: list[nn.Module], num_tokens: Tensor | None) -> None:
-    """finalize_model_grads_func: one all-reduce over everything."""
-    group = parallel_state.get_data_parallel_group()
-    grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat, group=group)
-    flat /= group.size()
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-        grad.copy_(part.view_as(grad))
+    """finalize_model_grads_func: one all-reduce over everything, and one over the experts.
+
+    An expert's gradient is a sum over the tokens of all replicas that share it out already.
+    """
+    groups = (parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group())
+    for group, grads in zip(groups, gradients(models)):
+        if not grads:
+            continue
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=group)
+        flat /= parallel_state.get_data_parallel_world_size()
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+            grad.copy_(part.view_as(grad))
+
+
+def gradients(models: list[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of what every replica has, and of experts."""
+    dense, expert = [], []
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                (dense if getattr(parameter, "allreduce", True) else expert).append(parameter.grad)
+    return dense, expert
 
 
 def clip_gradients(models: list[nn.Module], max_norm: float, device: torch.device) -> float:
@@ -224,15 +270,24 @@ def clip_gradients(models: list[nn.Module], max_norm: float, device: torch.devic
 
     Summed in float64, so that it does not depend on how the model is cut.
     """
-    grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in grads:
-        squares += grad.double().square().sum()
+    dense, expert = gradients(models)
+    squares = sum_of_squares(dense, device)
+    expert_squares = sum_of_squares(expert, device)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        dist.all_reduce(expert_squares, group=parallel_state.get_expert_model_parallel_group())
+    squares += expert_squares
     dist.all_reduce(squares, group=parallel_state.get_pipeline_model_parallel_group())
     norm = squares.sqrt().item()
     if norm > max_norm:
-        torch._foreach_mul_(grads, max_norm / norm)
+        torch._foreach_mul_(dense + expert, max_norm / norm)
     return norm
+
+
+def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        squares += tensor.double().square().sum()
+    return squares
 
 
 def setup() -> torch.device:
@@ -250,7 +305,7 @@ def setup() -> torch.device:
 def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     """Returns the losses of the iterations that were logged."""
     parallel_state.initialize_model_parallel(
-        args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+        args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank, args.expert_model_parallel_size
     )
     torch.manual_seed(args.seed + dist.get_rank())  # dropout
     console = Console(quiet=dist.get_rank() != 0, highlight=False, soft_wrap=True)

@@ -20,6 +20,10 @@ class Groups(NamedTuple):
     data: dist.ProcessGroup
     virtual_size: int | None
     """Chunks per rank, for schedules that leave it open."""
+    expert: dist.ProcessGroup | None = None
+    """The ranks that share out the experts of a stage; None where each rank has all of them."""
+    expert_data: dist.ProcessGroup | None = None
+    """The ranks that hold the same experts; None where these are the replicas in `data`."""
 
 
 find_groups: list[Callable[[], Groups | None]] = []

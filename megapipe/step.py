@@ -190,6 +190,15 @@ class ForwardBackward(Schedule):
     def _begin_tuning(self, step: StepArguments, session: Session | None) -> WeightTuner | None:
         if step.config.weight_grad_placement == "static" or session is None or step.forward_only:
             return None
+        has_groups = parallel_state.model_parallel_is_initialized()
+        if step.config.max_in_flight is not None and has_groups:
+            num_sharing = parallel_state.get_expert_model_parallel_world_size()
+            if num_sharing > 1:
+                # The Ws may be anywhere, but forwards and backwards exchange tokens with another pipeline's.
+                raise ValueError(
+                    f"with max_in_flight, weight_grad_placement='tuned' may start each of the {num_sharing} pipelines "
+                    "that share experts in an order of its own: leave one of the two unset."
+                )
         tuner = session.tuner(self, step.num_microbatches, len(step.models), step.config.settings)
         tuner.begin_step()
         return tuner

@@ -21,6 +21,9 @@ SMALL = (
 )
 
 
+MOE = "--num-experts 4 --num-layers 2"
+
+
 def pretrain(rank: int, pp_size: int, arguments: str) -> list[float]:
     sys.path.insert(0, str(EXAMPLES))
     import pretrain_gpt
@@ -57,6 +60,20 @@ def test_a_checkpoint_goes_on_at_another_pipeline_size(ranks: RankPool, text: st
     ranks.run(4, pretrain, 4, f"{flat} --train-iters 6 --save {tmp_path}")
     for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 9 --load {tmp_path}"):
         assert losses == uninterrupted[-3:]
+
+
+def test_experts_shared_out(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    """The same up to the order of sums, wherever the experts are; also when others go on from a checkpoint."""
+    flat = f"{text} {MOE} --min-lr 4e-3"
+    (expected,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 9")
+    assert expected[-1] < expected[0] - 0.1
+    shared = f"{flat} --expert-model-parallel-size 2"
+    for losses in ranks.run(4, pretrain, 2, f"{shared} --schedule zb1p --train-iters 6 --save {tmp_path}"):
+        assert losses == pytest.approx(expected[:6], rel=1e-4)
+    for losses in ranks.run(4, pretrain, 1, f"{shared} --train-iters 9 --load {tmp_path}"):
+        assert losses == pytest.approx(expected[6:], rel=1e-4)
+    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 9 --load {tmp_path}"):
+        assert losses == pytest.approx(expected[6:], rel=1e-4)
 
 
 def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:

@@ -52,6 +52,8 @@ def _groups() -> hooks.Groups | None:
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_data_parallel_group(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_group(check_initialized=False),
+        parallel_state.get_expert_data_parallel_group(check_initialized=False),
     )
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["Kept", "PutOff", "defer", "keep", "putting_off", "visit_gradient_nodes"]
+__all__ = ["Kept", "PutOff", "defer", "keep", "one_backward_at_a_time", "putting_off", "visit_gradient_nodes"]
 
-_one_backward_at_a_time = threading.RLock()
+one_backward_at_a_time = threading.RLock()
 _current: PutOff | None = None
 
 
@@ -91,7 +91,7 @@ def putting_off(put_off: PutOff | None) -> Iterator[None]:
     Two pipelines in one process take turns, so neither finds its gradients in the other's list.
     """
     global _current
-    with _one_backward_at_a_time:
+    with one_backward_at_a_time:
         before, _current = _current, put_off
         try:
             yield

@@ -1,0 +1,213 @@
+"""A mixture of experts in place of a layer's MLP, its experts shared out among ranks (expert parallelism).
+
+Every token goes to the experts that a router chooses and through one that all share. Nothing is dropped: an expert
+takes as many tokens as choose it, none included. The layer is a forward in parts (megapipe.overlap): it yields where it
+is about to wait for an exchange of tokens, so that another microbatch's backward may be computed meanwhile.
+
+It keeps nothing of a microbatch on itself: one may be in its forward while another is in its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapipe.overlap import run_parts, start_all_to_all
+from megapipe.weight_grad import GroupedLinear, Linear
+
+Parts = Generator[None, None, Tensor]
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token.
+
+    Args:
+        aux_loss_coeff: weight of the auxiliary loss that evens out the load of the experts
+            (https://arxiv.org/abs/2101.03961, equation 4).
+        aux_loss_scale: what the loss is multiplied with before it is differentiated, so that the auxiliary loss is too:
+            1 / num_microbatches.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, topk: int, aux_loss_coeff: float, aux_loss_scale: float
+    ) -> None:
+        super().__init__()
+        if not 1 <= topk <= num_experts:
+            raise ValueError(f"topk={topk} of {num_experts} experts cannot be chosen: use 1 to {num_experts}.")
+        self.topk = topk
+        self.aux_loss_coeff = aux_loss_coeff
+        self.aux_loss_scale = aux_loss_scale
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, hidden] to weights, with sum 1 for each token, and experts, both [tokens, topk]."""
+        with torch.autocast(tokens.device.type, enabled=False):  # choices are too close for half precision
+            probabilities = F.linear(tokens.float(), self.weight.float()).softmax(-1)
+        weights, experts = probabilities.topk(self.topk)
+        weights = weights / weights.sum(-1, keepdim=True)
+        if self.aux_loss_coeff and torch.is_grad_enabled():
+            aux_loss = self.aux_loss_coeff * load_balancing_loss(probabilities, experts)
+            weights = AddGradientOf.apply(weights, aux_loss, self.aux_loss_scale)
+        return weights.to(tokens.dtype), experts
+
+
+def load_balancing_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
+    """Number of experts times the sum over them of: share of tokens that chose it x mean probability. 1 when even."""
+    num_experts = probabilities.shape[-1]
+    shares = torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()
+    return num_experts * (shares * probabilities.mean(0)).sum()
+
+
+class AddGradientOf(torch.autograd.Function):
+    """Hands on `x`, and lets `loss` have a gradient as if it had been added to the loss, with `scale`. So a loss that
+    belongs to a layer need not travel through the pipeline."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.like = (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.like
+        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
+
+
+class Permute(torch.autograd.Function):
+    """`x[order]`, for an order that has every row once. Its gradient is gathered too: no sum whose order is chance."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return grad[order.argsort()], None
+
+
+class Experts(nn.Module):
+    """This rank's experts: two linear layers each, without biases, with gelu between them."""
+
+    def __init__(self, num_experts: int, hidden_size: int, ffn_size: int) -> None:
+        super().__init__()
+        self.up = GroupedLinear(num_experts, hidden_size, ffn_size)
+        self.down = GroupedLinear(num_experts, ffn_size, hidden_size)
+
+    def forward(self, tokens: Tensor, tokens_per_expert: list[int]) -> Tensor:
+        return self.down(F.gelu(self.up(tokens, tokens_per_expert)), tokens_per_expert)
+
+
+class SharedExpert(nn.Module):
+    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+        super().__init__()
+        self.up = Linear(hidden_size, ffn_size)
+        self.down = Linear(ffn_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class MoE(nn.Module):
+    """[..., hidden] to [..., hidden].
+
+    Args:
+        num_experts: in all; each rank of `group` holds an equal share, in the order of the ranks.
+        topk: experts of a token, besides the shared one.
+        ffn_size: of an expert and of the shared one.
+        aux_loss_coeff, aux_loss_scale: see `Router`.
+        group: the ranks that share out the experts; None where this rank has them all. All of them run the same
+            forwards and backwards in the same order, each on its own tokens.
+
+    The experts' parameters are marked with `allreduce = False`, as in Megatron: the other ranks of the group have
+    other experts, so their gradients are not to be summed up with theirs. And with `first_expert`, the number of their
+    first one among all.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        topk: int,
+        aux_loss_coeff: float = 0.0,
+        aux_loss_scale: float = 1.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        group_size, group_rank = (1, 0) if group is None else (group.size(), group.rank())
+        if num_experts % group_size:
+            raise ValueError(
+                f"{num_experts} experts cannot be shared out evenly among {group_size} ranks: use a multiple of "
+                f"{group_size}."
+            )
+        self.group = group
+        self.group_size = group_size
+        self.num_local_experts = num_experts // group_size
+        self.router = Router(hidden_size, num_experts, topk, aux_loss_coeff, aux_loss_scale)
+        self.experts = Experts(self.num_local_experts, hidden_size, ffn_size)
+        self.shared = SharedExpert(hidden_size, ffn_size)
+        for parameter in self.experts.parameters():
+            parameter.allreduce = False
+            parameter.first_expert = group_rank * self.num_local_experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_parts(self.forward_parts(x))
+
+    def forward_parts(self, x: Tensor) -> Parts:
+        tokens = x.flatten(0, -2)
+        weights, experts = self.router(tokens)
+        order = experts.flatten().argsort(stable=True)
+        sent, received = self._exchange_counts(experts)
+        input_splits, output_splits = sent.sum(1).tolist(), received.sum(1).tolist()
+
+        copies = tokens.unsqueeze(1).expand(-1, self.router.topk, -1).flatten(0, 1)
+        dispatch = start_all_to_all(Permute.apply(copies, order), output_splits, input_splits, self.group)
+        shared = self.shared(tokens)  # while the tokens are on their way
+        yield
+        arrived = dispatch.wait()
+
+        by_expert = self._by_expert(received)
+        computed = self.experts(Permute.apply(arrived, by_expert), received.sum(0).tolist())
+        to_send = Permute.apply(computed, by_expert.argsort())
+        combine = start_all_to_all(to_send, input_splits, output_splits, self.group)
+        yield
+        returned = Permute.apply(combine.wait(), order.argsort())
+        routed = (returned.unflatten(0, (-1, self.router.topk)) * weights.unsqueeze(-1)).sum(1)
+        return (shared + routed).view_as(x)
+
+    def _exchange_counts(self, experts: Tensor) -> Tensor:
+        """How many of our tokens go to each rank and expert there, and how many come from each rank for each of our
+        experts: [2, group_size, num_local_experts], on the host, since they are the sizes of all that follows. The one
+        wait that cannot be filled."""
+        sent = torch.bincount(experts.flatten(), minlength=self.group_size * self.num_local_experts)
+        received = sent
+        if self.group is not None:
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.group)
+        return torch.stack((sent, received)).view(2, self.group_size, self.num_local_experts).cpu()
+
+    def _by_expert(self, received: Tensor) -> Tensor:
+        """The order that brings the tokens of each of our experts together, whichever rank they came from."""
+        experts = torch.arange(self.num_local_experts).repeat(self.group_size)
+        order = experts.repeat_interleave(received.flatten()).argsort(stable=True)
+        return order.to(self.router.weight.device)
+
+
+def whole_names(name: str, parameter: nn.Parameter, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """`tensor`, the parameter or one like it, under its name in the whole model: one of experts expert by expert, as
+    views, under their numbers among all."""
+    first = getattr(parameter, "first_expert", None)
+    if first is None:
+        yield name, tensor
+    else:
+        for number, part in enumerate(tensor, first):
+            yield f"{name}.{number}", part

@@ -1,0 +1,364 @@
+"""The example's mixture of experts, alone and in a pipeline."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import RankPool
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import StageInfo, parallel_state
+from megapipe.overlap import Parts, filling_gaps
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from gpt import GPTConfig, GPTStage
+from moe import MoE, load_balancing_loss
+
+HIDDEN, FFN, EXPERTS, TOPK = 8, 12, 4, 2
+AUX = {"aux_loss_coeff": 0.1, "aux_loss_scale": 0.5}
+
+
+def make_moe(**options: Any) -> MoE:
+    torch.manual_seed(1)
+    return MoE(HIDDEN, FFN, EXPERTS, TOPK, **options).double()
+
+
+def tokens_of(replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(replica)
+    return torch.randn(5 + replica, 3, HIDDEN, dtype=torch.float64, generator=generator)
+
+
+def set_routing(moe: MoE, routing: str) -> None:
+    """How the tokens choose."""
+    with torch.no_grad():
+        if routing == "even":
+            moe.router.weight.normal_(generator=torch.Generator().manual_seed(3))
+        elif routing == "few":  # the experts 2 and 3 are never chosen: with two ranks, all of the second one's
+            moe.router.weight.zero_()
+
+
+# One layer
+
+
+@pytest.mark.parametrize("routing", ["even", "few"])
+def test_equal_to_every_token_by_itself(routing: str) -> None:
+    moe = make_moe()
+    set_routing(moe, routing)
+    x = tokens_of(0)
+    expected = torch.zeros_like(x)
+    for place in [(row, column) for row in range(x.shape[0]) for column in range(x.shape[1])]:
+        token = x[place]
+        weights, experts = (moe.router.weight @ token.float().to(token)).softmax(0).topk(TOPK)
+        out = moe.shared(token)
+        for weight, expert in zip(weights / weights.sum(), experts):
+            inner = F.gelu(moe.experts.up.weight[expert] @ token)
+            out = out + weight * (moe.experts.down.weight[expert] @ inner)
+        expected[place] = out
+    torch.testing.assert_close(moe(x), expected, rtol=0, atol=1e-6)  # the router computes in float32
+
+
+def test_gradient_of_the_auxiliary_loss() -> None:
+    """As if it had been added to the loss."""
+    moe, plain = make_moe(**AUX), make_moe()
+    x, y = tokens_of(0).requires_grad_(), tokens_of(0).requires_grad_()
+    moe(x).square().sum().backward()
+    probabilities = F.linear(y.flatten(0, 1).float(), plain.router.weight.float()).softmax(-1)
+    aux_loss = load_balancing_loss(probabilities, probabilities.topk(TOPK).indices)
+    (plain(y).square().sum() + AUX["aux_loss_coeff"] * AUX["aux_loss_scale"] * aux_loss).backward()
+    assert not torch.allclose(moe.router.weight.grad, make_gradient(plain), atol=1e-9)
+    torch.testing.assert_close(moe.router.weight.grad, plain.router.weight.grad, rtol=0, atol=1e-6)
+    torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-6)
+
+
+def make_gradient(moe: MoE) -> Tensor:
+    """The router's, without the auxiliary loss."""
+    (grad,) = torch.autograd.grad(moe(tokens_of(0)).square().sum(), moe.router.weight)
+    return grad
+
+
+def test_the_balancing_loss_is_1_when_even() -> None:
+    even = torch.full((8, EXPERTS), 1 / EXPERTS)
+    assert load_balancing_loss(even, torch.arange(16).view(8, 2) % EXPERTS).item() == 1
+    assert load_balancing_loss(even, torch.zeros(8, 1, dtype=torch.long)).item() == 1
+    skewed = torch.tensor([[1.0, 0, 0, 0]]).expand(8, -1)
+    assert load_balancing_loss(skewed, torch.zeros(8, 1, dtype=torch.long)).item() == EXPERTS
+
+
+def test_sizes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="topk=5 of 4 experts"):
+        MoE(HIDDEN, FFN, 4, 5)
+
+
+def shared_out(rank: int, routing: str) -> None:
+    """Two ranks with half of the experts each, against one rank with all experts and both ranks' tokens."""
+    moe, whole = make_moe(group=dist.group.WORLD, **AUX), make_moe(**AUX)
+    set_routing(whole, routing)
+    moe.router.load_state_dict(whole.router.state_dict())
+    moe.shared.load_state_dict(whole.shared.state_dict())
+    ours = slice(2 * rank, 2 * rank + 2)
+    with torch.no_grad():
+        moe.experts.up.weight.copy_(whole.experts.up.weight[ours])
+        moe.experts.down.weight.copy_(whole.experts.down.weight[ours])
+    inputs = [tokens_of(replica).requires_grad_() for replica in range(2)]
+    outputs = [whole(x) for x in inputs]
+    sum(output.sin().sum() for output in outputs).backward()
+    x = tokens_of(rank).requires_grad_()
+    output = moe(x)
+    output.sin().sum().backward()
+    same = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(output, outputs[rank], **same)
+    torch.testing.assert_close(x.grad, inputs[rank].grad, **same)
+    torch.testing.assert_close(moe.experts.up.weight.grad, whole.experts.up.weight.grad[ours], **same)
+    torch.testing.assert_close(moe.experts.down.weight.grad, whole.experts.down.weight.grad[ours], **same)
+    for name in ("router.weight", "shared.up.weight", "shared.down.weight", "shared.up.bias"):
+        grad = moe.get_parameter(name).grad
+        dist.all_reduce(grad)
+        torch.testing.assert_close(
+            grad, whole.get_parameter(name).grad, rtol=0, atol=1e-7 if "router" in name else 1e-12
+        )
+
+
+@pytest.mark.parametrize("routing", ["even", "few"])
+def test_shared_out_is_the_same(ranks: RankPool, routing: str) -> None:
+    ranks.run(2, shared_out, routing)
+
+
+def too_few_experts(rank: int) -> None:
+    with pytest.raises(ValueError, match="4 experts cannot be shared out evenly among 3 ranks"):
+        make_moe(group=dist.group.WORLD)
+
+
+def test_experts_that_cannot_be_shared_out(ranks: RankPool) -> None:
+    ranks.run(3, too_few_experts)
+
+
+# In a pipeline
+
+SIZES = {"hidden_size": 16, "num_layers": 4, "num_attention_heads": 2, "vocab_size": 11, "max_position_embeddings": 6}
+
+
+def build(stages: list[StageInfo], num_microbatches: int, **options: Any) -> list[GPTStage]:
+    config = GPTConfig(
+        **SIZES,
+        num_experts=EXPERTS,
+        moe_aux_loss_scale=1 / num_microbatches,
+        expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
+        **options,
+    )
+    return [GPTStage(config, stage) for stage in stages]
+
+
+def batches(replica: int, num_microbatches: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(replica)
+    texts = [torch.randint(11, (7, 2), generator=generator) for _ in range(num_microbatches)]
+    return [(text[:-1], text[1:]) for text in texts]
+
+
+def forward_step(data_iterator: Any, model: nn.Module) -> Any:
+    tokens, labels = next(data_iterator)
+
+    def loss_func(logits: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return loss, loss.detach()
+
+    return model(tokens), loss_func
+
+
+def run(schedule: str, chunks: list[GPTStage], replica: int, num_microbatches: int) -> list[Any]:
+    return megapipe.get_forward_backward_func(schedule)(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches(replica, num_microbatches)),
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=6,
+        micro_batch_size=2,
+    )
+
+
+def record_exchanges() -> list[tuple[Any, Any]]:
+    """The splits of every exchange from now on. The originals are put back by `stop_recording`."""
+    exchanges: list[tuple[Any, Any]] = []
+    original = dist.all_to_all_single
+
+    def recorded(
+        output: Tensor, x: Tensor, output_splits: Any = None, input_splits: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        exchanges.append((output_splits, input_splits))
+        return original(output, x, output_splits, input_splits, *args, **kwargs)
+
+    recorded.original = original  # type: ignore[attr-defined]
+    dist.all_to_all_single = recorded
+    return exchanges
+
+
+def stop_recording() -> None:
+    dist.all_to_all_single = dist.all_to_all_single.original  # type: ignore[attr-defined]
+
+
+def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> list[list[tuple[Any, Any]]]:
+    """pp=2 x ep=2, then pp=1 x ep=2 with the same layers on both pairs of ranks. A rank keeps its experts."""
+    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
+    replica = parallel_state.get_data_parallel_rank()
+    assert replica == parallel_state.get_expert_model_parallel_rank() == rank % 2
+    results = []
+    all_exchanges = []
+    for schedule in schedules:
+        chunks = build(megapipe.stages_for_rank(schedule), num_microbatches)
+        all_exchanges.append(record_exchanges())
+        results.append((chunks, run(schedule, chunks, replica, num_microbatches)))
+        stop_recording()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
+    assert parallel_state.get_expert_model_parallel_rank() == replica
+    (whole,) = build(megapipe.stages_for_rank("no_pipelining"), num_microbatches)
+    losses = run("no_pipelining", [whole], replica, num_microbatches)
+    for chunks, reports in results:
+        if any(chunk.stage.is_last for chunk in chunks):
+            assert reports == losses
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                expected = whole.get_parameter(name).grad
+                assert parameter.grad is not None, name
+                assert torch.equal(parameter.grad, expected), name
+    return all_exchanges
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 5])
+def test_equal_to_no_pipelining(ranks: RankPool, num_microbatches: int) -> None:
+    """And of two ranks that share out experts, each sends what the other expects, in every exchange: backwards split or
+    not, both make the same exchanges in the same order, or one would wait forever for the other."""
+    schedules = ["zbv", "zb1p", "1f1b"]
+    per_rank = ranks.run(4, in_a_pipeline, schedules, num_microbatches)
+    for first, second in ((0, 1), (2, 3)):
+        for ours, theirs in zip(per_rank[first], per_rank[second]):
+            # Per microbatch, 2 layers with the counts, dispatch and combine, and the latter two in backward.
+            assert len(ours) == len(theirs) == num_microbatches * 2 * 5
+            for (our_output, our_input), (their_output, their_input) in zip(ours, theirs):
+                if our_output is None:
+                    assert their_output is None
+                else:
+                    assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
+
+
+def overlapped(rank: int) -> None:
+    """Two microbatches, the second one's forward in the gaps of the first one's backward."""
+    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
+    grads = []
+    for is_overlapped in (False, True):
+        (model,) = build([StageInfo(0, 1)], 1)
+        (first, labels), (second, _) = batches(rank, 2)
+        loss = F.cross_entropy(model(first).flatten(0, 1), labels.flatten())
+        if is_overlapped:
+            parts = Parts(model.forward_parts(second))
+            num_parts = []
+            parts.advance()
+            with filling_gaps(lambda parts=parts, num_parts=num_parts: num_parts.append(parts.advance())):
+                loss.backward()
+            assert num_parts == [True] * 7 + [False]  # a gap each time where 4 layers wait twice
+            output = parts.finish()
+        else:
+            loss.backward()
+            output = model(second)
+        output.sin().sum().backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]), name
+
+
+def test_equal_when_overlapped(ranks: RankPool) -> None:
+    ranks.run(2, overlapped)
+
+
+def half_precision(rank: int) -> None:
+    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
+    (model,) = build([StageInfo(0, 1)], 2, enable_autocast=True, autocast_dtype=torch.bfloat16)
+    reports = run("no_pipelining", [model], rank, 2)
+    (exact,) = build([StageInfo(0, 1)], 2)
+    torch.testing.assert_close(reports, run("no_pipelining", [exact], rank, 2), rtol=0, atol=0.02)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.isfinite().all()
+
+
+def test_half_precision(ranks: RankPool) -> None:
+    ranks.run(2, half_precision)
+
+
+# Groups
+
+
+def groups(rank: int) -> None:
+    for ep_size in (3, 8):
+        with pytest.raises(ValueError, match=f"expert_model_parallel_size={ep_size} does not divide the 4 replicas"):
+            parallel_state.initialize_model_parallel(1, expert_model_parallel_size=ep_size)
+    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
+    ranks_of = dist.get_process_group_ranks
+    assert ranks_of(parallel_state.get_expert_model_parallel_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert ranks_of(parallel_state.get_expert_data_parallel_group()) == [rank % 2, rank % 2 + 2]
+    assert parallel_state.get_expert_model_parallel_world_size() == 2
+    assert parallel_state.get_expert_model_parallel_rank() == rank % 2
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2)
+    assert parallel_state.get_expert_model_parallel_group() is None
+    assert parallel_state.get_expert_model_parallel_world_size() == 1
+    assert parallel_state.get_expert_model_parallel_rank() == 0
+    assert parallel_state.get_expert_data_parallel_group() is parallel_state.get_data_parallel_group()
+
+
+def test_groups(ranks: RankPool) -> None:
+    ranks.run(4, groups)
+
+
+def tuned(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
+    chunks = build(megapipe.stages_for_rank("zb2p"), 4, weight_grad_placement="tuned", max_in_flight=3)
+    with pytest.raises(ValueError, match="each of the 2 pipelines that share experts in an order of its own"):
+        run("zb2p", chunks, rank % 2, 4)
+
+
+def test_pipelines_that_share_experts_keep_one_order(ranks: RankPool) -> None:
+    ranks.run(4, tuned)
+
+
+# transformer-engine
+
+
+def test_transformer_engine_is_asked_for_deferred_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in with its names and signatures."""
+
+    class Norm(nn.Sequential):
+        def __init__(self, norm_size: int, *layers: nn.Module, delay_wgrad_compute: bool = False) -> None:
+            super().__init__(nn.LayerNorm(norm_size), *layers)
+            assert delay_wgrad_compute
+
+    class Linear(nn.Linear):
+        def __init__(self, in_features: int, out_features: int, delay_wgrad_compute: bool = False) -> None:
+            super().__init__(in_features, out_features)
+            assert delay_wgrad_compute
+
+    fake = types.ModuleType("transformer_engine.pytorch")
+    fake.Linear = Linear
+    fake.LayerNormLinear = lambda size, out, **options: Norm(size, nn.Linear(size, out), **options)
+    fake.LayerNormMLP = lambda size, ffn, **options: Norm(
+        size, nn.Linear(size, ffn), nn.GELU(), nn.Linear(ffn, size), **options
+    )
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", fake)
+    stage = GPTStage(GPTConfig(**SIZES, transformer_impl="transformer_engine"), StageInfo(0, 1))
+    assert stage(torch.zeros(6, 2, dtype=torch.long)).shape == (6, 2, 11)
+    with pytest.raises(ValueError, match="num_experts=4 needs transformer_impl 'local'"):
+        GPTStage(GPTConfig(**SIZES, transformer_impl="transformer_engine", num_experts=4), StageInfo(0, 1))
+
+
+def test_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(ImportError, match=r"install transformer-engine\[pytorch\] .* or use 'local'"):
+        GPTStage(GPTConfig(**SIZES, transformer_impl="transformer_engine"), StageInfo(0, 1))
