@@ -64,15 +64,15 @@ class GradientSync(AbstractContextManager["GradientSync"]):
             self._contexts[chunk].close()
 
     @contextmanager
-    def last_gradients(self, chunk: int) -> Iterator[None]:
-        """Around the computation that completes the gradients of `chunk`: its last backward, or where that is split its
-        last W. There those who watch autograd's nodes have missed the end, and autograd passes by once more."""
+    def last_gradients(self, chunk: int, in_w: bool) -> Iterator[None]:
+        """Around the computation that completes the gradients of `chunk`: its last backward, or with `in_w` its last W.
+        There those who watch autograd's nodes have missed the end, and autograd passes by once more."""
         context = min(chunk, len(self._contexts) - 1)
         grad_sync = self._grad_sync[chunk]
         if grad_sync is None:
             self._contexts[context].close()  # the model's own hooks fire during the backward
             yield
-            if self._is_split and self._no_sync[context] is not None:
+            if in_w and self._no_sync[context] is not None:
                 visit_gradient_nodes([p for p in self._models[chunk].parameters() if p.requires_grad])
         else:
             yield

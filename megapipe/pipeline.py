@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from .boundary import Boundary
 from .gradients import GradientSync
 from .p2p_communication import Communicator, Transfer
+from .pairs import Forward, can_overlap, run_pair
 from .placement import Placement
 from .recording import StepRecord
 from .stage import InFlight, Stage
@@ -134,8 +135,7 @@ class Pipeline(Verbs):
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "BW", microbatch)):
             grads = self._wait_for_gradient(this, microbatch)
-            is_last = microbatch == self.num_microbatches - 1
-            with self._gradient_sync.last_gradients(chunk) if is_last else nullcontext():
+            with self._around_gradients(chunk):
                 this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads))
 
     def backward_input_step(self, chunk: int = 0) -> None:
@@ -153,12 +153,47 @@ class Pipeline(Verbs):
             self._put_off_in.append(chunk)
 
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
-        self.forward_step(forward_chunk)
-        this = self._chunks[forward_chunk]
-        if len(this.outputs) == 1:  # none that was to be sent before it
-            this.above.send_output(this.outputs.popleft())
-            this.num_sent_early += 1
-        self.backward_step(backward_chunk)
+        forward, backward = self._chunks[forward_chunk], self._chunks[backward_chunk]
+        if self.forward_only or not can_overlap(forward.stage, backward.stage):
+            self.forward_step(forward_chunk)
+            if len(forward.outputs) == 1:  # and none that is to be sent before it
+                self._send_early(forward)
+            self.backward_step(backward_chunk)
+            return
+        for _ in range(2):  # the places before either
+            self._run_weights_due()
+        begun = self._begin_forward(forward_chunk)
+        microbatch = self._advance_backward(backward_chunk, put_off=False)
+        with self._at(Action(backward.stage.info.index, "BW", microbatch)):
+            grads = self._wait_for_gradient(backward, microbatch)
+            with self._around_gradients(backward_chunk):
+                input_grads = run_pair(begun, backward.stage, backward.in_flight.popleft(), grads)
+        backward.input_grads.append(input_grads)
+
+    def _begin_forward(self, chunk: int) -> Forward:
+        """The forward of an overlapped pair, up to where it is to be run. When done, it is sent at once."""
+        assert self._gradient_sync is not None
+        microbatch = self._advance("forward_step", chunk)
+        this = self._chunks[chunk]
+        received = this.inputs.popleft()
+
+        def done(kept: tuple[Transfer | None, InFlight | None]) -> None:
+            output, in_flight = kept
+            this.outputs.append(output)
+            if in_flight is not None:
+                this.in_flight.append(in_flight)
+            if len(this.outputs) == 1:
+                self._send_early(this)
+
+        with self._at(Action(this.stage.info.index, "F", microbatch)):
+            self._gradient_sync.before_forward(chunk, microbatch, self.num_backwards_left(chunk))
+            if received is not None:
+                self._wait(received, "the forward input", microbatch, this.below)
+            return Forward(this.stage, received, microbatch, self._checkpoint_argument(), done)
+
+    def _send_early(self, chunk: Chunk) -> None:
+        chunk.above.send_output(chunk.outputs.popleft())
+        chunk.num_sent_early += 1
 
     def backward_weight_step(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -173,13 +208,17 @@ class Pipeline(Verbs):
                 self._run_weights(self._put_off_in.popleft())
 
     def _run_weights(self, chunk: int) -> None:
-        assert self._gradient_sync is not None
         this = self._chunks[chunk]
         microbatch, put_off = this.put_off.popleft()
-        with self._at(Action(this.stage.info.index, "W", microbatch)):
-            is_last = microbatch == self.num_microbatches - 1
-            with self._gradient_sync.last_gradients(chunk) if is_last else nullcontext():
-                this.stage.backward_weights(put_off)
+        with self._at(Action(this.stage.info.index, "W", microbatch)), self._around_gradients(chunk, in_w=True):
+            this.stage.backward_weights(put_off)
+
+    def _around_gradients(self, chunk: int, in_w: bool = False) -> AbstractContextManager[Any]:
+        """Around what may be the last to come to the gradients of the chunk."""
+        assert self._gradient_sync is not None
+        if self.num_backwards_left(chunk) or self._chunks[chunk].put_off:
+            return nullcontext()
+        return self._gradient_sync.last_gradients(chunk, in_w)
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,16 @@ class InFlight(NamedTuple):
     output_grads: list[Tensor] | None = None
     """On the last stage, whose output is the loss: its gradient."""
 
+    def roots(self, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
+        """Where backward begins, with which gradients. `output_grads` is None on the last stage."""
+        grads = self.output_grads if output_grads is None else output_grads
+        assert grads is not None
+        return [(edge, grad) for edge, grad in zip(self.outputs, grads) if edge is not None]
+
+    def input_grads(self) -> list[Tensor]:
+        """What goes to the previous stage after backward."""
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.inputs]
+
 
 class Stage:
     """Runs one chunk of the model.
@@ -88,8 +99,14 @@ class Stage:
             received: the input, arrived; None on the first stage.
             extra: the third argument of forward_step_func, where the config asks for one.
         """
-        inputs = self._take_input(received)
+        inputs = self.take_input(received)
         output, loss = self.run(microbatch, *extra, is_first_microbatch=self._is_first_microbatch(microbatch))
+        return self.keep(inputs, output, loss, microbatch)
+
+    def keep(
+        self, inputs: list[Tensor], output: Any, loss: Tensor | None, microbatch: int
+    ) -> tuple[Transfer | None, InFlight | None]:
+        """What `forward` returns, once the model and the loss function have been run."""
         if self.info.is_last:
             return None, self._keep_loss(inputs, loss)
         structure, tensors = self._pack_output(output, microbatch)
@@ -105,17 +122,34 @@ class Stage:
         Returns the output, and the loss where there is one to differentiate.
         """
         step = self._step
-        if is_first_microbatch and self._set_is_first_microbatch is not None:
-            self._set_is_first_microbatch()
-        for before in hooks.before_forward:
-            before(self.module, microbatch)
+        self._announce(microbatch, is_first_microbatch)
         with self._timed("forward-compute"):
-            with self._autocast():
-                output, loss_func = self._call_forward_step(microbatch, extra)
+            with self.autocast():
+                output, loss_func = self._call(step.forward_step_func, microbatch, extra)
             loss = self._compute_loss(output, loss_func) if self.info.is_last else None
-        for after in hooks.after_forward:
-            after(self._model_config, step.num_microbatches, step.device)
+        self._conclude()
         return output, loss
+
+    def begin(
+        self, call: Callable[..., Any], microbatch: int, *extra: bool
+    ) -> tuple[Any, Callable[[Any], Tensor | None]]:
+        """`run` in two steps, for a forward that is overlapped with a backward.
+
+        Args:
+            call: takes the caller's forward_step_func, and its arguments, and runs it in its own way.
+
+        Returns what stands for the output, and what is to be called with the output itself: it computes the loss.
+        """
+        self._announce(microbatch, self._is_first_microbatch(microbatch))
+        with self.autocast():
+            stand_in, loss_func = self._call(partial(call, self._step.forward_step_func), microbatch, extra)
+
+        def conclude(output: Any) -> Tensor | None:
+            loss = self._compute_loss(output, loss_func) if self.info.is_last else None
+            self._conclude()
+            return loss
+
+        return stand_in, conclude
 
     def set_input(self, message: Any) -> None:
         """Hand the model its input: Megatron's models are given a list, also when it holds one tensor, or None."""
@@ -137,30 +171,27 @@ class Stage:
         Args:
             output_grads: gradients of the outputs that want one; None on the last stage.
         """
-        grads = in_flight.output_grads if output_grads is None else output_grads
-        assert grads is not None
-        roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
         with self._timed("backward-compute"):
-            if roots:
+            if roots := in_flight.roots(output_grads):
                 with putting_off(put_off):
                     run_backward(*zip(*roots))
             if put_off is None:
-                self._run_delayed()
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in in_flight.inputs]
+                self.run_delayed()
+        return in_flight.input_grads()
 
     def backward_weights(self, put_off: PutOff) -> None:
         """W: what a B has left to it."""
         with self._timed("backward-compute"):
             put_off.run()
-            self._run_delayed()
+            self.run_delayed()
 
-    def _run_delayed(self) -> None:
+    def run_delayed(self) -> None:
         for module in self._delayed:
             module.backward_dw()
 
     # Input
 
-    def _take_input(self, received: Transfer | None) -> list[Tensor]:
+    def take_input(self, received: Transfer | None) -> list[Tensor]:
         """Hand the input to the model. Returns the tensors of it that want a gradient."""
         if received is None:
             self.set_input([None])
@@ -174,6 +205,16 @@ class Stage:
         self.set_input(received.tensors if structure == "tensor" else unpack(structure, received.tensors))
         return wanted
 
+    def _announce(self, microbatch: int, is_first_microbatch: bool) -> None:
+        if is_first_microbatch and self._set_is_first_microbatch is not None:
+            self._set_is_first_microbatch()
+        for before in hooks.before_forward:
+            before(self.module, microbatch)
+
+    def _conclude(self) -> None:
+        for after in hooks.after_forward:
+            after(self._model_config, self._step.num_microbatches, self._step.device)
+
     def _is_first_microbatch(self, microbatch: int) -> bool:
         if self._step.forward_only and self._step.first_val_step is not None:
             return self._step.first_val_step and microbatch == 0
@@ -181,9 +222,9 @@ class Stage:
 
     # Output
 
-    def _call_forward_step(self, microbatch: int, extra: tuple[bool, ...]) -> tuple[Any, Any]:
+    def _call(self, function: Callable[..., Any], microbatch: int, extra: tuple[bool, ...]) -> tuple[Any, Any]:
         try:
-            returned = self._step.forward_step_func(self._data_iterator, self.module, *extra)
+            returned = function(self._data_iterator, self.module, *extra)
         except StopIteration:
             raise ValueError(
                 f"data_iterator ended at microbatch {microbatch} of {self._step.num_microbatches} (stage "
@@ -276,7 +317,7 @@ class Stage:
 
     # Around both
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         config = self._step.config
         if not config.enable_autocast:
             return nullcontext()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .parts import find_forward_parts, in_parts
 
-__all__ = ["call_in_parts"]
+__all__ = ["call_in_parts", "note_call"]
 
 Result = TypeVar("Result")
 
@@ -27,19 +27,32 @@ def call_in_parts(forward_step_func: Callable[..., Any], data_iterator: Any, mod
     """
     if find_forward_parts(module) is None:
         return None
+    arguments, returned = note_call(forward_step_func, data_iterator, module, *extra)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        return returned  # for the caller to refuse
+    output, loss_func = returned
+    if arguments is None:
+        return _nothing_left(output), loss_func
+    args, kwargs = arguments
+    return in_parts(module, *args, **kwargs), loss_func
+
+
+def note_call(
+    forward_step_func: Callable[..., Any], data_iterator: Any, module: nn.Module, *extra: Any
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]] | None, Any]:
+    """What `forward_step_func` calls the module with, without a call of the module; and what it returns, where a
+    placeholder is for the module's output. None where it does not call the module.
+
+    Raises TypeError if the function does anything with the model's output but return it.
+    """
     stand_in = _StandIn(module)
     returned = forward_step_func(data_iterator, stand_in, *extra)
     arguments = stand_in.__dict__["_megapipe_arguments"]
     stand_in.__dict__["_megapipe_notes"] = False
-    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        return returned  # for the caller to refuse
-    output, loss_func = returned
-    if isinstance(output, _Placeholder):
-        args, kwargs = arguments
-        return in_parts(module, *args, **kwargs), loss_func
-    if arguments is not None:
+    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    if arguments is not None and is_pair and not isinstance(returned[0], _Placeholder):
         raise _wrong_use("returned something else than it")
-    return _nothing_left(output), loss_func
+    return arguments, returned
 
 
 def _nothing_left(output: Result) -> Generator[None, None, Result]:

@@ -1,0 +1,148 @@
+"""A forward of one stage and a backward of another, overlapped on one thread, in one of two ways.
+
+In the model's own way: its class defines `overlapped_forward_backward`, DualPipe's hook. Or in parts: the stage whose
+forward it is defines `forward_parts`, and each is run where the other waits for its communication (overlap/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .overlap import Parts, call_in_parts, filling_gaps
+from .overlap.parts import find_forward_parts
+from .overlap.stand_in import note_call
+from .p2p_communication import Transfer
+from .stage import InFlight, Stage, run_backward
+from .weight_grad.putting_off import putting_off
+
+__all__ = ["Forward", "can_overlap", "has_hook", "run_pair"]
+
+HOOK = "overlapped_forward_backward"
+
+Kept = tuple[Transfer | None, InFlight | None]
+
+
+def can_overlap(forward: Stage, backward: Stage) -> bool:
+    """Whether the models know how to run such a pair at once."""
+    return has_hook(forward, backward) or find_forward_parts(forward.module) is not None
+
+
+def has_hook(forward: Stage, backward: Stage) -> bool:
+    model = type(forward.module)
+    return model is type(backward.module) and hasattr(model, HOOK)
+
+
+class Forward:
+    """A forward that is to be run while a backward is.
+
+    Args:
+        received: the input, arrived; None on the first stage.
+        done: called with what `Stage.forward` returns, as soon as the forward is done.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        received: Transfer | None,
+        microbatch: int,
+        extra: tuple[bool, ...],
+        done: Callable[[Kept], None],
+    ) -> None:
+        self.stage = stage
+        self.microbatch = microbatch
+        self.extra = extra
+        self.inputs = stage.take_input(received)
+        self._done = done
+
+    def end(self, output: Any, loss: Tensor | None) -> None:
+        self._done(self.stage.keep(self.inputs, output, loss, self.microbatch))
+
+
+def run_pair(forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[Tensor]:
+    """Run both. Returns what `Stage.backward` returns.
+
+    Args:
+        output_grads: gradients of the backward's outputs that want one; None on the last stage.
+    """
+    if has_hook(forward.stage, backward):
+        _run_by_hook(forward, backward, in_flight, output_grads)
+        backward.run_delayed()
+        return in_flight.input_grads()
+    generator, conclude = forward.stage.begin(call_in_parts, forward.microbatch, *forward.extra)
+    parts = Parts(generator)
+    is_done = False
+
+    def advance() -> None:
+        nonlocal is_done
+        if not is_done and not parts.advance():
+            is_done = True
+            with torch.enable_grad():  # this may be inside of the backward
+                output = parts.finish()
+                forward.end(output, conclude(output))
+
+    advance()  # to its first communication, which the backward's first part hides
+    with filling_gaps(advance):
+        input_grads = backward.backward(in_flight, output_grads)
+    while not is_done:
+        advance()
+    return input_grads
+
+
+def _run_by_hook(forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None) -> None:
+    """DualPipe's hook takes tensors where a pipeline keeps only the graph behind them: the engine and
+    `torch.autograd.backward` take edges of it as well."""
+    module = forward.stage.module
+    arguments: list[Any] = []
+
+    def call(forward_step_func: Callable[..., Any], data_iterator: Any, module: Any, *extra: Any) -> Any:
+        noted, returned = note_call(forward_step_func, data_iterator, module, *extra)
+        if noted is None or noted[1]:
+            raise TypeError(
+                f"{type(module).__name__}.overlapped_forward_backward takes the model's inputs in their order, so "
+                "forward_step_func must call the model, and without keywords: return model(*inputs), loss_func."
+            )
+        arguments.extend(noted[0])
+        return returned
+
+    _, conclude = forward.stage.begin(call, forward.microbatch, *forward.extra)
+    losses: list[Tensor | None] = []
+
+    def criterion(*outputs: Any) -> Tensor:
+        losses.append(conclude(outputs[0] if len(outputs) == 1 else outputs))
+        return losses[0] if losses[0] is not None else torch.zeros(())
+
+    roots = in_flight.roots(output_grads)
+    is_last = backward.info.is_last
+    hook = getattr(type(module), HOOK)
+    with forward.stage.autocast(), putting_off(None):
+        outputs, _ = hook(
+            module,
+            arguments,
+            criterion if forward.stage.info.is_last else None,
+            [],
+            backward.module,
+            _Loss(roots) if is_last else None,
+            [] if is_last else [edge for edge, _ in roots],
+            [] if is_last else [grad for _, grad in roots],
+        )
+    output = outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
+    forward.end(output, losses[0] if losses else conclude(output))
+
+
+class _Loss:
+    """What a backward hook does with a loss."""
+
+    def __init__(self, roots: list[tuple[GradientEdge, Tensor]]) -> None:
+        self._roots = roots
+
+    def backward(self) -> None:
+        if self._roots:
+            run_backward(*zip(*self._roots))
+
+    def detach_(self) -> _Loss:
+        return self
