@@ -95,11 +95,17 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     times.add_argument("--backward-input", type=float, default=1.0)
     times.add_argument("--backward-weight", type=float, default=1.0)
     times.add_argument("--p2p", type=float, default=0.0, help="latency of a message")
+    times.add_argument(
+        "--overlap", type=float, default=0.0, help="share of the shorter of an overlapped F and B that the longer hides"
+    )
     times.add_argument("--optimizer", type=float, default=0.0, help="the optimizer's step, after each step")
 
 
 def _costs(args: argparse.Namespace) -> Costs:
-    return Costs(args.forward, args.backward_input, args.backward_weight, args.p2p, optimizer=args.optimizer)
+    if not 0.0 <= args.overlap <= 1.0:
+        raise ValueError(f"--overlap is a share between 0 and 1, got {args.overlap:g}.")
+    times = (args.forward, args.backward_input, args.backward_weight, args.p2p)
+    return Costs(*times, optimizer=args.optimizer, overlap=args.overlap)
 
 
 # show
