@@ -142,10 +142,10 @@ def gains() -> str:
         [
             "## What one gains over another",
             "",
-            "On 4 ranks with 16 microbatches, as a talk on graph-based pipelining reports for a mixture of experts (its "
-            "1F1B is the interleaved one). The plans assume F = B = W, stages all alike, two chunks per rank, messages "
-            f"between ranks that take no time, and that an overlapped pair hides {OVERLAP:.0%} of its forward, which is "
-            "what its all-to-alls would have to take: "
+            "On 4 ranks with 16 microbatches, as a talk on graph-based pipelining reports for a mixture of experts "
+            "(its 1F1B is the interleaved one). The plans assume F = B = W, stages all alike, two chunks per rank, "
+            "messages between ranks that take no time, and that an overlapped pair hides "
+            f"{OVERLAP:.0%} of its forward, which is what its all-to-alls would have to take: "
             f"`megapipe compare --pp 4 --microbatches 16 --overlap {OVERLAP}`.",
             "",
             "| | by the plan | reported |",

@@ -85,7 +85,7 @@ def run_pair(forward: Forward, backward: Stage, in_flight: InFlight, output_grad
                 output = parts.finish()
                 forward.end(output, conclude(output))
 
-    advance()  # to its first communication, which the backward's first part hides
+    # The forward begins in the backward's first gap: so one of them computes whenever the other's data is on its way.
     with filling_gaps(advance):
         input_grads = backward.backward(in_flight, output_grads)
     while not is_done:
