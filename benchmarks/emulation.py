@@ -1,0 +1,222 @@
+"""Stages that only sleep, so that many ranks run truly side by side on a machine with a few cores.
+
+The F, B and W of a stage take the time they are told, and write down when they ran. What was written down is what a
+runner really did, whoever's it is: its plan, and the times to play that plan with.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.plan import Plan, plan_of
+from megapipe.simulation import Costs, Span, play
+from megapipe.verbs import Action
+from megapipe.weight_grad import defer
+
+HIDDEN = 1024
+
+
+class Call(NamedTuple):
+    """A piece of a stage's work: F, B or W."""
+
+    kind: str
+    stage: int
+    start: float
+    end: float
+
+
+@dataclass
+class Emulation:
+    """What the stages of one rank take, and what they did in the step under way.
+
+    Attributes:
+        seconds: of a kind of work on a stage, asked anew for each microbatch.
+        num_rows: a message between stages is [num_rows, 1, HIDDEN] in float32.
+    """
+
+    seconds: Callable[[str, int], float]
+    num_rows: int = 16
+    calls: list[Call] = field(default_factory=list)
+
+    @contextmanager
+    def during(self, kind: str, stage: int) -> Iterator[None]:
+        start = time.perf_counter()
+        seconds = self.seconds(kind, stage)
+        if seconds:
+            time.sleep(seconds)
+        yield
+        self.calls.append(Call(kind, stage, start, time.perf_counter()))
+
+    def example(self) -> Tensor:
+        return torch.zeros(self.num_rows, 1, HIDDEN)
+
+
+class Whole(torch.autograd.Function):
+    """Forward, and a backward that is not split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
+        ctx.emulation, ctx.stage, ctx.weight = emulation, stage, weight
+        with emulation.during("F", stage):
+            return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with ctx.emulation.during("B", ctx.stage):
+            inputs = grad.clone()
+        with ctx.emulation.during("W", ctx.stage):
+            return inputs, torch.zeros_like(ctx.weight), None, None
+
+
+class Deferring(torch.autograd.Function):
+    """The same for megapipe: W is deferred."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
+        ctx.emulation, ctx.stage, ctx.weight = emulation, stage, weight
+        with emulation.during("F", stage):
+            return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with ctx.emulation.during("B", ctx.stage):
+            inputs = grad.clone()
+        defer(ctx.weight, functools.partial(_weight_gradient, ctx.emulation, ctx.stage, ctx.weight))
+        return inputs, None, None, None
+
+
+def _weight_gradient(emulation: Emulation, stage: int, weight: Tensor) -> Tensor:
+    with emulation.during("W", stage):
+        return torch.zeros_like(weight)
+
+
+class _Inputs(torch.autograd.Function):
+    """For a runtime that walks the graph to split it: F and B."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, emulation: Emulation, stage: int) -> Tensor:
+        ctx.emulation, ctx.stage = emulation, stage
+        with emulation.during("F", stage):
+            return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with ctx.emulation.during("B", ctx.stage):
+            return grad.clone(), None, None
+
+
+class _Weight(torch.autograd.Function):
+    """W, reached only from the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
+        ctx.emulation, ctx.stage = emulation, stage
+        return weight.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with ctx.emulation.during("W", ctx.stage):
+            return grad, None, None
+
+
+class _Join(torch.autograd.Function):
+    """Both again. It runs in B and once more in W, and costs nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight.detach()
+        ctx.mark_dirty(x)  # neither a copy nor a view, which cannot be sent
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, ctx.weight
+
+
+def splitting(x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
+    joined: Tensor = _Join.apply(_Inputs.apply(x, emulation, stage), _Weight.apply(weight, emulation, stage))
+    return joined
+
+
+class Stage(nn.Module):
+    """One stage, for any of the runners: Megatron's hook sets its input, others pass it."""
+
+    def __init__(
+        self, index: int, work: Callable[[Tensor, Tensor, Emulation, int], Tensor], emulation: Emulation, config: Any
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.config = config
+        self._index, self._work, self._emulation = index, work, emulation
+        self._example = emulation.example().requires_grad_() if index == 0 else None
+        self._input: Tensor | None = None
+
+    def set_input_tensor(self, inputs: Any) -> None:
+        self._input = inputs[0] if isinstance(inputs, list) else inputs
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        x = self._input if x is None else x
+        return self._work(self._example if x is None else x, self.weight, self._emulation, self._index)
+
+
+@dataclass
+class Step:
+    """One step as it was: per rank the calls; and the time from the first rank's begin to the last one's end."""
+
+    calls: list[list[Call]]
+    duration: float
+    splits: bool
+
+    def _actions(self) -> tuple[list[list[Action]], dict[Action, float]]:
+        """What each rank did, in order, and how long each took. A backward that was not split counts as one."""
+        rows, durations = [], {}
+        for calls in self.calls:
+            counts: Counter[tuple[str, int]] = Counter()
+            row: list[Action] = []
+            for kind, stage, start, end in calls:
+                action = Action(stage, kind, counts[kind, stage])
+                counts[kind, stage] += 1
+                if kind == "W" and not self.splits:
+                    durations[action._replace(kind="BW")] += end - start
+                    continue
+                if kind == "B" and not self.splits:
+                    action = action._replace(kind="BW")
+                row.append(action)
+                durations[action] = end - start
+            rows.append(row)
+        return rows, durations
+
+    def plan(self, name: str) -> Plan:
+        return plan_of(name, self._actions()[0])
+
+    def played(self) -> float:
+        """How long the step takes when each F, B and W takes what it took, and everything else nothing."""
+        rows, durations = self._actions()
+        plan = plan_of("", rows)
+        clocks = [0.0] * plan.pp_size
+        spans: list[list[Span]] = [[] for _ in rows]
+        play(plan, durations.__getitem__, Costs(), clocks, spans)
+        return max(clocks)
+
+
+def gather_steps(
+    own: Sequence[tuple[float, float, list[Call]]], splits: bool, gather: Callable[[Any], list[Any]]
+) -> list[Step]:
+    """Per step of this rank (begin, end, calls), those of all ranks together. Every rank calls it."""
+    return [
+        Step(
+            [calls for _, _, calls in ranks],
+            max(end for _, end, _ in ranks) - min(begin for begin, _, _ in ranks),
+            splits,
+        )
+        for ranks in zip(*gather(list(own)))
+    ]
