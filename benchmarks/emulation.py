@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapipe.plan import Plan, plan_of
@@ -41,10 +43,13 @@ class Emulation:
     Attributes:
         seconds: of a kind of work on a stage, asked anew for each microbatch.
         num_rows: a message between stages is [num_rows, 1, HIDDEN] in float32.
+        latency: seconds that a message between ranks takes longer than it does. What a stage makes is stamped with the
+            time and the rank, and whoever uses it on another rank waits until it may have come.
     """
 
     seconds: Callable[[str, int], float]
     num_rows: int = 16
+    latency: float = 0.0
     calls: list[Call] = field(default_factory=list)
 
     @contextmanager
@@ -56,6 +61,21 @@ class Emulation:
         yield
         self.calls.append(Call(kind, stage, start, time.perf_counter()))
 
+    def stamp(self, made: Tensor) -> Tensor:
+        """For what a stage sends on, just before it does."""
+        if self.latency:
+            stamp = made.view(torch.int64).flatten()
+            stamp[0], stamp[1] = time.perf_counter_ns(), dist.get_rank()
+        return made
+
+    def arrive(self, used: Tensor) -> None:
+        """For what a stage uses, before it does."""
+        if self.latency and used.is_contiguous():  # the gradient of the loss is expanded
+            made, rank = used.view(torch.int64).flatten()[:2].tolist()
+            remaining = self.latency - (time.perf_counter_ns() - made) / 1e9
+            if rank != dist.get_rank() and remaining > 0:
+                time.sleep(remaining)
+
     def example(self) -> Tensor:
         return torch.zeros(self.num_rows, 1, HIDDEN)
 
@@ -66,15 +86,17 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
         ctx.emulation, ctx.stage, ctx.weight = emulation, stage, weight
+        emulation.arrive(x)
         with emulation.during("F", stage):
-            return x.clone()
+            return emulation.stamp(x.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.emulation.arrive(grad)
         with ctx.emulation.during("B", ctx.stage):
             inputs = grad.clone()
         with ctx.emulation.during("W", ctx.stage):
-            return inputs, torch.zeros_like(ctx.weight), None, None
+            return ctx.emulation.stamp(inputs), torch.zeros_like(ctx.weight), None, None
 
 
 class Deferring(torch.autograd.Function):
@@ -83,15 +105,17 @@ class Deferring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
         ctx.emulation, ctx.stage, ctx.weight = emulation, stage, weight
+        emulation.arrive(x)
         with emulation.during("F", stage):
-            return x.clone()
+            return emulation.stamp(x.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.emulation.arrive(grad)
         with ctx.emulation.during("B", ctx.stage):
             inputs = grad.clone()
         defer(ctx.weight, functools.partial(_weight_gradient, ctx.emulation, ctx.stage, ctx.weight))
-        return inputs, None, None, None
+        return ctx.emulation.stamp(inputs), None, None, None
 
 
 def _weight_gradient(emulation: Emulation, stage: int, weight: Tensor) -> Tensor:
@@ -105,13 +129,15 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, emulation: Emulation, stage: int) -> Tensor:
         ctx.emulation, ctx.stage = emulation, stage
+        emulation.arrive(x)
         with emulation.during("F", stage):
-            return x.clone()
+            return emulation.stamp(x.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.emulation.arrive(grad)
         with ctx.emulation.during("B", ctx.stage):
-            return grad.clone(), None, None
+            return ctx.emulation.stamp(grad.clone()), None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -168,6 +194,34 @@ class Stage(nn.Module):
         return self._work(self._example if x is None else x, self.weight, self._emulation, self._index)
 
 
+class Floor(NamedTuple):
+    """What torch itself takes around the work of an emulated F and of a B, in seconds: modules, Functions, autograd.
+
+    Not little: a core that has slept is cold.
+    """
+
+    forward: float
+    backward: float
+
+
+def measure_floor(module: Stage, emulation: Emulation, repeats: int = 12) -> Floor:
+    """Forward and backward of a stage called by hand."""
+    example = emulation.example()
+    forward, backward = [], []
+    for _ in range(repeats):
+        emulation.calls.clear()
+        x = example.clone().requires_grad_()
+        begin = time.perf_counter()
+        output = module(x)
+        middle = time.perf_counter()
+        output.backward(example)
+        end = time.perf_counter()
+        busy = {call.kind: call.end - call.start for call in emulation.calls}
+        forward.append(middle - begin - busy["F"])
+        backward.append(end - middle - busy["B"] - busy["W"])
+    return Floor(median(forward), median(backward))
+
+
 @dataclass
 class Step:
     """One step as it was: per rank the calls; and the time from the first rank's begin to the last one's end."""
@@ -198,9 +252,13 @@ class Step:
     def plan(self, name: str) -> Plan:
         return plan_of(name, self._actions()[0])
 
-    def played(self) -> float:
-        """How long the step takes when each F, B and W takes what it took, and everything else nothing."""
+    def played(self, floor: Floor | None = None) -> float:
+        """How long the step takes when each F, B and W takes what it took, with the floor around it where that is
+        given, and everything else takes nothing."""
         rows, durations = self._actions()
+        if floor is not None:
+            extra = {"F": floor.forward, "B": floor.backward, "BW": floor.backward, "W": 0.0}
+            durations = {action: time + extra[action.kind] for action, time in durations.items()}
         plan = plan_of("", rows)
         clocks = [0.0] * plan.pp_size
         spans: list[list[Span]] = [[] for _ in rows]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .emulation import Deferring, Emulation, Stage, Step, Whole, gather_steps, splitting
+from .emulation import Deferring, Emulation, Floor, Stage, Step, Whole, gather_steps, measure_floor, splitting
 from .launching import gather
 from .runners import Runner, make_runner
 
@@ -24,6 +24,14 @@ class Emulated:
         self.emulation = Emulation(seconds, num_rows)
         self.runner: Runner = make_runner(name, num_microbatches, self._make_stage, num_rows, **config)
         self.steps: list[tuple[float, float, list[Any]]] = []
+        self.floor: Floor | None = None
+
+    def measure_floor(self) -> None:
+        """The mean over all ranks, which measure side by side. Every rank calls it."""
+        dist.barrier()
+        module: Any = self.runner.modules[0]
+        floors = gather(measure_floor(module, self.emulation))
+        self.floor = Floor(*(sum(times) / len(floors) for times in zip(*floors)))
 
     def _make_stage(self, index: int, num_stages: int, how: str, config: Any) -> Stage:
         return Stage(index, WORK[how], self.emulation, config)

@@ -19,7 +19,18 @@ from megapipe import get_forward_backward_func, parallel_state, stages_for_rank
 from megapipe.config import PipelineConfig
 from megapipe.plan import make_plan
 
-MEGAPIPE = ["gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min"]
+MEGAPIPE = [
+    "gpipe",
+    "looped_bfs",
+    "1f1b",
+    "interleaved_1f1b",
+    "zb1p",
+    "zb2p",
+    "interleaved_zb1p",
+    "zbv",
+    "v_half",
+    "v_min",
+]
 TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 MEGATRON = ["1f1b", "interleaved"]
 ALL = [f"megapipe {n}" for n in MEGAPIPE] + [f"torch {n}" for n in TORCH] + [f"megatron-core {n}" for n in MEGATRON]
@@ -69,10 +80,11 @@ class Megapipe(Runner):
         chunks = 2 if schedule in ("interleaved_1f1b", "interleaved_zb1p", "looped_bfs") else None
         infos = stages_for_rank(schedule, dist.get_rank(), size, chunks)
         self.config = PipelineConfig(hidden_size=config.pop("width", 1024), **config)
-        self.modules = [make_stage(info.index, info.num_stages, "deferring", self.config) for info in infos]
         self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m
         actions = make_plan(schedule, size, m, len(infos)).actions
         self.splits = any(action.kind == "W" for row in actions for action in row)
+        how = "deferring" if self.splits else "whole"
+        self.modules = [make_stage(info.index, info.num_stages, how, self.config) for info in infos]
         self._step = get_forward_backward_func(schedule)
 
     def step(self) -> None:
