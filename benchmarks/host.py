@@ -29,10 +29,10 @@ from .tables import FOLDER, median_and_spread, save_table
 
 WIDTH, ROWS = 8, 4
 RUNNERS = ["megapipe 1f1b", "torch 1F1B", "megatron-core 1f1b", "megapipe zb1p", "megapipe zbv", "torch ZBVZeroBubble"]
-HEADER = ["runner", "chunks", "wall, us", "CPU, us", "own work, wall us", "net wall, us", "net CPU, us"]
+HEADER = ["runner", "chunks", "wall", "own work", "net wall", "net CPU, main thread", "net CPU, process"]
 NOTES = """Microseconds per microbatch and rank, mean of the ranks, medians of interleaved steps, in brackets the middle
-half of the steps. *CPU* is that of all threads of the process, gloo's included. *own work*: the rank's chunks, forward
-and backward, called by hand; *net* is without it."""
+half of the steps. *own work*: the rank's chunks, forward and backward, called by hand; *net* is without it. The wall
+includes waiting for the other rank, the main thread's CPU does not, the process's has gloo's threads in it as well."""
 
 
 class Layer(nn.Module):
@@ -93,11 +93,13 @@ def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[
     return [row(runner, [rank[k] for rank in everybody], args.microbatches) for k, runner in enumerate(runners)]
 
 
-def _timed(function: Any) -> tuple[float, float]:
+def _timed(function: Any) -> tuple[float, ...]:
+    """Wall, CPU of this thread, CPU of the process."""
     dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+    clocks = (time.perf_counter, time.thread_time, time.process_time)
+    before = [clock() for clock in clocks]
     function()
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return tuple(clock() - start for clock, start in zip(clocks, before))
 
 
 def _bare(runner: Runner, num_microbatches: int) -> None:
@@ -109,18 +111,16 @@ def _bare(runner: Runner, num_microbatches: int) -> None:
 
 
 def row(runner: Runner, ranks: list[list[tuple[float, ...]]], num_microbatches: int) -> list[str]:
-    """`ranks`: per rank and step (wall, cpu, bare wall, bare cpu) in seconds."""
+    """`ranks`: per rank and step wall, thread, process of the step, and the same of the rank's own work; in seconds."""
     steps = [[1e6 * fmean(column) / num_microbatches for column in zip(*step)] for step in zip(*ranks)]
-    wall, cpu, bare_wall, bare_cpu = zip(*steps)
-    own_wall, own_cpu = median(bare_wall), median(bare_cpu)
+    columns = list(zip(*steps))
+    net = [median(whole) - median(own) for whole, own in zip(columns[:3], columns[3:])]
     return [
         runner.name,
         str(runner.num_chunks),
-        median_and_spread(wall, "{:.0f}"),
-        median_and_spread(cpu, "{:.0f}"),
-        f"{own_wall:.0f}",
-        f"{median(wall) - own_wall:.0f}",
-        f"{median(cpu) - own_cpu:.0f}",
+        median_and_spread(columns[0], "{:.0f}"),
+        f"{median(columns[3]):.0f}",
+        *(f"{one:.0f}" for one in net),
     ]
 
 
