@@ -28,11 +28,20 @@ from .runners import Runner, has_megatron, make_runner
 from .tables import FOLDER, median_and_spread, save_table
 
 WIDTH, ROWS = 8, 4
-RUNNERS = ["megapipe 1f1b", "torch 1F1B", "megatron-core 1f1b", "megapipe zb1p", "megapipe zbv", "torch ZBVZeroBubble"]
+RUNNERS = [
+    "by-hand 1f1b",
+    "megapipe 1f1b",
+    "torch 1F1B",
+    "megatron-core 1f1b",
+    "megapipe zb1p",
+    "megapipe zbv",
+    "torch ZBVZeroBubble",
+]
 HEADER = ["runner", "chunks", "wall", "own work", "net wall", "net CPU, main thread", "net CPU, process"]
 NOTES = """Microseconds per microbatch and rank, mean of the ranks, medians of interleaved steps, in brackets the middle
 half of the steps. *own work*: the rank's chunks, forward and backward, called by hand; *net* is without it. The wall
-includes waiting for the other rank, the main thread's CPU does not, the process's has gloo's threads in it as well."""
+includes waiting for the other rank, the main thread's CPU does not, the process's has gloo's threads in it as well.
+*by-hand*: the bare loop, which no package can beat by much."""
 
 
 class Layer(nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,12 @@ MEGAPIPE = [
 ]
 TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 MEGATRON = ["1f1b", "interleaved"]
-ALL = [f"megapipe {n}" for n in MEGAPIPE] + [f"torch {n}" for n in TORCH] + [f"megatron-core {n}" for n in MEGATRON]
+ALL = (
+    ["by-hand 1f1b"]
+    + [f"megapipe {n}" for n in MEGAPIPE]
+    + [f"torch {n}" for n in TORCH]
+    + [f"megatron-core {n}" for n in MEGATRON]
+)
 
 MakeStage = Callable[[int, int, str, Any], nn.Module]
 """(stage, number of stages, how its backward is written: "whole", "deferring" or "splitting", config) -> module."""
@@ -61,7 +67,7 @@ class Runner:
 def make_runner(name: str, num_microbatches: int, make_stage: MakeStage, num_rows: int, **config: Any) -> Runner:
     """`num_rows`: a message is [num_rows, 1, width of the stages]. `config`: settings of megapipe."""
     package, _, schedule = name.partition(" ")
-    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron}
+    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "by-hand": ByHand}
     runner = kinds[package](schedule, num_microbatches, make_stage, num_rows, **config)
     runner.name = name
     return runner
@@ -183,6 +189,68 @@ class Megatron(Runner):
             seq_length=self.num_rows,
             micro_batch_size=1,
         )
+
+
+class ByHand(Runner):
+    """1F1B with nothing around it: no checks, no errors told, nothing but what every runner has to do. The floor."""
+
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.num_chunks, self.splits, self.num_rows, self._m = 1, False, num_rows, m
+        self.modules = [make_stage(rank, size, "whole", None)]
+        self._is_first, self._is_last = rank == 0, rank == size - 1
+        self._shape = (num_rows, 1, config.get("width", 1024))
+        self._sends: list[Any] = []
+        self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
+        self._inputs: deque[tuple[Tensor, Any]] = deque()
+        self._grads: deque[tuple[Tensor, Any]] = deque()
+
+    def step(self) -> None:
+        rank, m = dist.get_rank(), self._m
+        num_warmup = min(dist.get_world_size() - rank - 1, m)
+        if not self._is_first:
+            self._post(self._inputs, rank - 1, m)  # all at once: there are few, and small
+        for _ in range(num_warmup):
+            self._forward()
+        for _ in range(m - num_warmup):
+            self._forward()
+            self._backward()
+        for _ in range(num_warmup):
+            self._backward()
+        for work in self._sends:
+            work.wait()
+        for transfers in (self._inputs, self._grads):
+            assert not transfers
+        self._sends.clear()
+
+    def _forward(self) -> None:
+        x = torch.empty(0) if self._is_first else self._receive(self._inputs)
+        if not self._is_first:
+            self.modules[0].set_input_tensor(x.requires_grad_())
+        y = self.modules[0]()
+        if self._is_last:
+            y = zero_loss(y)
+        else:
+            self._sends.append(dist.isend(y.detach(), dist.get_rank() + 1, tag=1))
+            self._post(self._grads, dist.get_rank() + 1, 1)
+        self._in_flight.append((x, y))
+
+    def _backward(self) -> None:
+        x, y = self._in_flight.popleft()
+        y.backward(None if self._is_last else self._receive(self._grads))
+        if not self._is_first:
+            self._sends.append(dist.isend(x.grad, dist.get_rank() - 1, tag=2))
+
+    def _receive(self, transfers: deque[tuple[Tensor, Any]]) -> Tensor:
+        buffer, work = transfers.popleft()
+        work.wait()
+        return buffer
+
+    def _post(self, transfers: deque[tuple[Tensor, Any]], peer: int, count: int) -> None:
+        for _ in range(count):
+            buffer = torch.empty(self._shape)
+            tag = 1 if transfers is self._inputs else 2
+            transfers.append((buffer, dist.irecv(buffer, peer, tag=tag)))
 
 
 def has_megatron() -> bool:
