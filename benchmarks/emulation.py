@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapipe.plan import Plan, plan_of
+from megapipe.plan import Event, Plan, plan_of
 from megapipe.simulation import Costs, Span, play
 from megapipe.verbs import Action
 from megapipe.weight_grad import defer
@@ -28,7 +28,7 @@ HIDDEN = 1024
 
 
 class Call(NamedTuple):
-    """A piece of a stage's work: F, B or W."""
+    """A piece of a stage's work: F, B, W or both of these."""
 
     kind: str
     stage: int
@@ -55,7 +55,7 @@ class Emulation:
     @contextmanager
     def during(self, kind: str, stage: int) -> Iterator[None]:
         start = time.perf_counter()
-        seconds = self.seconds(kind, stage)
+        seconds = sum(self.seconds(letter, stage) for letter in kind)
         if seconds:
             time.sleep(seconds)
         yield
@@ -121,6 +121,26 @@ class Deferring(torch.autograd.Function):
 def _weight_gradient(emulation: Emulation, stage: int, weight: Tensor) -> Tensor:
     with emulation.during("W", stage):
         return torch.zeros_like(weight)
+
+
+class Storing(torch.autograd.Function):
+    """The same for DualPipe, which says for each backward whether it is split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
+        ctx.emulation, ctx.stage, ctx.weight = emulation, stage, weight
+        with emulation.during("F", stage):
+            return emulation.stamp(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from dualpipe.utils import WeightGradStore
+
+        with ctx.emulation.during("B" if WeightGradStore.enabled else "BW", ctx.stage):
+            inputs = grad.clone()
+        if WeightGradStore.enabled:
+            WeightGradStore.put(functools.partial(_weight_gradient, ctx.emulation, ctx.stage, ctx.weight))
+        return ctx.emulation.stamp(inputs), torch.zeros_like(ctx.weight), None, None
 
 
 class _Inputs(torch.autograd.Function):
@@ -216,10 +236,21 @@ def measure_floor(module: Stage, emulation: Emulation, repeats: int = 12) -> Flo
         middle = time.perf_counter()
         output.backward(example)
         end = time.perf_counter()
-        busy = {call.kind: call.end - call.start for call in emulation.calls}
-        forward.append(middle - begin - busy["F"])
-        backward.append(end - middle - busy["B"] - busy["W"])
+        first, *others = [call.end - call.start for call in emulation.calls]
+        forward.append(middle - begin - first)
+        backward.append(end - middle - sum(others))
     return Floor(median(forward), median(backward))
+
+
+@dataclass(frozen=True)
+class TwoWayPlan(Plan):
+    """DualPipe's: two pipelines on the same ranks, one up and one down. As a V it is cut at its turn."""
+
+    def needs(self, event: Event) -> Event | None:
+        needed = super().needs(event)
+        top = self.pp_size - 1
+        turn = {("send_forward", top), ("send_backward", top + 1)}
+        return None if needed is None or (needed.verb, needed.stage) in turn else needed
 
 
 @dataclass
@@ -229,6 +260,7 @@ class Step:
     calls: list[list[Call]]
     duration: float
     splits: bool
+    is_two_way: bool = False
 
     def _actions(self) -> tuple[list[list[Action]], dict[Action, float]]:
         """What each rank did, in order, and how long each took. A backward that was not split counts as one."""
@@ -237,8 +269,8 @@ class Step:
             counts: Counter[tuple[str, int]] = Counter()
             row: list[Action] = []
             for kind, stage, start, end in calls:
-                action = Action(stage, kind, counts[kind, stage])
-                counts[kind, stage] += 1
+                action = Action(stage, kind, counts[kind[0], stage])
+                counts[kind[0], stage] += 1
                 if kind == "W" and not self.splits:
                     durations[action._replace(kind="BW")] += end - start
                     continue
@@ -250,7 +282,8 @@ class Step:
         return rows, durations
 
     def plan(self, name: str) -> Plan:
-        return plan_of(name, self._actions()[0])
+        plan = plan_of(name, self._actions()[0])
+        return TwoWayPlan(**vars(plan)) if self.is_two_way else plan
 
     def played(self, floor: Floor | None = None) -> float:
         """How long the step takes when each F, B and W takes what it took, with the floor around it where that is
@@ -259,7 +292,7 @@ class Step:
         if floor is not None:
             extra = {"F": floor.forward, "B": floor.backward, "BW": floor.backward, "W": 0.0}
             durations = {action: time + extra[action.kind] for action, time in durations.items()}
-        plan = plan_of("", rows)
+        plan = self.plan("")
         clocks = [0.0] * plan.pp_size
         spans: list[list[Span]] = [[] for _ in rows]
         play(plan, durations.__getitem__, Costs(), clocks, spans)
@@ -267,7 +300,10 @@ class Step:
 
 
 def gather_steps(
-    own: Sequence[tuple[float, float, list[Call]]], splits: bool, gather: Callable[[Any], list[Any]]
+    own: Sequence[tuple[float, float, list[Call]]],
+    gather: Callable[[Any], list[Any]],
+    splits: bool,
+    is_two_way: bool,
 ) -> list[Step]:
     """Per step of this rank (begin, end, calls), those of all ranks together. Every rank calls it."""
     return [
@@ -275,6 +311,7 @@ def gather_steps(
             [calls for _, _, calls in ranks],
             max(end for _, end, _ in ranks) - min(begin for begin, _, _ in ranks),
             splits,
+            is_two_way,
         )
         for ranks in zip(*gather(list(own)))
     ]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megapipe.weight_grad import convert
 
 from .launching import gather, launch
-from .runners import Runner, has_megatron, make_runner
+from .runners import Runner, is_there, make_runner
 from .tables import FOLDER, median_and_spread, save_table
 
 WIDTH, ROWS = 8, 4
@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
 def main() -> None:
     args = parse()
-    names = [name for name in args.runners.split(",") if has_megatron() or not name.startswith("megatron")]
+    names = [name for name in args.runners.split(",") if is_there(name)]
     if args.pp == 1:
         names = [name for name in names if "zb" not in name.lower()]
     if args.profile:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .emulation import Deferring, Emulation, Floor, Stage, Step, Whole, gather_steps, measure_floor, splitting
+from .emulation import Deferring, Emulation, Floor, Stage, Step, Storing, Whole, gather_steps, measure_floor, splitting
 from .launching import gather
 from .runners import Runner, make_runner
 
-WORK = {"whole": Whole.apply, "deferring": Deferring.apply, "splitting": splitting}
+WORK = {"whole": Whole.apply, "deferring": Deferring.apply, "splitting": splitting, "storing": Storing.apply}
 
 
 class Emulated:
@@ -54,4 +54,4 @@ def take_turns(emulated: Sequence[Emulated], num_rounds: int, num_warmup: int, b
         for one in emulated:
             for _ in range(block):
                 one.step()
-    return [gather_steps(one.steps, one.runner.splits, gather) for one in emulated]
+    return [gather_steps(one.steps, gather, one.runner.splits, one.runner.is_two_way) for one in emulated]

@@ -5,6 +5,7 @@ Each runs the same emulated or tiny stages, in one process group, so that steps 
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections import deque
@@ -39,10 +40,12 @@ ALL = (
     + [f"megapipe {n}" for n in MEGAPIPE]
     + [f"torch {n}" for n in TORCH]
     + [f"megatron-core {n}" for n in MEGATRON]
+    + ["dualpipe DualPipe"]
 )
 
 MakeStage = Callable[[int, int, str, Any], nn.Module]
-"""(stage, number of stages, how its backward is written: "whole", "deferring" or "splitting", config) -> module."""
+"""(stage, number of stages, how its backward is written, config) -> module. The second but last is "whole", "deferring"
+for megapipe, "splitting" for torch, or "storing" for DualPipe."""
 
 
 class Runner:
@@ -52,11 +55,13 @@ class Runner:
         name: "package schedule".
         num_chunks: stages per rank.
         splits: whether B and W are two actions.
+        is_two_way: two pipelines run on the same ranks, in opposite directions.
     """
 
     name: str
     num_chunks: int
     splits: bool
+    is_two_way = False
     num_rows: int
     modules: list[nn.Module]
 
@@ -67,7 +72,7 @@ class Runner:
 def make_runner(name: str, num_microbatches: int, make_stage: MakeStage, num_rows: int, **config: Any) -> Runner:
     """`num_rows`: a message is [num_rows, 1, width of the stages]. `config`: settings of megapipe."""
     package, _, schedule = name.partition(" ")
-    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "by-hand": ByHand}
+    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "by-hand": ByHand, "dualpipe": Dual}
     runner = kinds[package](schedule, num_microbatches, make_stage, num_rows, **config)
     runner.name = name
     return runner
@@ -253,9 +258,40 @@ class ByHand(Runner):
             transfers.append((buffer, dist.irecv(buffer, peer, tag=tag)))
 
 
-def has_megatron() -> bool:
+class Dual(Runner):
+    """DualPipe, which holds two stages' parameters on each rank and sends half of the microbatches each way. It is
+    written for CUDA, but all that keeps it there is where it makes its buffers."""
+
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+        from dualpipe import DualPipe, comm
+
+        if not torch.cuda.is_available():
+            torch.cuda.current_device = lambda: torch.device("cpu")
+            comm.build_from_tensor_shapes = lambda: [
+                torch.empty(shape, dtype=comm.TENSOR_DTYPE, requires_grad=True) for shape in comm.TENSOR_SHAPES
+            ]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.num_chunks, self.splits, self.is_two_way, self.num_rows, self._m = 1, True, True, num_rows, m
+        self.modules = [make_stage(index, 2 * size, "storing", None) for index in (rank, 2 * size - 1 - rank)]
+        self._shape = (num_rows, 1, config.get("width", 1024))
+        self._pipe = DualPipe(tuple(self.modules))
+        is_end = rank in (0, size - 1)
+        self._inputs = (torch.zeros(m // 2 * num_rows, *self._shape[1:]),) if is_end else ()
+        self._labels = [torch.zeros(m // 2)] if is_end else []
+
+    def step(self) -> None:
+        from dualpipe import comm
+
+        comm.set_p2p_tensor_shapes([self._shape])
+        comm.set_p2p_tensor_dtype(torch.float32)
+        self._pipe.step(*self._inputs, num_chunks=self._m, criterion=zero_loss, labels=self._labels)
+
+
+def is_there(name: str) -> bool:
+    """Whether the package of a runner can be imported."""
+    module = {"megatron-core": "megatron.core", "dualpipe": "dualpipe"}.get(name.partition(" ")[0], "torch")
     try:
-        import megatron.core  # noqa: F401
+        importlib.import_module(module)
     except ImportError:
         return False
     return True

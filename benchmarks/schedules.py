@@ -15,7 +15,7 @@ from typing import Any
 
 from .launching import launch
 from .rounds import Emulated, take_turns
-from .runners import ALL, has_megatron
+from .runners import ALL, is_there
 from .tables import FOLDER, median_and_spread, save_table
 
 HEADER = [
@@ -36,7 +36,7 @@ microbatches of a whole rank."""
 
 def main() -> None:
     args = parse()
-    names = [name for name in args.runners.split(",") if has_megatron() or not name.startswith("megatron")]
+    names = [name for name in args.runners.split(",") if is_there(name)]
     rows = launch(args.pp, measure, args, names)
     size = f"{args.message_bytes // 1024} KB"
     title = f"Emulated compute, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms, messages of {size}"
@@ -79,7 +79,10 @@ def make(name: str, args: argparse.Namespace, seconds: float) -> Emulated:
 
 def row(one: Emulated, steps: list[Any], num_microbatches: int, seconds: float) -> list[str]:
     ideal = 3 * num_microbatches * seconds
-    simulation = steps[0].plan(one.runner.name).simulate(seconds, seconds, seconds)
+    plan = steps[0].plan(one.runner.name)
+    time = [seconds / one.runner.num_chunks] * plan.pp_size * plan.num_chunks
+    simulation = plan.simulate(time, time, time)
+    alive = max(simulation.peak_activations) * plan.num_chunks / one.runner.num_chunks
     over = functools.partial(_over, steps)
     net = [step.duration / step.played() for step in steps]
     net_of_torch = [step.duration / step.played(one.floor) for step in steps]
@@ -90,7 +93,7 @@ def row(one: Emulated, steps: list[Any], num_microbatches: int, seconds: float) 
         median_and_spread(net),
         median_and_spread(net_of_torch),
         f"{simulation.makespan / ideal:.3f}",
-        f"{max(simulation.peak_activations):g}",
+        f"{alive:g}",
     ]
 
 
