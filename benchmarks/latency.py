@@ -47,7 +47,7 @@ def main() -> None:
         "plan, pp=8, m=32",
         "step at 0 latency, pp=8, m=32",
     ]
-    title = f"Milliseconds of step time per millisecond of latency (steps {args.latency:g} ms apart in latency)"
+    title = f"Milliseconds of step time per millisecond of latency (from {args.latency:g} to {2 * args.latency:g} ms)"
     notes = f"F, B and W of {args.milliseconds:g} ms. Steps at 0 latency are over the ideal."
     save_table("latency", title, header, rows, notes, args.folder)
 
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--milliseconds", type=float, default=20.0)
-    parser.add_argument("--latency", type=float, default=4.0, help="milliseconds added")
+    parser.add_argument("--latency", type=float, default=3.0, help="milliseconds, once and twice")
     parser.add_argument("--rounds", type=int, default=3, help="0: only simulate")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     return parser.parse_args()
@@ -65,7 +65,7 @@ def parse() -> argparse.Namespace:
 
 def measure(rank: int, args: argparse.Namespace) -> list[float]:
     """The slope of each schedule."""
-    emulated = [_emulated(args, *one, latency) for one in SCHEDULES for latency in (0.0, args.latency)]
+    emulated = [_emulated(args, *one, latency) for one in SCHEDULES for latency in (args.latency, 2 * args.latency)]
     times = [1000 * median(step.duration for step in steps) for steps in take_turns(emulated, args.rounds, 2)]
     return [(late - early) / args.latency for early, late in zip(times[::2], times[1::2])]
 
@@ -101,7 +101,7 @@ def plan(schedule: str, share: float | None, pp_size: int, num_microbatches: int
 
 
 def slope(plan: Plan, time: float, latency: float) -> float:
-    early, late = (plan.simulate(time, time, time, p2p).makespan for p2p in (0.0, latency))
+    early, late = (plan.simulate(time, time, time, p2p).makespan for p2p in (latency, 2 * latency))
     return (late - early) / latency
 
 
