@@ -7,13 +7,14 @@ ARGS ?= --pipeline-model-parallel-size $(NPROC)
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help pretrain test lint docs format clean
+.PHONY: help pretrain test lint docs bench format clean
 
 help:
 	@echo "make pretrain   train a small GPT with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
 	@echo "make test       run all tests"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write docs/schedules.md and its pictures"
+	@echo "make bench      run all benchmarks (half an hour) and put their tables into docs/benchmarks.md"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environment and caches"
 
@@ -37,6 +38,25 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(VENV)/bin/python docs/generate.py
+
+# Ranks that sleep side by side need no cores of their own, but nothing else should run meanwhile.
+bench: export OMP_NUM_THREADS := 1
+bench: $(INSTALLED)
+	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8
+	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 16 --rounds 3
+	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 8 --microbatches 16 --rounds 3
+	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 8 --microbatches 32 --rounds 2
+	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8 --rounds 3 --message-bytes 4194304
+	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8 --message-bytes 33554432 --rounds 2
+	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 4 --microbatches 8 --change
+	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 8 --microbatches 16 --schedules zbv
+	$(VENV)/bin/python -W ignore -m benchmarks.prediction
+	$(VENV)/bin/python -W ignore -m benchmarks.split
+	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 1
+	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 2
+	$(VENV)/bin/python -W ignore -m benchmarks.latency
+	$(VENV)/bin/python -m benchmarks.growth
+	$(VENV)/bin/python -m benchmarks.document
 
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .

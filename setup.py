@@ -14,6 +14,7 @@ extras = {
     "te": ["transformer-engine[pytorch]"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "rich>=13", "numpy", "matplotlib>=3.8", "plotly>=5.20"],
     "megatron": ["megatron-core==0.16.1"],
+    "bench": ["megatron-core==0.16.1", "dualpipe==1.0.0"],
     "lint": ["ruff>=0.9", "mypy>=1.14"],
 }
 

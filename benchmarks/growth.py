@@ -1,0 +1,82 @@
+"""How the cost of planning grows: recording and simulating plans, up to 256 ranks and 4096 microbatches.
+
+python -m benchmarks.growth
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from pathlib import Path
+
+from megapipe.plan import make_plan
+from megapipe.registry import find_schedule
+from megapipe.simulation import Costs
+from megapipe.verbs import Settings
+from megapipe.weight_tuning import choose
+
+from .tables import FOLDER, save_table
+
+SIZES = [(8, 32), (16, 64), (64, 256), (64, 1024), (256, 1024), (256, 4096)]
+SEARCHED = 64
+"""Ranks up to which the search for places of Ws is timed as well: beyond it only costs a longer wait here."""
+HEADER = [
+    "schedule",
+    "ranks",
+    "microbatches",
+    "actions",
+    "record, s",
+    "simulate, s",
+    "per action, us",
+    "search, s",
+    "memory, MB",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedules", default="1f1b,zbv")
+    parser.add_argument("--most", type=int, default=2_200_000, help="actions of the largest plan: 1 GB for a million")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    names = args.schedules.split(",")
+    rows = [row(name, *size) for size in SIZES for name in names if num_actions(name, *size) <= args.most]
+    notes = (
+        "*search*: the places of Ws for F : B : W = 1 : 1.4 : 0.6, as the tuner makes it. *memory*: the most so far."
+    )
+    save_table("growth", "Planning, on one core", HEADER, rows, notes, args.folder)
+
+
+def num_actions(name: str, pp_size: int, num_microbatches: int) -> int:
+    actions = make_plan(name, 2, 4).actions  # of which each schedule has the same for each rank and microbatch
+    return sum(map(len, actions)) // 8 * pp_size * num_microbatches
+
+
+def row(name: str, pp_size: int, num_microbatches: int) -> list[str]:
+    start = time.perf_counter()
+    plan = make_plan(name, pp_size, num_microbatches)
+    count = sum(map(len, plan.actions))
+    recorded = time.perf_counter()
+    plan.simulate(1, 1.4, 0.6, 0.05)
+    simulated = time.perf_counter()
+    search = "-"
+    if any(action.kind == "W" for action in plan.actions[0]) and pp_size <= SEARCHED and num_microbatches <= 256:
+        costs = Costs(1.0, 1.4, 0.6, 0.05)
+        choose(find_schedule(name), pp_size, num_microbatches, plan.num_chunks, Settings(), costs)
+        search = f"{time.perf_counter() - simulated:.2f}"
+    return [
+        name,
+        str(pp_size),
+        str(num_microbatches),
+        str(count),
+        f"{recorded - start:.2f}",
+        f"{simulated - recorded:.2f}",
+        f"{1e6 * (simulated - start) / count:.1f}",
+        search,
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What a microbatch costs the host, beyond the stage's own forward and backward.
+
+    python -m benchmarks.host --pp 2
+    python -m benchmarks.host --pp 2 --profile "megapipe zbv"
+
+Nothing sleeps and the tensors are tiny, so all that is measured is the schedule, its messages and autograd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import pstats
+import time
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megapipe.weight_grad import convert
+
+from .launching import gather, launch
+from .runners import Runner, is_there, make_runner
+from .tables import FOLDER, median_and_spread, save_table
+
+WIDTH, ROWS = 8, 4
+RUNNERS = [
+    "by-hand 1f1b",
+    "megapipe 1f1b",
+    "torch 1F1B",
+    "megatron-core 1f1b",
+    "megapipe zb1p",
+    "megapipe zbv",
+    "torch ZBVZeroBubble",
+]
+HEADER = ["runner", "chunks", "wall", "own work", "net wall", "net CPU, main thread", "net CPU, process"]
+NOTES = """Microseconds per microbatch and rank, mean of the ranks, medians of interleaved steps, in brackets the middle
+half of the steps. *own work*: the rank's chunks, forward and backward, called by hand; *net* is without it. The wall
+includes waiting for the other rank, the main thread's CPU does not, the process's has gloo's threads in it as well.
+*by-hand*: the bare loop, which no package can beat by much."""
+
+
+class Layer(nn.Module):
+    """One stage: a linear layer, with Megatron's hook for its input."""
+
+    def __init__(self, index: int, num_stages: int, how: str, config: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if how == "deferring":
+            convert(self)
+        self.config = config
+        self._example = torch.zeros(ROWS, 1, WIDTH) if index == 0 else None
+        self._input: Tensor | None = None
+
+    def set_input_tensor(self, inputs: Any) -> None:
+        self._input = inputs[0] if isinstance(inputs, list) else inputs
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        x = self._input if x is None else x
+        output: Tensor = self.linear(self._example if x is None else x)
+        return output.relu()  # a tensor of its own: Megatron's schedules do not take views
+
+
+def main() -> None:
+    args = parse()
+    names = [name for name in args.runners.split(",") if is_there(name)]
+    if args.pp == 1:
+        names = [name for name in names if "zb" not in name.lower()]
+    if args.profile:
+        print(launch(args.pp, profile, args))
+        return
+    rows = launch(args.pp, measure, args, names)
+    title = f"Host cost, pp={args.pp}, m={args.microbatches}, tensors of {ROWS} x {WIDTH}"
+    save_table(f"host-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--runners", default=",".join(RUNNERS))
+    parser.add_argument("--profile", metavar="RUNNER", help="print where rank 0 spends its time instead")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    return parser.parse_args()
+
+
+def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
+    runners = [make_runner(name, args.microbatches, Layer, ROWS, width=WIDTH) for name in names]
+    for runner in runners:
+        runner.step()
+        runner.step()
+    times: list[list[tuple[float, ...]]] = [[] for _ in runners]
+    for _ in range(args.rounds):
+        for runner, mine in zip(runners, times):
+            mine.append((*_timed(runner.step), *_timed(functools.partial(_bare, runner, args.microbatches))))
+    everybody = gather(times)
+    return [row(runner, [rank[k] for rank in everybody], args.microbatches) for k, runner in enumerate(runners)]
+
+
+def _timed(function: Any) -> tuple[float, ...]:
+    """Wall, CPU of this thread, CPU of the process."""
+    dist.barrier()
+    clocks = (time.perf_counter, time.thread_time, time.process_time)
+    before = [clock() for clock in clocks]
+    function()
+    return tuple(clock() - start for clock, start in zip(clocks, before))
+
+
+def _bare(runner: Runner, num_microbatches: int) -> None:
+    for _ in range(num_microbatches):
+        for module in runner.modules:
+            x = torch.zeros(ROWS, 1, WIDTH, requires_grad=True)
+            output = module(x)
+            output.backward(torch.ones_like(output))
+
+
+def row(runner: Runner, ranks: list[list[tuple[float, ...]]], num_microbatches: int) -> list[str]:
+    """`ranks`: per rank and step wall, thread, process of the step, and the same of the rank's own work; in seconds."""
+    steps = [[1e6 * fmean(column) / num_microbatches for column in zip(*step)] for step in zip(*ranks)]
+    columns = list(zip(*steps))
+    net = [median(whole) - median(own) for whole, own in zip(columns[:3], columns[3:])]
+    return [
+        runner.name,
+        str(runner.num_chunks),
+        median_and_spread(columns[0], "{:.0f}"),
+        f"{median(columns[3]):.0f}",
+        *(f"{one:.0f}" for one in net),
+    ]
+
+
+def profile(rank: int, args: argparse.Namespace) -> str:
+    runner = make_runner(args.profile, args.microbatches, Layer, ROWS, width=WIDTH)
+    for _ in range(3):
+        runner.step()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(args.rounds):
+        runner.step()
+    profiler.disable()
+    if rank == 0:
+        print(f"{args.rounds * args.microbatches} microbatches", flush=True)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A step's time as it is foretold from the times measured in it: mean F, B and W of each stage, and latency.
+
+    python -m benchmarks.prediction --pp 4
+
+The stages sleep; the steps are recorded as users record theirs (`config.record_timeline`), and played by
+`Timeline.predict`, which is what `megapipe tune` ranks schedules by.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from megapipe import TimelineRecorder
+from megapipe.bubble import split_bubble
+from megapipe.timeline import step_time
+
+from .launching import launch
+from .rounds import Emulated
+from .runners import MEGAPIPE
+from .tables import FOLDER, save_table
+
+HEADER = ["schedule", "measured, ms", "predicted, ms", "predicted / measured", "latency, ms", "bubble by cause"]
+
+
+def main() -> None:
+    args = parse()
+    rows = launch(args.pp, measure, args)
+    title = f"Prediction, pp={args.pp}, m={args.microbatches}, emulated F, B and W of {args.milliseconds:g} ms"
+    notes = "From the first action's start to the last one's end, median of the recorded steps. All schedules in turns."
+    save_table(f"prediction-pp{args.pp}", title, HEADER, rows, notes, args.folder)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--milliseconds", type=float, default=20.0)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    return parser.parse_args()
+
+
+def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
+    recorders = {name: TimelineRecorder(args.steps) for name in MEGAPIPE}
+    emulated = {name: _emulated(name, args, recorder) for name, recorder in recorders.items()}
+    for _ in range(args.steps + 2):
+        for one in emulated.values():
+            one.step()
+    dist.barrier()
+    return [row(name, recorder) for name, recorder in recorders.items()]
+
+
+def _emulated(name: str, args: argparse.Namespace, recorder: TimelineRecorder) -> Emulated:
+    one: Any = None
+
+    def seconds(kind: str, stage: int) -> float:
+        return float(args.milliseconds / 1000 / one.runner.num_chunks)
+
+    one = Emulated(f"megapipe {name}", args.microbatches, seconds, 16, record_timeline=recorder)
+    return one
+
+
+def row(name: str, recorder: TimelineRecorder) -> list[str]:
+    timeline = recorder.gather()
+    measured = median(map(step_time, timeline.steps))
+    predicted = timeline.predict().makespan
+    parts = ", ".join(f"{100 * share:.1f} % {cause}" for cause, share in split_bubble(timeline).shares.items())
+    return [
+        name,
+        f"{measured:.1f}",
+        f"{predicted:.1f}",
+        f"{predicted / measured:.3f}",
+        f"{timeline.latency:.2f}",
+        parts,
+    ]
+
+
+if __name__ == "__main__":
+    main()

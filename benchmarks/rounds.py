@@ -1,0 +1,57 @@
+"""Emulated steps of several runners in turns: what disturbs the machine hits all of them alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from .emulation import Deferring, Emulation, Floor, Stage, Step, Storing, Whole, gather_steps, measure_floor, splitting
+from .launching import gather
+from .runners import Runner, make_runner
+
+WORK = {"whole": Whole.apply, "deferring": Deferring.apply, "splitting": splitting, "storing": Storing.apply}
+
+
+class Emulated:
+    """A runner with emulated stages, and its steps on this rank."""
+
+    def __init__(
+        self, name: str, num_microbatches: int, seconds: Callable[[str, int], float], num_rows: int, **config: Any
+    ) -> None:
+        self.emulation = Emulation(seconds, num_rows)
+        self.runner: Runner = make_runner(name, num_microbatches, self._make_stage, num_rows, **config)
+        self.steps: list[tuple[float, float, list[Any]]] = []
+        self.floor: Floor | None = None
+
+    def measure_floor(self) -> None:
+        """The mean over all ranks, which measure side by side. Every rank calls it."""
+        dist.barrier()
+        module: Any = self.runner.modules[0]
+        floors = gather(measure_floor(module, self.emulation))
+        self.floor = Floor(*(sum(times) / len(floors) for times in zip(*floors)))
+
+    def _make_stage(self, index: int, num_stages: int, how: str, config: Any) -> Stage:
+        return Stage(index, WORK[how], self.emulation, config)
+
+    def step(self) -> None:
+        self.emulation.calls.clear()
+        dist.barrier()
+        begin = time.perf_counter()
+        self.runner.step()
+        self.steps.append((begin, time.perf_counter(), list(self.emulation.calls)))
+
+
+def take_turns(emulated: Sequence[Emulated], num_rounds: int, num_warmup: int, block: int = 2) -> list[list[Step]]:
+    """`num_rounds` blocks of steps of each, in turns, after some warmup. Returns the steps of each."""
+    for one in emulated:
+        for _ in range(num_warmup):
+            one.step()
+        one.steps.clear()
+    for _ in range(num_rounds):
+        for one in emulated:
+            for _ in range(block):
+                one.step()
+    return [gather_steps(one.steps, gather, one.runner.splits, one.runner.is_two_way) for one in emulated]

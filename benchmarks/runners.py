@@ -1,0 +1,312 @@
+"""megapipe and its peers behind one face: build the stages of this rank, and run a step.
+
+Each runs the same emulated or tiny stages, in one process group, so that steps of all can take turns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megapipe import get_forward_backward_func, parallel_state, stages_for_rank
+from megapipe.config import PipelineConfig
+from megapipe.plan import make_plan
+
+MEGAPIPE = [
+    "gpipe",
+    "looped_bfs",
+    "1f1b",
+    "interleaved_1f1b",
+    "zb1p",
+    "zb2p",
+    "interleaved_zb1p",
+    "zbv",
+    "v_half",
+    "v_min",
+]
+TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+MEGATRON = ["1f1b", "interleaved"]
+ALL = (
+    ["by-hand 1f1b"]
+    + [f"megapipe {n}" for n in MEGAPIPE]
+    + [f"torch {n}" for n in TORCH]
+    + [f"megatron-core {n}" for n in MEGATRON]
+    + ["dualpipe DualPipe"]
+)
+
+MakeStage = Callable[[int, int, str, Any], nn.Module]
+"""(stage, number of stages, how its backward is written, config) -> module. The second but last is "whole", "deferring"
+for megapipe, "splitting" for torch, or "storing" for DualPipe."""
+
+
+class Runner:
+    """One schedule of one package on this rank.
+
+    Attributes:
+        name: "package schedule".
+        num_chunks: stages per rank.
+        splits: whether B and W are two actions.
+        is_two_way: two pipelines run on the same ranks, in opposite directions.
+    """
+
+    name: str
+    num_chunks: int
+    splits: bool
+    is_two_way = False
+    num_rows: int
+    modules: list[nn.Module]
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+
+def make_runner(name: str, num_microbatches: int, make_stage: MakeStage, num_rows: int, **config: Any) -> Runner:
+    """`num_rows`: a message is [num_rows, 1, width of the stages]. `config`: settings of megapipe."""
+    package, _, schedule = name.partition(" ")
+    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "by-hand": ByHand, "dualpipe": Dual}
+    runner = kinds[package](schedule, num_microbatches, make_stage, num_rows, **config)
+    runner.name = name
+    return runner
+
+
+def zero_loss(output: Tensor, target: Any = None) -> Tensor:
+    """Of no size, so that what it costs is the same for all."""
+    return output.sum() * 0
+
+
+class Megapipe(Runner):
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(dist.get_world_size())
+        size = dist.get_world_size()
+        chunks = 2 if schedule in ("interleaved_1f1b", "interleaved_zb1p", "looped_bfs") else None
+        infos = stages_for_rank(schedule, dist.get_rank(), size, chunks)
+        self.config = PipelineConfig(hidden_size=config.pop("width", 1024), **config)
+        self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m
+        actions = make_plan(schedule, size, m, len(infos)).actions
+        self.splits = any(action.kind == "W" for row in actions for action in row)
+        how = "deferring" if self.splits else "whole"
+        self.modules = [make_stage(info.index, info.num_stages, how, self.config) for info in infos]
+        self._step = get_forward_backward_func(schedule)
+
+    def step(self) -> None:
+        self._step(
+            forward_step_func=_forward_step,
+            data_iterator=None,
+            model=self.modules,
+            num_microbatches=self._m,
+            seq_length=self.num_rows,
+            micro_batch_size=1,
+        )
+
+
+def _forward_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    return model(), _loss_and_report
+
+
+def _loss_and_report(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return zero_loss(output), {}
+
+
+class Torch(Runner):
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        kind: Any = get_schedule_class(schedule)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.splits = "ZeroBubble" in schedule
+        self.num_chunks = 1 if schedule in ("1F1B", "GPipe") else 2
+        indices = [rank] if self.num_chunks == 1 else [rank, size + rank]
+        if schedule.startswith("ZBV"):
+            indices = [rank, 2 * size - 1 - rank]
+        num_stages = self.num_chunks * size
+        how = "splitting" if self.splits else "whole"
+        self.modules = [make_stage(index, num_stages, how, None) for index in indices]
+        stages = [
+            PipelineStage(module, index, num_stages, torch.device("cpu"))
+            for module, index in zip(self.modules, indices)
+        ]
+        argument = stages[0] if self.num_chunks == 1 else stages
+        self._schedule = kind(argument, n_microbatches=m, loss_fn=zero_loss, scale_grads=False)
+        width = config.get("width", 1024)
+        is_first, is_last = 0 in indices, num_stages - 1 in indices
+        self._inputs = (torch.zeros(m * num_rows, 1, width),) if is_first else ()
+        self._target = torch.zeros(m) if is_last else None
+        self.num_rows = num_rows
+
+    def step(self) -> None:
+        losses: list[Tensor] | None = [] if self._target is not None else None
+        self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
+
+
+class Megatron(Runner):
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+        prepare_megatron()
+        from megatron.core.enums import ModelType
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.splits, self._m, self.num_rows = False, m, num_rows
+        self.num_chunks = 1 if schedule == "1f1b" else 2
+        settings = TransformerConfig(
+            num_layers=self.num_chunks * size,
+            hidden_size=config.get("width", 1024),
+            num_attention_heads=1,
+            pipeline_model_parallel_size=size,
+            virtual_pipeline_model_parallel_size=None if self.num_chunks == 1 else 2,
+            pipeline_dtype=torch.float32,
+            # Its batched messages mix up the neighbours where there are two ranks with two chunks each.
+            batch_p2p_comm=self.num_chunks == 1,
+            overlap_p2p_comm=self.num_chunks == 2,
+            deallocate_pipeline_outputs=True,
+        )
+        num_stages = self.num_chunks * size
+        self.modules = [make_stage(rank + k * size, num_stages, "whole", settings) for k in range(self.num_chunks)]
+        for k, module in enumerate(self.modules):
+            module.model_type = ModelType.encoder_or_decoder
+            module.vp_stage = k if self.num_chunks == 2 else None
+        self._step = schedules.forward_backward_pipelining_without_interleaving
+        if size == 1:
+            self._step = schedules.forward_backward_no_pipelining
+        elif self.num_chunks == 2:
+            self._step = schedules.forward_backward_pipelining_with_interleaving
+
+    def step(self) -> None:
+        from megatron.core import parallel_state as theirs
+
+        theirs.set_virtual_pipeline_model_parallel_world_size(None if self.num_chunks == 1 else 2)
+        self._step(
+            forward_step_func=_forward_step,
+            data_iterator=[None] * self.num_chunks,
+            model=self.modules,
+            num_microbatches=self._m,
+            seq_length=self.num_rows,
+            micro_batch_size=1,
+        )
+
+
+class ByHand(Runner):
+    """1F1B with nothing around it: no checks, no errors told, nothing but what every runner has to do. The floor."""
+
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.num_chunks, self.splits, self.num_rows, self._m = 1, False, num_rows, m
+        self.modules = [make_stage(rank, size, "whole", None)]
+        self._is_first, self._is_last = rank == 0, rank == size - 1
+        self._shape = (num_rows, 1, config.get("width", 1024))
+        self._sends: list[Any] = []
+        self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
+        self._inputs: deque[tuple[Tensor, Any]] = deque()
+        self._grads: deque[tuple[Tensor, Any]] = deque()
+
+    def step(self) -> None:
+        rank, m = dist.get_rank(), self._m
+        num_warmup = min(dist.get_world_size() - rank - 1, m)
+        if not self._is_first:
+            self._post(self._inputs, rank - 1, m)  # all at once: there are few, and small
+        for _ in range(num_warmup):
+            self._forward()
+        for _ in range(m - num_warmup):
+            self._forward()
+            self._backward()
+        for _ in range(num_warmup):
+            self._backward()
+        for work in self._sends:
+            work.wait()
+        for transfers in (self._inputs, self._grads):
+            assert not transfers
+        self._sends.clear()
+
+    def _forward(self) -> None:
+        x = torch.empty(0) if self._is_first else self._receive(self._inputs)
+        if not self._is_first:
+            self.modules[0].set_input_tensor(x.requires_grad_())
+        y = self.modules[0]()
+        if self._is_last:
+            y = zero_loss(y)
+        else:
+            self._sends.append(dist.isend(y.detach(), dist.get_rank() + 1, tag=1))
+            self._post(self._grads, dist.get_rank() + 1, 1)
+        self._in_flight.append((x, y))
+
+    def _backward(self) -> None:
+        x, y = self._in_flight.popleft()
+        y.backward(None if self._is_last else self._receive(self._grads))
+        if not self._is_first:
+            self._sends.append(dist.isend(x.grad, dist.get_rank() - 1, tag=2))
+
+    def _receive(self, transfers: deque[tuple[Tensor, Any]]) -> Tensor:
+        buffer, work = transfers.popleft()
+        work.wait()
+        return buffer
+
+    def _post(self, transfers: deque[tuple[Tensor, Any]], peer: int, count: int) -> None:
+        for _ in range(count):
+            buffer = torch.empty(self._shape)
+            tag = 1 if transfers is self._inputs else 2
+            transfers.append((buffer, dist.irecv(buffer, peer, tag=tag)))
+
+
+class Dual(Runner):
+    """DualPipe, which holds two stages' parameters on each rank and sends half of the microbatches each way. It is
+    written for CUDA, but all that keeps it there is where it makes its buffers."""
+
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+        from dualpipe import DualPipe, comm
+
+        if not torch.cuda.is_available():
+            torch.cuda.current_device = lambda: torch.device("cpu")
+            comm.build_from_tensor_shapes = lambda: [
+                torch.empty(shape, dtype=comm.TENSOR_DTYPE, requires_grad=True) for shape in comm.TENSOR_SHAPES
+            ]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.num_chunks, self.splits, self.is_two_way, self.num_rows, self._m = 1, True, True, num_rows, m
+        self.modules = [make_stage(index, 2 * size, "storing", None) for index in (rank, 2 * size - 1 - rank)]
+        self._shape = (num_rows, 1, config.get("width", 1024))
+        self._pipe = DualPipe(tuple(self.modules))
+        is_end = rank in (0, size - 1)
+        self._inputs = (torch.zeros(m // 2 * num_rows, *self._shape[1:]),) if is_end else ()
+        self._labels = [torch.zeros(m // 2)] if is_end else []
+
+    def step(self) -> None:
+        from dualpipe import comm
+
+        comm.set_p2p_tensor_shapes([self._shape])
+        comm.set_p2p_tensor_dtype(torch.float32)
+        self._pipe.step(*self._inputs, num_chunks=self._m, criterion=zero_loss, labels=self._labels)
+
+
+def is_there(name: str) -> bool:
+    """Whether the package of a runner can be imported."""
+    module = {"megatron-core": "megatron.core", "dualpipe": "dualpipe"}.get(name.partition(" ")[0], "torch")
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def prepare_megatron() -> None:
+    """Its process groups, and what it takes to run it without CUDA, which the tests know."""
+    tests = str(Path(__file__).parent.parent / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # apex and transformer-engine are not there
+        import megatron_on_cpu
+
+        megatron_on_cpu.prepare()
+        from megatron.core import parallel_state as theirs
+    if not theirs.model_parallel_is_initialized():
+        theirs.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())

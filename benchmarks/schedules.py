@@ -1,0 +1,105 @@
+"""Schedules on emulated compute: what a step takes against the ideal, and against the schedule's own plan.
+
+    python -m benchmarks.schedules --pp 4 --microbatches 8 --message-bytes 65536
+
+A rank sleeps for 20 ms in the F, B and W of each microbatch, shared out over its chunks; messages are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .launching import launch
+from .rounds import Emulated, take_turns
+from .runners import ALL, is_there
+from .tables import FOLDER, median_and_spread, save_table
+
+HEADER = [
+    "runner",
+    "step / ideal",
+    "step / own plan",
+    "net of emulation",
+    "net of torch too",
+    "own plan / ideal",
+    "microbatches alive",
+]
+NOTES = """Medians of interleaved steps, in brackets the middle half. *ideal*: m (F + B + W). *own plan*: the order in
+which the runner was seen to run its F, B and W, played with nothing but their nominal times; *net of emulation*: with
+the times that they really took; *net of torch too*: with what the runner's stage costs around them when it is called by
+hand (the core is cold after each sleep), so what is left is messages and the runner itself. *alive*: from F to W, in
+microbatches of a whole rank."""
+
+
+def main() -> None:
+    args = parse()
+    names = [name for name in args.runners.split(",") if is_there(name)]
+    rows = launch(args.pp, measure, args, names)
+    size = f"{args.message_bytes // 1024} KB"
+    title = f"Emulated compute, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms, messages of {size}"
+    name = f"schedules-pp{args.pp}-m{args.microbatches}-{args.message_bytes // 1024}k"
+    save_table(name, title, HEADER, rows, NOTES, args.folder)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="of each of F, B, W, of a rank's microbatch")
+    parser.add_argument("--message-bytes", type=int, default=64 * 1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block", type=int, default=2, help="steps that a runner does in its turn")
+    parser.add_argument("--runners", default=",".join(ALL))
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    return parser.parse_args()
+
+
+def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
+    seconds = args.milliseconds / 1000
+    emulated = [make(name, args, seconds) for name in names]
+    for one in emulated:
+        one.measure_floor()
+    all_steps = take_turns(emulated, args.rounds, 2, args.block)
+    return [row(one, steps, args.microbatches, seconds) for one, steps in zip(emulated, all_steps)]
+
+
+def make(name: str, args: argparse.Namespace, seconds: float) -> Emulated:
+    one: Any = None
+    one = Emulated(
+        name,
+        args.microbatches,
+        lambda kind, stage: seconds / one.runner.num_chunks,
+        args.message_bytes // 4096,
+    )
+    return one
+
+
+def row(one: Emulated, steps: list[Any], num_microbatches: int, seconds: float) -> list[str]:
+    ideal = 3 * num_microbatches * seconds
+    plan = steps[0].plan(one.runner.name)
+    time = [seconds / one.runner.num_chunks] * plan.pp_size * plan.num_chunks
+    simulation = plan.simulate(time, time, time)
+    alive = max(simulation.peak_activations) * plan.num_chunks / one.runner.num_chunks
+    over = functools.partial(_over, steps)
+    net = [step.duration / step.played() for step in steps]
+    net_of_torch = [step.duration / step.played(one.floor) for step in steps]
+    return [
+        one.runner.name,
+        median_and_spread(over(ideal)),
+        f"{median(over(simulation.makespan)):.3f}",
+        median_and_spread(net),
+        median_and_spread(net_of_torch),
+        f"{simulation.makespan / ideal:.3f}",
+        f"{alive:g}",
+    ]
+
+
+def _over(steps: list[Any], time: float) -> list[float]:
+    return [step.duration / time for step in steps]
+
+
+if __name__ == "__main__":
+    main()
