@@ -124,6 +124,9 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
         if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
             megatron.destroy_model_parallel()
         if dist.is_initialized():
+            # A thread of gloo's may be about to free the last collective's tensors. For that it needs the GIL, which
+            # some torch (2.6) holds while it waits for that thread to end.
+            time.sleep(0.005)
             dist.destroy_process_group()
         try:
             jobs.send((result, text))

@@ -45,8 +45,9 @@ class Parts:
     def __init__(self, parts: Generator[None, None, Any]) -> None:
         self._parts = parts
         self._records_gradients = torch.is_grad_enabled()
-        accelerator = torch.accelerator.current_accelerator()
-        device_types = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+        device_types = {"cpu"}
+        if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()) is not None:
+            device_types.add(accelerator.type)
         self._autocasts = [
             (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
             for device_type in device_types
