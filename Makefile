@@ -42,12 +42,12 @@ docs: $(INSTALLED)
 # Ranks that sleep side by side need no cores of their own, but nothing else should run meanwhile.
 bench: export OMP_NUM_THREADS := 1
 bench: $(INSTALLED)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps dualpipe==1.0.0
 	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8
 	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 16 --rounds 3
 	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 8 --microbatches 16 --rounds 3
 	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 8 --microbatches 32 --rounds 2
 	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8 --rounds 3 --message-bytes 4194304
-	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8 --message-bytes 33554432 --rounds 2
 	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 4 --microbatches 8 --change
 	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 8 --microbatches 16 --schedules zbv
 	$(VENV)/bin/python -W ignore -m benchmarks.prediction
