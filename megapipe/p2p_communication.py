@@ -18,7 +18,7 @@ import queue
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,12 +51,18 @@ class ConnectionLostError(RuntimeError):
     """The transport gave up on a message: its other end is gone, or the connection was aborted."""
 
 
-@contextlib.contextmanager
-def _connection_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise ConnectionLostError(str(error).partition("\n")[0]) from error
+class _ConnectionErrors:
+    """A class, and one object of it: generators as contexts take longer than a small message."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise ConnectionLostError(str(error).partition("\n")[0]) from error
+
+
+_connection_errors = _ConnectionErrors()
 
 
 class TensorSpec(NamedTuple):
@@ -136,7 +142,7 @@ class Transfer:
     def wait(self) -> list[torch.Tensor]:
         """Wait until the tensors may be used: the host on CPU, only the current stream on a device."""
         works, self._works = self._works, ()  # a second wait on a gloo work would hang
-        with _connection_errors():
+        with _connection_errors:
             for work in works:
                 work.wait()
         return self.tensors
@@ -157,14 +163,14 @@ class Channel(NamedTuple):
 
     def send(self, tensors: list[torch.Tensor]) -> Transfer:
         """Start sending. The transfer must be kept until it has completed, or the message is lost."""
-        with _connection_errors():
+        with _connection_errors:
             return Transfer(None, tensors, [self.backend.send([tensor], self.peer, self.tag) for tensor in tensors])
 
     def receive(self, spec: MessageSpec, device: torch.device) -> Transfer:
         """Post the receive of one message."""
         # A fresh buffer each time: it becomes a leaf of the stage's graph and must not remember an earlier one.
         buffers = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in spec.tensors]
-        with _connection_errors():
+        with _connection_errors:
             return Transfer(spec, buffers, [self.backend.recv([buffer], self.peer, self.tag) for buffer in buffers])
 
 

@@ -18,7 +18,7 @@ from .placement import Placement, loop, v_shape
 from .registry import Schedule, find_schedule
 from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, peak_memory, play, simulate
-from .verbs import Action, ScheduleError, Settings, Verbs
+from .verbs import PAIR, Action, ScheduleError, Settings, Verbs
 
 __all__ = ["Event", "Plan", "PlanRecorder", "load_plan", "make_plan", "plan_of"]
 
@@ -27,13 +27,9 @@ ACTION_KINDS = {
     "backward_step": "BW",
     "backward_input_step": "B",
     "backward_weight_step": "W",
-    # The two halves of a forward_backward_step, one right after the other.
-    "overlapped_forward_step": "F",
-    "overlapped_backward_step": "BW",
+    PAIR[0]: "F",
+    PAIR[1]: "BW",
 }
-
-
-PAIR = ("overlapped_forward_step", "overlapped_backward_step")
 
 
 class Event(NamedTuple):
@@ -64,6 +60,15 @@ class Event(NamedTuple):
             return str(action)
         letter = "F" if self.is_forward else "B"
         return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{self.microbatch}"
+
+
+class Instruction(NamedTuple):
+    """An event, its computation if it is one and the send which that waits for, and whether it goes to another rank."""
+
+    event: Event
+    action: Action | None
+    needed: Event | None
+    crosses: bool
 
 
 class PlanRecorder(Verbs):
@@ -107,8 +112,8 @@ class PlanRecorder(Verbs):
         if not self.forward_only:
             self._check_ready("backward_step", backward_chunk)
         microbatch = self._advance("forward_step", forward_chunk)
-        self.events.append(Event("overlapped_forward_step", self.stages[forward_chunk].index, microbatch))
-        self._record_backward("overlapped_backward_step", backward_chunk, put_off=False)
+        self.events.append(Event(PAIR[0], self.stages[forward_chunk].index, microbatch))
+        self._record_backward(PAIR[1], backward_chunk, put_off=False)
 
     def backward_weight_step(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -187,6 +192,29 @@ class Plan:
         if action is None or action.kind == "W" or not self.has_stage(stage := action.source.stage):
             return None
         return Event("send_forward" if action.kind == "F" else "send_backward", stage, action.microbatch)
+
+    @cached_property
+    def program(self) -> list[list[Instruction]]:
+        """Per rank, its events with what a player has to know of each, looked up once."""
+        last = self.pp_size * self.num_chunks - 1
+        ranks = [self.rank_of(stage) for stage in range(last + 1)]
+        crosses_up = [stage < last and ranks[stage] != ranks[stage + 1] for stage in range(last + 1)]
+        crosses_down = [False, *crosses_up[:-1]]
+
+        def look_up(event: Event) -> Instruction:
+            verb, stage, microbatch = event
+            kind = ACTION_KINDS.get(verb)
+            needed = None
+            if kind is None:
+                crosses = (crosses_up if event.sends == event.is_forward else crosses_down)[stage]
+                return Instruction(event, None, None, crosses)
+            if kind == "F":
+                needed = Event("send_forward", stage - 1, microbatch) if stage else None
+            elif kind != "W":
+                needed = Event("send_backward", stage + 1, microbatch) if stage < last else None
+            return Instruction(event, Action(stage, kind, microbatch), needed, False)
+
+        return [[look_up(event) for event in events] for events in self.events]
 
     # Checking
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from .verbs import Action
+from .verbs import PAIR, Action
 
 if TYPE_CHECKING:
-    from .plan import Event, Plan
+    from .plan import Event, Instruction, Plan
 
 __all__ = ["Costs", "Simulation", "Span", "peak_memory", "simulate"]
 
@@ -206,29 +206,31 @@ def play(
     runnable = list(range(plan.pp_size))
     while runnable:
         rank = runnable.pop()
-        events = plan.events[rank]
+        program = plan.program[rank]
         clock = clocks[rank]
-        while position[rank] < len(events):
-            event = events[position[rank]]
-            action = event.action
+        while position[rank] < len(program):
+            event, action, needed, crosses = program[position[rank]]
             if action is not None:
-                pair = _overlapped_pair(events, position[rank]) if costs.overlap else [event]
-                needed = [send for one in pair if (send := plan.needs(one)) is not None]
-                missing = [send for send in needed if send not in arrivals]
-                if missing:
-                    waiting[missing[0]] = rank
+                is_overlapped = costs.overlap and event.verb in PAIR
+                sends = [] if needed is None else [needed]
+                if is_overlapped and action.kind == "F":
+                    other = _other_half(program, position[rank])
+                    times = (duration(action), duration(other.action))  # type: ignore[arg-type]
+                    shrunk[rank] = 1 - costs.overlap * min(times) / (sum(times) or 1.0)
+                    sends += [] if other.needed is None else [other.needed]
+                missing = next((send for send in sends if send not in arrivals), None)
+                if missing is not None:
+                    waiting[missing] = rank
                     break
-                clock = max([clock + pause(action), *(arrivals[send] for send in needed)])
-                if len(pair) == 2:
-                    times = [duration(one.action) for one in pair if one.action is not None]
-                    shrunk[rank] = 1 - costs.overlap * min(times) / sum(times)
-                is_overlapped = costs.overlap and event.verb.startswith("overlapped")
+                clock += pause(action)
+                for send in sends:
+                    clock = max(clock, arrivals[send])
                 end = clock + duration(action) * (shrunk[rank] if is_overlapped else 1.0)
                 spans[rank].append(Span(action, clock, end))
                 clock = end
             elif event.sends:
                 arrival = clock
-                if plan.peer(rank, event) is not None:
+                if crosses:
                     channel = (event.verb, event.stage)
                     arrival = max(clock, busy_until.get(channel, 0.0)) + costs.message
                     busy_until[channel] = arrival
@@ -241,11 +243,9 @@ def play(
     return position
 
 
-def _overlapped_pair(events: Sequence[Event], index: int) -> list[Event]:
-    """The event, and where it is the forward of an overlapped pair also the backward, which is soon to follow."""
-    if events[index].verb != "overlapped_forward_step":
-        return [events[index]]
-    return [events[index], next(e for e in events[index + 1 :] if e.verb == "overlapped_backward_step")]
+def _other_half(program: Sequence[Instruction], index: int) -> Instruction:
+    """The backward of the overlapped pair whose forward is at `index`: soon to follow."""
+    return next(program[k] for k in range(index + 1, len(program)) if program[k].event.verb == PAIR[1])
 
 
 def _lower_bound(plan: Plan, costs: Costs) -> float:
@@ -265,7 +265,7 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
         backward = [training * (inputs + weights) for inputs, weights in zip(backward_input, backward_weight)]
-        hidden = costs.overlap if any(e.verb == "overlapped_forward_step" for e in plan.events[rank]) else 0.0
+        hidden = costs.overlap if any(e.verb == PAIR[0] for e in plan.events[rank]) else 0.0
         work = sum(forward[s] + backward[s] - hidden * min(forward[s], backward[s]) for s in stages)
         bounds.append(sum(forward[: stages[0]]) + sum(hops[: stages[0]]) + plan.num_microbatches * work)
     latency = sum(forward) + sum(hops)

@@ -323,18 +323,18 @@ class Stage:
             return nullcontext()
         return torch.autocast(self._step.device.type, dtype=config.autocast_dtype or config.pipeline_dtype)
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str) -> AbstractContextManager[None]:
         timers = self._step.config.timers
-        if timers is None:
-            yield
-            return
-        timer = timers(name, log_level=2)
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.stop()
+        return nullcontext() if timers is None else _running(timers(name, log_level=2))
+
+
+@contextmanager
+def _running(timer: Any) -> Iterator[None]:
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
 
 
 def find_attribute(module: Any, name: str) -> Any:

@@ -27,6 +27,10 @@ REQUIRED = {
 }
 
 
+# The two halves of a forward_backward_step in a plan: what either sends may come between them, nothing else.
+PAIR = ("overlapped_forward_step", "overlapped_backward_step")
+
+
 class ScheduleError(ValueError):
     """A schedule says its verbs in an order that cannot work."""
 

@@ -247,6 +247,26 @@ def test_equal_to_no_pipelining(ranks: RankPool, num_microbatches: int) -> None:
                     assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
 
 
+def with_all_experts(rank: int, pp_size: int) -> None:
+    """Experts that are not shared out: every pair is overlapped, with nothing to wait for."""
+    parallel_state.initialize_model_parallel(pp_size)
+    config = GPTConfig(**SIZES | {"num_layers": 8}, num_experts=EXPERTS)
+    for m in (2 * pp_size, 3 * pp_size + 1, 4 * pp_size):
+        chunks = [GPTStage(config, stage) for stage in megapipe.stages_for_rank("dualpipev")]
+        whole = GPTStage(config, StageInfo(0, 1))
+        for tokens, labels in batches(0, m):
+            (F.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten()) / m).backward()
+        run("dualpipev", chunks, 0, m)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert torch.equal(parameter.grad, whole.get_parameter(name).grad), (m, name)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
+def test_dualpipev_with_all_experts(ranks: RankPool, pp_size: int) -> None:
+    ranks.run(pp_size, with_all_experts, pp_size)
+
+
 def overlapped(rank: int) -> None:
     """Two microbatches, the second one's forward in the gaps of the first one's backward."""
     parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)

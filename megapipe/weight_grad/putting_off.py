@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -84,21 +83,28 @@ class PutOff:
             _call_hooks(weight)
 
 
-@contextmanager
-def putting_off(put_off: PutOff | None) -> Iterator[None]:
+class putting_off:  # noqa: N801  # a context; a generator would take longer than a small backward
     """Around one backward: what it hands to `defer` goes to `put_off`; with None it runs at once.
 
     Two pipelines in one process take turns, so neither finds its gradients in the other's list.
     """
-    global _current
-    with one_backward_at_a_time:
-        before, _current = _current, put_off
+
+    def __init__(self, put_off: PutOff | None) -> None:
+        self._put_off = put_off
+
+    def __enter__(self) -> None:
+        global _current
+        one_backward_at_a_time.acquire()
+        self._before, _current = _current, self._put_off
+
+    def __exit__(self, *error: object) -> None:
+        global _current
         try:
-            yield
+            _current = self._before
+            if self._put_off is not None:
+                self._put_off.end_backward()
         finally:
-            _current = before
-            if put_off is not None:
-                put_off.end_backward()
+            one_backward_at_a_time.release()
 
 
 def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None) -> None:
