@@ -32,8 +32,9 @@ MEGAPIPE = [
     "zbv",
     "v_half",
     "v_min",
+    "dualpipev",
 ]
-TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 MEGATRON = ["1f1b", "interleaved"]
 ALL = (
     ["by-hand 1f1b"]
@@ -124,10 +125,10 @@ class Torch(Runner):
 
         kind: Any = get_schedule_class(schedule)
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.splits = "ZeroBubble" in schedule
+        self.splits = "ZeroBubble" in schedule or schedule == "DualPipeV"
         self.num_chunks = 1 if schedule in ("1F1B", "GPipe") else 2
         indices = [rank] if self.num_chunks == 1 else [rank, size + rank]
-        if schedule.startswith("ZBV"):
+        if schedule.startswith(("ZBV", "DualPipeV")):
             indices = [rank, 2 * size - 1 - rank]
         num_stages = self.num_chunks * size
         how = "splitting" if self.splits else "whole"

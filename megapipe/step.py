@@ -146,7 +146,8 @@ class ForwardBackward(Schedule):
         )
         gradient_sync = None
         if not step.forward_only:
-            is_split = config.no_sync_func is not None and self._splits_backward(config, step, pp_size)
+            sizes = (pp_size, step.num_microbatches, len(stages), config.settings)
+            is_split = config.no_sync_func is not None and _splits_backward(self, *sizes)
             gradient_sync = GradientSync(config, step.models, step.num_microbatches, is_split)
         record = self._begin_record(step, tuner)
         pipe = Pipeline(
@@ -190,6 +191,9 @@ class ForwardBackward(Schedule):
     def _begin_tuning(self, step: StepArguments, session: Session | None) -> WeightTuner | None:
         if step.config.weight_grad_placement == "static" or session is None or step.forward_only:
             return None
+        sizes = (step.num_microbatches, len(step.models), step.config.settings)
+        if not _splits_backward(self, len(session.ranks), *sizes):
+            return None
         has_groups = parallel_state.model_parallel_is_initialized()
         if step.config.max_in_flight is not None and has_groups:
             num_sharing = parallel_state.get_expert_model_parallel_world_size()
@@ -199,13 +203,9 @@ class ForwardBackward(Schedule):
                     f"with max_in_flight, weight_grad_placement='tuned' may start each of the {num_sharing} pipelines "
                     "that share experts in an order of its own: leave one of the two unset."
                 )
-        tuner = session.tuner(self, step.num_microbatches, len(step.models), step.config.settings)
+        tuner = session.tuner(self, *sizes)
         tuner.begin_step()
         return tuner
-
-    def _splits_backward(self, config: PipelineConfig, step: StepArguments, pp_size: int) -> bool:
-        plan = _plan(self, pp_size, step.num_microbatches, len(step.models), config.settings)
-        return any(action.kind == "W" for action in plan.actions[0])
 
     def _partial_checkpoints(
         self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int
@@ -221,6 +221,14 @@ class ForwardBackward(Schedule):
 @functools.lru_cache(maxsize=16)
 def _plan(schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, settings: Settings) -> Plan:
     return make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=settings)
+
+
+@functools.lru_cache(maxsize=16)
+def _splits_backward(
+    schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, settings: Settings
+) -> bool:
+    plan = _plan(schedule, pp_size, num_microbatches, num_chunks, settings)
+    return any(action.kind == "W" for action in plan.actions[0])
 
 
 def schedule(
