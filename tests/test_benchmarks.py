@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_schedules_on_emulated_compute(tmp_path: Path) -> None:
-    runners = "megapipe 1f1b,megapipe zbv,torch 1F1B,torch ZBVZeroBubble"
+    runners = "megapipe zbv,torch ZBVZeroBubble"
     command = "-m benchmarks.schedules --pp 2 --microbatches 4 --milliseconds 1 --rounds 1 --block 1"
     subprocess.run(
         [sys.executable, "-W", "ignore", *command.split(), "--runners", runners, "--folder", str(tmp_path)],
@@ -22,5 +22,4 @@ def test_schedules_on_emulated_compute(tmp_path: Path) -> None:
     rows = [line for line in table.read_text().splitlines() if line.startswith(("| megapipe", "| torch"))]
     assert [row.split("|")[1].strip() for row in rows] == runners.split(",")
     plans = [float(row.split("|")[6]) for row in rows]  # own plan / ideal, which does not depend on the machine
-    assert plans[0] == plans[2] == 1.25
-    assert plans[1] == plans[3] == 1.042
+    assert plans[0] == plans[1] == 1.042

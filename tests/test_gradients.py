@@ -10,7 +10,7 @@ from torch import Tensor
 
 import megapipe
 
-NUM_LAYERS = 12
+NUM_LAYERS = 12  # for three chunks on four ranks
 CHUNKS = {name: [1, 2, 3] for name in ("no_pipelining", "looped_bfs", "interleaved_1f1b", "interleaved_zb1p")}
 TRAINING = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
@@ -46,20 +46,24 @@ def compare(
                 raise AssertionError(f"{schedule} with {num_chunks} chunks and {m} microbatches: {error}") from error
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
-def test_equal_to_the_unpartitioned_model(ranks: RankPool, pp_size: int) -> None:
-    ranks.run(pp_size, compare, WHOLE, pp_size, list(range(1, 10)))
+# On how many ranks, and with how many microbatches.
+SIZES = [(1, [1, 2, 5]), (2, list(range(1, 10))), (3, list(range(1, 10))), (4, list(range(1, 10)))]
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
-def test_equal_with_weight_gradients_put_off(ranks: RankPool, pp_size: int) -> None:
+@pytest.mark.parametrize(("pp_size", "num_microbatches"), SIZES)
+def test_equal_to_the_unpartitioned_model(ranks: RankPool, pp_size: int, num_microbatches: list[int]) -> None:
+    ranks.run(pp_size, compare, WHOLE, pp_size, num_microbatches)
+
+
+@pytest.mark.parametrize(("pp_size", "num_microbatches"), SIZES)
+def test_equal_with_weight_gradients_put_off(ranks: RankPool, pp_size: int, num_microbatches: list[int]) -> None:
     """To the unpartitioned model with the same layers, which adds to its gradients as they do."""
-    ranks.run(pp_size, compare, SPLIT, pp_size, list(range(1, 10)), 0.0, True)
+    ranks.run(pp_size, compare, SPLIT, pp_size, num_microbatches, 0.0, True)
 
 
-@pytest.mark.parametrize("pp_size", [2, 4])
-def test_equal_when_recomputed(ranks: RankPool, pp_size: int) -> None:
-    ranks.run(pp_size, compare, SPLIT, pp_size, [1, 3, 8], 0.5, True, True)
+@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(2, [1, 4, 5]), (3, [3]), (4, [2, 9])])
+def test_equal_when_recomputed(ranks: RankPool, pp_size: int, num_microbatches: list[int]) -> None:
+    ranks.run(pp_size, compare, SPLIT, pp_size, num_microbatches, 0.5, True, True)
 
 
 def test_equal_where_no_layer_puts_anything_off(ranks: RankPool) -> None:

@@ -26,7 +26,7 @@ def same_as_torch(rank: int, dtype: torch.dtype) -> None:
     ours, theirs = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     output = start_all_to_all(ours * 2, output_splits, input_splits, dist.group.WORLD).wait()
     expected = reference.all_to_all_single(
-        torch.empty(sum(output_splits), 4, dtype=dtype), theirs * 2, output_splits, input_splits
+        torch.empty(sum(output_splits), 4, dtype=dtype), theirs * 2, output_splits, input_splits, dist.group.WORLD
     )
     assert torch.equal(output, expected)
     (output * weights).sum().backward()

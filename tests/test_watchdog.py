@@ -164,7 +164,7 @@ def sizes_disagree(rank: int) -> str:
 
 def test_pipeline_sizes_that_disagree(ranks: RankPool) -> None:
     for message in ranks.run(PP, sizes_disagree):
-        assert "rank 0: 2 and None, rank 1: 4 and None" in message
+        assert "rank 0: 2, None and 1, rank 1: 4, None and 1" in message
 
 
 def bad_input(rank: int, what: str) -> str:
