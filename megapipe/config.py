@@ -43,6 +43,7 @@ class PipelineConfig:
     sequence_parallel: bool = False
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
 
     # Schedules
     microbatch_group_size_per_vp_stage: int | None = None

@@ -74,7 +74,8 @@ def run_pair(forward: Forward, backward: Stage, in_flight: InFlight, output_grad
         backward.run_delayed()
         return in_flight.input_grads()
     generator, conclude = forward.stage.begin(call_in_parts, forward.microbatch, *forward.extra)
-    parts = Parts(generator)
+    with forward.stage.autocast():
+        parts = Parts(generator)
     is_done = False
 
     def advance() -> None:
@@ -119,9 +120,9 @@ def _run_by_hook(forward: Forward, backward: Stage, in_flight: InFlight, output_
     roots = in_flight.roots(output_grads)
     is_last = backward.info.is_last
     hook = getattr(type(module), HOOK)
-    with forward.stage.autocast(), putting_off(None):
+    with putting_off(None):
         outputs, _ = hook(
-            module,
+            _InAutocast(forward.stage),
             arguments,
             criterion if forward.stage.info.is_last else None,
             [],
@@ -132,6 +133,20 @@ def _run_by_hook(forward: Forward, backward: Stage, in_flight: InFlight, output_
         )
     output = outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
     forward.end(output, losses[0] if losses else conclude(output))
+
+
+class _InAutocast:
+    """A stage's module, which only what it computes itself finds autocast for: not the loss, nor the backward."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __call__(self, *args: Any) -> Any:
+        with self._stage.autocast():
+            return self._stage.module(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage.module, name)
 
 
 class _Loss:

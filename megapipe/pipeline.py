@@ -164,7 +164,10 @@ class Pipeline(Verbs):
             self._run_weights_due()
         begun = self._begin_forward(forward_chunk)
         microbatch = self._advance_backward(backward_chunk, put_off=False)
-        with self._at(Action(backward.stage.info.index, "BW", microbatch)):
+        action = Action(backward.stage.info.index, "BW", microbatch)
+        if self._record is not None:
+            self._record.overlapped |= {action, Action(forward.stage.info.index, "F", begun.microbatch)}
+        with self._at(action):
             grads = self._wait_for_gradient(backward, microbatch)
             with self._around_gradients(backward_chunk):
                 input_grads = run_pair(begun, backward.stage, backward.in_flight.popleft(), grads)

@@ -235,6 +235,7 @@ class Plan:
             check_shared_communicator(self)
             return
         self._check_messages()
+        self._check_hand_overs()
         # An overlapped pair may not begin before both of its messages are there.
         costs = Costs(overlap=1.0)
         position = play(self, lambda action: 1.0, costs, [0.0] * self.pp_size, [[] for _ in self.events])
@@ -259,6 +260,21 @@ class Plan:
                         f"{self.name} sends {'forward' if forward else 'backward'} over the boundary between stages "
                         f"{boundary} and {boundary + 1} the microbatches {went}, but {came} are received."
                     )
+
+    def _check_hand_overs(self) -> None:
+        """Between two stages of one rank nothing can be taken before it is there."""
+        for rank, events in enumerate(self.events):
+            sent: set[Event] = set()
+            for event in events:
+                if event.sends:
+                    sent.add(event)
+                elif event.action is None:
+                    stage = event.stage + (-1 if event.is_forward else 1)
+                    needed = event._replace(verb=f"send_{event.verb.partition('_')[2]}", stage=stage)
+                    if self.has_stage(stage) and self.rank_of(stage) == rank and needed not in sent:
+                        raise ScheduleError(
+                            f"{self.name} takes {event} on rank {rank} before {needed}, which is on the same rank."
+                        )
 
     def _describe_wait(self, rank: int, stuck: dict[int, int]) -> str:
         event = self.events[rank][stuck[rank]]
@@ -348,7 +364,7 @@ def make_plan(
     plan = Plan(found.name, found.placement, pp_size, num_microbatches, num_chunks, forward_only, events)
     if settings is not None and settings.max_in_flight is not None:
         in_flight = max(plan.simulate().peak_activations)
-        if in_flight > settings.max_in_flight:
+        if in_flight > settings.max_in_flight + 1e-9:
             raise ValueError(
                 f"{found.name} has up to {in_flight:g} microbatches in flight on {pp_size} ranks, more than "
                 f"max_in_flight = {settings.max_in_flight:g}: allow more, or choose a schedule with "
@@ -360,12 +376,16 @@ def make_plan(
 def load_plan(path: str | Path) -> Plan:
     """A plan from a file that `save_csv` or `save_json` wrote, or that torch.distributed.pipelining did.
 
+    Overlapped pairs are in no file: they come back as a forward and a backward.
+
     Raises ValueError where the file does not hold a plan.
     """
     text = Path(path).read_text()
     name = Path(path).stem
     if text.lstrip().startswith("{"):
         content = json.loads(text)
+        if not {"name", "actions"} <= content.keys():
+            raise ValueError(f"{path} holds no plan: it lacks a name or actions.")
         name, rows = content["name"], content["actions"]
     else:
         rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.splitlines())]

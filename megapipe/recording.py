@@ -92,7 +92,19 @@ def clock_of(device: torch.device) -> Clock:
 class StepRecord:
     """What one rank does in one step. Also the context around each of its actions: they do not nest."""
 
-    __slots__ = ("_action", "_clock", "_inner", "_now", "_start", "begin", "end", "entries", "name", "number")
+    __slots__ = (
+        "_action",
+        "_clock",
+        "_inner",
+        "_now",
+        "_start",
+        "begin",
+        "end",
+        "entries",
+        "name",
+        "number",
+        "overlapped",
+    )
 
     def __init__(self, name: str, number: int, clock: Clock) -> None:
         self.name = name
@@ -100,6 +112,8 @@ class StepRecord:
         self._clock = clock
         self.entries: list[tuple[Action | None, bool, Any, Any]] = []
         """(action, whether it is the wait of that action, start, end)"""
+        self.overlapped: set[Action] = set()
+        """Those of overlapped pairs: of such a pair only the sum of the two times means anything."""
         self._now = clock.now
         self._action: Action | None = None
         self.begin: Any = clock.now()
@@ -133,9 +147,9 @@ class StepRecord:
         self.end = self._now()
 
     def durations(self) -> Iterator[tuple[Action, float]]:
-        """Each action with its time in milliseconds."""
+        """Each action with its time in milliseconds, but for overlapped pairs."""
         for action, is_wait, start, end in self.entries:
-            if action is not None and not is_wait:
+            if action is not None and not is_wait and action not in self.overlapped:
                 yield action, self._clock.elapsed(start, end)
 
     def duration(self) -> float:

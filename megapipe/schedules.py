@@ -199,7 +199,7 @@ def interleaved_groups(pipe: Verbs) -> list[int]:
         )
     if group_size is not None or pipe.settings.max_in_flight is None or num_chunks == 1:
         return _groups(pipe.num_microbatches, group_size or size, size)
-    most = int(pipe.settings.max_in_flight * num_chunks)
+    most = int(pipe.settings.max_in_flight * num_chunks + 1e-9)
     largest = max(size, (most - 2 * (size - 1) - 1) // (num_chunks - 1))
     choices = (_groups(pipe.num_microbatches, group_size, size) for group_size in range(largest, size - 1, -1))
     return next((groups for groups in choices if groups[0] <= largest), [pipe.num_microbatches])

@@ -84,6 +84,8 @@ class Simulation:
     """What no order of these actions can beat in one step, whatever its memory."""
     step_ends: list[float] = field(default_factory=list)
     """When the last rank ends each step, optimizer included."""
+    overlap: float = 0.0
+    """As in `Costs`."""
 
     @property
     def makespan(self) -> float:
@@ -124,10 +126,13 @@ class Simulation:
             if index and self.spans[rank][index - 1].end >= span.start:
                 index -= 1
                 continue
-            source = places.get(span.action.source)
-            if source is None:
+            sources = [places.get(span.action.source)]
+            if self.overlap and index + 1 < len(self.spans[rank]):  # a pair waits for both of its messages
+                sources.append(places.get(self.spans[rank][index + 1].action.source))
+            found = [s for s in sources if s is not None and self.spans[s[0]][s[1]].end <= span.start + 1e-9]
+            if not found:
                 return path[::-1]
-            rank, index = source
+            rank, index = max(found, key=lambda s: self.spans[s[0]][s[1]].end)
 
 
 def simulate(
@@ -165,6 +170,7 @@ def simulate(
         peak_bytes=[peak_memory(actions, activation, put_off) for actions in plan.actions],
         lower_bound=_lower_bound(plan, costs),
         step_ends=step_ends,
+        overlap=costs.overlap,
     )
 
 
@@ -261,17 +267,20 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
         for stage in range(num_stages - 1)
     ]
     training = not plan.forward_only
+    # Of a pair's two actions, either may seem to take up to half of the pair's gain less.
+    overlap = costs.overlap if any(e.verb == PAIR[0] for events in plan.events for e in events) else 0.0
     bounds = []
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
         backward = [training * (inputs + weights) for inputs, weights in zip(backward_input, backward_weight)]
-        hidden = costs.overlap if any(e.verb == PAIR[0] for e in plan.events[rank]) else 0.0
-        work = sum(forward[s] + backward[s] - hidden * min(forward[s], backward[s]) for s in stages)
-        bounds.append(sum(forward[: stages[0]]) + sum(hops[: stages[0]]) + plan.num_microbatches * work)
+        forwards, backwards = sum(forward[s] for s in stages), sum(backward[s] for s in stages)
+        work = forwards + backwards - overlap * min(forwards, backwards)
+        start = (1 - overlap / 2) * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
+        bounds.append(start + plan.num_microbatches * work)
     latency = sum(forward) + sum(hops)
     if training:
         latency += sum(backward_input) + sum(hops) + backward_weight[0]
-    return max(*bounds, latency)
+    return max(*bounds, (1 - overlap / 2) * latency)
 
 
 def _busy(spans: list[Span]) -> float:

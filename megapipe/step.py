@@ -128,6 +128,7 @@ class ForwardBackward(Schedule):
             _plan(self, pp_size, step.num_microbatches, len(stages), config.settings)  # refuses what it cannot keep to
         specs = _specs(step, shapes, stages, self.placement, pp_rank, pp_size)
         tuner = self._begin_tuning(step, session)
+        settings = config.settings if tuner is None else tuner.settings
         communicator = None
         if session is not None:
             session.watchdog.timeout = config.timeout
@@ -163,8 +164,8 @@ class ForwardBackward(Schedule):
             communicator=communicator,
             watchdog=None if session is None else session.watchdog,
             gradient_sync=gradient_sync,
-            partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size),
-            settings=config.settings if tuner is None else tuner.settings,
+            partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size, settings),
+            settings=settings,
             weight_counts=None if tuner is None else tuner.counts,
             record=record,
         )
@@ -194,27 +195,24 @@ class ForwardBackward(Schedule):
         sizes = (step.num_microbatches, len(step.models), step.config.settings)
         if not _splits_backward(self, len(session.ranks), *sizes):
             return None
-        has_groups = parallel_state.model_parallel_is_initialized()
-        if step.config.max_in_flight is not None and has_groups:
-            num_sharing = parallel_state.get_expert_model_parallel_world_size()
-            if num_sharing > 1:
-                # The Ws may be anywhere, but forwards and backwards exchange tokens with another pipeline's.
-                raise ValueError(
-                    f"with max_in_flight, weight_grad_placement='tuned' may start each of the {num_sharing} pipelines "
-                    "that share experts in an order of its own: leave one of the two unset."
-                )
+        if step.config.max_in_flight is not None and (num_peers := _num_peers(step.config)) > 1:
+            # Ws may be anywhere, but in forwards and backwards these pipelines exchange data with each other.
+            raise ValueError(
+                f"with max_in_flight, weight_grad_placement='tuned' may start each of the {num_peers} pipelines that "
+                "share tensors, sequences or experts in an order of its own: leave one of the two unset."
+            )
         tuner = session.tuner(self, *sizes)
         tuner.begin_step()
         return tuner
 
     def _partial_checkpoints(
-        self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int
+        self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int, settings: Settings
     ) -> tuple[int, int] | None:
         """How many forwards checkpoint in part, of how many that this schedule has in flight on this rank."""
         num_partial = config.num_microbatches_with_partial_activation_checkpoints
         if num_partial is None or pp_size == 1:  # as in Megatron: without a pipeline there is no window
             return None
-        plan = _plan(self, pp_size, step.num_microbatches, len(step.models), config.settings)
+        plan = _plan(self, pp_size, step.num_microbatches, len(step.models), settings)
         return num_partial, plan.peak_in_flight(pp_rank)
 
 
@@ -281,6 +279,14 @@ def stages_for_rank(
 
 
 # What the caller passed
+
+
+def _num_peers(config: PipelineConfig) -> int:
+    """How many pipelines communicate with each other within a forward or backward."""
+    num_experts = config.expert_model_parallel_size
+    if parallel_state.model_parallel_is_initialized():
+        num_experts = max(num_experts, parallel_state.get_expert_model_parallel_world_size())
+    return num_experts * config.tensor_model_parallel_size * config.context_parallel_size
 
 
 def _pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from .plan import Event, Plan
 from .simulation import Costs
+from .verbs import Action
 
 __all__ = ["Counts", "count_weights", "move_weights", "place_weights"]
 
@@ -76,6 +77,14 @@ def place_weights(plan: Plan, costs: Costs, max_held: float) -> Counts:
     return min((search.improve(counts) for counts in candidates[:2]), key=search.makespan)
 
 
+def _num_done_before(actions: list[Action], k: int) -> int:
+    """A whole backward adds to the same gradients as the Ws of its stage before it, which must not come after it."""
+    if actions[k].kind != "BW":
+        return 0
+    split = [action.stage for action in actions[:k] if action.kind == "B"]
+    return max((index + 1 for index, stage in enumerate(split) if stage == actions[k].stage), default=0)
+
+
 class _Search:
     """The Fs and Bs of a plan as plain lists, by rank and position, to be played many times.
 
@@ -98,6 +107,8 @@ class _Search:
         self.durations = [[times[action.kind][action.stage] for action in row] for row in actions]
         self.weights = [[times["W"][action.stage] for action in row if action.kind == "B"] for row in actions]
         """The Ws of each rank, in their order."""
+        self.deadlines = [[_num_done_before(row, k) for k in range(len(row))] for row in actions]
+        """How many of them must be done before each F or B."""
         self.sources = [[places.get(action.source) for action in row] for row in actions]
         self.latency = [
             [costs.p2p + costs.message if source is not None and source[0] != rank else 0.0 for source in row]
@@ -173,7 +184,9 @@ class _Search:
                 else:
                     is_full = kinds[k] == "F" and num_held[rank] >= self.max_held
                     while num_done[rank] < num_put_off[rank] and (
-                        is_full or arrival - clock > fill * weights[num_done[rank]] + 1e-9
+                        is_full
+                        or num_done[rank] < self.deadlines[rank][k]
+                        or arrival - clock > fill * weights[num_done[rank]] + 1e-9
                     ):
                         clock += weights[num_done[rank]]
                         num_done[rank] += 1
@@ -196,10 +209,10 @@ class _Search:
     def _can_hold(self, rank: int, row: list[int]) -> bool:
         """Whether every W comes after its B, and before too much is held."""
         num_held = num_put_off = num_done = 0
-        for kind, count in zip(self.kinds[rank], row):
+        for kind, count, deadline in zip(self.kinds[rank], row, self.deadlines[rank]):
             num_done += count
             num_held -= count
-            if num_done > num_put_off:
+            if not deadline <= num_done <= num_put_off:
                 return False
             if kind == "F":
                 num_held += 1

@@ -211,6 +211,7 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
         starts.append(time + hop * place)
         time += hop * (size - 1) + turn
     assert len({start % 6 for start in starts}) == 4, "two actions of the block fall on the same unit of time"
+    put_off: deque[int] = deque()  # the chunks whose Ws they are
 
     def F(chunk: int) -> None:
         pipe.recv_forward(chunk)
@@ -221,11 +222,11 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
         pipe.recv_backward(chunk)
         pipe.backward_input_step(chunk)
         pipe.send_backward(chunk)
+        put_off.append(chunk)
 
     def W() -> None:
-        chunk = int(pipe.num_pending_weights(1) > pipe.num_pending_weights(0))
-        if pipe.num_pending_weights(chunk):
-            pipe.backward_weight_step(chunk)
+        if put_off:
+            pipe.backward_weight_step(put_off.popleft())
 
     # n(F0 F1 B1 B0 W W), in an order that depends on the rank.
     block = dict(zip(starts, ((F, 0), (F, 1), (B, 1), (B, 0))))
@@ -238,7 +239,7 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
             W()
 
     # Cooldown: nW.
-    while pipe.num_pending_weights(0) + pipe.num_pending_weights(1):
+    while put_off:
         W()
 
     return pipe.finish()

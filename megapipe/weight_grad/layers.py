@@ -109,6 +109,7 @@ class _Linear(Function):
         grad_x = rows(grad).mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_bias = rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         kept = keep(grad)
+        x = x.detach()  # without the graph behind it
         compute = partial(_linear_gradient, x, kept, ctx.weight.dtype)
         grad_weight = _put_off(ctx, compute, partial(_add_linear, x, kept))
         return grad_x, grad_weight, grad_bias
@@ -182,7 +183,7 @@ class _Convolution(Function):
             grad_x = _convolution_backward(grad, x, weight, ctx.options, [True, False, False])[0]
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum([0, *range(2, grad.dim())])
-        compute = partial(_convolution_gradient, x, keep(grad), ctx.weight, ctx.options)
+        compute = partial(_convolution_gradient, x.detach(), keep(grad), ctx.weight, ctx.options)
         grad_weight = _put_off(ctx, compute, partial(_add_convolution, compute))
         return grad_x, grad_weight, grad_bias, *[None] * len(ctx.options)
 
@@ -266,6 +267,7 @@ class _GroupedLinear(Function):
             for part, matrix, out in zip(torch.split(grad, ctx.counts), weight, torch.split(grad_x, ctx.counts)):
                 torch.mm(part, matrix, out=out)
         kept = keep(grad)
+        x = x.detach()
         compute = partial(_grouped_gradient, x, kept, ctx.counts, ctx.weight.dtype)
         return grad_x, _put_off(ctx, compute, partial(_add_grouped, x, kept, ctx.counts)), None
 

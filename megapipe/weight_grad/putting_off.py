@@ -165,6 +165,8 @@ def keep(grad: Tensor) -> Kept:
 def visit_gradient_nodes(weights: list[Tensor]) -> None:
     """Let autograd pass by the leaves once more, without a gradient, for those who watch the nodes that accumulate it,
     as Megatron's and torch's DistributedDataParallel do: when B passed by, the gradient was not complete."""
+    if not weights:
+        return
     silent = PutOff()
     try:
         for weight in weights:
