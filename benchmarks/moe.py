@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,16 +43,16 @@ def main() -> None:
     compute, exchange = args.milliseconds, args.exchange_milliseconds
     title = f"Emulated mixture of experts, pp={args.pp}, ep={NUM_REPLICAS}, m={args.microbatches}"
     notes = (
-        f"A rank has {NUM_CHUNKS} layers. A layer computes for {3 * compute:g} ms per microbatch ({compute:g} each in F, "
-        f"B and W) and exchanges for {4 * exchange:g} ms ({exchange:g} each in dispatch and combine, in F and again in "
-        f"B), {4 * exchange / 3 / compute:.0%} of that. Medians of interleaved steps, in brackets the middle half. "
+        f"A rank has {NUM_CHUNKS} layers. Per microbatch a layer computes for {3 * compute:g} ms ({compute:g} each in "
+        f"F, B and W) and exchanges for {4 * exchange:g} ms ({exchange:g} each in dispatch and combine, in F and again "
+        f"in B), {4 * exchange / 3 / compute:.0%} of that. Medians of interleaved steps, in brackets the middle half. "
         "*ideal*: all of the compute, and no communication. *by the plan*: with these times and nothing else, where "
         "an overlapped pair hides all of its exchanges."
     )
     save_table(f"moe-pp{args.pp}", title, HEADER, rows, notes, args.folder)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
@@ -63,18 +63,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=2, help="steps that a schedule does in its turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each that do not count")
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
     parallel_state.initialize_model_parallel(args.pp, expert_model_parallel_size=NUM_REPLICAS)
-    delay_all_to_alls(args.exchange_milliseconds / 1000)
     if args.overlap is None:
         kinds = [("dualpipev", True), ("dualpipev", False), *((schedule, False) for schedule in SCHEDULES)]
     else:
         kinds = [("dualpipev", args.overlap)]
     emulated = [EmulatedExperts(schedule, overlap, args) for schedule, overlap in kinds]
-    all_steps = take_turns(emulated, args.rounds, args.warmup, args.block)
+    with delayed_all_to_alls(args.exchange_milliseconds / 1000):
+        all_steps = take_turns(emulated, args.rounds, args.warmup, args.block)
     times = [[1000 * step.duration for step in steps] for steps in all_steps]
     base = median(times[kinds.index(("dualpipev", False))]) if ("dualpipev", False) in kinds else None
     return [row(args, *kind, time, base) for kind, time in zip(kinds, times)]
@@ -102,8 +102,9 @@ def planned(args: argparse.Namespace, schedule: str, overlap: bool) -> float:
     return plan.simulate(*times, overlap=hidden).makespan
 
 
-def delay_all_to_alls(seconds: float) -> None:
-    """From now on an all-to-all of this process ends no sooner than so long after its start."""
+@contextmanager
+def delayed_all_to_alls(seconds: float) -> Iterator[None]:
+    """Meanwhile, an all-to-all of this process ends no sooner than so long after its start."""
     original = dist.all_to_all_single
 
     def delayed(*args: Any, **kwargs: Any) -> Delayed:
@@ -111,6 +112,10 @@ def delay_all_to_alls(seconds: float) -> None:
         return Delayed(original(*args, **kwargs), end)
 
     dist.all_to_all_single = delayed
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = original
 
 
 class Delayed:

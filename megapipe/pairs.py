@@ -94,8 +94,11 @@ def run_pair(
 def run_pair_by_hook(
     forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None
 ) -> list[Tensor]:
-    """Run both in the model's way, W included. DualPipe's hook takes tensors where a pipeline keeps only the graph behind them: the engine and
-    `torch.autograd.backward` take edges of it as well."""
+    """Run both in the model's way, W included. Returns what `Stage.backward` returns.
+
+    DualPipe's hook takes tensors where a pipeline keeps only the graph behind them: the engine and
+    `torch.autograd.backward` take edges of it as well.
+    """
     module = forward.stage.module
     arguments: list[Any] = []
 
