@@ -88,9 +88,10 @@ class Megapipe(Runner):
     def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(dist.get_world_size())
-        size = dist.get_world_size()
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        size = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = 2 if schedule in ("interleaved_1f1b", "interleaved_zb1p", "looped_bfs") else None
-        infos = stages_for_rank(schedule, dist.get_rank(), size, chunks)
+        infos = stages_for_rank(schedule, rank, size, chunks)
         self.config = PipelineConfig(hidden_size=config.pop("width", 1024), **config)
         self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m
         actions = make_plan(schedule, size, m, len(infos)).actions

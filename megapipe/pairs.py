@@ -18,9 +18,9 @@ from .overlap.parts import find_forward_parts
 from .overlap.stand_in import note_call
 from .p2p_communication import Transfer
 from .stage import InFlight, Stage, run_backward
-from .weight_grad.putting_off import putting_off
+from .weight_grad.putting_off import PutOff, putting_off
 
-__all__ = ["Forward", "can_overlap", "has_hook", "run_pair"]
+__all__ = ["Forward", "can_overlap", "has_hook", "run_pair", "run_pair_by_hook"]
 
 HOOK = "overlapped_forward_backward"
 
@@ -63,16 +63,14 @@ class Forward:
         self._done(self.stage.keep(self.inputs, output, loss, self.microbatch))
 
 
-def run_pair(forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[Tensor]:
-    """Run both. Returns what `Stage.backward` returns.
+def run_pair(
+    forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None, put_off: PutOff
+) -> list[Tensor]:
+    """Run both in parts, without W. Returns what `Stage.backward` returns.
 
     Args:
         output_grads: gradients of the backward's outputs that want one; None on the last stage.
     """
-    if has_hook(forward.stage, backward):
-        _run_by_hook(forward, backward, in_flight, output_grads)
-        backward.run_delayed()
-        return in_flight.input_grads()
     generator, conclude = forward.stage.begin(call_in_parts, forward.microbatch, *forward.extra)
     with forward.stage.autocast():
         parts = Parts(generator)
@@ -88,15 +86,20 @@ def run_pair(forward: Forward, backward: Stage, in_flight: InFlight, output_grad
 
     # The forward begins in the backward's first gap: so one of them computes whenever the other's data is on its way.
     with filling_gaps(advance):
-        input_grads = backward.backward(in_flight, output_grads)
+        input_grads = backward.backward(in_flight, output_grads, put_off)
     while not is_done:
         advance()
     return input_grads
 
 
-def _run_by_hook(forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None) -> None:
-    """DualPipe's hook takes tensors where a pipeline keeps only the graph behind them: the engine and
-    `torch.autograd.backward` take edges of it as well."""
+def run_pair_by_hook(
+    forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None
+) -> list[Tensor]:
+    """Run both in the model's way, W included. Returns what `Stage.backward` returns.
+
+    DualPipe's hook takes tensors where a pipeline keeps only the graph behind them: the engine and
+    `torch.autograd.backward` take edges of it as well.
+    """
     module = forward.stage.module
     arguments: list[Any] = []
 
@@ -133,6 +136,8 @@ def _run_by_hook(forward: Forward, backward: Stage, in_flight: InFlight, output_
         )
     output = outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
     forward.end(output, losses[0] if losses else conclude(output))
+    backward.run_delayed()
+    return in_flight.input_grads()
 
 
 class _InAutocast:

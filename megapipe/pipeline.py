@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from .boundary import Boundary
 from .gradients import GradientSync
 from .p2p_communication import Communicator, Transfer
-from .pairs import Forward, can_overlap, run_pair
+from .pairs import Forward, can_overlap, has_hook, run_pair, run_pair_by_hook
 from .placement import Placement
 from .recording import StepRecord
 from .stage import InFlight, Stage
@@ -39,6 +39,7 @@ class Chunk:
         self.inputs: deque[Transfer | None] = deque()
         self.outputs: deque[Transfer | None] = deque()
         self.num_sent_early = 0  # outputs that were sent before the schedule asked for it
+        self.num_grads_sent_early = 0  # input gradients too
         self.in_flight: deque[InFlight] = deque()
         self.output_grads: deque[Transfer | None] = deque()
         self.input_grads: deque[list[Tensor]] = deque()
@@ -169,9 +170,21 @@ class Pipeline(Verbs):
             self._record.overlapped |= {action, Action(forward.stage.info.index, "F", begun.microbatch)}
         with self._at(action):
             grads = self._wait_for_gradient(backward, microbatch)
-            with self._around_gradients(backward_chunk):
-                input_grads = run_pair(begun, backward.stage, backward.in_flight.popleft(), grads)
-        backward.input_grads.append(input_grads)
+            if has_hook(forward.stage, backward.stage):
+                with self._around_gradients(backward_chunk):
+                    backward.input_grads.append(
+                        run_pair_by_hook(begun, backward.stage, backward.in_flight.popleft(), grads)
+                    )
+                return
+            # Pairs of neighbours run in step, each in need of what the other's has just made: so both messages leave
+            # before the Ws, which nobody waits for.
+            put_off = PutOff()
+            backward.input_grads.append(run_pair(begun, backward.stage, backward.in_flight.popleft(), grads, put_off))
+            if len(backward.input_grads) == 1:
+                backward.below.send_gradient(backward.input_grads.popleft())
+                backward.num_grads_sent_early += 1
+            with self._around_gradients(backward_chunk, in_w=True):
+                backward.stage.backward_weights(put_off)
 
     def _begin_forward(self, chunk: int) -> Forward:
         """The forward of an overlapped pair, up to where it is to be run. When done, it is sent at once."""
@@ -227,7 +240,10 @@ class Pipeline(Verbs):
         if not self.forward_only:
             self._advance("send_backward", chunk)
             this = self._chunks[chunk]
-            this.below.send_gradient(this.input_grads.popleft())
+            if this.num_grads_sent_early:
+                this.num_grads_sent_early -= 1
+            else:
+                this.below.send_gradient(this.input_grads.popleft())
 
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""

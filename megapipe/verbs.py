@@ -143,8 +143,8 @@ class Verbs(ABC):
 
     @abstractmethod
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
-        """F of one chunk and B and W of another, overlapped where the model can. F's output is sent when it is there,
-        which may be before this returns; `send_forward` follows all the same."""
+        """F of one chunk and B and W of another, overlapped where the model can. What they make is sent when it is
+        there, which may be before this returns; `send_forward` and `send_backward` follow all the same."""
 
     @abstractmethod
     def backward_weight_step(self, chunk: int = 0) -> None:

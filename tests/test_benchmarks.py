@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ranks import RankPool
+
+from megapipe import parallel_state
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -23,3 +27,22 @@ def test_schedules_on_emulated_compute(tmp_path: Path) -> None:
     assert [row.split("|")[1].strip() for row in rows] == runners.split(",")
     plans = [float(row.split("|")[6]) for row in rows]  # own plan / ideal, which does not depend on the machine
     assert plans[0] == plans[1] == 1.042
+
+
+def mixture_of_experts(rank: int) -> list[list[str]]:
+    sys.path.append(str(ROOT))
+    from benchmarks import moe
+
+    options = "--pp 2 --microbatches 4 --milliseconds 1 --exchange-milliseconds 0.3 --rounds 1 --block 1 --warmup 0"
+    try:
+        return moe.measure(rank, moe.parse(options.split()))
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_emulated_mixture_of_experts(ranks: RankPool) -> None:
+    for rows in ranks.run(4, mixture_of_experts):
+        names = ["dualpipev, overlap", "dualpipev, no overlap", "zbv", "1f1b", "interleaved_1f1b", "zb1p"]
+        assert [row[0] for row in rows] == names
+        plans = [float(row[-1]) for row in rows]  # which do not depend on the machine
+        assert plans[0] < min(plans[1:])

@@ -78,12 +78,14 @@ def test_equal_in_parts(ranks: RankPool, pp_size: int) -> None:
 
 
 def sent_early(rank: int) -> None:
-    """The forward of a pair is sent before its backward ends, also where they run one after the other."""
+    """The forward of a pair is sent before its backward ends, also where they run one after the other. Where they are
+    overlapped, the gradient is sent before the Ws."""
     for model in (Stage, InParts):
         events: list[str] = []
         build("dualpipev", 2, NUM_LAYERS)
-        chunks = [model(info, NUM_LAYERS) for info in stages_for_rank("dualpipev")]
-        original = boundary.Wire.send_output
+        chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
+        original, original_backward = boundary.Wire.send_output, boundary.Wire.send_gradient
+        weights = megapipe.stage.Stage.backward_weights
         pair = megapipe.pipeline.Pipeline.forward_backward_step
 
         def watched(self: Any, *args: Any, pair: Any = pair, events: list[str] = events) -> None:
@@ -95,17 +97,30 @@ def sent_early(rank: int) -> None:
             events.append("F")
             original(self, output)
 
-        boundary.Wire.send_output = send
+        def send_backward(self: Any, grads: Any, original: Any = original_backward, events: list[str] = events) -> None:
+            events.append("B")
+            original(self, grads)
+
+        def run_weights(self: Any, put_off: Any, original: Any = weights, events: list[str] = events) -> None:
+            events.append("W")
+            original(self, put_off)
+
+        boundary.Wire.send_output, boundary.Wire.send_gradient = send, send_backward
+        megapipe.stage.Stage.backward_weights = run_weights
         megapipe.pipeline.Pipeline.forward_backward_step = watched
         try:
             run("dualpipev", chunks, 8)
         finally:
-            boundary.Wire.send_output = original
+            boundary.Wire.send_output, boundary.Wire.send_gradient = original, original_backward
+            megapipe.stage.Stage.backward_weights = weights
             megapipe.pipeline.Pipeline.forward_backward_step = pair
-        assert ["(", "F", ")"] in [events[k : k + 3] for k in range(len(events))]
+        expected = ["(", "F", ")", "B"] if model is Stage else ["(", "F", "B", "W", ")"]
+        assert expected in [events[k : k + len(expected)] for k in range(len(events))]
+        if model is InParts:
+            assert events.count("B") == 8  # nothing is sent twice
 
 
-def test_the_forward_of_a_pair_is_sent_early(ranks: RankPool) -> None:
+def test_what_a_pair_makes_is_sent_early(ranks: RankPool) -> None:
     ranks.run(2, sent_early)
 
 
