@@ -1,20 +1,31 @@
 """Bugs that were there once. Each test tells the story of its bug."""
 
+import contextlib
+import itertools
+import random
 import time
+import weakref
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_same_gradients, build, communicator, forward_step, reference, run
+from models import Stage, assert_same_gradients, build, communicator, forward_step, reference, run
 from ranks import RankPool
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
-from megapipe import PipelineError, parallel_state
+from megapipe import PipelineError, parallel_state, weight_grad
+from megapipe.overlap import run_parts
 from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorSpec, pack, unpack
+from megapipe.placement import v_shape
+from megapipe.plan import make_plan
+from megapipe.verbs import ScheduleError, Settings, Verbs
 from megapipe.watchdog import TICK
+from megapipe.weight_grad.putting_off import PutOff, putting_off
 
 TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
 
@@ -308,3 +319,110 @@ def test_a_list_of_another_kind_is_a_list() -> None:
     tensors = [torch.ones(1), torch.ones(2)]
     structure, packed = pack(Outputs(tensors))
     assert unpack(structure, packed) == tensors
+
+
+def a_frozen_chunk(rank: int) -> None:
+    for schedule in ("zb1p", "zbv"):
+        chunks = build(schedule, 1, 4, deferred=True, no_sync_func=contextlib.nullcontext)
+        chunks[0].requires_grad_(False)
+        run(schedule, chunks, 2)
+
+
+def test_a_chunk_without_trainable_parameters_under_no_sync(ranks: RankPool) -> None:
+    """After a chunk's last W autograd passes by its parameters once more, for those who watch its nodes. With nothing
+    to train in a chunk there was nothing to pass by, and the step failed with autograd's words for that."""
+    ranks.run(1, a_frozen_chunk, timeout=20)
+
+
+class SeesAutocast(Stage):
+    def forward_parts(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+        yield
+        self.seen = [*getattr(self, "seen", []), torch.is_autocast_enabled("cpu")]
+        return super().forward(tokens, seed)
+
+    def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
+        return run_parts(self.forward_parts(tokens, seed))
+
+
+def autocast_in_pairs(rank: int) -> None:
+    options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16, "variable_seq_lengths": True}
+    build("dualpipev", 2, 4)
+    chunks = [SeesAutocast(info, 4, **options) for info in megapipe.stages_for_rank("dualpipev")]
+    run("dualpipev", chunks, 4)
+    assert all(chunk.seen == [True] * 4 for chunk in chunks)
+
+
+def test_autocast_in_overlapped_forwards(ranks: RankPool) -> None:
+    """A forward in parts takes autocast along from where it is made, which was behind the end of the stage's. So
+    forwards of overlapped pairs ran in float32, and all others in half precision."""
+    ranks.run(2, autocast_in_pairs, timeout=20)
+
+
+def test_bounds_and_paths_of_overlapped_pairs() -> None:
+    """A pair's chunks were taken for the same one in the lower bound, which came out above the step itself; and the
+    critical path followed only the forward's message where the backward's came later."""
+    uneven = make_plan("dualpipev", 1, 8).simulate([10, 1], [0.5, 5], [0.5, 5], overlap=1.0)
+    assert uneven.lower_bound <= uneven.makespan
+    draw = random.Random(0)
+    for pp_size, m in ((2, 5), (3, 7), (4, 8)):
+        for _ in range(20):
+            times = ([draw.uniform(0.3, 2.0) for _ in range(2 * pp_size)] for _ in range(3))
+            simulation = make_plan("dualpipev", pp_size, m).simulate(*times, p2p=0.1, overlap=draw.random())
+            assert simulation.lower_bound <= simulation.makespan + 1e-9
+            path = simulation.critical_path()
+            assert path[0][1].start == 0
+            for (_, before), (_, after) in itertools.pairwise(path):
+                assert -1e-9 <= after.start - before.end <= 0.1 + 1e-9
+
+
+def test_a_limit_in_flight_that_fits_exactly() -> None:
+    """A chunk's share of a microbatch is a third, and forty-eight of those add up to a little more than sixteen."""
+    assert make_plan("looped_bfs", 2, 16, 3, settings=Settings(max_in_flight=16.0)).num_microbatches == 16
+
+
+def receives_too_early(pipe: Verbs) -> None:
+    pipe.recv_forward(0)
+    pipe.recv_forward(1)
+    pipe.forward_step(0)
+    pipe.send_forward(0)
+    pipe.forward_step(1)
+    pipe.send_forward(1)
+    return pipe.finish()
+
+
+def test_a_receive_from_the_same_rank_before_its_send() -> None:
+    """A rank hands tensors to itself, and cannot take what it has not made. The check of plans let that pass, and an
+    assertion failed in the step."""
+    early = megapipe.registry.Schedule("early", receives_too_early, v_shape, 2, forward_only=True)
+    with pytest.raises(ScheduleError, match="takes 1RECV_F0 on rank 0 before 0SEND_F0, which is on the same rank"):
+        make_plan(early, 1, 1).check()
+
+
+class Watched(torch.autograd.Function):
+    """A fused layer of somebody's, which keeps its input as an attribute."""
+
+    alive: ClassVar[list[weakref.ref[Tensor]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x * 1.0
+        Watched.alive.append(weakref.ref(ctx.kept))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2.0
+
+
+def test_w_holds_no_graph() -> None:
+    """What a layer kept for W was the input as autograd knew it, and with it every node that had made it. Functions of
+    other people that keep tensors as attributes kept them until W."""
+    layer = weight_grad.Linear(4, 4)
+    put_off = PutOff()
+    output = layer(Watched.apply(torch.ones(2, 4, requires_grad=True)))
+    with putting_off(put_off):
+        output.sum().backward()
+    del output
+    assert Watched.alive[0]() is None
+    put_off.run()
+    assert layer.weight.grad is not None

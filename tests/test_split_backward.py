@@ -306,7 +306,7 @@ def tuned(rank: int, schedule: str, m: int, max_in_flight: float | None) -> tuni
 
 
 @pytest.mark.parametrize(
-    ("schedule", "max_in_flight"), [("zbv", None), ("zb1p", 6), ("zb2p", None), ("interleaved_zb1p", None)]
+    ("schedule", "max_in_flight"), [("zbv", None), ("zb1p", 6), ("dualpipev", None), ("v_min", None)]
 )
 def test_measured_placement_changes_no_gradient(ranks: RankPool, schedule: str, max_in_flight: float | None) -> None:
     choices = ranks.run(4, tuned, schedule, 6, max_in_flight)

@@ -7,11 +7,11 @@ import pytest
 from megapipe.plan import make_plan
 from megapipe.registry import find_schedule
 from megapipe.simulation import Costs
-from megapipe.verbs import Settings
+from megapipe.verbs import Action, Settings
 from megapipe.weight_placement import count_weights, move_weights, place_weights
 from megapipe.weight_tuning import choose
 
-SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min"]
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 
 
 def costs(num_stages: int, num_chunks: int, times: tuple[float, float, float], uneven: bool) -> Costs:
@@ -42,8 +42,8 @@ def test_never_longer_and_within_the_memory(name: str, pp_size: int, m: int) -> 
                 assert after.makespan >= after.lower_bound - 1e-9
                 for actions, others in zip(moved.actions, plan.actions):
                     assert [a for a in actions if a.kind != "W"] == [a for a in others if a.kind != "W"]
-                    for stage in range(num_stages):  # each chunk's Ws stay in order
-                        order = [a.microbatch for a in actions if a.kind == "W" and a.stage == stage]
+                    for stage in range(num_stages):  # each chunk's gradients are added up in the same order
+                        order = [a.microbatch for a in actions if "W" in a.kind and a.stage == stage]
                         assert order == sorted(order)
                     assert sorted(actions) == sorted(others)
 
@@ -86,8 +86,21 @@ def test_the_choice_is_the_same_for_the_same_costs() -> None:
     assert choices[0] == choices[1]
 
 
-def test_counting_and_moving_undo_each_other() -> None:
-    for name in SPLIT:
-        plan = make_plan(name, 4, 8)
+@pytest.mark.parametrize("name", SPLIT)
+def test_counting_and_moving_undo_each_other(name: str) -> None:
+    for pp_size, m in ((1, 3), (2, 4), (3, 5), (4, 8), (4, 3)):
+        plan = make_plan(name, pp_size, m)
         counts = count_weights(plan)
-        assert count_weights(move_weights(plan, counts)) == counts
+        moved = move_weights(plan, counts)
+        assert count_weights(moved) == counts
+        # Replicas of which one moves its Ws and one does not still end their chunks in the same order: it is the order
+        # in which they synchronise gradients.
+        assert [last_to_gradients(actions) for actions in moved.actions] == [
+            last_to_gradients(actions) for actions in plan.actions
+        ]
+
+
+def last_to_gradients(actions: list[Action]) -> list[int]:
+    """The stages in the order in which their gradients are complete."""
+    last = {action.stage: index for index, action in enumerate(actions) if "W" in action.kind}
+    return sorted(last, key=last.__getitem__)
