@@ -41,7 +41,6 @@ ALL = (
     + [f"megapipe {n}" for n in MEGAPIPE]
     + [f"torch {n}" for n in TORCH]
     + [f"megatron-core {n}" for n in MEGATRON]
-    + ["dualpipe DualPipe"]
 )
 
 MakeStage = Callable[[int, int, str, Any], nn.Module]
