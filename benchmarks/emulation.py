@@ -99,15 +99,8 @@ class Whole(torch.autograd.Function):
             return ctx.emulation.stamp(inputs), torch.zeros_like(ctx.weight), None, None
 
 
-class Deferring(torch.autograd.Function):
+class Deferring(Whole):
     """The same for megapipe: W is deferred."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
-        ctx.emulation, ctx.stage, ctx.weight = emulation, stage, weight
-        emulation.arrive(x)
-        with emulation.during("F", stage):
-            return emulation.stamp(x.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -145,14 +145,7 @@ def forward_backward_looped_bfs(pipe: Verbs) -> Any:
 @schedule("interleaved_1f1b", placement=loop, num_chunks=None, default_chunks=2)
 def forward_backward_pipelining_with_interleaving(pipe: Verbs) -> Any:
     """Interleaved 1F1B. https://arxiv.org/abs/2104.04473, Figure 4 (bottom). With one chunk it is 1F1B."""
-    size, rank, num_chunks = pipe.pp_size, pipe.pp_rank, pipe.num_chunks
-    groups = interleaved_groups(pipe)
-    # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
-    forwards = [chunk for group in groups for chunk in range(num_chunks) for _ in range(group)]
-    backwards = [num_chunks - 1 - chunk for chunk in forwards]
-    # The first group must have reached the last chunk; then two more for every rank further on.
-    num_warmup = (num_chunks - 1) * groups[0] + min(num_chunks, 2) * (size - rank - 1)
-    num_warmup = min(num_warmup, len(forwards))
+    forwards, backwards, num_warmup = interleaved_order(pipe)
     num_steady = len(forwards) - num_warmup
 
     def F(chunk: int) -> None:
@@ -181,7 +174,18 @@ def forward_backward_pipelining_with_interleaving(pipe: Verbs) -> Any:
     return pipe.finish()
 
 
-def interleaved_groups(pipe: Verbs) -> list[int]:
+def interleaved_order(pipe: Verbs) -> tuple[list[int], list[int], int]:
+    """The chunks of an interleaved schedule's forwards and of its backwards, and how many forwards are its warmup."""
+    groups = _interleaved_groups(pipe)
+    # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
+    forwards = [chunk for group in groups for chunk in range(pipe.num_chunks) for _ in range(group)]
+    backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
+    # The first group must have reached the last chunk; then two more for every rank further on.
+    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, 2) * (pipe.pp_size - pipe.pp_rank - 1)
+    return forwards, backwards, min(num_warmup, len(forwards))
+
+
+def _interleaved_groups(pipe: Verbs) -> list[int]:
     """Sizes of the groups of microbatches that go through a chunk together.
 
     All have the group size that was set but the last, as in Megatron; without one they have that of the pipeline, or

@@ -77,12 +77,18 @@ def place_weights(plan: Plan, costs: Costs, max_held: float) -> Counts:
     return min((search.improve(counts) for counts in candidates[:2]), key=search.makespan)
 
 
-def _num_done_before(actions: list[Action], k: int) -> int:
-    """A whole backward adds to the same gradients as the Ws of its stage before it, which must not come after it."""
-    if actions[k].kind != "BW":
-        return 0
-    split = [action.stage for action in actions[:k] if action.kind == "B"]
-    return max((index + 1 for index, stage in enumerate(split) if stage == actions[k].stage), default=0)
+def _deadlines(actions: list[Action]) -> list[int]:
+    """How many Ws must be done before each F and B: a whole backward adds to the same gradients as the Ws of its stage
+    before it, which must not come after it."""
+    deadlines = []
+    num_put_off = 0
+    last: dict[int, int] = {}  # per stage, how many had been put off when its last was
+    for stage, kind, _ in actions:
+        deadlines.append(last.get(stage, 0) if kind == "BW" else 0)
+        if kind == "B":
+            num_put_off += 1
+            last[stage] = num_put_off
+    return deadlines
 
 
 class _Search:
@@ -107,8 +113,7 @@ class _Search:
         self.durations = [[times[action.kind][action.stage] for action in row] for row in actions]
         self.weights = [[times["W"][action.stage] for action in row if action.kind == "B"] for row in actions]
         """The Ws of each rank, in their order."""
-        self.deadlines = [[_num_done_before(row, k) for k in range(len(row))] for row in actions]
-        """How many of them must be done before each F or B."""
+        self.deadlines = [_deadlines(row) for row in actions]
         self.sources = [[places.get(action.source) for action in row] for row in actions]
         self.latency = [
             [costs.p2p + costs.message if source is not None and source[0] != rank else 0.0 for source in row]

@@ -58,9 +58,11 @@ def choose(
     Deterministic: the same costs give the same choice on every rank.
     """
     own = make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=settings)
-    own_makespan = simulate(own, costs).makespan
+    simulation = simulate(own, costs)
+    own_makespan = simulation.makespan
     best = Choice(settings, None, own_makespan, own_makespan)
     limit = settings.max_in_flight
+    max_held = max(simulation.peak_activations) + pp_size / 4 if limit is None else limit
     starts = [settings] if limit is None else [replace(settings, max_in_flight=n) for n in _spread(pp_size, limit)]
     seen: list[Plan] = []
     for start in starts:
@@ -71,8 +73,7 @@ def choose(
         if any(plan.events == other.events for other in seen):
             continue
         seen.append(plan)
-        held = max(peak for peak in simulate(plan, costs).peak_activations)
-        counts = place_weights(plan, costs, held + pp_size / 4 if limit is None else limit)
+        counts = place_weights(plan, costs, max_held)
         makespan = simulate(move_weights(plan, counts), costs).makespan
         if makespan < min(best.makespan, (1 - GAIN) * own_makespan):
             best = Choice(start, counts, makespan, own_makespan)

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any
 
 from .placement import loop, v_shape
-from .schedules import extra_microbatches, interleaved_groups
+from .schedules import extra_microbatches, interleaved_order
 from .step import schedule
 from .verbs import Verbs
 
@@ -80,15 +80,9 @@ def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
 @schedule("interleaved_zb1p", placement=loop, num_chunks=None, default_chunks=2)
 def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
     """Interleaved 1F1B with its Ws put off. With one chunk it is ZB-H1."""
-    size, rank, num_chunks = pipe.pp_size, pipe.pp_rank, pipe.num_chunks
-    groups = interleaved_groups(pipe)
-    forwards = [chunk for group in groups for chunk in range(num_chunks) for _ in range(group)]
-    backwards = [num_chunks - 1 - chunk for chunk in forwards]
-    # As interleaved 1F1B: the first group has to reach the last chunk, and then two more for every rank further on.
-    num_warmup = (num_chunks - 1) * groups[0] + min(num_chunks, 2) * (size - rank - 1)
-    num_warmup = min(num_warmup, len(forwards))
+    forwards, backwards, num_warmup = interleaved_order(pipe)
     # Ws that are put off, for the time when earlier ranks still do their last Bs.
-    num_put_off = rank
+    num_put_off = pipe.pp_rank
     put_off: deque[int] = deque()  # the chunks whose Ws they are
 
     def F(chunk: int) -> None:
