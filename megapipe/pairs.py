@@ -1,16 +1,18 @@
 """A forward of one stage and a backward of another, overlapped on one thread, in one of two ways.
 
 In the model's own way: its class defines `overlapped_forward_backward`, DualPipe's hook. Or in parts: the stage whose
-forward it is defines `forward_parts`, and each is run where the other waits for its communication (overlap/).
+forward it is defines `forward_parts`, and each is run where the other waits for its communication (overlap/). A
+backward without a partner fills its waits with its own weight gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .overlap import Parts, call_in_parts, filling_gaps
@@ -20,7 +22,7 @@ from .p2p_communication import Transfer
 from .stage import InFlight, Stage, run_backward
 from .weight_grad.putting_off import PutOff, putting_off
 
-__all__ = ["Forward", "can_overlap", "has_hook", "run_pair", "run_pair_by_hook"]
+__all__ = ["Forward", "can_overlap", "has_hook", "may_have_gaps", "run_alone", "run_pair", "run_pair_by_hook"]
 
 HOOK = "overlapped_forward_backward"
 
@@ -78,7 +80,9 @@ def run_pair(
 
     def advance() -> None:
         nonlocal is_done
-        if not is_done and not parts.advance():
+        if is_done:
+            put_off.compute()
+        elif not parts.advance():
             is_done = True
             with torch.enable_grad():  # this may be inside of the backward
                 output = parts.finish()
@@ -89,6 +93,30 @@ def run_pair(
         input_grads = backward.backward(in_flight, output_grads, put_off)
     while not is_done:
         advance()
+    return input_grads
+
+
+_without_gaps: WeakSet[nn.Module] = WeakSet()
+
+
+def may_have_gaps(backward: Stage) -> bool:
+    """Whether to `run_alone` rather than as a whole, where all weight gradients of a backward are kept to its end."""
+    return backward.module not in _without_gaps and find_forward_parts(backward.module) is not None
+
+
+def run_alone(backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None, put_off: PutOff) -> list[Tensor]:
+    """Run a backward, and in its gaps what it has put off so far. Returns what `Stage.backward` returns."""
+    has_gaps = False
+
+    def compute() -> None:
+        nonlocal has_gaps
+        has_gaps = True
+        put_off.compute()
+
+    with filling_gaps(compute):
+        input_grads = backward.backward(in_flight, output_grads, put_off)
+    if not has_gaps:
+        _without_gaps.add(backward.module)
     return input_grads
 
 

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from .boundary import Boundary
 from .gradients import GradientSync
 from .p2p_communication import Communicator, Transfer
-from .pairs import Forward, can_overlap, has_hook, run_pair, run_pair_by_hook
+from .pairs import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run_pair, run_pair_by_hook
 from .placement import Placement
 from .recording import StepRecord
 from .stage import InFlight, Stage
@@ -136,8 +136,13 @@ class Pipeline(Verbs):
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "BW", microbatch)):
             grads = self._wait_for_gradient(this, microbatch)
-            with self._around_gradients(chunk):
-                this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads))
+            if may_have_gaps(this.stage):
+                put_off = PutOff()
+                this.input_grads.append(run_alone(this.stage, this.in_flight.popleft(), grads, put_off))
+                self._end_backward(chunk, put_off)
+            else:
+                with self._around_gradients(chunk):
+                    this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads))
 
     def backward_input_step(self, chunk: int = 0) -> None:
         if self.forward_only:
@@ -176,15 +181,19 @@ class Pipeline(Verbs):
                         run_pair_by_hook(begun, backward.stage, backward.in_flight.popleft(), grads)
                     )
                 return
-            # Pairs of neighbours run in step, each in need of what the other's has just made: so both messages leave
-            # before the Ws, which nobody waits for.
             put_off = PutOff()
             backward.input_grads.append(run_pair(begun, backward.stage, backward.in_flight.popleft(), grads, put_off))
-            if len(backward.input_grads) == 1:
-                backward.below.send_gradient(backward.input_grads.popleft())
-                backward.num_grads_sent_early += 1
-            with self._around_gradients(backward_chunk, in_w=True):
-                backward.stage.backward_weights(put_off)
+            self._end_backward(backward_chunk, put_off)
+
+    def _end_backward(self, chunk: int, put_off: PutOff) -> None:
+        """Send the input gradients of the backward just run in parts, and then run its W, which nobody waits for: pairs
+        of neighbours run in step, each in need of what the other's has just made."""
+        this = self._chunks[chunk]
+        if len(this.input_grads) == 1:
+            this.below.send_gradient(this.input_grads.popleft())
+            this.num_grads_sent_early += 1
+        with self._around_gradients(chunk, in_w=True):
+            this.stage.backward_weights(put_off)
 
     def _begin_forward(self, chunk: int) -> Forward:
         """The forward of an overlapped pair, up to where it is to be run. When done, it is sent at once."""

@@ -21,6 +21,7 @@ from . import hooks, parallel_state
 from .boundary import boundaries_around
 from .config import PipelineConfig
 from .gradients import GradientSync, finalize_gradients
+from .overlap.parts import find_forward_parts
 from .p2p_communication import MessageSpec
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
@@ -148,7 +149,8 @@ class ForwardBackward(Schedule):
         gradient_sync = None
         if not step.forward_only:
             sizes = (pp_size, step.num_microbatches, len(stages), config.settings)
-            is_split = config.no_sync_func is not None and _splits_backward(self, *sizes)
+            in_parts = any(find_forward_parts(module) is not None for module in step.models)
+            is_split = config.no_sync_func is not None and (in_parts or _splits_backward(self, *sizes))
             gradient_sync = GradientSync(config, step.models, step.num_microbatches, is_split)
         record = self._begin_record(step, tuner)
         pipe = Pipeline(

@@ -17,6 +17,7 @@ import megapipe
 from megapipe import boundary, pairs, parallel_state, stages_for_rank
 from megapipe.overlap import run_parts
 from megapipe.overlap.gaps import fill_gap
+from megapipe.weight_grad.putting_off import PutOff
 
 NUM_LAYERS = 8
 
@@ -122,6 +123,42 @@ def sent_early(rank: int) -> None:
 
 def test_what_a_pair_makes_is_sent_early(ranks: RankPool) -> None:
     ranks.run(2, sent_early)
+
+
+def test_a_lone_backward_fills_its_gaps_with_its_own_weight_gradients() -> None:
+    """And calls each weight's hooks once per microbatch, when all is done. A model without gaps keeps nothing back."""
+    for model, is_in_gaps in ((InParts, True), (WithoutGaps, False)):
+        LOG.clear()
+        hooked: list[str] = []
+        chunk = model(megapipe.StageInfo(0, 1), 2, deferred=True)
+        for name, parameter in chunk.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, hooked=hooked: hooked.append(name))
+        for layer in chunk.layers.values():
+            layer.up.register_forward_pre_hook(lambda *_: LOG.append("F"))
+        original = PutOff.compute
+
+        def compute(self: PutOff, original: Any = original) -> None:
+            LOG.append(f"{len(self._computations)} Ws")
+            original(self)
+
+        PutOff.compute = compute
+        try:
+            run("no_pipelining", [chunk], 2)
+        finally:
+            PutOff.compute = original
+        last_backward = LOG[LOG.index("F", len(LOG) - LOG[::-1].index("F") - 1) + 1 :]
+        if is_in_gaps:  # those of the head and the last layer, of the first layer, and at the end the embedding's
+            assert last_backward == ["gap", "3 Ws", "gap", "2 Ws", "1 Ws"]
+        else:
+            assert last_backward == []  # the first backward has found out
+        assert sorted(hooked) == sorted(2 * [name for name, _ in chunk.named_parameters()])
+        assert_same_gradients([chunk], expect(2, 2, deferred=True)[0])
+
+
+class WithoutGaps(Stage):
+    def forward_parts(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+        yield
+        return Stage.forward(self, tokens, seed)
 
 
 class Breaks(InParts):

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
+from weakref import ref as weakref
 
 import torch
 from torch import Tensor
@@ -32,8 +33,9 @@ class PutOff:
 
     def __init__(self) -> None:
         self._computations: deque[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], None] | None]] = deque()
+        self._computed: dict[Tensor, None] = {}  # weights whose hooks are to be called
         self._silenced: dict[Tensor, dict[Any, Any]] = {}
-        self._kept: list[Kept] = []
+        self._kept: list[weakref[Kept]] = []
 
     def add(
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None
@@ -48,13 +50,13 @@ class PutOff:
             hooks.clear()
 
     def keep(self, kept: Kept) -> None:
-        self._kept.append(kept)
+        self._kept.append(weakref(kept))
 
     def end_backward(self) -> None:
         """At the end of B: give the hooks back, and copy what others keep as well."""
         self.restore_hooks()
         kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory
-        for kept in self._kept:
+        for kept in filter(None, [reference() for reference in self._kept]):  # those that are still to be used
             storage = kept.tensor.untyped_storage()
             kept_of.setdefault(storage._cdata, (storage, []))[1].append(kept)
         self._kept.clear()
@@ -71,14 +73,18 @@ class PutOff:
             _post_accumulate_hooks(weight).update(hooks)
         self._silenced.clear()
 
-    def run(self) -> None:
-        """W: compute what was put off, add it to the gradients, and call each weight's hooks once."""
-        weights: dict[Tensor, None] = {}
+    def compute(self) -> None:
+        """Compute what has been put off so far, and add it to the gradients. B may not have ended yet."""
         with torch.no_grad():
             while self._computations:  # what is done with is freed before the next one allocates
                 weight, compute, add_to = self._computations.popleft()
                 _accumulate(weight, compute, add_to)
-                weights[weight] = None
+                self._computed[weight] = None
+
+    def run(self) -> None:
+        """W: compute what is left, and call each weight's hooks once."""
+        self.compute()
+        weights, self._computed = self._computed, {}
         for weight in weights:
             _call_hooks(weight)
 
