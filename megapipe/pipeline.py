@@ -34,6 +34,7 @@ class Chunk:
 
     def __init__(self, stage: Stage, below: Boundary, above: Boundary) -> None:
         self.stage = stage
+        self.has_gaps = may_have_gaps(stage)
         self.below = below
         self.above = above
         self.inputs: deque[Transfer | None] = deque()
@@ -136,7 +137,7 @@ class Pipeline(Verbs):
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "BW", microbatch)):
             grads = self._wait_for_gradient(this, microbatch)
-            if may_have_gaps(this.stage):
+            if this.has_gaps:
                 put_off = PutOff()
                 this.input_grads.append(run_alone(this.stage, this.in_flight.popleft(), grads, put_off))
                 self._end_backward(chunk, put_off)
