@@ -57,6 +57,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 2
 	$(VENV)/bin/python -W ignore -m benchmarks.latency
 	$(VENV)/bin/python -m benchmarks.growth
+	$(VENV)/bin/python -m benchmarks.gpu
 	$(VENV)/bin/python -m benchmarks.document
 
 format: $(INSTALLED)
