@@ -51,6 +51,30 @@ def test_emulated_mixture_of_experts(ranks: RankPool) -> None:
         assert plans[0] < min(plans[1:])
 
 
+def real_compute(rank: int, names: list[str]) -> list[list[str]]:
+    sys.path.append(str(ROOT))
+    from benchmarks import compute
+
+    options = "--layers 4 --hidden-size 32 --heads 2 --seq-length 64 --microbatches 4 --rounds 1"
+    return compute.measure(rank, compute.parse(options.split()), names)
+
+
+def test_real_compute(ranks: RankPool) -> None:
+    names = [
+        "own work",
+        "by-hand 1f1b",
+        "megapipe gpipe",
+        "megapipe 1f1b (deferring layers)",
+        "megapipe zbv",
+        "torch 1F1B",
+    ]
+    rows, _ = ranks.run(2, real_compute, names)
+    assert [row[0] for row in rows] == names
+    assert all(float(row[-1]) < 1e-6 for row in rows[1:])
+    peaks = {row[0]: [float(peak) for peak in row[-2].split(", ")] for row in rows}
+    assert peaks["megapipe gpipe"][0] > 1.5 * peaks["megapipe 1f1b (deferring layers)"][0]  # 4 microbatches and 2
+
+
 def gpu_without_gpu(rank: int) -> Any:
     sys.path.append(str(ROOT))
     from benchmarks import gpu
