@@ -52,11 +52,13 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 8 --microbatches 16 --schedules zbv
 	$(VENV)/bin/python -W ignore -m benchmarks.prediction
 	$(VENV)/bin/python -W ignore -m benchmarks.moe --pp 4 --microbatches 16
+	$(VENV)/bin/python -W ignore -m benchmarks.compute
 	$(VENV)/bin/python -W ignore -m benchmarks.split
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 1
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 2
 	$(VENV)/bin/python -W ignore -m benchmarks.latency
 	$(VENV)/bin/python -m benchmarks.growth
+	$(VENV)/bin/python -m benchmarks.gpu
 	$(VENV)/bin/python -m benchmarks.document
 
 format: $(INSTALLED)

@@ -20,20 +20,23 @@ import torch.multiprocessing as mp
 PR_SET_TIMERSLACK = 29
 
 
-def launch(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+def launch(num_ranks: int, function: Callable[..., Any], *args: Any, undisturbed: bool = True) -> Any:
     """Run `function(rank, *args)` on each rank of a gloo process group. Returns what rank 0 returned."""
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        context = mp.spawn(_work, (num_ranks, store, results, function, args), num_ranks, join=False)
+        context = mp.spawn(_work, (num_ranks, store, results, undisturbed, function, args), num_ranks, join=False)
         while not context.join(timeout=1, grace_period=1):
             pass
     return results.get()
 
 
-def _work(rank: int, num_ranks: int, store: str, results: SimpleQueue[Any], function: Any, args: Any) -> None:
+def _work(
+    rank: int, num_ranks: int, store: str, results: SimpleQueue[Any], undisturbed: bool, function: Any, args: Any
+) -> None:
     torch.set_num_threads(1)
-    be_undisturbed()
+    if undisturbed:
+        be_undisturbed()
     dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
     try:
         result = function(rank, *args)

@@ -5,6 +5,7 @@ Each runs the same emulated or tiny stages, in one process group, so that steps 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
@@ -46,6 +47,8 @@ ALL = (
 MakeStage = Callable[[int, int, str, Any], nn.Module]
 """(stage, number of stages, how its backward is written, config) -> module. The second but last is "whole", "deferring"
 for megapipe, "splitting" for torch, or "storing" for DualPipe."""
+Loss = Callable[..., Tensor]
+"""(output, target or nothing) -> the loss of a microbatch."""
 
 
 class Runner:
@@ -56,12 +59,14 @@ class Runner:
         num_chunks: stages per rank.
         splits: whether B and W are two actions.
         is_two_way: two pipelines run on the same ranks, in opposite directions.
+        averages: whether gradients are the mean over the microbatches; otherwise they are the sum.
     """
 
     name: str
     num_chunks: int
     splits: bool
     is_two_way = False
+    averages = False
     num_rows: int
     modules: list[nn.Module]
 
@@ -69,22 +74,27 @@ class Runner:
         raise NotImplementedError
 
 
-def make_runner(name: str, num_microbatches: int, make_stage: MakeStage, num_rows: int, **config: Any) -> Runner:
-    """`num_rows`: a message is [num_rows, 1, width of the stages]. `config`: settings of megapipe."""
-    package, _, schedule = name.partition(" ")
-    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "by-hand": ByHand, "dualpipe": Dual}
-    runner = kinds[package](schedule, num_microbatches, make_stage, num_rows, **config)
-    runner.name = name
-    return runner
-
-
 def zero_loss(output: Tensor, target: Any = None) -> Tensor:
     """Of no size, so that what it costs is the same for all."""
     return output.sum() * 0
 
 
+def make_runner(
+    name: str, num_microbatches: int, make_stage: MakeStage, num_rows: int, loss: Loss = zero_loss, **config: Any
+) -> Runner:
+    """`num_rows`: a message is [num_rows, 1, width of the stages]. `loss`: of the last stage's output. `config`:
+    settings of megapipe."""
+    package, _, schedule = name.partition(" ")
+    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "by-hand": ByHand, "dualpipe": Dual}
+    runner = kinds[package](schedule, num_microbatches, make_stage, num_rows, loss, **config)
+    runner.name = name
+    return runner
+
+
 class Megapipe(Runner):
-    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+    averages = True
+
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, loss: Loss, **config: Any) -> None:
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(dist.get_world_size())
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -98,10 +108,11 @@ class Megapipe(Runner):
         how = "deferring" if self.splits else "whole"
         self.modules = [make_stage(info.index, info.num_stages, how, self.config) for info in infos]
         self._step = get_forward_backward_func(schedule)
+        self._forward_step = functools.partial(_forward_step, loss)
 
     def step(self) -> None:
         self._step(
-            forward_step_func=_forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=None,
             model=self.modules,
             num_microbatches=self._m,
@@ -110,16 +121,12 @@ class Megapipe(Runner):
         )
 
 
-def _forward_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
-    return model(), _loss_and_report
-
-
-def _loss_and_report(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    return zero_loss(output), {}
+def _forward_step(loss: Loss, data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    return model(), lambda output: (loss(output), {})
 
 
 class Torch(Runner):
-    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, loss: Loss, **config: Any) -> None:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -138,7 +145,7 @@ class Torch(Runner):
             for module, index in zip(self.modules, indices)
         ]
         argument = stages[0] if self.num_chunks == 1 else stages
-        self._schedule = kind(argument, n_microbatches=m, loss_fn=zero_loss, scale_grads=False)
+        self._schedule = kind(argument, n_microbatches=m, loss_fn=loss, scale_grads=False)
         width = config.get("width", 1024)
         is_first, is_last = 0 in indices, num_stages - 1 in indices
         self._inputs = (torch.zeros(m * num_rows, 1, width),) if is_first else ()
@@ -151,7 +158,9 @@ class Torch(Runner):
 
 
 class Megatron(Runner):
-    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+    averages = True
+
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, loss: Loss, **config: Any) -> None:
         prepare_megatron()
         from megatron.core.enums import ModelType
         from megatron.core.pipeline_parallel import schedules
@@ -170,13 +179,15 @@ class Megatron(Runner):
             # Its batched messages mix up the neighbours where there are two ranks with two chunks each.
             batch_p2p_comm=self.num_chunks == 1,
             overlap_p2p_comm=self.num_chunks == 2,
-            deallocate_pipeline_outputs=True,
+            # With overlap it frees what gloo has not sent yet, and the peer receives garbage.
+            deallocate_pipeline_outputs=self.num_chunks == 1,
         )
         num_stages = self.num_chunks * size
         self.modules = [make_stage(rank + k * size, num_stages, "whole", settings) for k in range(self.num_chunks)]
         for k, module in enumerate(self.modules):
             module.model_type = ModelType.encoder_or_decoder
             module.vp_stage = k if self.num_chunks == 2 else None
+        self._forward_step = functools.partial(_forward_step, loss)
         self._step = schedules.forward_backward_pipelining_without_interleaving
         if size == 1:
             self._step = schedules.forward_backward_no_pipelining
@@ -188,7 +199,7 @@ class Megatron(Runner):
 
         theirs.set_virtual_pipeline_model_parallel_world_size(None if self.num_chunks == 1 else 2)
         self._step(
-            forward_step_func=_forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=[None] * self.num_chunks,
             model=self.modules,
             num_microbatches=self._m,
@@ -200,11 +211,12 @@ class Megatron(Runner):
 class ByHand(Runner):
     """1F1B with nothing around it: no checks, no errors told, nothing but what every runner has to do. The floor."""
 
-    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, loss: Loss, **config: Any) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         self.num_chunks, self.splits, self.num_rows, self._m = 1, False, num_rows, m
         self.modules = [make_stage(rank, size, "whole", None)]
         self._is_first, self._is_last = rank == 0, rank == size - 1
+        self._loss = loss
         self._shape = (num_rows, 1, config.get("width", 1024))
         self._sends: list[Any] = []
         self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
@@ -235,7 +247,7 @@ class ByHand(Runner):
             self.modules[0].set_input_tensor(x.requires_grad_())
         y = self.modules[0]()
         if self._is_last:
-            y = zero_loss(y)
+            y = self._loss(y)
         else:
             self._sends.append(dist.isend(y.detach(), dist.get_rank() + 1, tag=1))
             self._post(self._grads, dist.get_rank() + 1, 1)
@@ -263,7 +275,7 @@ class Dual(Runner):
     """DualPipe, which holds two stages' parameters on each rank and sends half of the microbatches each way. It is
     written for CUDA, but all that keeps it there is where it makes its buffers."""
 
-    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, **config: Any) -> None:
+    def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, loss: Loss, **config: Any) -> None:
         from dualpipe import DualPipe, comm
 
         if not torch.cuda.is_available():
@@ -275,6 +287,7 @@ class Dual(Runner):
         self.num_chunks, self.splits, self.is_two_way, self.num_rows, self._m = 1, True, True, num_rows, m
         self.modules = [make_stage(index, 2 * size, "storing", None) for index in (rank, 2 * size - 1 - rank)]
         self._shape = (num_rows, 1, config.get("width", 1024))
+        self._loss = loss
         self._pipe = DualPipe(tuple(self.modules))
         is_end = rank in (0, size - 1)
         self._inputs = (torch.zeros(m // 2 * num_rows, *self._shape[1:]),) if is_end else ()
@@ -285,7 +298,7 @@ class Dual(Runner):
 
         comm.set_p2p_tensor_shapes([self._shape])
         comm.set_p2p_tensor_dtype(torch.float32)
-        self._pipe.step(*self._inputs, num_chunks=self._m, criterion=zero_loss, labels=self._labels)
+        self._pipe.step(*self._inputs, num_chunks=self._m, criterion=self._loss, labels=self._labels)
 
 
 def is_there(name: str) -> bool:

@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from ranks import RankPool
 
 from megapipe import parallel_state
@@ -46,3 +49,60 @@ def test_emulated_mixture_of_experts(ranks: RankPool) -> None:
         assert [row[0] for row in rows] == names
         plans = [float(row[-1]) for row in rows]  # which do not depend on the machine
         assert plans[0] < min(plans[1:])
+
+
+def real_compute(rank: int, names: list[str]) -> list[list[str]]:
+    sys.path.append(str(ROOT))
+    from benchmarks import compute
+
+    options = "--layers 4 --hidden-size 32 --heads 2 --seq-length 64 --microbatches 4 --rounds 1"
+    return compute.measure(rank, compute.parse(options.split()), names)
+
+
+def test_real_compute(ranks: RankPool) -> None:
+    names = [
+        "own work",
+        "by-hand 1f1b",
+        "megapipe gpipe",
+        "megapipe 1f1b (deferring layers)",
+        "megapipe zbv",
+        "torch 1F1B",
+    ]
+    rows, _ = ranks.run(2, real_compute, names)
+    assert [row[0] for row in rows] == names
+    assert all(float(row[-1]) < 1e-6 for row in rows[1:])
+    peaks = {row[0]: [float(peak) for peak in row[-2].split(", ")] for row in rows}
+    assert peaks["megapipe gpipe"][0] > 1.5 * peaks["megapipe 1f1b (deferring layers)"][0]  # 4 microbatches and 2
+
+
+def gpu_without_gpu(rank: int) -> Any:
+    sys.path.append(str(ROOT))
+    from benchmarks import gpu
+
+    options = "--device cpu --layers 2 --hidden-size 64 --heads 2 --seq-length 128 --microbatches 2 --repeats 2"
+    return tuple(gpu.measure(rank, gpu.parse(options.split())))
+
+
+def test_gpu_benchmark_where_there_is_none(ranks: RankPool) -> None:
+    ((split, memory, host, steps),) = ranks.run(1, gpu_without_gpu)
+    assert [row[-1] for row in split] == ["0e+00", "0e+00"]  # gradients of one microbatch are torch's to the bit
+    for row in memory:
+        after_forward, after_inputs, after_weights = (float(cell) for cell in row[1:4])
+        assert after_forward > after_weights
+        assert after_inputs > after_weights == 0.0
+    verbs = {row[0]: [other[1] for other in host if other[0] == row[0]] for row in host}
+    assert "backward_step" in verbs["megapipe 1f1b"]
+    assert {"backward_input_step", "backward_weight_step"} <= {*verbs["megapipe zb1p"]} & {*verbs["megapipe zbv"]}
+    assert [row[0] for row in steps] == [*verbs]
+
+
+def test_gpu_benchmark_is_skipped_with_a_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    from benchmarks import gpu
+
+    gpu.main(["--folder", str(tmp_path)])
+    assert "no CUDA device" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,341 @@
+"""On one GPU: what F, B and W of GPT layers take, whether the host stays ahead, and what is held in memory.
+
+    python -m benchmarks.gpu
+    python -m benchmarks.gpu --device cpu --hidden-size 64 --heads 2 --seq-length 32 --folder /tmp/gpu
+
+The second command measures nothing worth knowing: it runs the same functions where there is no GPU. All times are those
+of the device, by CUDA events, unless they are the host's by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.pipeline import Pipeline
+from megapipe.recording import Clock, clock_of
+from megapipe.weight_grad import convert
+from megapipe.weight_grad.putting_off import PutOff, putting_off
+
+from .launching import launch
+from .memory import memory_of
+from .runners import Runner, make_runner
+from .tables import FOLDER, median_and_spread, save_table
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from gpt import GPTConfig, Layer
+
+WARMUP = 3
+SCHEDULES = ["1f1b", "zb1p", "zbv"]
+STEP_VERBS = ["forward_step", "backward_step", "backward_input_step", "backward_weight_step"]
+MESSAGE_VERBS = ["recv_forward", "send_forward", "recv_backward", "send_backward"]
+
+SPLIT_HEADER = ["gradients", "F", "torch, full", "megapipe, full", "B", "W", "B + W", "(B + W) / torch", "off by"]
+SPLIT_NOTES = """Milliseconds, medians of interleaved passes, in brackets the middle half; gradients are added to those
+that are there. *torch, full*: a backward through torch's own layers. *main_grad*: torch's gradients are added to it in
+a hook, as Megatron's DistributedDataParallel does; products that megapipe puts off are added to it directly. *off by*:
+norm of the difference of all gradients of one microbatch, B and W against torch's, over the norm of torch's."""
+MEMORY_HEADER = ["gradients", "after F", "after B", "after W", "peak of F, B, W", "peak of F, torch's backward"]
+MEMORY_NOTES = """Megabytes above what was there before, parameters and gradients among that. *after F* there is a
+microbatch's graph with its output, *after B* what its W needs and the input's gradient."""
+HOST_HEADER = ["schedule", "verb", "host, us", "device, us", "host / device"]
+HOST_NOTES = """Per call, medians of all calls, in brackets the middle half. *host*: with the model's own Python and
+torch's launches in it, in steps of their own in which the device has nothing left to do when a verb is called:
+otherwise a launch waits for room in the device's queue. The host is hidden where its time is less than the device's.
+Verbs of messages compute nothing: with one rank there is nobody to send to, and zbv hands over locally."""
+STEP_HEADER = ["schedule", "step, ms", "bare loop, ms", "step / bare loop", "peak memory, MB"]
+STEP_NOTES = """Medians of interleaved steps, in brackets the middle half. *bare loop*: F and full backward of the same
+chunks called by hand. What a step takes longer, the host has not hidden."""
+
+
+class Tables(NamedTuple):
+    split: list[list[str]]
+    memory: list[list[str]]
+    host: list[list[str]]
+    steps: list[list[str]]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "benchmarks.gpu: skipped, since torch finds no CUDA device here; run it on a machine with a GPU "
+            "(--device cpu with small sizes only checks that it runs)."
+        )
+        return
+    tables = launch(1, measure, args, undisturbed=False)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    where = f"{device}: {args.layers} GPT layers of hidden {args.hidden_size}, {args.seq_length} tokens, {args.dtype}"
+    save_table("gpu-split", f"Splitting the backward, {where}", SPLIT_HEADER, tables.split, SPLIT_NOTES, args.folder)
+    save_table("gpu-memory", f"Memory, {where}", MEMORY_HEADER, tables.memory, MEMORY_NOTES, args.folder)
+    where += f", pp=1, m={args.microbatches}"
+    save_table("gpu-host", f"Verbs, {where}", HOST_HEADER, tables.host, HOST_NOTES, args.folder)
+    save_table("gpu-steps", f"Steps, {where}", STEP_HEADER, tables.steps, STEP_NOTES, args.folder)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--hidden-size", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a microbatch, which is one sequence")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    return parser.parse_args(arguments)
+
+
+def measure(rank: int, args: argparse.Namespace) -> Tables:
+    clock = clock_of(torch.device(args.device))
+    kinds = {f"{args.dtype} .grad": False, "float32 main_grad": True}
+    pairs = {name: Pair(args, has_main_grad) for name, has_main_grad in kinds.items()}
+    split = [[name, *split_row(args, clock, pair)] for name, pair in pairs.items()]
+    memory = [[name, *memory_row(args, pair)] for name, pair in pairs.items()]
+    pairs.clear()
+    runners = [
+        make_runner(
+            f"megapipe {name}",
+            args.microbatches,
+            functools.partial(Stage, args),
+            args.seq_length,
+            loss=mean_square,
+            width=args.hidden_size,
+        )
+        for name in SCHEDULES
+    ]
+    return Tables(split, memory, host_rows(args, clock, runners), step_rows(args, clock, runners))
+
+
+# Layers
+
+
+def make_layers(args: argparse.Namespace, num_layers: int) -> nn.Sequential:
+    config = GPTConfig(hidden_size=args.hidden_size, num_attention_heads=args.heads)
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        layers = nn.Sequential(*(Layer(config) for _ in range(num_layers)))
+    return layers.to(getattr(torch, args.dtype))
+
+
+def example(args: argparse.Namespace) -> Tensor:
+    """What a stage is given, and as good as any for an output gradient."""
+    shape = (args.seq_length, 1, args.hidden_size)
+    return torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype))
+
+
+class Pair:
+    """The same layers twice: torch's own, and with megapipe's linear ones."""
+
+    def __init__(self, args: argparse.Namespace, has_main_grad: bool) -> None:
+        self.plain = make_layers(args, args.layers)
+        self.ours = convert(make_layers(args, args.layers))
+        self.example, self.grad = example(args), example(args)
+        if has_main_grad:
+            for parameter in [*self.plain.parameters(), *self.ours.parameters()]:
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+                parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+    def forward(self, layers: nn.Sequential) -> Tensor:
+        output: Tensor = layers(self.example.detach().requires_grad_())
+        return output
+
+    def backward(self, output: Tensor, put_off: PutOff | None = None) -> None:
+        with putting_off(put_off):
+            output.backward(self.grad)
+
+    def difference(self) -> float:
+        """Between the gradients that either has so far, over the norm of torch's."""
+        squares = [0.0, 0.0]
+        for mine, theirs in zip(self.ours.parameters(), self.plain.parameters()):
+            a, b = (getattr(p, "main_grad", p.grad).double() for p in (mine, theirs))
+            squares[0] += float((a - b).square().sum())
+            squares[1] += float(b.square().sum())
+        return float((squares[0] / squares[1]) ** 0.5)
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+# F, B and W
+
+
+def split_row(args: argparse.Namespace, clock: Clock, pair: Pair) -> list[str]:
+    put_off = PutOff()
+    pair.backward(pair.forward(pair.plain))
+    pair.backward(pair.forward(pair.ours), put_off)
+    put_off.run()
+    difference = pair.difference()
+    passes = [one_pass(clock, pair) for _ in range(WARMUP + args.repeats)][WARMUP:]
+    times = [[clock.elapsed(*interval) for interval in intervals] for intervals in passes]
+    columns = [*zip(*times)]
+    both = [b + w for b, w in zip(columns[3], columns[4])]
+    ratios = [one / whole for one, whole in zip(both, columns[1])]
+    cells = [median_and_spread(column, "{:.2f}") for column in [*columns, both]]
+    return [*cells, median_and_spread(ratios), f"{difference:.0e}"]
+
+
+def one_pass(clock: Clock, pair: Pair) -> list[tuple[Any, Any]]:
+    """The intervals of F, torch's full backward, ours, B and W. Each backward follows a forward that keeps the device
+    busy while the host prepares it."""
+    plain = pair.forward(pair.plain)
+    whole = interval(clock, lambda: pair.backward(plain))
+    outputs: list[Tensor] = []
+    forward = interval(clock, lambda: outputs.append(pair.forward(pair.ours)))
+    full = interval(clock, lambda: pair.backward(outputs[0]))
+    put_off, output = PutOff(), pair.forward(pair.ours)
+    inputs = interval(clock, lambda: pair.backward(output, put_off))
+    return [forward, whole, full, inputs, interval(clock, put_off.run)]
+
+
+def interval(clock: Clock, function: Callable[[], Any]) -> tuple[Any, Any]:
+    start = clock.now()
+    function()
+    return start, clock.now()
+
+
+# Memory
+
+
+def memory_row(args: argparse.Namespace, pair: Pair) -> list[str]:
+    """`pair` has gradients already."""
+    kept: list[Any] = []
+
+    def run(actions: str, layers: nn.Sequential) -> None:
+        output, put_off = pair.forward(layers), PutOff()
+        kept.append((output, put_off))
+        if "B" in actions:
+            pair.backward(output, put_off)
+        if "W" in actions:
+            put_off.run()
+
+    found = []
+    for actions, layers in [("F", pair.ours), ("FB", pair.ours), ("FBW", pair.ours), ("FBW", pair.plain)]:
+        found.append(memory_of(args.device, functools.partial(run, actions, layers)))
+        kept.clear()
+    numbers = [one.held for one in found[:3]] + [one.peak for one in found[2:]]
+    return [f"{number / 2**20:,.1f}" for number in numbers]
+
+
+# The host
+
+
+class Stage(nn.Module):
+    """A chunk of the layers, with Megatron's hook for its input."""
+
+    def __init__(self, args: argparse.Namespace, index: int, num_stages: int, how: str, config: Any) -> None:
+        super().__init__()
+        self.layers = make_layers(args, args.layers // num_stages)
+        if how == "deferring":
+            convert(self)
+        self.config = config
+        self._example = example(args).requires_grad_() if index == 0 else None
+        self._input: Tensor | None = None
+
+    def set_input_tensor(self, inputs: Any) -> None:
+        self._input = inputs[0]
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        x = self._input if x is None else x
+        output: Tensor = self.layers(self._example if x is None else x)
+        return output
+
+
+def mean_square(output: Tensor) -> Tensor:
+    """A loss whose gradients are not zero: with zeros a GPU draws less power, and runs faster."""
+    return output.float().square().mean()
+
+
+@contextmanager
+def around_verbs(around: Callable[[str, Callable[[], None]], None]) -> Iterator[None]:
+    """Meanwhile `around(verb, function)` is called in place of each verb, and calls it."""
+
+    def wrap(verb: str, function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: around(verb, functools.partial(function, *args))
+
+    originals = {verb: getattr(Pipeline, verb) for verb in STEP_VERBS + MESSAGE_VERBS}
+    for verb, function in originals.items():
+        setattr(Pipeline, verb, wrap(verb, function))
+    try:
+        yield
+    finally:
+        for verb, function in originals.items():
+            setattr(Pipeline, verb, function)
+
+
+def on_host(device: str, times: dict[str, list[float]], verb: str, function: Callable[[], None]) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    function()
+    times[verb].append(1e6 * (time.perf_counter() - begin))
+
+
+def on_device(clock: Clock, marks: dict[str, list[Any]], verb: str, function: Callable[[], None]) -> None:
+    marks[verb].append(interval(clock, function))
+
+
+def host_rows(args: argparse.Namespace, clock: Clock, runners: list[Runner]) -> list[list[str]]:
+    hosts: list[dict[str, list[float]]] = [defaultdict(list) for _ in runners]
+    devices: list[dict[str, list[Any]]] = [defaultdict(list) for _ in runners]
+    for number in range(WARMUP + args.repeats):
+        if number == WARMUP:
+            for times in hosts + devices:
+                times.clear()
+        for runner, host, device in zip(runners, hosts, devices):
+            with around_verbs(functools.partial(on_host, args.device, host)):
+                runner.step()
+            with around_verbs(functools.partial(on_device, clock, device)):
+                runner.step()
+    rows = []
+    for runner, host, device in zip(runners, hosts, devices):
+        for verb in host:
+            cells = ["-", "-"]
+            if verb in STEP_VERBS:
+                times = [1000 * clock.elapsed(*marks) for marks in device[verb]]
+                cells = [median_and_spread(times, "{:.0f}"), f"{median(host[verb]) / median(times):.2f}"]
+            rows.append([runner.name, verb, median_and_spread(host[verb], "{:.0f}"), *cells])
+    return rows
+
+
+def step_rows(args: argparse.Namespace, clock: Clock, runners: list[Runner]) -> list[list[str]]:
+    marks: list[list[tuple[Any, Any]]] = [[] for _ in runners]
+    for _ in range(args.repeats):
+        for runner, mine in zip(runners, marks):
+            step = interval(clock, runner.step)
+            mine.append((step, interval(clock, functools.partial(bare_loop, runner, args.microbatches))))
+    rows = []
+    for runner, mine in zip(runners, marks):
+        steps, bare = ([clock.elapsed(*one) for one in column] for column in zip(*mine))
+        ratios = [step / loop for step, loop in zip(steps, bare)]
+        peak = memory_of(args.device, runner.step).peak
+        cells = [median_and_spread(steps, "{:.1f}"), median_and_spread(bare, "{:.1f}"), median_and_spread(ratios)]
+        rows.append([runner.name, *cells, f"{peak / 2**20:,.1f}"])
+    return rows
+
+
+def bare_loop(runner: Runner, num_microbatches: int) -> None:
+    for _ in range(num_microbatches):
+        output = runner.modules[0]()
+        for module in runner.modules[1:]:
+            output = module(output)
+        (mean_square(output) / num_microbatches).backward()
+
+
+if __name__ == "__main__":
+    main()

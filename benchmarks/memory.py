@@ -1,0 +1,43 @@
+"""What a function allocates on a device, as torch's allocator counts it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class Memory(NamedTuple):
+    """In bytes, above what was there before: the most at any time, and what was left in the end."""
+
+    peak: int
+    held: int
+
+
+def memory_of(device: torch.device | str, function: Callable[[], Any]) -> Memory:
+    """Run `function` once. On CPU all that this thread allocates counts, so backward too, which runs on it there."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return Memory(torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before)
+    # The allocator of the CPU tells nobody but the profiler what it does.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    events = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
+    totals = [event["args"]["Total Allocated"] for event in events]
+    if not totals:
+        return Memory(0, 0)
+    before = totals[0] - events[0]["args"]["Bytes"]
+    return Memory(max(totals) - before, totals[-1] - before)
