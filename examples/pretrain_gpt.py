@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import megapipe
 from megapipe import parallel_state
 from megapipe.bubble import split_bubble
+from megapipe.data_parallel import GradientReducer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -118,11 +119,13 @@ class Trainer:
             expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
             enable_autocast=args.bf16,
             autocast_dtype=torch.bfloat16,
-            finalize_model_grads_func=average_over_replicas if self.num_replicas > 1 else None,
             record_timeline=self.recorder,
         )
         # The schedule decides which stages this rank holds. Only their layers are ever built here.
         self.chunks = [GPTStage(config, stage).to(device) for stage in megapipe.stages_for_rank(self.forward_backward)]
+        if self.num_replicas > 1:
+            reducer = GradientReducer(self.chunks)
+            config.grad_sync_func, config.finalize_model_grads_func = reducer.start, reducer.finish
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         matrices, vectors = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
         self.optimizer = torch.optim.AdamW(
@@ -237,22 +240,6 @@ def learning_rate(iteration: int, args: argparse.Namespace) -> float:
         return args.lr * (iteration + 1) / args.lr_warmup_iters
     done = (iteration - args.lr_warmup_iters) / max(1, args.train_iters - args.lr_warmup_iters)
     return args.min_lr + (args.lr - args.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def average_over_replicas(models: list[nn.Module], num_tokens: Tensor | None) -> None:
-    """finalize_model_grads_func: one all-reduce over everything, and one over the experts.
-
-    An expert's gradient is a sum over the tokens of all replicas that share it out already.
-    """
-    groups = (parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group())
-    for group, grads in zip(groups, gradients(models)):
-        if not grads:
-            continue
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=group)
-        flat /= parallel_state.get_data_parallel_world_size()
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(part.view_as(grad))
 
 
 def gradients(models: list[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:

@@ -37,6 +37,8 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         self._no_sync = list(config.no_sync_func) if per_chunk else [config.no_sync_func]
         self._contexts = [ExitStack() for _ in self._no_sync]
         self._grad_sync = _one_per_chunk(config.grad_sync_func, len(models))
+        self._complete: set[int] = set()  # chunks, of those that have a grad_sync_func
+        self._to_release = [chunk for chunk, grad_sync in enumerate(self._grad_sync) if grad_sync is not None]
         self._param_sync = _one_per_chunk(config.param_sync_func, len(models))
 
     def __enter__(self) -> GradientSync:
@@ -67,18 +69,31 @@ class GradientSync(AbstractContextManager["GradientSync"]):
     def last_gradients(self, chunk: int, in_w: bool) -> Iterator[None]:
         """Around the computation that completes the gradients of `chunk`: its last backward, or with `in_w` its last W.
         There those who watch autograd's nodes have missed the end, and autograd passes by once more."""
-        context = min(chunk, len(self._contexts) - 1)
-        grad_sync = self._grad_sync[chunk]
-        if grad_sync is None:
+        if self._grad_sync[chunk] is None:
+            context = self._context_of(chunk)
             self._contexts[context].close()  # the model's own hooks fire during the backward
             yield
             if in_w and self._no_sync[context] is not None:
                 visit_gradient_nodes([p for p in self._models[chunk].parameters() if p.requires_grad])
-        else:
-            yield
-            self._contexts[context].close()
-            grad_sync(self._models[chunk].parameters())
+            self._hold(context)
+            return
+        yield
+        self._complete.add(chunk)
+        # From the last chunk to the first, as backwards end: replicas whose Ws were tuned apart may complete them in
+        # different orders, but must reduce in the same.
+        while self._to_release and self._to_release[-1] in self._complete:
+            self._release(self._to_release.pop())
+
+    def _release(self, chunk: int) -> None:
+        context = self._context_of(chunk)
+        self._contexts[context].close()
+        grad_sync = self._grad_sync[chunk]
+        assert grad_sync is not None
+        grad_sync(self._models[chunk].parameters())
         self._hold(context)
+
+    def _context_of(self, chunk: int) -> int:
+        return min(chunk, len(self._contexts) - 1)
 
     def _hold(self, context: int) -> None:
         no_sync = self._no_sync[context]
