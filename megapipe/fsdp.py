@@ -49,12 +49,15 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
         """
         if "torch.distributed.fsdp" not in sys.modules:  # then nobody has used it, and importing it takes time
             return None
-        sharded = [any(_is_fsdp(module) for module in model.modules()) for model in models]
         for number, model in enumerate(models):
             _refuse_fsdp1(number, model)
-            if sharded[number] and not is_reduced_elsewhere and not forward_only:
-                _check_all_reduced(number, model)
-        return cls(models, forward_only) if any(sharded) else None
+        if not any(_is_fsdp(module) for model in models for module in model.modules()):
+            return None
+        sharded = cls(models, forward_only)
+        if not forward_only and not is_reduced_elsewhere:
+            for number, model in enumerate(models):
+                _check_all_reduced(number, model, sharded._chunks[number])
+        return sharded
 
     def __enter__(self) -> ShardedChunks:
         for root in self._roots():
@@ -136,6 +139,14 @@ class _Root:
                 "megapipe.data_parallel.GradientReducer."
             )
         self._unused: list[_Unused] = []
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Whether sharded at the moment or not."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                yield parameter.sharded_param
+                if hasattr(parameter, "_unsharded_param"):
+                    yield parameter._unsharded_param
 
     def begin(self) -> None:
         """Keep parameters and gradients whole until told otherwise."""
@@ -349,11 +360,10 @@ def _refuse_fsdp1(number: int, model: nn.Module) -> None:
         )
 
 
-def _check_all_reduced(number: int, model: nn.Module) -> None:
-    from torch.distributed.tensor import DTensor
-
+def _check_all_reduced(number: int, model: nn.Module, roots: Sequence[_Root]) -> None:
+    managed = {parameter for root in roots for parameter in root.parameters()}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
+        if managed and parameter.requires_grad and parameter not in managed:
             raise ValueError(
                 f"{name} of chunk {number} is in no module of fully_shard, though others are, so nobody averages its "
                 "gradient over the replicas: call fully_shard on the chunk too, or set config.grad_sync_func or "

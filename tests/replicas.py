@@ -20,7 +20,9 @@ SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipe
 
 
 def adamw(chunks: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for chunk in chunks for p in chunk.parameters()], lr=1e-2, weight_decay=0.1)
+    return torch.optim.AdamW(
+        [p for chunk in chunks for p in chunk.parameters()], lr=1e-2, weight_decay=0.1, foreach=True
+    )
 
 
 def replica_gradients(model: nn.Module, replica: int, num_replicas: int, step: int, m: int) -> list[Tensor | None]:

@@ -1,5 +1,6 @@
 """Chunks sharded by torch's fully_shard: the same training as in one process, one gather and one reduction per step."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -229,9 +230,9 @@ def odd_ones(rank: int) -> None:
                         assert torch.equal(full(parameter.grad), want), f"{schedule}, {name}"
 
 
-def replica_gradients(model: nn.Module, replica: int) -> list[Tensor | None]:
+def replica_gradients(model: nn.Module, replica: int, num_calls: int = 1) -> list[Tensor | None]:
     model.zero_grad()
-    for batch in batches(4, replica):
+    for batch in itertools.chain(*(batches(4, replica) for _ in range(num_calls))):
         (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / 4).backward()
     return [p.grad for p in model.parameters()]
 
@@ -262,6 +263,29 @@ def after_a_failure(rank: int) -> None:
 
 def test_a_step_after_one_that_failed(ranks: RankPool) -> None:
     ranks.run(2, after_a_failure)
+
+
+def accumulated(rank: int) -> None:
+    """Over two calls, reduced in the second: as one call would with the microbatches of both."""
+    use_mesh(pp=2, dp=2)
+    replica = parallel_state.get_data_parallel_rank()
+    for schedule in ("1f1b", "zbv"):
+        chunks = shard(build_replicas(schedule, 2))
+        for is_last in (False, True):
+            for chunk in chunks:
+                chunk.set_requires_gradient_sync(is_last)
+                chunk.set_reshard_after_backward(is_last)
+            run(schedule, chunks, 4, seed=replica)
+        model = Stage(StageInfo(0, 1), NUM_LAYERS, deferred=schedule in SPLIT)
+        gradients = [replica_gradients(model, one, num_calls=2) for one in range(2)]
+        expected = dict(zip(dict(model.named_parameters()), average(gradients)))
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert torch.equal(full(parameter.grad), expected[name]), f"{schedule}, {name}"
+
+
+def test_accumulated_over_calls(ranks: RankPool) -> None:
+    ranks.run(4, accumulated)
 
 
 class Fsdp1(FullyShardedDataParallel):
