@@ -25,6 +25,8 @@ import megapipe
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.stage import Stage as RunningStage
 
+BY_LAYER = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
+
 
 def full(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
@@ -48,15 +50,15 @@ def shard(chunks: list[Stage], by_layer: bool = True, **options: Any) -> list[St
 def full_shard(rank: int) -> None:
     use_mesh(pp=2, dp=2)
     for schedule in SCHEDULES:
-        train_and_compare(schedule, shard(build_replicas(schedule, 2)), full)
+        train_and_compare(schedule, shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER), full)
 
 
 def hybrid(rank: int) -> None:
     for shape in ({"dp_replicate": 1, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}):
         use_mesh(pp=2, **shape)
         for schedule in SCHEDULES:
-            num_steps = NUM_STEPS if schedule in ("1f1b", "zbv") else 2
-            train_and_compare(schedule, shard(build_replicas(schedule, 2)), full, num_steps=num_steps)
+            chunks = shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER)
+            train_and_compare(schedule, chunks, full, num_steps=NUM_STEPS if schedule == "zbv" else 2)
     if replicate is not None:
         use_mesh(pp=2, dp=2)
         for schedule in ("1f1b", "zbv"):
@@ -106,7 +108,7 @@ def counted(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counts = Counts(patch)
         for schedule in SCHEDULES:
-            for by_layer in (False, True) if schedule in ("1f1b", "zbv") else (True,):
+            for by_layer in (False, True) if schedule == "zbv" else (True,):
                 chunks = shard(build_replicas(schedule, 2), by_layer)
                 sizes = [sum(p.numel() for p in chunk.parameters()) for chunk in chunks]
                 num_modules = (
