@@ -8,8 +8,8 @@
         --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --data-path my_text/
 
 Runs on CPU with gloo and on GPUs with NCCL, one rank per device, on one node or several: only torchrun's variables are
-read. Ranks beyond one pipeline are replicas of it, whose gradients are averaged; each --expert-model-parallel-size of
-them share out the experts.
+read. Ranks beyond one pipeline are replicas of it, whose gradients are averaged; each --data-parallel-shard-size of
+them share out the parameters (FSDP2), and each --expert-model-parallel-size the experts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ from rich.progress import Progress
 from text_data import TextSamples, read_text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import megapipe
 from megapipe import parallel_state
 from megapipe.bubble import split_bubble
+from megapipe.data_parallel import GradientReducer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,6 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
     parallel.add_argument("--expert-model-parallel-size", type=int, default=1, help="replicas that share out experts")
+    parallel.add_argument("--data-parallel-shard-size", type=int, default=1, help="replicas that share out parameters")
     parallel.add_argument("--schedule", default=None, help=f"one of {', '.join(megapipe.schedule_names())}")
     training = parser.add_argument_group("training")
     training.add_argument("--micro-batch-size", type=int, default=4, help="sequences per microbatch")
@@ -118,11 +123,19 @@ class Trainer:
             expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
             enable_autocast=args.bf16,
             autocast_dtype=torch.bfloat16,
-            finalize_model_grads_func=average_over_replicas if self.num_replicas > 1 else None,
             record_timeline=self.recorder,
         )
         # The schedule decides which stages this rank holds. Only their layers are ever built here.
         self.chunks = [GPTStage(config, stage).to(device) for stage in megapipe.stages_for_rank(self.forward_backward)]
+        if args.data_parallel_shard_size > 1:
+            mesh = parallel_state.get_data_parallel_mesh()
+            for chunk in self.chunks:
+                for layer in chunk.layers.values():
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(chunk, mesh=mesh)
+        elif self.num_replicas > 1:
+            reducer = GradientReducer(self.chunks)
+            config.grad_sync_func, config.finalize_model_grads_func = reducer.start, reducer.finish
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         matrices, vectors = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
         self.optimizer = torch.optim.AdamW(
@@ -239,22 +252,6 @@ def learning_rate(iteration: int, args: argparse.Namespace) -> float:
     return args.min_lr + (args.lr - args.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def average_over_replicas(models: list[nn.Module], num_tokens: Tensor | None) -> None:
-    """finalize_model_grads_func: one all-reduce over everything, and one over the experts.
-
-    An expert's gradient is a sum over the tokens of all replicas that share it out already.
-    """
-    groups = (parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group())
-    for group, grads in zip(groups, gradients(models)):
-        if not grads:
-            continue
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=group)
-        flat /= parallel_state.get_data_parallel_world_size()
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(part.view_as(grad))
-
-
 def gradients(models: list[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
     """Of what every replica has, and of experts."""
     dense, expert = [], []
@@ -286,6 +283,8 @@ def clip_gradients(models: list[nn.Module], max_norm: float, device: torch.devic
 def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
         squares += tensor.double().square().sum()
     return squares
 
@@ -302,11 +301,26 @@ def setup() -> torch.device:
     return device
 
 
+def initialize_model_parallel(args: argparse.Namespace, device: torch.device) -> None:
+    pp_size, shard_size = args.pipeline_model_parallel_size, args.data_parallel_shard_size
+    vp_size, ep_size = args.num_virtual_stages_per_pipeline_rank, args.expert_model_parallel_size
+    if shard_size == 1:
+        parallel_state.initialize_model_parallel(pp_size, vp_size, ep_size)
+        return
+    num_groups, rest = divmod(dist.get_world_size(), pp_size * shard_size)
+    if rest or not num_groups or args.num_experts is not None:
+        raise ValueError(
+            f"--data-parallel-shard-size {shard_size} takes a multiple of {pp_size} x {shard_size} ranks, of which "
+            f"there are {dist.get_world_size()}, and a model without --num-experts."
+        )
+    names = ("pp", "dp_replicate", "dp_shard")
+    mesh = init_device_mesh(device.type, (pp_size, num_groups, shard_size), mesh_dim_names=names)
+    parallel_state.initialize_from_mesh(mesh, vp_size)
+
+
 def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     """Returns the losses of the iterations that were logged."""
-    parallel_state.initialize_model_parallel(
-        args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank, args.expert_model_parallel_size
-    )
+    initialize_model_parallel(args, device)
     torch.manual_seed(args.seed + dist.get_rank())  # dropout
     console = Console(quiet=dist.get_rank() != 0, highlight=False, soft_wrap=True)
     trainer = Trainer(args, device)

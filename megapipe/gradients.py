@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .config import PipelineConfig
+from .fsdp import ShardedChunks
 from .weight_grad.putting_off import visit_gradient_nodes
 
 __all__ = ["GradientSync", "finalize_gradients"]
@@ -24,12 +25,19 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 
     Args:
         is_split: the schedule splits backwards, so that gradients become complete in a W.
+        sharded: the chunks whose gradients torch's FSDP2 reduces.
     """
 
     def __init__(
-        self, config: PipelineConfig, models: Sequence[nn.Module], num_microbatches: int, is_split: bool
+        self,
+        config: PipelineConfig,
+        models: Sequence[nn.Module],
+        num_microbatches: int,
+        is_split: bool,
+        sharded: ShardedChunks | None = None,
     ) -> None:
         self._models = models
+        self._sharded = sharded
         self._is_split = is_split
         self._num_microbatches = num_microbatches
         per_chunk = isinstance(config.no_sync_func, (list, tuple))
@@ -37,6 +45,8 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         self._no_sync = list(config.no_sync_func) if per_chunk else [config.no_sync_func]
         self._contexts = [ExitStack() for _ in self._no_sync]
         self._grad_sync = _one_per_chunk(config.grad_sync_func, len(models))
+        self._complete: set[int] = set()  # chunks
+        self._to_release = list(range(len(models)))
         self._param_sync = _one_per_chunk(config.param_sync_func, len(models))
 
     def __enter__(self) -> GradientSync:
@@ -67,18 +77,36 @@ class GradientSync(AbstractContextManager["GradientSync"]):
     def last_gradients(self, chunk: int, in_w: bool) -> Iterator[None]:
         """Around the computation that completes the gradients of `chunk`: its last backward, or with `in_w` its last W.
         There those who watch autograd's nodes have missed the end, and autograd passes by once more."""
-        context = min(chunk, len(self._contexts) - 1)
-        grad_sync = self._grad_sync[chunk]
-        if grad_sync is None:
+        context = self._context_of(chunk)
+        if self._grad_sync[chunk] is None:
             self._contexts[context].close()  # the model's own hooks fire during the backward
             yield
             if in_w and self._no_sync[context] is not None:
                 visit_gradient_nodes([p for p in self._models[chunk].parameters() if p.requires_grad])
+            self._hold(context)
         else:
             yield
+        self._complete.add(chunk)
+        # From the last chunk to the first, as backwards end: replicas whose Ws were tuned apart may complete them in
+        # different orders, but must reduce in the same.
+        while self._to_release and self._to_release[-1] in self._complete:
+            self._release(self._to_release.pop())
+
+    def _release(self, chunk: int) -> None:
+        """Start to reduce the gradients of a chunk."""
+        if self._sharded is not None:
+            self._sharded.reduce(chunk)
+        grad_sync = self._grad_sync[chunk]
+        if grad_sync is not None:
+            if self._sharded is not None:
+                self._sharded.wait()  # both may use the same process group, in the same order on every replica
+            context = self._context_of(chunk)
             self._contexts[context].close()
             grad_sync(self._models[chunk].parameters())
-        self._hold(context)
+            self._hold(context)
+
+    def _context_of(self, chunk: int) -> int:
+        return min(chunk, len(self._contexts) - 1)
 
     def _hold(self, context: int) -> None:
         no_sync = self._no_sync[context]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Groups", "after_forward", "before_forward", "check_config", "find_groups"]
 
@@ -24,6 +25,8 @@ class Groups(NamedTuple):
     """The ranks that share out the experts of a stage; None where each rank has all of them."""
     expert_data: dist.ProcessGroup | None = None
     """The ranks that hold the same experts; None where these are the replicas in `data`."""
+    data_mesh: DeviceMesh | None = None
+    """The replicas in `data` as the mesh they were made from, if they were."""
 
 
 find_groups: list[Callable[[], Groups | None]] = []

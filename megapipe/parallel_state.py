@@ -2,12 +2,18 @@
 
 Ranks are numbered with the pipeline outermost: with 2 replicas of 4 stages, ranks 0 2 4 6 are one pipeline and ranks
 0 1 hold replicas of the same stage. Neighbouring stages are then on different nodes only where they must be, and the
-replicas, which exchange most, are close. Experts are shared out among consecutive replicas.
+replicas, which exchange most, are close. Experts are shared out among consecutive replicas. Who wants another order, or
+replicas that are sharded in part, describes them by a DeviceMesh.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import hooks
 from .hooks import Groups
@@ -15,6 +21,7 @@ from .hooks import Groups
 __all__ = [
     "destroy_model_parallel",
     "get_data_parallel_group",
+    "get_data_parallel_mesh",
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
     "get_expert_data_parallel_group",
@@ -25,6 +32,7 @@ __all__ = [
     "get_pipeline_model_parallel_rank",
     "get_pipeline_model_parallel_world_size",
     "get_virtual_pipeline_model_parallel_world_size",
+    "initialize_from_mesh",
     "initialize_model_parallel",
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
@@ -51,10 +59,7 @@ def initialize_model_parallel(
     torch.distributed is initialised or a second time.
     """
     global _groups
-    if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first.")
-    if _groups is not None:
-        raise RuntimeError("model parallelism is initialised already: call destroy_model_parallel() first.")
+    _check_uninitialized()
     world_size = dist.get_world_size()
     sizes = (pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, expert_model_parallel_size)
     everybody: list[tuple[int, int | None, int]] = [sizes] * world_size
@@ -93,6 +98,44 @@ def initialize_model_parallel(
     _groups = groups
 
 
+def initialize_from_mesh(mesh: DeviceMesh, virtual_pipeline_model_parallel_size: int | None = None) -> None:
+    """Take the process groups from a mesh of all ranks. Every rank calls it, with the same mesh:
+
+        mesh = init_device_mesh("cuda", (4, 2, 8), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+        parallel_state.initialize_from_mesh(mesh)
+
+    Its dimensions may come in any order, and those that are not needed be left out, but for "pp":
+
+    - "pp": the ranks of a pipeline.
+    - "dp": its replicas. Or in its place "dp_replicate" and then "dp_shard", or one of the two: parameters are sharded
+      among the ranks along "dp_shard", and these groups are replicas of each other.
+    - "ep": more replicas, among which the experts of each stage are shared out. Those along the "dp" dimensions hold
+      the same ones.
+    - "tp": ranks that share out the tensors of a stage. Each has groups of its own; the rest is the model's business.
+
+    Args:
+        virtual_pipeline_model_parallel_size: chunks per rank, for schedules that leave it open.
+
+    Raises ValueError where the mesh has no "pp", a dimension with another name, or not all ranks; RuntimeError when
+    called before torch.distributed is initialised or a second time.
+    """
+    global _groups
+    _check_uninitialized()
+    names = _checked_names(mesh)
+    sharded = [name for name in names if name in ("dp", "dp_replicate", "dp_shard")]
+    experts = [name for name in names if name == "ep" and mesh.size(names.index(name)) > 1]
+    data_mesh = mesh[tuple(sharded)] if sharded and "ep" not in names else None
+    groups = Groups(
+        _mesh_group(mesh, ["pp"]),
+        _mesh_group(mesh, [name for name in names if name in (*sharded, "ep")]),
+        virtual_pipeline_model_parallel_size,
+        data_mesh=data_mesh,
+    )
+    if experts:
+        groups = groups._replace(expert=_mesh_group(mesh, experts), expert_data=_mesh_group(mesh, sharded))
+    _groups = groups
+
+
 def destroy_model_parallel() -> None:
     """Forget the groups. The processes' communicators go with torch.distributed's."""
     global _groups
@@ -123,6 +166,20 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 def get_data_parallel_group() -> dist.ProcessGroup:
     return _existing_groups().data
+
+
+def get_data_parallel_mesh() -> DeviceMesh:
+    """The replicas of this rank's stages as a mesh, which `fully_shard` takes: one dimension, or "dp_replicate" and
+    "dp_shard" where `initialize_from_mesh` was given both, and no "ep"."""
+    groups = _existing_groups()
+    if groups.data_mesh is not None:
+        return groups.data_mesh
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    default = "cpu" if accelerator is None else accelerator.type
+    devices = dist.Backend.default_device_backend_map.items()
+    backend = dist.get_backend(groups.data)
+    device_type = next((device for device, name in devices if name == backend), default)
+    return DeviceMesh.from_group(groups.data, device_type, mesh_dim_names=("dp",))
 
 
 def get_data_parallel_world_size() -> int:
@@ -174,6 +231,55 @@ def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:
             own = group
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def _check_uninitialized() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first.")
+    if _groups is not None:
+        raise RuntimeError("model parallelism is initialised already: call destroy_model_parallel() first.")
+
+
+_MESH_NAMES = ("pp", "dp", "dp_replicate", "dp_shard", "ep", "tp")
+
+
+def _checked_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    names = mesh.mesh_dim_names or ()
+    unknown = [name for name in names if name not in _MESH_NAMES]
+    if "pp" not in names or unknown:
+        raise ValueError(
+            f"the dimensions of the mesh are named {', '.join(names) or 'nothing'}, but must be pp and any of "
+            f'{", ".join(_MESH_NAMES[1:])}: name them by mesh_dim_names, and flatten others into "dp_shard" or "tp".'
+        )
+    if "dp" in names and ("dp_replicate" in names or "dp_shard" in names):
+        raise ValueError('the mesh has "dp" beside "dp_replicate" or "dp_shard", which are its parts: leave it out.')
+    if "dp_replicate" in names and "dp_shard" in names and names.index("dp_replicate") > names.index("dp_shard"):
+        raise ValueError(
+            'the mesh has "dp_shard" before "dp_replicate", but fully_shard needs them the other way: swap.'
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"the mesh has {mesh.size()} ranks ({' x '.join(map(str, mesh.mesh.shape))}), but there are "
+            f"{dist.get_world_size()}: make one of all."
+        )
+    if any(bool((mesh.mesh.diff(dim=dim) < 0).any()) for dim in range(mesh.ndim)):
+        raise ValueError(
+            f"the ranks of the mesh, {mesh.mesh.tolist()}, do not grow along its dimensions, as they do in process "
+            "groups: make it by init_device_mesh."
+        )
+    return names
+
+
+def _mesh_group(mesh: DeviceMesh, wanted: Sequence[str]) -> dist.ProcessGroup:
+    """The group of the ranks that differ from this one only along the dimensions `wanted`."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    if len(wanted) == 1:
+        return mesh.get_group(wanted[0])
+    dims = [names.index(name) for name in wanted]
+    others = [dim for dim in range(mesh.ndim) if dim not in dims]
+    size = math.prod(mesh.mesh.shape[dim] for dim in dims)
+    return _own_group(mesh.mesh.permute(*others, *dims).reshape(-1, size).tolist())
 
 
 def _needs_groups() -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .boundary import Boundary
+from .fsdp import ShardedChunks
 from .gradients import GradientSync
 from .p2p_communication import Communicator, Transfer
 from .pairs import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run_pair, run_pair_by_hook
@@ -57,6 +58,7 @@ class Pipeline(Verbs):
     Args:
         communicator, watchdog: None for a pipeline of one rank.
         gradient_sync: None where nothing is trained.
+        sharded: the chunks that are sharded by torch's FSDP2, if any.
         partial_checkpoints: (n, window): of every `window` forwards on this rank the first n recompute only in part.
         weight_counts: how many Ws to run before each F and B, in the order of the Bs, wherever the schedule has them;
             the rest at the end. None for the schedule's own places.
@@ -75,6 +77,7 @@ class Pipeline(Verbs):
         communicator: Communicator | None,
         watchdog: Watchdog | None,
         gradient_sync: GradientSync | None,
+        sharded: ShardedChunks | None,
         partial_checkpoints: tuple[int, int] | None,
         settings: Settings,
         weight_counts: Sequence[int] | None,
@@ -88,6 +91,7 @@ class Pipeline(Verbs):
         self._watchdog = watchdog
         self._position = Position() if watchdog is None else watchdog.position
         self._gradient_sync = gradient_sync
+        self._sharded = sharded
         self._partial_checkpoints = partial_checkpoints
         self._num_forwards = 0
         self._weight_counts = None if weight_counts is None else iter(weight_counts)
@@ -106,8 +110,7 @@ class Pipeline(Verbs):
         this = self._chunks[chunk]
         received = this.inputs.popleft()
         with self._at(Action(this.stage.info.index, "F", microbatch)):
-            if self._gradient_sync is not None:
-                self._gradient_sync.before_forward(chunk, microbatch, self.num_backwards_left(chunk))
+            self._before_forward(chunk, microbatch)
             if received is not None:
                 self._wait(received, "the forward input", microbatch, this.below)
             output, in_flight = this.stage.forward(received, microbatch, *self._checkpoint_argument())
@@ -195,10 +198,11 @@ class Pipeline(Verbs):
             this.num_grads_sent_early += 1
         with self._around_gradients(chunk, in_w=True):
             this.stage.backward_weights(put_off)
+            if self._sharded is not None:
+                self._sharded.after_weights(chunk)
 
     def _begin_forward(self, chunk: int) -> Forward:
         """The forward of an overlapped pair, up to where it is to be run. When done, it is sent at once."""
-        assert self._gradient_sync is not None
         microbatch = self._advance("forward_step", chunk)
         this = self._chunks[chunk]
         received = this.inputs.popleft()
@@ -212,10 +216,16 @@ class Pipeline(Verbs):
                 self._send_early(this)
 
         with self._at(Action(this.stage.info.index, "F", microbatch)):
-            self._gradient_sync.before_forward(chunk, microbatch, self.num_backwards_left(chunk))
+            self._before_forward(chunk, microbatch)
             if received is not None:
                 self._wait(received, "the forward input", microbatch, this.below)
             return Forward(this.stage, received, microbatch, self._checkpoint_argument(), done)
+
+    def _before_forward(self, chunk: int, microbatch: int) -> None:
+        if self._sharded is not None:
+            self._sharded.before_forward(chunk, microbatch)
+        if self._gradient_sync is not None:
+            self._gradient_sync.before_forward(chunk, microbatch, self.num_backwards_left(chunk))
 
     def _send_early(self, chunk: Chunk) -> None:
         chunk.above.send_output(chunk.outputs.popleft())
@@ -238,6 +248,8 @@ class Pipeline(Verbs):
         microbatch, put_off = this.put_off.popleft()
         with self._at(Action(this.stage.info.index, "W", microbatch)), self._around_gradients(chunk, in_w=True):
             this.stage.backward_weights(put_off)
+            if self._sharded is not None:
+                self._sharded.after_weights(chunk)
 
     def _around_gradients(self, chunk: int, in_w: bool = False) -> AbstractContextManager[Any]:
         """Around what may be the last to come to the gradients of the chunk."""

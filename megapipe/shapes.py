@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .config import PipelineConfig
+from .fsdp import output_dtype
 from .p2p_communication import MessageSpec, TensorSpec, pack
 from .placement import StageInfo
 from .stage import find_attribute
@@ -110,4 +111,5 @@ def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[in
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = output_dtype(model)
+    return dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -20,6 +20,7 @@ from torch import nn
 from . import hooks, parallel_state
 from .boundary import boundaries_around
 from .config import PipelineConfig
+from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
 from .overlap.parts import find_forward_parts
 from .p2p_communication import MessageSpec
@@ -127,6 +128,8 @@ class ForwardBackward(Schedule):
         _check(step, stages)
         if config.max_in_flight is not None:
             _plan(self, pp_size, step.num_microbatches, len(stages), config.settings)  # refuses what it cannot keep to
+        is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
+        sharded = ShardedChunks.find(step.models, step.forward_only, is_reduced)
         specs = _specs(step, shapes, stages, self.placement, pp_rank, pp_size)
         tuner = self._begin_tuning(step, session)
         settings = config.settings if tuner is None else tuner.settings
@@ -151,7 +154,7 @@ class ForwardBackward(Schedule):
             sizes = (pp_size, step.num_microbatches, len(stages), config.settings)
             in_parts = any(find_forward_parts(module) is not None for module in step.models)
             is_split = config.no_sync_func is not None and (in_parts or _splits_backward(self, *sizes))
-            gradient_sync = GradientSync(config, step.models, step.num_microbatches, is_split)
+            gradient_sync = GradientSync(config, step.models, step.num_microbatches, is_split, sharded)
         record = self._begin_record(step, tuner)
         pipe = Pipeline(
             [
@@ -166,12 +169,17 @@ class ForwardBackward(Schedule):
             communicator=communicator,
             watchdog=None if session is None else session.watchdog,
             gradient_sync=gradient_sync,
+            sharded=sharded,
             partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size, settings),
             settings=settings,
             weight_counts=None if tuner is None else tuner.counts,
             record=record,
         )
-        with _timed(config), torch.no_grad() if step.forward_only else gradient_sync or nullcontext():
+        with (
+            _timed(config),
+            sharded or nullcontext(),
+            torch.no_grad() if step.forward_only else gradient_sync or nullcontext(),
+        ):
             reports: list[Any] = self.loops(pipe)
         if reports is not step.results:
             raise ScheduleError(f"{self.name} did not end with `return pipe.finish()`.")

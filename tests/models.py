@@ -73,7 +73,8 @@ class Stage(nn.Module):
     def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
         x = self.input_tensor if self.embedding is None else self.embedding(tokens)
         for name, layer in self.layers.items():
-            torch.manual_seed(1000 * seed + int(name))  # dropout draws alike wherever the layer runs
+            if layer.dropout.p:
+                torch.manual_seed(1000 * seed + int(name))  # dropout draws alike wherever the layer runs
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
         return x if self.head is None else self.head(x)
 

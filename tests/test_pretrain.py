@@ -50,8 +50,9 @@ def test_same_losses_for_every_pipeline_size(ranks: RankPool, text: str) -> None
 def test_replicas(ranks: RankPool, text: str) -> None:
     """Two pipelines of two stages average their gradients: the same up to the order of a sum."""
     (expected,) = ranks.run(1, pretrain, 1, text)
-    for losses in ranks.run(4, pretrain, 2, text):
-        assert losses == pytest.approx(expected, rel=1e-5)
+    for options in ("", "--data-parallel-shard-size 2", "--data-parallel-shard-size 2 --schedule zbv"):
+        for losses in ranks.run(4, pretrain, 2, f"{text} {options}"):
+            assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_checkpoint_goes_on_at_another_pipeline_size(ranks: RankPool, text: str, tmp_path: Path) -> None:
@@ -83,6 +84,8 @@ def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:
 
     for result in ranks.run(2, pretrain, 2, f"{text} --global-batch-size 7", errors=True):
         assert "--global-batch-size 7 is no multiple of --micro-batch-size 2 times 1 replicas" in message(result)
+    for result in ranks.run(2, pretrain, 2, f"{text} --data-parallel-shard-size 2", errors=True):
+        assert "--data-parallel-shard-size 2 takes a multiple of 2 x 2 ranks, of which there are 2" in message(result)
 
 
 def test_through_torchrun(text: str, tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Replicas of a pipeline, each with data of its own, and the one process that they are compared with: it computes the
+gradients of each replica one after the other, and averages them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models import Stage, batches, build, loss_of, run
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import StageInfo, parallel_state
+
+NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 2, 20
+SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
+
+
+def adamw(chunks: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [p for chunk in chunks for p in chunk.parameters()], lr=1e-2, weight_decay=0.1, foreach=True
+    )
+
+
+def replica_gradients(model: nn.Module, replica: int, num_replicas: int, step: int, m: int) -> list[Tensor | None]:
+    model.zero_grad()
+    for batch in batches(m, num_replicas * step + replica):
+        (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / m).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def average(gradients: list[list[Tensor | None]]) -> list[Tensor | None]:
+    """Over replicas, as they would be added: a replica that has none counts as zeros."""
+    averaged: list[Tensor | None] = []
+    for grads in zip(*gradients):
+        some = [grad for grad in grads if grad is not None]
+        averaged.append(sum(some[1:], some[0].clone()) / len(grads) if some else None)
+    return averaged
+
+
+@functools.cache
+def reference(
+    deferred: bool, num_replicas: int = 2, num_steps: int = NUM_STEPS
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Of every step the gradients, and the parameters at the end."""
+    model = Stage(StageInfo(0, 1), NUM_LAYERS, deferred=deferred)
+    optimizer = adamw([model])
+    gradients = []
+    for step in range(num_steps):
+        all_replicas = [
+            replica_gradients(model, replica, num_replicas, step, NUM_MICROBATCHES) for replica in range(num_replicas)
+        ]
+        for parameter, grad in zip(model.parameters(), average(all_replicas)):
+            parameter.grad = grad
+        optimizer.step()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    return gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train_and_compare(
+    schedule: str,
+    chunks: list[Stage],
+    local: Callable[[Tensor], Tensor],
+    atol: float = 0.0,
+    num_steps: int = NUM_STEPS,
+    around_step: Callable[[], Any] = lambda: None,
+) -> None:
+    """Gradients and parameters of every step are those of the reference.
+
+    Args:
+        local: the plain tensor that a parameter or gradient stands for.
+        around_step: called after each step.
+    """
+    num_replicas = parallel_state.get_data_parallel_world_size()
+    gradients, final = reference(schedule in SPLIT, num_replicas, num_steps)
+    optimizer = adamw(chunks)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        seed = num_replicas * step + parallel_state.get_data_parallel_rank()
+        run(schedule, chunks, NUM_MICROBATCHES, seed=seed)
+        around_step()
+        if step in (0, num_steps - 1):  # what lies between shows in the parameters
+            for chunk in chunks:
+                for name, parameter in chunk.named_parameters():
+                    assert_close(local(parameter.grad), gradients[step][name], atol, f"{schedule}, gradient of {name}")
+        optimizer.step()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            assert_close(local(parameter), final[name], atol, f"{schedule}, {name}")
+
+
+def assert_close(found: Tensor, expected: Tensor, atol: float, what: str) -> None:
+    is_same = torch.equal(found, expected) if not atol else torch.allclose(found, expected, rtol=0, atol=atol)
+    assert is_same, f"{what}: {(found - expected).abs().max()}"
+
+
+def build_replicas(schedule: str, pp_size: int, **options: Any) -> list[Stage]:
+    num_chunks = 2 if schedule in ("looped_bfs", "interleaved_1f1b", "interleaved_zb1p") else None
+    return build(schedule, pp_size, NUM_LAYERS, num_chunks, deferred=schedule in SPLIT, **options)

@@ -1,0 +1,194 @@
+"""Replicas without sharding: gradients are averages, reduced while other chunks compute."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stage, run
+from ranks import RankPool
+from replicas import SCHEDULES, average, build_replicas, replica_gradients, train_and_compare
+from torch import Tensor, nn
+
+from megapipe import PipelineConfig, StageInfo, parallel_state
+from megapipe.data_parallel import GradientReducer
+from megapipe.gradients import GradientSync
+
+
+def replicated(schedule: str, pp_size: int, **options: Any) -> tuple[list[Stage], GradientReducer]:
+    chunks = build_replicas(schedule, pp_size)
+    reducer = GradientReducer(chunks, **options)
+    for chunk in chunks:
+        chunk.config.grad_sync_func = reducer.start
+        chunk.config.finalize_model_grads_func = reducer.finish
+    return chunks, reducer
+
+
+def all_schedules(rank: int) -> None:
+    for schedule in SCHEDULES:
+        chunks, _ = replicated(schedule, 2)
+        train_and_compare(schedule, chunks, lambda tensor: tensor)
+
+
+def test_training_is_that_of_one_process(ranks: RankPool) -> None:
+    """Two replicas of two stages: bit for bit, since the sum of two does not depend on their order."""
+    ranks.run(4, all_schedules)
+
+
+class Log:
+    """What is called of torch.distributed, and what the pipeline does around it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        all_reduce = dist.all_reduce
+
+        def logged(tensor: Tensor, **options: Any) -> Any:
+            assert options["async_op"]
+            self.sizes.append(tensor.numel())
+            return all_reduce(tensor, **options)
+
+        monkeypatch.setattr(dist, "all_reduce", logged)
+
+
+def buckets_and_overlap(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        log = Log(patch)
+        chunks, reducer = replicated("zbv", 2)
+        counts: list[int] = []
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = lambda models, tokens: (
+                counts.append(len(log.sizes)),
+                reducer.finish(models),
+            )
+        run("zbv", chunks, 3)
+        # One per chunk, the last chunk's first, under way before the step has ended.
+        sizes = [[p.numel() for p in chunk.parameters()] for chunk in reversed(chunks)]
+        assert log.sizes == [sum(one) + len(one) for one in sizes]
+        assert counts == [2]
+
+        log.sizes.clear()
+        _, reducer = replicated("zbv", 2, bucket_cap_mb=2**-10)  # 1 KiB: 256 numbers
+        reducer.finish(chunks)
+        assert max(log.sizes) == 512 + 1  # a matrix by itself
+        assert sum(log.sizes) == sum(sum(one) + len(one) for one in sizes)
+
+
+def test_a_reduction_per_chunk_while_others_compute(ranks: RankPool) -> None:
+    ranks.run(4, buckets_and_overlap)
+
+
+class Odd(nn.Module):
+    """A linear layer that only odd replicas use, one that nobody uses, a frozen one, and one with experts' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())  # the first replica's values are taken
+        self.odd, self.idle, self.frozen, self.expert = (nn.Linear(2, 2) for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("count", torch.tensor(dist.get_rank()))
+        for parameter in self.expert.parameters():
+            parameter.allreduce = False
+
+
+def odd_ones(rank: int) -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    model = Odd()
+    reducer = GradientReducer([model])
+    if rank == 0:
+        assert model.count == 0
+    replicas: list[Any] = [None] * 4
+    dist.all_gather_object(replicas, {name: p.detach() for name, p in model.state_dict().items()})
+    for replica, state in enumerate(replicas):
+        for name, value in state.items():
+            first = replicas[replica % 2 if name.startswith("expert") else 0]
+            assert torch.equal(value, first[name]), name
+    for _ in range(2):  # a second time into the gradients of the first, which are averages
+        model.expert.zero_grad()
+        model.expert(torch.ones(2)).sum().mul(rank).backward()
+        if rank % 2:
+            model.odd(torch.full((2,), float(rank))).sum().backward()
+        reducer.finish([model])
+    assert torch.equal(model.odd.weight.grad, torch.full((2, 2), 2 * (1.0 + 3.0) / 4))
+    assert torch.equal(model.odd.bias.grad, torch.full((2,), 2 * 2 / 4))
+    assert model.idle.weight.grad is None
+    assert model.frozen.weight.grad is None
+    assert torch.equal(model.expert.weight.grad, torch.full((2, 2), (rank % 2 + rank % 2 + 2) / 4))
+
+
+def test_unused_frozen_and_expert_parameters(ranks: RankPool) -> None:
+    ranks.run(4, odd_ones)
+
+
+class Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter, config: Any) -> None:
+        super().__init__()
+        self.weight, self.config = weight, config
+
+    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
+        self.input = input_tensor[0]
+
+
+def tied_within_a_rank(rank: int) -> None:
+    """A weight in both chunks is complete when both are."""
+    parallel_state.initialize_model_parallel()
+    weight = nn.Parameter(torch.zeros(2))
+    chunks = [Tied(weight, None), Tied(weight, None)]
+    reducer = GradientReducer(chunks)
+    for scale in (1.0, 3.0):
+        weight.grad = torch.ones(2) * scale * rank
+        reducer.start(chunks[1].parameters())
+        weight.grad += scale
+        reducer.start(chunks[0].parameters())
+        reducer.finish(chunks)
+        assert torch.equal(weight.grad, torch.full((2,), 1.5 * scale))
+
+
+def test_weights_tied_within_a_rank(ranks: RankPool) -> None:
+    ranks.run(2, tied_within_a_rank)
+
+
+def test_replicas_reduce_chunks_in_one_order() -> None:
+    """Whichever is complete first: each replica may have tuned the places of its Ws for itself."""
+    log: list[int] = []
+    chunks = [nn.Linear(1, size) for size in (1, 2, 3)]
+    config = PipelineConfig(grad_sync_func=lambda parameters: log.append(len(next(iter(parameters)))))
+    for order in ([2, 1, 0], [0, 1, 2], [1, 0, 2]):
+        log.clear()
+        with GradientSync(config, chunks, 1, True) as sync:
+            for chunk in order:
+                with sync.last_gradients(chunk, in_w=True):
+                    pass
+        assert log == [3, 2, 1]
+
+
+def mistakes(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = nn.Sequential(nn.Linear(2, 2 + rank), nn.Embedding(3, 2, sparse=True))
+    with pytest.raises(ValueError, match=r"chunk 0's 0.weight is \[2, 2\] .* replica 0 and \[3, 2\] .* on replica 1"):
+        GradientReducer([model])
+    with pytest.raises(ValueError, match="bucket_cap_mb must be positive, got 0"):
+        GradientReducer([model], bucket_cap_mb=0)
+    reducer = GradientReducer([model[1]])
+    model[1](torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"shape \[3, 2\] is sparse"):
+        reducer.finish([model])
+    with pytest.raises(ValueError, match="calculate_per_token_loss"):
+        reducer.finish([model], torch.tensor(3))
+
+
+def test_mistakes(ranks: RankPool) -> None:
+    ranks.run(2, mistakes)
+
+
+def three_replicas(rank: int) -> None:
+    """The sum of three depends on their order: equal within 1e-6."""
+    chunks, _ = replicated("no_pipelining", 1)
+    run("no_pipelining", chunks, 2, seed=rank)
+    model = Stage(StageInfo(0, 1), 4)
+    expected = average([replica_gradients(model, replica, 3, 0, 2) for replica in range(3)])
+    for parameter, want in zip(chunks[0].parameters(), expected):
+        torch.testing.assert_close(parameter.grad, want, rtol=0, atol=1e-6)
+
+
+def test_three_replicas(ranks: RankPool) -> None:
+    ranks.run(3, three_replicas)

@@ -1,0 +1,327 @@
+"""Chunks sharded by torch's fully_shard: the same training as in one process, one gather and one reduction per step."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import VOCABULARY, Stage, batches, forward_step, loss_of, run
+from ranks import RankPool
+from replicas import NUM_LAYERS, NUM_STEPS, SCHEDULES, SPLIT, average, build_replicas, train_and_compare
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+try:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+except ImportError:  # an older torch
+    replicate = None
+
+import megapipe
+from megapipe import StageInfo, parallel_state, stages_for_rank
+from megapipe.stage import Stage as RunningStage
+
+BY_LAYER = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
+
+
+def full(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def use_mesh(**shape: int) -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_from_mesh(init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape)))
+
+
+def shard(chunks: list[Stage], by_layer: bool = True, **options: Any) -> list[Stage]:
+    """As users do: each layer, and the whole chunk with what is left."""
+    for chunk in chunks:
+        for layer in chunk.layers.values() if by_layer else ():
+            fully_shard(layer, mesh=parallel_state.get_data_parallel_mesh(), **options)
+        fully_shard(chunk, mesh=parallel_state.get_data_parallel_mesh(), **options)
+    return chunks
+
+
+def full_shard(rank: int) -> None:
+    use_mesh(pp=2, dp=2)
+    for schedule in SCHEDULES:
+        train_and_compare(schedule, shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER), full)
+
+
+def hybrid(rank: int) -> None:
+    for shape in ({"dp_replicate": 1, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}):
+        use_mesh(pp=2, **shape)
+        for schedule in SCHEDULES:
+            chunks = shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER)
+            train_and_compare(schedule, chunks, full, num_steps=NUM_STEPS if schedule == "zbv" else 2)
+    if replicate is not None:
+        use_mesh(pp=2, dp=2)
+        for schedule in ("1f1b", "zbv"):
+            chunks = build_replicas(schedule, 2)
+            for chunk in chunks:
+                replicate(chunk, mesh=parallel_state.get_data_parallel_mesh())
+            train_and_compare(schedule, chunks, full, num_steps=2)
+    use_mesh(pp=1, dp_replicate=2, dp_shard=2)
+    for schedule in ("1f1b", "zbv"):  # the sum of four depends on their order
+        train_and_compare(schedule, shard(build_replicas(schedule, 1)), full, atol=1e-6, num_steps=2)
+
+
+@pytest.mark.parametrize("kind", [full_shard, hybrid])
+def test_training_is_that_of_one_process(ranks: RankPool, kind: Callable[[int], None]) -> None:
+    ranks.run(4, kind)
+
+
+class Counts:
+    """The collectives of FSDP2, with their sizes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.gathers: list[int] = []
+        self.reductions: list[int] = []
+        self.before_reduction: Callable[[], Any] = lambda: None
+        names = ("all_gather_single", "reduce_scatter_single")
+        if not hasattr(dist, names[0]):  # torch before 2.13
+            names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+        gather, reduce = (getattr(dist, name) for name in names)
+
+        def logged_gather(output: Tensor, *args: Any, **options: Any) -> Any:
+            self.gathers.append(output.numel())
+            assert options["async_op"]
+            return gather(output, *args, **options)
+
+        def logged_reduce(*args: Any, **options: Any) -> Any:
+            self.reductions.append(options["input"].numel())
+            assert threading.current_thread() is not threading.main_thread()
+            self.before_reduction()
+            return reduce(*args, **options)
+
+        patch.setattr(dist, names[0], logged_gather)
+        patch.setattr(dist, names[1], logged_reduce)
+
+
+def counted(rank: int) -> None:
+    use_mesh(pp=2, dp=2)
+    with pytest.MonkeyPatch.context() as patch:
+        counts = Counts(patch)
+        for schedule in SCHEDULES:
+            for by_layer in (False, True) if schedule == "zbv" else (True,):
+                chunks = shard(build_replicas(schedule, 2), by_layer)
+                sizes = [sum(p.numel() for p in chunk.parameters()) for chunk in chunks]
+                num_modules = (
+                    len(chunks)
+                    if not by_layer
+                    else sum(len(chunk.layers) + (chunk.info.is_first or chunk.info.is_last) for chunk in chunks)
+                )
+                counts.gathers.clear(), counts.reductions.clear()
+                for num_steps in (1, 2):
+                    run(schedule, chunks, 3)
+                    assert len(counts.gathers) == len(counts.reductions) == num_steps * num_modules, schedule
+                assert sum(counts.gathers) >= 2 * sum(sizes)
+                counts.gathers.clear(), counts.reductions.clear()
+                run(schedule, chunks, 3, forward_only=True)
+                assert (len(counts.gathers), counts.reductions) == (num_modules, [])
+                assert all(isinstance(p, DTensor) for chunk in chunks for p in chunk.parameters())
+
+
+def test_one_gather_and_one_reduction_per_chunk_and_step(ranks: RankPool) -> None:
+    ranks.run(4, counted)
+
+
+def overlapped(rank: int) -> None:
+    """The reduction of the last chunk waits here for the first chunk's last W: it must be under way beside it."""
+    use_mesh(pp=2, dp=2)
+    chunks = shard(build_replicas("zbv", 2), by_layer=False)
+    ended = threading.Event()
+    done: list[int] = []
+    backward_weights = RunningStage.backward_weights
+
+    def logged(self: RunningStage, put_off: Any) -> None:
+        backward_weights(self, put_off)
+        done.append(self.info.index)
+        if done.count(chunks[0].info.index) == 3:
+            ended.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunningStage, "backward_weights", logged)
+        counts = Counts(patch)
+        waited: list[bool] = []
+        counts.before_reduction = lambda: waited.append(ended.wait(30))
+        run("zbv", chunks, 3)
+    assert waited == [True, True]
+
+
+def test_reductions_run_beside_the_rest_of_the_step(ranks: RankPool) -> None:
+    ranks.run(4, overlapped)
+
+
+def low_precision(rank: int) -> None:
+    """Computed in bfloat16, gradients of microbatches and replicas added in float32."""
+    use_mesh(pp=2, dp=2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for schedule in ("1f1b", "interleaved_1f1b", "zb1p", "zbv"):
+        chunks = shard(build_replicas(schedule, 2), mp_policy=policy)
+        run(schedule, chunks, 3, seed=parallel_state.get_data_parallel_rank())
+        model = Stage(StageInfo(0, 1), NUM_LAYERS, deferred=schedule in SPLIT).bfloat16()
+        gradients = []
+        for replica in range(2):
+            sums = [torch.zeros(p.shape) for p in model.parameters()]
+            for batch in batches(3, replica):
+                model.zero_grad()
+                (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / 3).backward()
+                for total, parameter in zip(sums, model.parameters()):
+                    total += parameter.grad
+            gradients.append(sums)
+        expected = dict(zip(dict(model.named_parameters()), average(gradients)))
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert parameter.dtype == parameter.grad.dtype == torch.float32
+                assert torch.equal(full(parameter.grad), expected[name]), f"{schedule}, {name}"
+
+
+def test_mixed_precision(ranks: RankPool) -> None:
+    ranks.run(4, low_precision)
+
+
+class Odd(Stage):
+    """With a layer that only the second replica uses, in some microbatches; one that nobody uses; a frozen one."""
+
+    def __init__(self, info: StageInfo, **options: Any) -> None:
+        super().__init__(info, NUM_LAYERS, **options)
+        torch.manual_seed(5)
+        self.idle = nn.Linear(3, 3)
+        self.odd = nn.Linear(VOCABULARY, VOCABULARY)
+        megapipe.weight_grad.convert(self.odd)
+        if "1" in self.layers:
+            self.layers["1"].requires_grad_(False)
+
+    def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
+        x = super().forward(tokens, seed)
+        return x + self.odd(x) if self.info.is_last and seed >= 100 and seed % 2 else x
+
+
+def odd_ones(rank: int) -> None:
+    use_mesh(pp=2, dp=2)
+    replica = parallel_state.get_data_parallel_rank()
+    for schedule in ("1f1b", "zb1p", "zbv"):
+        options = {"recompute": True, "deferred": schedule in SPLIT}
+        chunks = [Odd(info, **options) for info in stages_for_rank(schedule)]
+        for chunk in chunks:
+            fully_shard(chunk.odd, mesh=parallel_state.get_data_parallel_mesh())
+        shard(chunks)
+        model = Odd(StageInfo(0, 1), **options)
+        gradients = [replica_gradients(model, one) for one in range(2)]
+        expected = dict(zip(dict(model.named_parameters()), average(gradients)))
+        for step in range(3):
+            if step == 2:  # twice into the same gradients
+                run(schedule, chunks, 4, seed=replica)
+                expected = {name: None if grad is None else 2 * grad for name, grad in expected.items()}
+            else:
+                for chunk in chunks:
+                    chunk.zero_grad()
+                run(schedule, chunks, 4, seed=replica)
+            for chunk in chunks:
+                for name, parameter in chunk.named_parameters():
+                    want = None if name.startswith("odd") and not chunk.info.is_last else expected[name]
+                    if want is None:
+                        assert parameter.grad is None, f"{schedule}, {name}"
+                    else:
+                        assert torch.equal(full(parameter.grad), want), f"{schedule}, {name}"
+
+
+def replica_gradients(model: nn.Module, replica: int, num_calls: int = 1) -> list[Tensor | None]:
+    model.zero_grad()
+    for batch in itertools.chain(*(batches(4, replica) for _ in range(num_calls))):
+        (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / 4).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_recomputed_unused_and_frozen(ranks: RankPool) -> None:
+    ranks.run(4, odd_ones)
+
+
+def after_a_failure(rank: int) -> None:
+    """The failed step leaves no gradients behind, and the next one finds everything in place."""
+    use_mesh(pp=1, dp=2)
+    num_calls = 0
+
+    def failing(data_iterator: Any, model: nn.Module) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        output, loss_func = forward_step(data_iterator, model)
+        if num_calls % 2 == 0:
+            raise ZeroDivisionError("a mistake")
+        return output, loss_func
+
+    for schedule in ("1f1b", "zb1p"):
+        chunks = shard(build_replicas(schedule, 1))
+        with pytest.raises(ZeroDivisionError):
+            run(schedule, chunks, 3, forward_step_func=failing)
+        train_and_compare(schedule, chunks, full, num_steps=2)
+
+
+def test_a_step_after_one_that_failed(ranks: RankPool) -> None:
+    ranks.run(2, after_a_failure)
+
+
+def accumulated(rank: int) -> None:
+    """Over two calls, reduced in the second: as one call would with the microbatches of both."""
+    use_mesh(pp=2, dp=2)
+    replica = parallel_state.get_data_parallel_rank()
+    for schedule in ("1f1b", "zbv"):
+        chunks = shard(build_replicas(schedule, 2))
+        for is_last in (False, True):
+            for chunk in chunks:
+                chunk.set_requires_gradient_sync(is_last)
+                chunk.set_reshard_after_backward(is_last)
+            run(schedule, chunks, 4, seed=replica)
+        model = Stage(StageInfo(0, 1), NUM_LAYERS, deferred=schedule in SPLIT)
+        gradients = [replica_gradients(model, one, num_calls=2) for one in range(2)]
+        expected = dict(zip(dict(model.named_parameters()), average(gradients)))
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert torch.equal(full(parameter.grad), expected[name]), f"{schedule}, {name}"
+
+
+def test_accumulated_over_calls(ranks: RankPool) -> None:
+    ranks.run(4, accumulated)
+
+
+class Fsdp1(FullyShardedDataParallel):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+def mistakes(rank: int) -> None:
+    use_mesh(pp=1, dp=2)
+    mesh = parallel_state.get_data_parallel_mesh()
+
+    def message(chunk: nn.Module, kind: type[Exception] = ValueError, **options: Any) -> str:
+        with pytest.raises(kind, match=r".") as error:
+            run("no_pipelining", [chunk], 1, **options)
+        return str(error.value)
+
+    (chunk,) = build_replicas("no_pipelining", 1)
+    fully_shard(chunk.layers["0"], mesh=mesh)
+    assert "layers.1.norm.weight of chunk 0 is in no module of fully_shard" in message(chunk)
+    run("no_pipelining", [chunk], 1, forward_only=True)
+    chunk.config.finalize_model_grads_func = lambda models, tokens: None
+    run("no_pipelining", [chunk], 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(type(chunk.layers["0"]._get_fsdp_state()), "_root_post_backward_final_callback")
+        expected = f"fully_shard of torch {torch.__version__} is not as megapipe knows it"
+        assert expected in message(chunk, RuntimeError)
+    chunk.wrapped = Fsdp1()
+    assert "chunk 0 holds a FullyShardedDataParallel" in message(chunk)
+
+    (chunk,) = build_replicas("no_pipelining", 1)
+    whole = nn.Sequential(fully_shard(chunk, mesh=mesh), nn.Linear(2, 2))
+    fully_shard(whole, mesh=mesh)._get_fsdp_state()._lazy_init()
+    assert "FSDPStage is part of another module of fully_shard: call fully_shard on each chunk" in message(chunk)
+
+
+def test_mistakes(ranks: RankPool) -> None:
+    ranks.run(2, mistakes)
