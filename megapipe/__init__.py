@@ -4,6 +4,7 @@ from . import parallel_state, weight_grad
 
 from . import schedules, zero_bubble, dualpipe  # noqa: F401  # isort: skip  # registered in this order
 from . import integrations as integrations
+from .clipping import clip_grad_norm_
 from .config import PipelineConfig
 from .placement import StageInfo, distribute_layers
 from .recording import TimelineRecorder
@@ -19,6 +20,7 @@ __all__ = [
     "PipelineError",
     "StageInfo",
     "TimelineRecorder",
+    "clip_grad_norm_",
     "distribute_layers",
     "get_forward_backward_func",
     "parallel_state",
