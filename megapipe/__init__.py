@@ -6,11 +6,13 @@ from . import schedules, zero_bubble, dualpipe  # noqa: F401  # isort: skip  # r
 from . import integrations as integrations
 from .clipping import clip_grad_norm_
 from .config import PipelineConfig
+from .gradients import divide_by_num_tokens
 from .placement import StageInfo, distribute_layers
 from .recording import TimelineRecorder
 from .registry import schedule_names
 from .schedules import get_forward_backward_func
 from .step import schedule, stages_for_rank
+from .tied_weights import TiedWeights
 from .watchdog import PipelineError
 
 __version__ = "0.1.0"
@@ -19,9 +21,11 @@ __all__ = [
     "PipelineConfig",
     "PipelineError",
     "StageInfo",
+    "TiedWeights",
     "TimelineRecorder",
     "clip_grad_norm_",
     "distribute_layers",
+    "divide_by_num_tokens",
     "get_forward_backward_func",
     "parallel_state",
     "schedule",
