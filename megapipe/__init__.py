@@ -7,7 +7,9 @@ from . import integrations as integrations
 from .clipping import clip_grad_norm_
 from .config import PipelineConfig
 from .gradients import divide_by_num_tokens
+from .optimizer import PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer
 from .placement import StageInfo, distribute_layers
+from .post_validation import PostValidatedOptimizer
 from .recording import TimelineRecorder
 from .registry import schedule_names
 from .schedules import get_forward_backward_func
@@ -20,6 +22,10 @@ __version__ = "0.1.0"
 __all__ = [
     "PipelineConfig",
     "PipelineError",
+    "PipelinedGradScaler",
+    "PipelinedLRScheduler",
+    "PipelinedOptimizer",
+    "PostValidatedOptimizer",
     "StageInfo",
     "TiedWeights",
     "TimelineRecorder",
