@@ -4,12 +4,17 @@ from . import parallel_state, weight_grad
 
 from . import schedules, zero_bubble, dualpipe  # noqa: F401  # isort: skip  # registered in this order
 from . import integrations as integrations
+from .clipping import clip_grad_norm_
 from .config import PipelineConfig
+from .gradients import divide_by_num_tokens
+from .optimizer import PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer
 from .placement import StageInfo, distribute_layers
+from .post_validation import PostValidatedOptimizer
 from .recording import TimelineRecorder
 from .registry import schedule_names
 from .schedules import get_forward_backward_func
 from .step import schedule, stages_for_rank
+from .tied_weights import TiedWeights
 from .watchdog import PipelineError
 
 __version__ = "0.1.0"
@@ -17,9 +22,16 @@ __version__ = "0.1.0"
 __all__ = [
     "PipelineConfig",
     "PipelineError",
+    "PipelinedGradScaler",
+    "PipelinedLRScheduler",
+    "PipelinedOptimizer",
+    "PostValidatedOptimizer",
     "StageInfo",
+    "TiedWeights",
     "TimelineRecorder",
+    "clip_grad_norm_",
     "distribute_layers",
+    "divide_by_num_tokens",
     "get_forward_backward_func",
     "parallel_state",
     "schedule",

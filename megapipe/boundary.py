@@ -41,6 +41,11 @@ class Boundary(ABC):
     def is_empty(self) -> bool:
         """Whether everything expected has been taken."""
 
+    @abstractmethod
+    def begin_again(self, num_sent: int) -> list[Transfer]:
+        """Forget a step of which nothing but forwards were run. Returns the inputs still to come, to be waited for: of
+        the `num_sent` that the stage below has sent, or will, in vain."""
+
 
 class End(Boundary):
     """Before the first stage and behind the last: data and loss come and go by themselves."""
@@ -59,6 +64,9 @@ class End(Boundary):
 
     def is_empty(self) -> bool:
         return True
+
+    def begin_again(self, num_sent: int) -> list[Transfer]:
+        return []
 
 
 class Here(Boundary):
@@ -84,6 +92,10 @@ class Here(Boundary):
 
     def is_empty(self) -> bool:
         return not self._outputs and not self._gradients
+
+    def begin_again(self, num_sent: int) -> list[Transfer]:
+        self._outputs.clear()
+        return []
 
 
 class Wire(Boundary):
@@ -115,11 +127,15 @@ class Wire(Boundary):
             self._inputs = Inbox(self._forward, communicator.device, lookahead)
         else:
             self._inputs = Inbox(self._descriptions, torch.device("cpu"), lookahead)
-        self._inputs.expect(spec or DESCRIPTION, num_inputs)
+        self._input_spec = spec or DESCRIPTION
+        self._inputs.expect(self._input_spec, num_inputs)
+        self._num_taken = 0
         self._gradients = Inbox(self._backward, communicator.device, lookahead)
         self._gradient_comes: deque[bool] = deque()  # for each output sent
+        self._num_expected_before = 0  # gradients of outputs that were sent in vain, and will be sent again
 
     def take_input(self) -> Transfer:
+        self._num_taken += 1
         transfer = self._inputs.take()
         if self._descriptions is not None:
             return DescribedTransfer(transfer, self._forward, self._communicator.device)
@@ -134,7 +150,9 @@ class Wire(Boundary):
         if not self._forward_only:
             gradient = output.spec.gradient()
             self._gradient_comes.append(bool(gradient.tensors))
-            if gradient.tensors:
+            if gradient.tensors and self._num_expected_before:
+                self._num_expected_before -= 1
+            elif gradient.tensors:
                 self._gradients.expect(gradient)
 
     def take_gradient(self) -> Transfer:
@@ -146,6 +164,15 @@ class Wire(Boundary):
 
     def is_empty(self) -> bool:
         return self._inputs.is_empty() and self._gradients.is_empty()
+
+    def begin_again(self, num_sent: int) -> list[Transfer]:
+        # Receives that have been posted stay so: they will take what is sent when everything begins again.
+        to_come = [self.take_input() for _ in range(num_sent - self._num_taken)]
+        self._inputs.expect(self._input_spec, num_sent)
+        self._num_taken = 0
+        self._num_expected_before += sum(self._gradient_comes)
+        self._gradient_comes.clear()
+        return to_come
 
 
 def boundaries_around(

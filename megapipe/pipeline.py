@@ -7,7 +7,7 @@ between F and B, gradients both ways. A message in a queue is a `Transfer`; the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from .p2p_communication import Communicator, Transfer
 from .pairs import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run_pair, run_pair_by_hook
 from .placement import Placement
 from .recording import StepRecord
+from .speculation import Speculation
 from .stage import InFlight, Stage
 from .verbs import Action, Settings, Verbs
 from .watchdog import Position, Watchdog
@@ -63,6 +64,7 @@ class Pipeline(Verbs):
         weight_counts: how many Ws to run before each F and B, in the order of the Bs, wherever the schedule has them;
             the rest at the end. None for the schedule's own places.
         record: where to write down what takes how long; None for nowhere.
+        speculation: told before forwards and backwards whose weights may not stand; None where they all do.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Pipeline(Verbs):
         settings: Settings,
         weight_counts: Sequence[int] | None,
         record: StepRecord | None,
+        speculation: Speculation | None,
     ) -> None:
         forward_only = gradient_sync is None
         super().__init__(placement, pp_rank, pp_size, num_microbatches, len(chunks), forward_only, settings)
@@ -97,9 +100,12 @@ class Pipeline(Verbs):
         self._weight_counts = None if weight_counts is None else iter(weight_counts)
         self._put_off_in: deque[int] = deque()  # the chunks whose Ws are to be run, in the order of the Bs
         self._record = record
+        self._speculation = speculation
         self._profiling = torch._C._autograd._profiler_enabled()
 
     def recv_forward(self, chunk: int = 0) -> None:
+        if self._speculation is not None:
+            self._speculation.before_recv_forward()
         self._advance("recv_forward", chunk)
         this = self._chunks[chunk]
         this.inputs.append(this.below.take_input())
@@ -128,6 +134,8 @@ class Pipeline(Verbs):
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
+            if self._speculation is not None:
+                self._speculation.before_backward()
             self._advance("recv_backward", chunk)
             this = self._chunks[chunk]
             this.output_grads.append(this.above.take_gradient())
@@ -283,6 +291,20 @@ class Pipeline(Verbs):
                 self._record.waited(since)
             self._position.awaited = None
         return self._results
+
+    def discard_forwards(self, num_sent: Mapping[int, int]) -> None:
+        """Take what other ranks send to forwards that do not count, so that the step can begin again over the same
+        boundaries.
+
+        Args:
+            num_sent: by stage, the outputs that it sends in vain.
+        """
+        for chunk in self._chunks:
+            to_come = [transfer for transfer in chunk.inputs if transfer is not None]
+            to_come += chunk.below.begin_again(num_sent[chunk.stage.info.index - 1])
+            for transfer in to_come:
+                self._wait(transfer, "an input that does not count", 0, chunk.below)
+            chunk.above.begin_again(0)
 
     def _wait_for_gradient(self, chunk: Chunk, microbatch: int) -> list[Tensor] | None:
         received = chunk.output_grads.popleft()

@@ -27,10 +27,12 @@ from .p2p_communication import MessageSpec
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
 from .plan import Plan, make_plan
+from .post_validation import optimizer_of
 from .recording import StepRecord, clock_of
 from .registry import Schedule, find_schedule, register
 from .session import Session
 from .shapes import ShapeArguments, message_specs
+from .speculation import WeightsTakenBack, speculate
 from .stage import Stage, StepArguments, find_attribute
 from .verbs import ScheduleError, Settings, Verbs
 from .weight_tuning import WeightTuner
@@ -155,32 +157,42 @@ class ForwardBackward(Schedule):
             in_parts = any(find_forward_parts(module) is not None for module in step.models)
             is_split = config.no_sync_func is not None and (in_parts or _splits_backward(self, *sizes))
             gradient_sync = GradientSync(config, step.models, step.num_microbatches, is_split, sharded)
-        record = self._begin_record(step, tuner)
-        pipe = Pipeline(
-            [
-                Chunk(Stage(info, chunk, step, spec[1]), *boundaries)
-                for chunk, (info, spec, boundaries) in enumerate(zip(stages, specs, around))
-            ],
-            self.placement,
-            pp_rank,
-            pp_size,
-            step.num_microbatches,
-            step.results,
-            communicator=communicator,
-            watchdog=None if session is None else session.watchdog,
-            gradient_sync=gradient_sync,
-            sharded=sharded,
-            partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size, settings),
-            settings=settings,
-            weight_counts=None if tuner is None else tuner.counts,
-            record=record,
-        )
-        with (
-            _timed(config),
-            sharded or nullcontext(),
-            torch.no_grad() if step.forward_only else gradient_sync or nullcontext(),
-        ):
-            reports: list[Any] = self.loops(pipe)
+        plan = functools.partial(_plan, self, pp_size, step.num_microbatches, len(stages), config.settings)
+        speculation = speculate(step, plan, pp_rank, None if session is None else session.watchdog)
+        while True:
+            record = self._begin_record(step, tuner)
+            pipe = Pipeline(
+                [
+                    Chunk(Stage(info, chunk, step, spec[1]), *boundaries)
+                    for chunk, (info, spec, boundaries) in enumerate(zip(stages, specs, around))
+                ],
+                self.placement,
+                pp_rank,
+                pp_size,
+                step.num_microbatches,
+                step.results,
+                communicator=communicator,
+                watchdog=None if session is None else session.watchdog,
+                gradient_sync=gradient_sync,
+                sharded=sharded,
+                partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size, settings),
+                settings=settings,
+                weight_counts=None if tuner is None else tuner.counts,
+                record=record,
+                speculation=speculation,
+            )
+            try:
+                with (
+                    _timed(config),
+                    sharded or nullcontext(),
+                    torch.no_grad() if step.forward_only else gradient_sync or nullcontext(),
+                ):
+                    reports: list[Any] = self.loops(pipe)
+                break
+            except WeightsTakenBack:
+                assert speculation is not None
+                pipe.discard_forwards(speculation.num_sent)
+                speculation.begin_again()
         if reports is not step.results:
             raise ScheduleError(f"{self.name} did not end with `return pipe.finish()`.")
         if record is not None:
@@ -399,6 +411,7 @@ def _arguments(schedule: Schedule, step: StepArguments, stages: Sequence[StageIn
         "max_in_flight": str(step.config.max_in_flight),
         "weight_grad_placement": step.config.weight_grad_placement,
         "the type of device": step.device.type,
+        "whether a PostValidatedOptimizer trains the model": str(optimizer_of(step.models) is not None),
     }
     for stage, (received, sent) in zip(stages, specs):
         if received is not None:

@@ -106,3 +106,24 @@ def test_gpu_benchmark_is_skipped_with_a_reason(
     gpu.main(["--folder", str(tmp_path)])
     assert "no CUDA device" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+OPTIONS = "--pp 2 --microbatches 4 --milliseconds 1 --steps 3"
+
+
+def steps_without_a_barrier(rank: int) -> list[list[str]]:
+    sys.path.append(str(ROOT))
+    from benchmarks import steps
+
+    cases = [case for case in steps.CASES if case[0].startswith(("megapipe", "torch"))]
+    steps.CASES, everything = cases, steps.CASES
+    try:
+        return steps.measure(rank, steps.parse(OPTIONS.split()))
+    finally:
+        steps.CASES = everything
+
+
+def test_steps_without_a_barrier(ranks: RankPool) -> None:
+    for rows in ranks.run(2, steps_without_a_barrier):
+        assert len(rows) == 8
+        assert all(float(row[2]) > 1.0 for row in rows)  # nothing is faster than the ideal

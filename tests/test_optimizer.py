@@ -1,0 +1,362 @@
+"""Optimizers over several chunks, and steps that are validated afterwards: bitwise those of the ordinary way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stage, batches, build, loss_of, run
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
+
+import megapipe
+from megapipe import (
+    PipelinedGradScaler,
+    PipelinedLRScheduler,
+    PipelinedOptimizer,
+    PostValidatedOptimizer,
+    StageInfo,
+    clip_grad_norm_,
+    parallel_state,
+)
+from megapipe.plan import make_plan
+from megapipe.speculation import Speculation, validation_points
+
+MAX_NORM = 0.5
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def decay(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    return {"weight_decay": 0.0} if parameter.dim() < 2 else {}
+
+
+# Post-validation
+
+
+def forward_step(data_iterator: Iterator[dict[str, Any]], model: Stage) -> tuple[Tensor, Any]:
+    """A forward whose repetition would show: it draws random numbers, and counts in a buffer."""
+    batch = next(data_iterator)
+    state = torch.get_rng_state()
+    output = model(batch["tokens"], batch["seed"])  # which sets the seed
+    torch.set_rng_state(state)
+    model.count += 1
+    output = output * (1 + 0.01 * torch.rand(())) + 1e-4 * model.count
+
+    def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss = loss_of(output, batch["labels"])
+        return loss, torch.tensor(3), {"loss": loss.detach()}
+
+    return output, loss_func
+
+
+class Accident:
+    """finalize_model_grads_func: makes steps that are to be clipped or skipped, alike in every run."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.kinds: Counter[str] = Counter()
+        self.is_calm = False
+
+    def __call__(self, models: list[nn.Module], num_tokens: Tensor | None) -> None:
+        # Long calm times, in which steps are not waited for, and times of trouble.
+        if self.random.random() < 0.2:
+            self.is_calm = not self.is_calm
+        troubled = 0.15 if self.is_calm else 0.7
+        kind = self.random.choice(["clip", "nan", "inf"]) if self.random.random() < troubled else "plain"
+        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+        rank, factor = self.random.randrange(pp_size), self.random.uniform(50, 200)
+        for chunk in models:
+            for parameter in chunk.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= factor if kind == "clip" else 0.05
+        if kind in ("nan", "inf") and rank == parallel_state.get_pipeline_model_parallel_rank():
+            next(models[0].parameters()).grad.view(-1)[-1] = math.nan if kind == "nan" else -math.inf
+        self.kinds[kind] += 1
+
+
+def train(
+    schedule: str, pp_size: int, num_steps: int, make: Callable[..., Any], is_post_validated: bool, disturb: bool
+) -> tuple[list[Any], list[dict[str, Tensor]], Counter[str]]:
+    """The reports of all steps, and the weights, states and buffers at the end."""
+    accident = Accident(pp_size)
+    chunks = build(schedule, pp_size, 2 * pp_size, deferred=True, finalize_model_grads_func=accident)
+    for chunk in chunks:
+        chunk.register_buffer("count", torch.zeros(()))
+    if is_post_validated:
+        optimizer: Any = PostValidatedOptimizer(chunks, make, MAX_NORM, decay)
+    else:
+        optimizer = PipelinedOptimizer(chunks, make, decay)
+    scheduler = PipelinedLRScheduler(optimizer, lambda optimizer: LambdaLR(optimizer, lambda n: 0.98**n))
+    torch.manual_seed(dist.get_rank())
+    chance = random.Random(dist.get_rank())
+    reports, rates = [], []
+    for step in range(num_steps):
+        m = (3, 3, 2)[step % 3]
+        arguments = {"forward_step_func": forward_step, "seed": step, "data_iterator": batches(m, step)}
+        reports.append(run(schedule, chunks, m, **arguments))
+        if disturb and step % 7 == 3:
+            reports.append(
+                run(schedule, chunks, 2, **{**arguments, "data_iterator": batches(2, step)}, forward_only=True)
+            )
+        if is_post_validated:
+            optimizer.step()
+            if disturb and chance.random() < 0.3:
+                optimizer.settle()  # on some of the ranks, as when one prints
+        else:
+            norm = clip_grad_norm_(chunks, MAX_NORM)
+            if norm.isfinite():
+                optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if disturb and step % 10 == 9:  # validation right after a step
+            reports.append(
+                run(schedule, chunks, 2, **{**arguments, "data_iterator": batches(2, step)}, forward_only=True)
+            )
+    state = optimizer.state_dict()  # settles
+    states = [state["state"][number] for number in sorted(state["state"])]
+    rates.append({"lr": torch.tensor([group["lr"] for group in state["param_groups"]], dtype=torch.float64)})
+    tensors = [dict(chunk.state_dict()) for chunk in chunks]
+    return reports, tensors + states + rates, accident.kinds, optimizer.num_steps
+
+
+def post_validated(
+    rank: int, cases: list[tuple[str, int]], pp_size: int, disturb: bool
+) -> list[tuple[int, Counter[str]]]:
+    begun_again = 0
+    begin_again = Speculation.begin_again
+
+    def count(self: Speculation) -> None:
+        nonlocal begun_again
+        begun_again += 1
+        begin_again(self)
+
+    Speculation.begin_again = count
+    found = []
+    for number, (schedule, num_steps) in enumerate(cases):
+        begun_again = 0
+        arguments = (schedule, pp_size, num_steps, (adamw, momentum)[number % 2])
+        expected = train(*arguments, False, disturb)
+        result = train(*arguments, True, disturb)
+        assert result[0] == expected[0], f"{schedule}: losses differ"
+        for one, other in itertools.zip_longest(result[1], expected[1]):
+            for name in other:
+                assert torch.equal(one[name], other[name]), f"{schedule}: {name} differs"
+        assert result[2:] == expected[2:]
+        found.append((begun_again, expected[2]))
+    Speculation.begin_again = begin_again
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "cases", "disturb"),
+    [
+        (2, [("zbv", 50), ("zb2p", 50), ("1f1b", 25)], False),
+        (4, [("zbv", 25), ("interleaved_1f1b", 25), ("dualpipev", 25)], True),
+    ],
+)
+def test_post_validated_steps(ranks: RankPool, pp_size: int, cases: list[tuple[str, int]], disturb: bool) -> None:
+    for found in ranks.run(pp_size, post_validated, cases, pp_size, disturb):
+        for begun_again, kinds in found:
+            assert begun_again >= 2
+            assert min(kinds[kind] for kind in ("plain", "clip", "nan", "inf")) >= 2
+
+
+def points_of(name: str, pp_size: int, m: int, num_chunks: int | None) -> None:
+    plan = make_plan(name, pp_size, m, num_chunks)
+    points = validation_points(plan)
+    before = [events[:point] for events, point in zip(plan.events, points)]
+    sent = {(event.stage, event.microbatch) for events in before for event in events if event.verb == "send_forward"}
+    for events in before:
+        for event in events:
+            assert event.is_forward
+            if event.verb == "recv_forward" and event.stage:
+                assert (event.stage - 1, event.microbatch) in sent
+    if name in ("1f1b", "zb1p", "zb2p", "zbv", "gpipe"):  # nothing has to stop early
+        for events, point in zip(plan.events, points):
+            assert events[point].verb == "recv_backward"
+
+
+@pytest.mark.parametrize("pp_size", range(2, 9))
+def test_what_comes_before_the_validation_needs_nothing_from_behind_it(pp_size: int) -> None:
+    for name in megapipe.schedule_names():
+        if name not in ("inference", "no_pipelining"):
+            for m in (1, 2, pp_size, 2 * pp_size, 4 * pp_size + 1):
+                points_of(name, pp_size, m, None)
+
+
+@pytest.mark.parametrize("pp_size", range(2, 9))
+def test_zero_bubble_schedules_hear_of_the_norm_in_time(pp_size: int) -> None:
+    """On the plan: when a rank reaches its first backward, the last rank has long ended the step before."""
+    for name in ("zb2p", "zbv"):
+        plan = make_plan(name, pp_size, 4 * pp_size)
+        spans = plan.simulate(num_steps=2).spans
+        for rank in spans:
+            second = rank[len(rank) // 2 :]
+            first_backward = next(span.start for span in second if span.action.kind == "B")
+            assert all(other[len(other) // 2 - 1].end <= first_backward for other in spans)
+            assert second[0].start == rank[len(rank) // 2 - 1].end  # no bubble between the steps
+
+
+def misuse(rank: int) -> None:
+    chunks = build("1f1b", 2, 8)
+    optimizer = PostValidatedOptimizer(chunks, adamw, 100.0)
+    with pytest.raises(ValueError, match="set_to_none=True"):
+        optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(TypeError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(TypeError, match="data_iterator must be an iterator"):
+        run("1f1b", chunks, 2, data_iterator=range(2))
+    optimizer.max_norm = 1e-6  # so that the step is to be made again
+    run("1f1b", chunks, 2)
+    optimizer.step()
+    for chunk in chunks:
+        chunk.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        optimizer.settle()
+
+
+def test_misuse(ranks: RankPool) -> None:
+    ranks.run(2, misuse)
+
+
+def on_one_rank(rank: int) -> None:
+    chunks = build("1f1b", 2, 8)
+    optimizer = PostValidatedOptimizer(chunks, adamw, 1.0) if rank else PipelinedOptimizer(chunks, adamw)
+    with pytest.raises(ValueError, match="disagree on whether a PostValidatedOptimizer trains the model"):
+        run("1f1b", chunks, 2)
+    optimizer.zero_grad()
+
+
+def test_every_rank_or_none_validates_afterwards(ranks: RankPool) -> None:
+    ranks.run(2, on_one_rank)
+
+
+# Several chunks as one
+
+
+SCHEDULERS: list[Callable[[Any], Any]] = [
+    lambda optimizer: LambdaLR(optimizer, lambda n: 1 / (1 + n)),
+    lambda optimizer: OneCycleLR(optimizer, 1e-2, total_steps=20),  # which moves momenta too
+    lambda optimizer: SequentialLR(
+        optimizer, [LambdaLR(optimizer, lambda n: 0.1 * (1 + n)), CosineAnnealingLR(optimizer, 10)], [4]
+    ),
+]
+
+
+def as_one(rank: int, schedule: str, pp_size: int) -> None:
+    """Against torch's optimizer, scheduler and clipping on the unpartitioned model."""
+    for number, make_scheduler in enumerate(SCHEDULERS):
+        chunks = build(schedule, pp_size, 8)
+        make = (adamw, momentum, torch.optim.Adagrad)[number]
+        optimizer = PipelinedOptimizer(chunks, make, decay)
+        scheduler = PipelinedLRScheduler(optimizer, make_scheduler)
+        whole = Stage(StageInfo(0, 1), 8)
+        groups = [{"params": [p for p in whole.parameters() if p.dim() > 1]}]
+        groups.append({"params": [p for p in whole.parameters() if p.dim() < 2], "weight_decay": 0.0})
+        expected = make(groups)
+        expected_scheduler = make_scheduler(expected)
+        for step in range(6):
+            run(schedule, chunks, 2, seed=step)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            for batch in batches(2, step):
+                (loss_of(whole(batch["tokens"], batch["seed"]), batch["labels"]) / 2).backward()
+            expected.step()
+            expected.zero_grad()
+            expected_scheduler.step()
+            assert scheduler.get_last_lr()[0] == expected_scheduler.get_last_lr()[0]
+        named = dict(whole.named_parameters())
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert torch.equal(parameter, named[name]), f"{schedule}: {name}"
+                for key, value in optimizer.state[parameter].items():
+                    assert torch.equal(value, expected.state[named[name]][key])
+        if len(chunks) == 1:
+            state = get_optimizer_state_dict(chunks[0], optimizer)["state"]
+            assert set(state) == {name for name, _ in chunks[0].named_parameters()}
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        assert optimizer.num_steps == 6
+
+
+@pytest.mark.parametrize(("schedule", "pp_size"), [("zbv", 2), ("1f1b", 4)])
+def test_several_chunks_as_one(ranks: RankPool, schedule: str, pp_size: int) -> None:
+    ranks.run(pp_size, as_one, schedule, pp_size)
+
+
+def one_weight_in_two_chunks(rank: int) -> None:
+    chunks = build("zbv", 2, 8)
+    if rank == 0:
+        chunks[1].head.weight = chunks[0].embedding.weight
+    optimizer = PipelinedOptimizer(chunks, adamw)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(parameters) == len({id(p) for chunk in chunks for p in chunk.parameters()})
+
+
+def test_one_weight_in_two_chunks_is_optimized_once(ranks: RankPool) -> None:
+    ranks.run(2, one_weight_in_two_chunks)
+
+
+def scaled(rank: int) -> tuple[list[float], list[float]]:
+    """An Inf on one rank: all skip the step, and agree on the scale. Otherwise it is the run without a scaler."""
+    scales, rates = [], []
+    chunks, plain = build("zbv", 2, 8), build("zbv", 2, 8)
+    scaler = PipelinedGradScaler("cpu", init_scale=2.0**10)
+    for chunk in chunks:
+        chunk.config.grad_scale_func = scaler.scale
+    optimizer, expected = PipelinedOptimizer(chunks, adamw), PipelinedOptimizer(plain, adamw)
+    scheduler = PipelinedLRScheduler(optimizer, SCHEDULERS[0])
+    expected_scheduler = PipelinedLRScheduler(expected, SCHEDULERS[0])
+    for step in range(5):
+        run("zbv", chunks, 2, seed=step)
+        if step == 2 and rank == 1:
+            next(chunks[0].parameters()).grad.view(-1)[0] = math.inf
+        if step % 2:  # or the scaler does it in its step
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(chunks, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step != 2:
+            run("zbv", plain, 2, seed=step)
+            if step % 2:
+                clip_grad_norm_(plain, MAX_NORM)
+            expected.step()
+            expected_scheduler.step()
+            expected.zero_grad()
+        scales.append(scaler.get_scale())
+        rates += scheduler.get_last_lr()
+    assert optimizer.num_steps == 4
+    for chunk, other in zip(chunks, plain):
+        for name, parameter in chunk.named_parameters():
+            assert torch.equal(parameter, other.get_parameter(name)), name
+    return scales, rates
+
+
+def test_with_a_scaler(ranks: RankPool) -> None:
+    for scales, rates in ranks.run(2, scaled):
+        assert scales == [1024.0] * 2 + [512.0] * 3
+        assert rates == [1e-2 * (1 / n) for n in (2, 3, 3, 4, 5)]
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(ValueError, match="there is nothing to optimize"):
+        PipelinedOptimizer(nn.Linear(1, 1).requires_grad_(False), adamw)
