@@ -171,8 +171,8 @@ class Checkpointer:
     def load(self, path: str | os.PathLike[str] | None = None, *, may_be_empty: bool = False) -> Loaded | None:
         """Load everything there was when it was saved, into the chunks, optimizer and others as they are.
 
-        With as many ranks as then, the random states are those of then; otherwise they are seeded from the run's seed,
-        the step and the rank, and rank 0 says so by a warning.
+        To go on training, with an optimizer, the random states are those of then too. Where there were more ranks or
+        fewer, they are seeded from the run's seed, the step and the rank, and rank 0 says so by a warning.
 
         Args:
             path: a run's folder, whose latest checkpoint is taken, or one checkpoint; None for the run's own folder.
@@ -204,20 +204,21 @@ class Checkpointer:
 
         self._agree(open_checkpoint, lambda ranks: _check_all_used(found, ranks))
         reader, state, run = opened[0]
+        is_training, fits = bool(self._optimizers), run["world_size"] == self._world_size
 
         def read() -> None:
             state.load_model(reader, run["aliases"])
-            if self._optimizers:
+            if is_training:
                 state.load_optimizers(reader, run["aliases"], run["options"], run["numbers"])
             for name, other in self._others.items():
                 other.load_state_dict(run["others"][name])
-            if run["world_size"] == self._world_size:
+            if is_training and fits:
                 _set_random_states(reader.read_value(f"rng.{self._rank}"))
-            else:
+            elif is_training:
                 _seed(run["seed"] + 1_000_003 * run["step"] + self._rank)
 
         self._agree(read, lambda _: None)
-        if run["world_size"] != self._world_size and self._rank == 0:
+        if is_training and not fits and self._rank == 0:
             warnings.warn(
                 f"{found} was saved by {run['world_size']} ranks and is loaded by {self._world_size}: their random "
                 f"states do not fit and are seeded anew, from the seed {run['seed']}, step {run['step']} and the rank.",

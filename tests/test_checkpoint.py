@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import random
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from models import HIDDEN, Stage, build, run
 from ranks import RankPool
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from megapipe import StageInfo, parallel_state
 from megapipe.checkpoint import Checkpointer, read_position
 from megapipe.checkpoint_files import INCOMPLETE, Reader, Writer, checkpoints_in
+from megapipe.export import save_safetensors
 
 NUM_LAYERS, NUM_MICROBATCHES = 8, 4
 
@@ -445,7 +448,8 @@ def random_states(rank: int, folder: Path, expected: list[list[float]] | None) -
     torch.manual_seed(7 + rank)
     random.seed(rank)
     np.random.seed(rank)
-    checkpointer = Checkpointer(folder, filled(0.0))
+    layer = filled(0.0)
+    checkpointer = Checkpointer(folder, layer, torch.optim.SGD(layer.parameters()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if expected is None:
@@ -518,3 +522,30 @@ def shards(rank: int, folder: Path) -> None:
 
 def test_fsdp_shards(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(4, shards, tmp_path)
+
+
+# For others
+
+
+def test_safetensors(ranks: RankPool, tmp_path: Path) -> None:
+    """The whole model of a run that was cut, in one file or several."""
+    ranks.run(2, save_cut, tmp_path / "run")
+    expected = Stage(StageInfo(0, 1), NUM_LAYERS).state_dict()
+    (path,) = save_safetensors(tmp_path / "run", tmp_path / "one")
+    assert [file.name for file in (tmp_path / "one").iterdir()] == ["model.safetensors"]
+    whole = load_file(path)
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in expected.items())
+    paths = save_safetensors(tmp_path / "run", tmp_path / "several", max_file_size=10_000)
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    assert len(paths) > 2
+    assert paths[0].name == f"model-00001-of-{len(paths):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    parts = {name: load_file(tmp_path / "several" / file)[name] for name, file in index["weight_map"].items()}
+    assert parts.keys() == expected.keys()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in expected.items())
+    assert max(path.stat().st_size for path in paths) < 15_000  # with the list of contents
+
+
+def save_cut(rank: int, folder: Path) -> None:
+    Checkpointer(folder, build("zbv", 2, NUM_LAYERS)).save(1)
