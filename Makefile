@@ -6,12 +6,15 @@ ARGS ?= --pipeline-model-parallel-size $(NPROC)
 
 VENV := .venv
 INSTALLED := $(VENV)/.installed
+SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain test lint docs bench format clean
+.PHONY: help pretrain generate test soak lint docs bench format clean
 
 help:
 	@echo "make pretrain   train a small GPT with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
+	@echo "make generate   let the model of the last \`make pretrain\` write, with $(NPROC) pipeline ranks"
 	@echo "make test       run all tests"
+	@echo "make soak       kill ranks of a run at 50 random moments (10 minutes); it must end as if nothing had happened"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write docs/schedules.md and its pictures"
 	@echo "make bench      run all benchmarks (half an hour) and put their tables into docs/benchmarks.md"
@@ -24,12 +27,19 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps megatron-core packaging
 	@touch $@
 
-# One thread per rank: the ranks share the cores.
+# One thread per rank: the ranks share the cores. Starts afresh: what the last `make pretrain` saved makes room.
 pretrain: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(NPROC) examples/pretrain_gpt.py $(ARGS)
+	rm -rf $(SAVED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(NPROC) examples/pretrain_gpt.py --save $(SAVED) $(ARGS)
+
+generate: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(NPROC) examples/generate.py --load $(SAVED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/soak_restart.py --kills 50
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -11,8 +11,17 @@ version = re.search(r'__version__ = "(.+)"', (here / "megapipe" / "__init__.py")
 extras = {
     "examples": ["rich>=13", "numpy"],
     "viz": ["rich>=13", "matplotlib>=3.8", "plotly>=5.20"],
+    "safetensors": ["safetensors>=0.4"],
     "te": ["transformer-engine[pytorch]"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "rich>=13", "numpy", "matplotlib>=3.8", "plotly>=5.20"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "rich>=13",
+        "numpy",
+        "matplotlib>=3.8",
+        "plotly>=5.20",
+        "safetensors>=0.4",
+    ],
     "megatron": ["megatron-core==0.16.1"],
     "bench": ["megatron-core==0.16.1", "dualpipe==1.0.0"],
     "lint": ["ruff>=0.9", "mypy>=1.14"],

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from gpt import GPTConfig, GPTStage
 from moe import whole_names
@@ -32,7 +31,6 @@ from rich.console import Console
 from rich.progress import Progress
 from text_data import TextSamples, read_text
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,6 +38,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import megapipe
 from megapipe import parallel_state
 from megapipe.bubble import split_bubble
+from megapipe.checkpoint import Checkpointer
 from megapipe.data_parallel import GradientReducer
 
 
@@ -82,8 +81,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--eval-iters", type=int, default=4, help="validation batches")
     data.add_argument("--log-interval", type=int, default=25)
     data.add_argument("--record-timeline", metavar="FILE", default=None, help="for `megapipe show` and `megapipe tune`")
-    data.add_argument("--save", default=None, help="folder for a checkpoint at the end")
-    data.add_argument("--load", default=None, help="folder to go on from, saved with any pipeline size")
+    data.add_argument("--save", default=None, help="folder for checkpoints: at the end, and every --save-interval")
+    data.add_argument("--save-interval", type=int, default=None, help="steps between checkpoints")
+    data.add_argument("--keep-last", type=int, default=None, help="checkpoints to keep; default: all")
+    data.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
+    data.add_argument(
+        "--load",
+        default=None,
+        help="folder to go on from, saved under any arrangement; that of --save may be empty, at the first start",
+    )
     return parser.parse_args(argv)
 
 
@@ -112,16 +118,19 @@ class Trainer:
                 f"{args.micro_batch_size} times {self.num_replicas} replicas."
             )
         self.recorder = megapipe.TimelineRecorder(num_steps=20)
+        self.model = {
+            "hidden_size": args.hidden_size,
+            "num_layers": args.num_layers,
+            "num_attention_heads": args.num_attention_heads,
+            "max_position_embeddings": args.seq_length,
+            "transformer_impl": args.transformer_impl,
+            "num_experts": args.num_experts,
+            "moe_topk": args.moe_topk,
+        }
         config = GPTConfig(
-            hidden_size=args.hidden_size,
-            num_layers=args.num_layers,
-            num_attention_heads=args.num_attention_heads,
-            max_position_embeddings=args.seq_length,
+            **self.model,
             dropout=args.dropout,
             seed=args.seed,
-            transformer_impl=args.transformer_impl,
-            num_experts=args.num_experts,
-            moe_topk=args.moe_topk,
             moe_aux_loss_coeff=args.moe_aux_loss_coeff,
             moe_aux_loss_scale=1 / self.num_microbatches,
             expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
@@ -154,6 +163,16 @@ class Trainer:
         self.scheduler = megapipe.PipelinedLRScheduler(
             self.optimizer, lambda optimizer: LambdaLR(optimizer, partial(learning_rate, args=args))
         )
+        self.consumed_samples = 0
+        self.checkpointer = Checkpointer(
+            args.save or args.load or "checkpoints",
+            self.chunks,
+            self.optimizer,
+            others={"lr_scheduler": self.scheduler},
+            keep_last=args.keep_last,
+            asynchronous=args.async_save,
+            parts=whole_names,  # expert by expert, so that they can be shared out otherwise
+        )
         self.samples = None  # only the stages at the ends read data: tokens and labels
         if any(chunk.stage.is_first or chunk.stage.is_last for chunk in self.chunks):
             text = read_text(args.data_path)
@@ -171,12 +190,12 @@ class Trainer:
         if self.tied is not None:
             self.tied.sum_gradients()
 
-    def run_pipeline(self, split: str, iteration: int, forward_only: bool = False) -> list[dict[str, Tensor]]:
-        """Forward, and backward unless `forward_only`, of one global batch."""
+    def run_pipeline(self, split: str, first_sample: int, forward_only: bool = False) -> list[dict[str, Tensor]]:
+        """Forward, and backward unless `forward_only`, of the global batch that begins there."""
         batches = None
         if self.samples is not None:
             replica = parallel_state.get_data_parallel_rank()
-            first_sample = iteration * self.args.global_batch_size + replica * self.args.micro_batch_size
+            first_sample += replica * self.args.micro_batch_size
             batches = self.samples.batches(split, first_sample, self.num_microbatches, self.num_replicas)
         return self.forward_backward(
             forward_step_func=forward_step,
@@ -196,9 +215,10 @@ class Trainer:
         dist.all_reduce(loss)
         return loss.item()
 
-    def train_step(self, iteration: int) -> list[dict[str, Tensor]]:
+    def train_step(self) -> list[dict[str, Tensor]]:
         self.optimizer.zero_grad()
-        reports = self.run_pipeline("train", iteration)
+        reports = self.run_pipeline("train", self.consumed_samples)
+        self.consumed_samples += self.args.global_batch_size
         if not self.args.post_validation:
             self.norm = megapipe.clip_grad_norm_(self.chunks, self.args.clip_grad).item()
         if self.args.post_validation or math.isfinite(self.norm):
@@ -217,66 +237,30 @@ class Trainer:
         for chunk in self.chunks:
             chunk.eval()
         losses = [
-            self.mean_loss(self.run_pipeline("valid", batch, forward_only=True))
+            self.mean_loss(self.run_pipeline("valid", batch * self.args.global_batch_size, forward_only=True))
             for batch in range(self.args.eval_iters)
         ]
         for chunk in self.chunks:
             chunk.train()
         return sum(losses) / len(losses)
 
-    # Checkpoints hold every parameter and its optimizer state under its name in the whole model.
+    def save(self, iteration: int) -> None:
+        self.checkpointer.save(iteration, {"consumed_samples": self.consumed_samples, "model": self.model})
 
-    def save(self, folder: str, iteration: int) -> None:
-        self.optimizer.settle()
-        dcp.save(self._by_expert(self._state(iteration)), checkpoint_id=folder)
-
-    def load(self, folder: str) -> int:
-        state = self._state(0)
-        by_expert = self._by_expert(state)
-        dcp.load(by_expert, checkpoint_id=folder)  # the experts into those of `state`, of which these are views
-        for part in ("model", "optimizer"):
-            state[part].update({key: value for key, value in by_expert[part].items() if key in state[part]})
-        set_state_dict(
-            self._whole(),
-            self.optimizer.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(flatten_optimizer_state_dict=True),
-        )
-        iteration = int(by_expert["iteration"])
-        self.scheduler.load_state_dict({**self.scheduler.state_dict(), "last_epoch": iteration})
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(iteration, self.args)
+    def load(self, console: Console) -> int:
+        """Returns how many iterations have been done."""
+        args = self.args
+        iteration = 0
+        if args.load is not None:
+            loaded = self.checkpointer.load(args.load, may_be_empty=args.load == args.save)
+            if loaded is None:
+                console.print(f"nothing saved in {args.load} yet: starting from the beginning")
+            else:
+                console.print(f"going on from iteration {loaded.step}, loaded from {args.load}")
+                iteration, self.consumed_samples = loaded.step, loaded.data["consumed_samples"]
+        if args.save is not None:
+            self.checkpointer.check_can_save(iteration + 1)
         return iteration
-
-    def _state(self, iteration: int) -> dict[str, Any]:
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        model, optimizer = get_state_dict(self._whole(), self.optimizer.optimizer, options=options)
-        return {"model": model, "optimizer": optimizer, "iteration": torch.tensor(iteration)}
-
-    def _by_expert(self, state: dict[str, Any]) -> dict[str, Any]:
-        """With the experts' tensors under the number of each expert, so that they can be shared out otherwise."""
-        experts = {name: p for name, p in self._whole().named_parameters() if not getattr(p, "allreduce", True)}
-        divided: dict[str, Any] = {"model": {}, "optimizer": {}, "iteration": state["iteration"]}
-        for part in ("model", "optimizer"):
-            for key, value in state[part].items():
-                of = next((parameter for name, parameter in experts.items() if name in key), None)
-                if of is not None and isinstance(value, Tensor) and value.shape == of.shape:
-                    divided[part].update(whole_names(key, of, value))
-                else:
-                    divided[part][key] = value
-        return divided
-
-    def _whole(self) -> nn.Module:
-        """This rank's chunks as one module, with the parameter names of the whole model."""
-        whole = nn.Module()
-        for chunk in self.chunks:
-            for name, child in chunk.named_children():
-                if isinstance(child, nn.ModuleDict) and hasattr(whole, name):
-                    getattr(whole, name).update(child)
-                else:
-                    whole.add_module(name, nn.ModuleDict(child.items()) if isinstance(child, nn.ModuleDict) else child)
-        return whole
 
 
 def learning_rate(iteration: int, args: argparse.Namespace) -> float:
@@ -322,19 +306,19 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     torch.manual_seed(args.seed + dist.get_rank())  # dropout
     console = Console(quiet=dist.get_rank() != 0, highlight=False, soft_wrap=True)
     trainer = Trainer(args, device)
-    first_iteration = trainer.load(args.load) if args.load is not None else 0
     console.print(
         f"{args.num_layers} layers of {args.hidden_size} on {dist.get_world_size()} ranks: "
         f"{args.pipeline_model_parallel_size} stages x {trainer.num_replicas} replicas, schedule "
         f"{trainer.forward_backward.name}, {trainer.num_microbatches} microbatches of {args.micro_batch_size} x "
         f"{args.seq_length} bytes"
     )
+    first_iteration = trainer.load(console)
     logged: list[float] = []
     started = time.perf_counter()
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("training", total=args.train_iters, completed=first_iteration)
         for iteration in range(first_iteration, args.train_iters):
-            reports = trainer.train_step(iteration)
+            reports = trainer.train_step()
             if iteration == first_iteration or (iteration + 1) % args.log_interval == 0:
                 logged.append(trainer.mean_loss(reports))
                 tokens = (iteration + 1 - first_iteration) * args.global_batch_size * args.seq_length
@@ -348,6 +332,9 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
                 console.print(
                     f"iteration {iteration + 1:5d}/{args.train_iters} | validation loss {trainer.validate():.6f}"
                 )
+            at_interval = args.save_interval is not None and (iteration + 1) % args.save_interval == 0
+            if args.save is not None and (at_interval or iteration + 1 == args.train_iters):
+                trainer.save(iteration + 1)
             progress.update(bar, completed=iteration + 1)
     seconds = time.perf_counter() - started
     tokens = (args.train_iters - first_iteration) * args.global_batch_size * args.seq_length
@@ -360,7 +347,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
         if args.record_timeline is not None and dist.get_rank() == 0:
             timeline.save(args.record_timeline)
     if args.save is not None:
-        trainer.save(args.save, args.train_iters)
+        trainer.checkpointer.wait()
         console.print(f"saved to {args.save}")
     return logged
 

@@ -1,0 +1,112 @@
+"""Let a GPT that examples/pretrain_gpt.py has saved go on with texts, through a pipeline of any number of ranks.
+
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4 --save checkpoints/pretrain
+    torchrun --nproc-per-node 2 examples/generate.py --load checkpoints/pretrain "def __init__(self" "import "
+
+Each text is a microbatch: while one goes through the second stage, the next goes through the first. Every new byte
+costs a forward of all before it, since no keys and values are kept between the steps; more than --seq-length of the
+training are not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from gpt import GPTConfig, GPTStage
+from moe import whole_names
+from pretrain_gpt import setup
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import parallel_state
+from megapipe.checkpoint import Checkpointer, read_position
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("prompts", nargs="*", default=["def __init__(self", "import ", "    return "], metavar="TEXT")
+    parser.add_argument("--load", default="checkpoints/pretrain", help="what pretrain_gpt.py was told to --save to")
+    parser.add_argument("--max-new-bytes", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte each time")
+    parser.add_argument("--top-k", type=int, default=None, help="choose among this many likeliest bytes; default: all")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1)
+    args = parser.parse_args(argv)
+    if args.temperature < 0 or (args.top_k is not None and args.top_k < 1) or args.max_new_bytes < 0:
+        parser.error("--temperature and --max-new-bytes must not be negative, --top-k must be at least 1")
+    if not all(args.prompts):
+        parser.error("a TEXT must have at least one byte to go on from")
+    return args
+
+
+def forward_step(tokens: Iterator[Tensor], chunk: nn.Module) -> tuple[Tensor, None]:
+    return chunk(next(tokens)), None  # without a loss function the outputs themselves are returned
+
+
+class Generator:
+    """All ranks are one pipeline, and every rank calls `__call__` alike."""
+
+    def __init__(self, folder: str, num_virtual_stages: int, device: torch.device) -> None:
+        self.device = device
+        self.config = GPTConfig(**read_position(folder).data["model"])
+        parallel_state.initialize_model_parallel(dist.get_world_size(), num_virtual_stages)
+        self.schedule = megapipe.get_forward_backward_func("inference")
+        self.chunks = [
+            GPTStage(self.config, stage).to(device).eval() for stage in megapipe.stages_for_rank("inference")
+        ]
+        Checkpointer(folder, self.chunks, parts=whole_names).load()
+
+    def __call__(
+        self, texts: list[bytes], max_new_bytes: int, temperature: float, top_k: int | None, seed: int
+    ) -> list[bytes]:
+        """The texts with `max_new_bytes` more each."""
+        random = torch.Generator(self.device).manual_seed(seed)  # drawn from by the last rank only
+        for _ in range(max_new_bytes):
+            seen = [text[-self.config.max_position_embeddings :] for text in texts]
+            logits = self.next_logits(seen)
+            chosen = torch.zeros(len(texts), dtype=torch.long, device=self.device)
+            if logits:
+                chosen = torch.stack([choose(one, temperature, top_k, random) for one in logits])
+            dist.broadcast(chosen, src=dist.get_world_size() - 1)
+            texts = [text + bytes([byte]) for text, byte in zip(texts, chosen.tolist())]
+        return texts
+
+    def next_logits(self, texts: list[bytes]) -> list[Tensor]:
+        """Of the byte after each text. Empty but on the last rank."""
+        longest = max(len(text) for text in texts)
+        # What follows a byte does not change what is computed for it.
+        tokens = [torch.tensor([*text.ljust(longest, b" ")], device=self.device).unsqueeze(1) for text in texts]
+        outputs = self.schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(tokens),
+            model=self.chunks,
+            num_microbatches=len(texts),
+            seq_length=longest,
+            micro_batch_size=1,
+        )
+        return [output[len(text) - 1, 0].float() for text, output in zip(texts, outputs)]
+
+
+def choose(logits: Tensor, temperature: float, top_k: int | None, random: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax()
+    if top_k is not None and top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random).squeeze()
+
+
+def generate(args: argparse.Namespace, device: torch.device) -> list[bytes]:
+    generator = Generator(args.load, args.num_virtual_stages_per_pipeline_rank, device)
+    texts = [prompt.encode() for prompt in args.prompts]
+    return generator(texts, args.max_new_bytes, args.temperature, args.top_k, args.seed)
+
+
+if __name__ == "__main__":
+    device = setup()
+    texts = generate(parse_args(), device)
+    if dist.get_rank() == 0:
+        print("\n----\n".join(text.decode(errors="replace") for text in texts))
+    dist.destroy_process_group()

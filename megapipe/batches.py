@@ -1,0 +1,134 @@
+"""A step's batch cut into microbatches, of which each rank reads only what its stages need.
+
+Only the first stage needs inputs and only the last one labels. With V placement that is the same rank, in two chunks;
+most ranks need neither and never ask for a batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .placement import StageInfo
+
+__all__ = ["data_iterators", "split_batch"]
+
+
+def split_batch(batch: Any, num_microbatches: int, spec: Any = 0, *, uneven: bool = False) -> list[Any]:
+    """Cut the tensors of a batch into `num_microbatches` pieces, as views.
+
+    Args:
+        batch: a tensor, or dicts, lists and tuples of tensors, nested as you like. What is no tensor goes into every
+            microbatch.
+        spec: the dimension that counts samples; None puts the whole tensor into every microbatch. One for all tensors,
+            or a tree like the batch, or like its upper levels: {"tokens": 1, "mask": None}.
+        uneven: whether the first microbatches may have one sample more than the others.
+
+    Returns the microbatches, each a tree like the batch.
+
+    Raises ValueError where the spec does not fit, tensors have different numbers of samples, or the samples cannot be
+    shared out evenly.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"a batch cannot be cut into {num_microbatches} microbatches: use 1 or more.")
+    entries, tree = pytree.tree_flatten_with_path(batch)
+    dims = pytree._broadcast_to_and_flatten(spec, tree)
+    if dims is None:
+        raise ValueError(
+            f"the spec {spec} does not fit the batch {pytree.tree_map(_describe, batch)}: give it its keys."
+        )
+    named = [(pytree.keystr(path), value, dim) for (path, value), dim in zip(entries, dims)]
+    _check(named, num_microbatches, uneven)
+    pieces = [
+        value.tensor_split(num_microbatches, dim) if _is_cut(value, dim) else [value] * num_microbatches
+        for _, value, dim in named
+    ]
+    return [pytree.tree_unflatten(list(leaves), tree) for leaves in zip(*pieces)] or [batch] * num_microbatches
+
+
+def data_iterators(
+    batches: Iterable[Mapping[str, Any]],
+    num_microbatches: int,
+    stages: Sequence[StageInfo],
+    *,
+    inputs: Sequence[str],
+    labels: Sequence[str],
+    spec: Any = 0,
+    uneven: bool = False,
+) -> list[Iterator[dict[str, Any]] | None]:
+    """What to pass as `data_iterator`, step after step: one iterator over microbatches for each of the rank's chunks.
+
+    The first stage's yields dicts with the `inputs`, the last one's with the `labels`; the others are None. Of a batch
+    only the names needed on this rank are looked up, so a mapping that reads when asked reads no more; on ranks without
+    either stage `batches` is not even begun.
+
+    Args:
+        batches: of this replica, one per step.
+        num_microbatches, uneven: see `split_batch`.
+        stages: the rank's, as `stages_for_rank` returns them.
+        inputs, labels: names in each batch.
+        spec: a dimension for all, or by name.
+
+    The iterators raise ValueError where a batch lacks a name or does not fit.
+    """
+    wanted = [[*(inputs if stage.is_first else ()), *(labels if stage.is_last else ())] for stage in stages]
+    names = list(dict.fromkeys(itertools.chain(*wanted)))
+    specs = {name: spec[name] for name in names} if isinstance(spec, Mapping) else spec
+
+    def read() -> Iterator[dict[str, Any]]:
+        for batch in batches:
+            yield from split_batch(
+                {name: _look_up(batch, name) for name in names}, num_microbatches, specs, uneven=uneven
+            )
+
+    readers = iter(itertools.tee(read(), sum(map(bool, wanted))))  # the two ends of a V read the same batch
+    return [_only(next(readers), own) if own else None for own in wanted]
+
+
+def _only(microbatches: Iterator[dict[str, Any]], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    return ({name: microbatch[name] for name in names} for microbatch in microbatches)
+
+
+def _look_up(batch: Mapping[str, Any], name: str) -> Any:
+    try:
+        return batch[name]
+    except KeyError:
+        raise ValueError(
+            f"the batch has no {name!r}, only {list(batch)}: name what it has as inputs or labels."
+        ) from None
+
+
+def _is_cut(value: Any, dim: int | None) -> bool:
+    return isinstance(value, Tensor) and dim is not None
+
+
+def _check(named: Sequence[tuple[str, Any, int | None]], num_microbatches: int, uneven: bool) -> None:
+    first: tuple[str, int] | None = None
+    for name, value, dim in named:
+        if not _is_cut(value, dim):
+            continue
+        if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
+            raise ValueError(
+                f"batch{name} has shape {list(value.shape)}, so dimension {dim} of it cannot count samples."
+            )
+        num_samples = value.shape[dim]
+        first = first or (name, num_samples)
+        if num_samples != first[1]:
+            raise ValueError(
+                f"batch{first[0]} has {first[1]} samples and batch{name} has {num_samples} (dimension {dim} of "
+                f"{list(value.shape)}): name another dimension in the spec, or None to have it in every microbatch."
+            )
+        if num_samples < num_microbatches or (num_samples % num_microbatches and not uneven):
+            raise ValueError(
+                f"the {num_samples} samples of batch{name} cannot be shared out evenly among {num_microbatches} "
+                f"microbatches: use a multiple of {num_microbatches}"
+                + (", or uneven=True." if num_samples > num_microbatches and not uneven else ".")
+            )
+
+
+def _describe(value: Any) -> Any:
+    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,130 @@
+"""A batch cut into microbatches, and who reads what of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import assert_same_gradients, batches, build, loss_of, reference, run
+from ranks import RankPool
+from torch import Tensor, nn
+
+from megapipe import StageInfo
+from megapipe.batches import data_iterators, split_batch
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
+def test_split_batch() -> None:
+    x = torch.arange(24).view(6, 4)
+    assert torch.equal(torch.stack(split_batch(x, 3)), x.view(3, 2, 4))
+    assert split_batch(x, 3)[1].data_ptr() == x[2:].data_ptr(), "views"
+    batch = {"x": x, "pair": Pair(x.T, x), "mask": x[0], "name": "text", "none": None}
+    spec = {"x": 0, "pair": Pair(1, -2), "mask": None, "name": 0, "none": 0}
+    pieces = split_batch(batch, 2, spec)
+    assert len(pieces) == 2
+    for index, piece in enumerate(pieces):
+        rows = slice(3 * index, 3 * index + 3)
+        assert torch.equal(piece["x"], x[rows])
+        assert isinstance(piece["pair"], Pair)
+        assert torch.equal(piece["pair"].a, x.T[:, rows])
+        assert torch.equal(piece["pair"].b, x[rows])
+        assert piece["mask"] is batch["mask"]
+        assert (piece["name"], piece["none"]) == ("text", None)
+    # A spec for the upper levels only
+    assert [piece["pair"].b.shape for piece in split_batch({"pair": Pair(x, x)}, 2, {"pair": 1})] == [(6, 2), (6, 2)]
+    assert [len(piece) for piece in split_batch(x, 4, uneven=True)] == [2, 2, 1, 1]
+    assert split_batch({"whole": x}, 2, None)[1]["whole"] is x
+    assert split_batch({}, 2) == [{}, {}]
+
+
+def test_batches_that_do_not_fit() -> None:
+    x = torch.zeros(6, 4)
+    for arguments, keywords, message in (
+        (
+            (x, 4),
+            {},
+            "the 6 samples of batch cannot be shared out evenly among 4 microbatches: use a multiple of 4, or",
+        ),
+        (({"x": x}, 7), {"uneven": True}, r"6 samples of batch\['x'\] cannot .* among 7 .*: use a multiple of 7\.$"),
+        (
+            ({"x": x, "y": [x.T]}, 2),
+            {},
+            r"batch\['x'\] has 6 samples and batch\['y'\]\[0\] has 4 \(dimension 0 of \[4, 6",
+        ),
+        ((x, 2, 2), {}, r"batch has shape \[6, 4\], so dimension 2 of it cannot count samples"),
+        (({"x": x}, 2, {"y": 0}), {}, r"the spec \{'y': 0\} does not fit the batch \{'x': \[6, 4\]\}"),
+        ((x, 0), {}, "a batch cannot be cut into 0 microbatches"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            split_batch(*arguments, **keywords)  # type: ignore[arg-type]
+
+
+class Reads(Mapping[str, Any]):
+    """A batch that is read when asked, and remembers what was asked for."""
+
+    def __init__(self, batch: dict[str, Any], asked: list[str]) -> None:
+        self.batch, self.asked = batch, asked
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.append(name)
+        return self.batch[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.batch)
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module) -> tuple[Tensor, Any]:
+    batch = {} if data_iterator is None else next(data_iterator)
+    return model(batch.get("tokens")), partial(loss_func, batch.get("labels"))
+
+
+def loss_func(labels: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = loss_of(output, labels)
+    return loss, {"loss": loss.detach()}
+
+
+def train(rank: int, schedule: str, pp_size: int, needs: list[list[str]]) -> None:
+    """Two steps on batches of 4 microbatches, with one iterator for both."""
+    asked: list[str] = []
+    begun = []
+
+    def read() -> Iterator[Mapping[str, Any]]:
+        for seed in (0, 1):
+            begun.append(seed)
+            step = list(batches(4, seed))
+            yield Reads({name: torch.cat([one[name] for one in step], dim=1) for name in ("tokens", "labels")}, asked)
+
+    chunks = build(schedule, pp_size, 4)
+    infos = [chunk.info for chunk in chunks]
+    iterators = data_iterators(
+        read(), 4, infos, inputs=("tokens",), labels=("labels",), spec={"tokens": 1, "labels": 1}
+    )
+    for _ in (0, 1):
+        run(schedule, chunks, 4, forward_step_func=forward_step, data_iterator=iterators)
+    assert_same_gradients(chunks, reference(4, 4, seeds=(0, 1))[0])
+    assert asked == 2 * needs[rank]
+    assert begun == ([0, 1] if needs[rank] else [])
+
+
+def test_each_rank_reads_what_its_stages_need(ranks: RankPool) -> None:
+    ranks.run(1, train, "no_pipelining", 1, [["tokens", "labels"]])
+    ranks.run(3, train, "1f1b", 3, [["tokens"], [], ["labels"]])
+    ranks.run(2, train, "interleaved_1f1b", 2, [["tokens"], ["labels"]])
+    ranks.run(2, train, "zbv", 2, [["tokens", "labels"], []])
+
+
+def test_a_name_that_is_not_there() -> None:
+    (iterator,) = data_iterators([{"x": torch.zeros(2)}], 2, [StageInfo(0, 1)], inputs=["x"], labels=["y"])
+    assert iterator is not None
+    with pytest.raises(ValueError, match=r"the batch has no 'y', only \['x'\]"):
+        next(iterator)

@@ -1,0 +1,85 @@
+"""What is generated through a pipeline is what the unpartitioned model generates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import batches, build, reference, run
+from ranks import RankPool
+from test_pretrain import EXAMPLES, pretrain
+from test_pretrain import text as text  # the fixture
+
+from megapipe import StageInfo, parallel_state
+
+PROMPTS = ["def f(x", "i", "import torch, and far more than the model can look back at"]
+
+
+def outputs_in_order(rank: int) -> None:
+    """Without a loss function the outputs come back, in the order of the microbatches, for any number of chunks."""
+    model, _ = reference(8, 1)
+    for num_chunks in (1, 2, 4):
+        for num_microbatches in (1, 2, 5):
+            parallel_state.destroy_model_parallel()
+            chunks = build("inference", 2, 8, num_chunks)
+            outputs = run("inference", chunks, num_microbatches, forward_step_func=forward_only)
+            with torch.no_grad():
+                expected = [model(batch["tokens"]) for batch in batches(num_microbatches)]
+            assert len(outputs) == (num_microbatches if rank == 1 else 0)
+            assert all(torch.equal(*both) for both in zip(outputs, expected))
+
+
+def forward_only(data_iterator: Any, model: Any) -> tuple[torch.Tensor, None]:
+    return model(next(data_iterator)["tokens"]), None
+
+
+def test_inference_returns_outputs_in_order(ranks: RankPool) -> None:
+    ranks.run(2, outputs_in_order)
+
+
+def generate(rank: int, options: str) -> list[bytes]:
+    sys.path.insert(0, str(EXAMPLES))
+    import generate
+
+    return generate.generate(generate.parse_args([*options.split(), "--", *PROMPTS]), torch.device("cpu"))
+
+
+def greedily(rank: int, folder: Path) -> list[bytes]:
+    """By the whole model as it is, text by text."""
+    sys.path.insert(0, str(EXAMPLES))
+    from gpt import GPTConfig, GPTStage
+    from moe import whole_names
+
+    from megapipe.checkpoint import Checkpointer, read_position
+
+    parallel_state.initialize_model_parallel(1)
+    model = GPTStage(GPTConfig(**read_position(folder).data["model"]), StageInfo(0, 1)).eval()
+    Checkpointer(folder, model, parts=whole_names).load()
+    texts = []
+    for prompt in PROMPTS:
+        tokens = list(prompt.encode())
+        for _ in range(12):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor(tokens[-32:]).unsqueeze(1))[-1, 0].argmax()))
+        texts.append(bytes(tokens))
+    return texts
+
+
+def test_generates_what_the_whole_model_would(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    for name, options in (("dense", ""), ("experts", "--num-experts 4")):
+        folder = tmp_path / name
+        ranks.run(4, pretrain, 2, f"{text} {options} --dropout 0.1 --schedule zbv --save {folder}")
+        (expected,) = ranks.run(1, greedily, folder)
+        assert len({one[-12:] for one in expected}) == 3
+        greedy = f"--load {folder} --max-new-bytes 12 --temperature 0"
+        for num_ranks, chunks in ((1, 1), (2, 1), (3, 1), (2, 2)):
+            if name == "dense" or num_ranks * chunks <= 3:
+                got = ranks.run(num_ranks, generate, f"{greedy} --num-virtual-stages-per-pipeline-rank {chunks}")
+                assert got == [expected] * num_ranks
+        assert ranks.run(1, generate, f"{greedy} --temperature 9 --top-k 1") == [expected]
+        (drawn,) = ranks.run(1, generate, f"{greedy} --temperature 1 --seed 5")
+        assert drawn != expected
+        assert ranks.run(2, generate, f"{greedy} --temperature 1 --seed 5") == [drawn, drawn]
+        assert [one[: len(prompt)] for one, prompt in zip(drawn, PROMPTS)] == [prompt.encode() for prompt in PROMPTS]

@@ -1,0 +1,9 @@
+"""Restarted by torchrun after kill -9: a short version of `make soak`."""
+
+from pathlib import Path
+
+import soak_restart
+
+
+def test_killed_ranks_change_nothing(tmp_path: Path) -> None:
+    assert soak_restart.soak(tmp_path, 2, seed=1, num_steps=25, options="--async-save") == 2
