@@ -4,6 +4,7 @@ captured is refused with the line."""
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -419,3 +420,71 @@ def test_wrong_use(arguments: tuple[Any, ...], said: str) -> None:
         captured = graph.capture(nn.Linear(2, 2), (torch.zeros(2, 2),))
         with pytest.raises(ValueError, match="is captured already"):
             graph.capture(captured, (torch.zeros(2, 2),))
+
+
+def test_recompute_saves_a_quarter_at_most() -> None:
+    """Two layers with dropout, in attention too: bit for bit, and the same numbers drawn."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(dropout=0.1), Block(dropout=0.1))
+    stages = {
+        "eager": plain,
+        "all": graph.capture(copy.deepcopy(plain), (sequence(),)),
+        "recompute": graph.capture(copy.deepcopy(plain), (sequence(),), recompute=True),
+    }
+    x, grad = sequence(), torch.randn(5, 2, H)
+    results, saved = {}, {}
+    for name, stage in stages.items():
+        for put_off in (None, PutOff()):
+            again = x.detach().requires_grad_()
+            torch.manual_seed(1)
+            before = live_bytes()
+            output = stage(again)
+            saved[name] = live_bytes() - before - output.nbytes
+            drawn = torch.rand(1)
+            with putting_off(put_off):
+                output.backward(grad)
+            if put_off is not None:
+                put_off.run()
+        results[name] = [output, drawn, again.grad, *(p.grad for p in stage.parameters())]
+    assert_same(results["all"], results["eager"])
+    assert_same(results["recompute"], results["eager"])
+    assert saved["all"] >= 4 * saved["recompute"], saved
+
+
+def test_recompute_around_a_batch_norm_reads_the_statistics_once() -> None:
+    plain = nn.Sequential(Normed(), Normed())
+    captured = graph.capture(copy.deepcopy(plain), (torch.randn(3, 2, 8, requires_grad=True),), recompute=True)
+    for _ in range(2):
+        x = torch.randn(3, 2, 8, requires_grad=True)
+        for stage in (plain, captured):
+            stage(x).sin().sum().backward()
+    assert_same([p.grad for p in captured.parameters()], [p.grad for p in plain.parameters()])
+    assert_same(list(captured.buffers()), list(plain.buffers()))
+
+
+def test_inductor(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(H, H), nn.Dropout(0.5))
+    stages = [graph.capture(copy.deepcopy(plain), (sequence(),), compile="inductor") for _ in range(2)]
+    x, grad = sequence(), torch.randn(5, 2, H)
+    results = []
+    for stage in (plain, *stages):
+        again, put_off = x.detach().requires_grad_(), PutOff()
+        torch.manual_seed(1)
+        output = stage(again)
+        with putting_off(put_off):
+            output.backward(grad)
+        put_off.run()
+        results.append([output, again.grad, *(p.grad for p in stage.parameters())])
+    for ours in results[1:]:
+        for one, other in zip(ours, results[0]):
+            assert (one - other).abs().max() <= 2e-6 * other.abs().max()
+    said = capsys.readouterr().err
+    assert said.count("compiling") == 3, "the forward, the input gradients and a weight gradient, for both stages"
+    assert "compiling the forward of the stage Sequential" in said
+    inductor = importlib.import_module("torch._inductor.config")
+    with (
+        inductor.patch({"cpp.cxx": (None, "/no/such/g++"), "force_disable_caches": True}),
+        pytest.raises(RuntimeError, match=r'install one .* or capture without compile="inductor"'),
+    ):
+        graph.compile_graph(graph.partition(graph.trace_joint(lambda x: (x.sin(),), [x], "a test")).forward, "a test")

@@ -1,31 +1,26 @@
 """A stage that runs as graphs: captured once, then run like any other module.
 
-It is one autograd Function. In a backward that a schedule has split, it computes what B is for, keeps what the weight
-gradients need, and puts these off like a layer of `weight_grad` does; so the verbs know nothing of graphs.
+What a graph would do otherwise than the module is looked for while it is captured, and refused.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.fx import GraphModule
 
-from ..weight_grad.putting_off import Kept, capturing, defer, is_putting_off, keep
-from .arguments import Arguments, Structure, laid_out
+from ..weight_grad.putting_off import capturing
+from .arguments import Arguments, Structure
+from .function import Forward, Graphs, autocast_dtype, offering, run_forward
 from .joint import CaptureError, trace_joint
-from .nodes import storage_of
-from .partition import Partition, partition
-from .split import SplitBackward, split_di_dw
+from .partition import partition
+from .recompute import recompute as cut_to_recompute
 
-__all__ = ["CapturedStage", "Graphs", "capture"]
+__all__ = ["CapturedStage", "capture"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -36,6 +31,8 @@ def capture(
     loss_fn: Callable[..., Tensor] | None = None,
     *,
     input_tensor: Any = None,
+    recompute: bool = False,
+    compile: str | None = None,
 ) -> Module:
     """Make a stage run as graphs: forward, backward, input gradients alone, and weight gradients by themselves.
 
@@ -51,6 +48,9 @@ def capture(
         input_tensor: what `set_input_tensor` is called with, where the stage has it: the tensor itself, [sequence,
             batch, hidden], or the container of tensors that the stage before returns. A tensor of floating point gets
             a gradient. None on the first stage.
+        recompute: save only what lives where the forward is narrowest, between layers and between attention and MLP,
+            and compute the rest again in backward. torch.utils.checkpoint within the stage is taken out.
+        compile: "inductor" compiles each graph when it is first run. Random numbers stay the same.
 
     Raises CaptureError (a ValueError) where the stage cannot be a graph, with the line; RuntimeError on torch before
     2.9. The module is then as it was.
@@ -64,7 +64,10 @@ def capture(
             f"example_inputs must be a tuple of what forward is called with, but it is a "
             f"{type(example_inputs).__name__}: write (x,) for one tensor."
         )
-    module.__dict__["_megapipe_graphs"] = stage = _Stage(module, tuple(example_inputs), loss_fn, input_tensor)
+    if compile not in (None, "inductor"):
+        raise ValueError(f'compile must be None or "inductor", got {compile!r}.')
+    stage = _Stage(module, tuple(example_inputs), loss_fn, input_tensor, recompute, compile is not None)
+    module.__dict__["_megapipe_graphs"] = stage
     try:
         stage.graphs()
     except BaseException:
@@ -79,10 +82,17 @@ class CapturedStage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stage: _Stage = self.__dict__["_megapipe_graphs"]
-        return stage.run(*stage.prepare(args, kwargs))
+        return run_forward(*stage.prepare(args, kwargs))
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         self.__dict__["_megapipe_graphs"].input_tensor = input_tensor
+
+    @property
+    def forward_parts(self) -> Callable[..., Generator[None, None, Any]] | None:
+        """For those who overlap this forward with another stage's backward (see `overlap.parts`). None where there is
+        nothing to overlap."""
+        stage: _Stage = self.__dict__["_megapipe_graphs"]
+        return stage.run_in_gaps if stage.graphs().communicates else None
 
 
 _captured_classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -93,40 +103,6 @@ def _captured_class(original: type[nn.Module]) -> type[nn.Module]:
         name = f"Captured{original.__name__}"
         _captured_classes[original] = type(name, (CapturedStage, original), {"__module__": original.__module__})
     return _captured_classes[original]
-
-
-class Graphs:
-    """The graphs of a stage in one mode, and what it takes to run them."""
-
-    def __init__(self, parts: Partition, num_weights: int, output: Structure) -> None:
-        self.parts = parts
-        self.output = output
-        self.num_weights = num_weights
-        self.forward = parts.forward.forward
-        self.forward_only = parts.forward_only.forward
-        self.backward = parts.backward.forward
-        placeholders = parts.backward.graph.find_nodes(op="placeholder")
-        num_tangents = len(parts.differentiable)
-        self.tangent_strides = [node.meta["val"].stride() for node in placeholders[len(placeholders) - num_tangents :]]
-        self.num_saved = len(placeholders) - num_tangents - len(parts.read)
-        self.is_watched = _share_memory_with_others(parts.forward, parts.num_outputs, self.num_saved)
-        self.first_tangent = len(placeholders) - num_tangents
-
-    @cached_property
-    def split(self) -> SplitBackward:
-        return split_di_dw(self.parts.backward, range(self.num_weights))
-
-    @cached_property
-    def input_gradients(self) -> Callable[[list[Tensor]], tuple[Tensor | None, ...]]:
-        return self.split.input_gradients.forward
-
-
-def _share_memory_with_others(forward: GraphModule, num_outputs: int, num_saved: int) -> list[bool]:
-    """Of each saved value, whether someone else may change it: it shares memory with an input or an output."""
-    (end,) = forward.graph.find_nodes(op="output")
-    values = end.args[0]
-    others = {storage_of(node) for node in values[:num_outputs]} | set(forward.graph.find_nodes(op="placeholder"))
-    return [storage_of(node) in others for node in values[len(values) - num_saved :]]
 
 
 class _Mode(NamedTuple):
@@ -141,13 +117,21 @@ class _Stage:
     """A module, and the graphs that were made of it so far."""
 
     def __init__(
-        self, module: nn.Module, example: tuple[Any, ...], loss_fn: Callable[..., Tensor] | None, input_tensor: Any
+        self,
+        module: nn.Module,
+        example: tuple[Any, ...],
+        loss_fn: Callable[..., Tensor] | None,
+        input_tensor: Any,
+        recomputes: bool,
+        compiles: bool,
     ) -> None:
         self.input_tensor: Any = None
         self._module = module
         self._class = type(module)
         self._what = f"the stage {self._class.__name__}"
         self._loss_fn = loss_fn
+        self._cut = cut_to_recompute if recomputes else partition
+        self._compiles = compiles
         self._modules = list(module.modules())
         named = [*module.named_parameters(), *module.named_buffers()]
         self._num_weights = len(list(module.parameters()))
@@ -170,17 +154,12 @@ class _Stage:
         tensors = self._arguments.tensors((received, *self._bind(args, kwargs)))
         return self.graphs(), self._weights_and_buffers() + tensors
 
-    def run(self, graphs: Graphs, inputs: list[Tensor], results: Sequence[Tensor] | None = None) -> Any:
-        """Forward. `results`: what the forward graph has returned, where it was run already."""
-        if torch.is_grad_enabled():
-            outputs = _Run.apply(graphs, results, *inputs)  # type: ignore[no-untyped-call]
-        else:
-            parts = graphs.parts
-            with _as_captured(inputs):
-                values = graphs.forward_only(list(inputs)) if results is None else results
-            outputs = values[: parts.num_outputs]
-            _overwrite(inputs, parts.mutated, values[parts.num_outputs :])
-        return graphs.output.fill(outputs)
+    def run_in_gaps(self, *args: Any, **kwargs: Any) -> Generator[None, None, Any]:
+        """Forward, by the graph of a backward with which it is multiplexed, if that comes before the second step."""
+        forward = Forward(*self.prepare(args, kwargs))
+        with offering(forward):
+            yield
+        return run_forward(forward.graphs, forward.inputs, forward.results)
 
     def graphs(self) -> Graphs:
         """For the mode that the module is in."""
@@ -188,7 +167,7 @@ class _Stage:
         mode = _Mode(
             tuple([module.training for module in self._modules]),
             tuple([(tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]),
-            _autocast(tensors),
+            autocast_dtype(tensors),
         )
         if mode not in self._graphs:
             self._graphs[mode] = self._capture(tensors)
@@ -234,7 +213,7 @@ class _Stage:
                 f"{self._what} cannot be captured: it changes {self._name(changed[0])} in place. Only buffers may "
                 "be changed."
             )
-        return Graphs(partition(joint), self._num_weights, outputs[-1])
+        return Graphs(self._cut(joint), self._num_weights, outputs[-1], self._what if self._compiles else None)
 
     def _name(self, number: int) -> str:
         return self._names[number] if number < len(self._names) else f"its input {number - len(self._names)}"
@@ -308,104 +287,3 @@ def _as_set(input_tensor: Any) -> Any:
 def _with_gradients(value: Any) -> Any:
     structure, tensors = Structure.of(value)
     return structure.fill([t.detach().requires_grad_(t.is_floating_point()) for t in tensors])
-
-
-def _autocast(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    device_type = tensors[0].device.type if tensors else "cpu"
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def _as_captured(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """The casts of autocast are in the graph already."""
-    if _autocast(tensors) is None:
-        return nullcontext()
-    return torch.autocast(tensors[0].device.type, enabled=False)
-
-
-def _overwrite(inputs: Sequence[Tensor], numbers: Sequence[int], values: Sequence[Tensor]) -> None:
-    for number, value in zip(numbers, values):
-        inputs[number].copy_(value)
-
-
-class _Run(Function):
-    @staticmethod
-    def forward(ctx: Any, graphs: Graphs, results: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        parts = graphs.parts
-        if results is None:
-            with _as_captured(inputs):
-                results = graphs.forward(list(inputs))
-        first_saved = parts.num_outputs + len(parts.mutated)
-        # Detached: autograd refuses to change a view made in here in place.
-        outputs = [value.detach() for value in results[: parts.num_outputs]]
-        saved = results[first_saved:]
-        _overwrite(inputs, parts.mutated, results[parts.num_outputs : first_saved])
-        # Autograd sees to it that nobody changes those. Nobody can change the others, which are freed as backward runs.
-        watched = [value for value, is_watched in zip(saved, graphs.is_watched) if is_watched]
-        ctx.save_for_backward(*(inputs[n] for n in parts.read), *watched)
-        ctx.saved = [None if is_watched else value for value, is_watched in zip(saved, graphs.is_watched)]
-        ctx.graphs, ctx.weights = graphs, inputs[: graphs.num_weights]
-        ctx.mark_non_differentiable(*(out for n, out in enumerate(outputs) if n not in parts.differentiable))
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
-        graphs: Graphs = ctx.graphs
-        arguments = _arguments_of_backward(ctx, output_grads)
-        del output_grads
-        if is_putting_off():
-            grads = _put_off(graphs, ctx.weights, arguments)
-        else:
-            with _as_captured(arguments):
-                grads = graphs.backward(arguments)
-        return None, None, *grads
-
-
-def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Tensor]:
-    graphs: Graphs = ctx.graphs
-    if ctx.saved is None:
-        raise RuntimeError(
-            "the backward of a captured stage was run a second time, but what it needs was freed in the first: run the "
-            "forward again."
-        )
-    again = ctx.saved_tensors
-    num_read = len(graphs.parts.read)
-    watched = iter(again[num_read:])
-    saved = [next(watched) if value is None else value for value in ctx.saved]
-    ctx.saved = None
-    grads = [output_grads[n] for n in graphs.parts.differentiable]
-    return [*again[:num_read], *saved, *(laid_out(grad, s) for grad, s in zip(grads, graphs.tangent_strides))]
-
-
-def _put_off(graphs: Graphs, weights: Sequence[Tensor], arguments: list[Tensor]) -> list[Tensor | None]:
-    """B. What it leaves to W is handed to `defer`, one weight at a time."""
-    split = graphs.split
-    held: dict[int, Tensor | Kept] = {n: arguments[n] for n in split.held}
-    first_kept = len(arguments)
-    held.update((n, keep(arguments[n])) for n in split.held if n >= graphs.first_tangent)
-    with _as_captured(arguments):
-        results = graphs.input_gradients(arguments)
-    grads = list(results[: split.num_outputs])
-    kept = cast(Sequence[Tensor], results[split.num_outputs :])
-    held.update((n, keep(value)) for n, value in enumerate(kept, first_kept))
-    for weight_gradient in split.weights:
-        weight = weights[weight_gradient.output]
-        compute = partial(_weight_gradient, weight_gradient.graph.forward, [held[n] for n in weight_gradient.takes])
-        if weight._backward_hooks:  # these see a gradient before it is added
-            grads[weight_gradient.output] = compute()
-        else:
-            defer(weight, compute, partial(_add, compute))
-    return grads
-
-
-def _weight_gradient(graph: Callable[[list[Tensor]], tuple[Tensor]], held: list[Tensor | Kept]) -> Tensor:
-    tensors = [value.tensor if isinstance(value, Kept) else value for value in held]
-    with _as_captured(tensors):
-        (gradient,) = graph(tensors)
-    return gradient
-
-
-def _add(compute: Callable[[], Tensor], target: Tensor) -> None:
-    target.add_(compute())

@@ -14,13 +14,16 @@ from torch.fx.graph import CodeGen
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
+    "Boxed",
     "ancestors",
     "dependents",
     "drop_idle_views",
     "extract",
     "is_heavy",
     "is_random",
+    "is_start",
     "is_view",
+    "is_wait",
     "num_bytes",
     "storage_of",
 ]
@@ -87,6 +90,20 @@ def num_bytes(node: Node) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
+def is_start(node: Node) -> bool:
+    """Whether it begins to communicate with other ranks (torch's functional collectives)."""
+    return _is_collective(node) and not is_wait(node)
+
+
+def is_wait(node: Node) -> bool:
+    """Whether it waits for what `is_start` has begun, and gives the result."""
+    return _is_collective(node) and "wait_tensor" in str(node.target)
+
+
+def _is_collective(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and "c10d_functional" in node.target.namespace
+
+
 def storage_of(node: Node) -> Node:
     """The node whose memory this one looks at: itself if it is no view."""
     while is_view(node):
@@ -118,7 +135,7 @@ def dependents(owner: GraphModule, nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-class _Boxed(CodeGen):
+class Boxed(CodeGen):
     """Takes its arguments in a list and clears it, so that each is freed after its last use."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
@@ -145,7 +162,7 @@ def extract(
         late: nodes to be computed right before their first use, not at their place in `owner`.
     """
     graph = Graph()
-    graph.set_codegen(_Boxed())
+    graph.set_codegen(Boxed())
     of: dict[Node, Node] = {}
     for node in inputs:
         assert node not in of, f"{node} is given twice"

@@ -45,10 +45,13 @@ def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
         saved: what of the forward backward may have; it computes the rest again. None: whatever it wants, as eager,
             except that views are always taken again.
     """
-    owner, in_forward = joint.owner, forward_nodes(joint)
-    read, wanted = _boundary(joint, in_forward, saved)
+    owner = joint.owner
+    dropouts = [] if saved is None else _by_their_masks(owner)
+    read, wanted = _boundary(joint, forward_nodes(joint), saved)
     overwritten = [joint.inputs[n] for n in joint.mutated if joint.inputs[n] in read]
     if overwritten:
+        for dropped, again in dropouts:
+            again.replace_all_uses_with(dropped)
         for node in overwritten:
             _save_before_overwritten(owner, node)
         return partition(joint, None if saved is None else [*saved, *(node.next for node in overwritten)])
@@ -56,9 +59,12 @@ def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
     tangents = [tangent for tangent in joint.tangents if tangent is not None]
     done = [*joint.outputs, *joint.mutated.values()]
     after_tangents = dependents(owner, tangents)
+    backward = extract(owner, [*read, *wanted, *tangents], joint.grads, lambda node: node not in after_tangents)
+    for dropped, again in dropouts:
+        again.replace_all_uses_with(dropped)
     return Partition(
         forward=extract(owner, joint.inputs, [*done, *wanted]),
-        backward=extract(owner, [*read, *wanted, *tangents], joint.grads, lambda node: node not in after_tangents),
+        backward=backward,
         forward_only=extract(owner, joint.inputs, done),
         num_outputs=len(joint.outputs),
         mutated=tuple(joint.mutated),
@@ -102,3 +108,22 @@ def _save_before_overwritten(owner: GraphModule, node: Node) -> None:
         copy = owner.graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = dict(node.meta)
     node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+
+
+def _by_their_masks(owner: GraphModule) -> list[tuple[Node, Node]]:
+    """Compute dropouts from their masks, which are random, so that what was dropped need not be saved beside them.
+    Returns what took the place of what."""
+    replaced = []
+    aten = torch.ops.aten
+    for node in owner.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        results = {use.args[1]: use for use in node.users}
+        if len(results) == 2:
+            x, p, _ = node.args
+            with owner.graph.inserting_after(results[1]):
+                kept = owner.graph.call_function(aten.mul.Tensor, (x, results[1]))
+            with owner.graph.inserting_after(kept):
+                again = owner.graph.call_function(aten.mul.Tensor, (kept, 1 / (1 - p) if p < 1 else 0.0))
+            kept.meta = again.meta = dict(results[0].meta)
+            results[0].replace_all_uses_with(again)
+            replaced.append((results[0], again))
+    return replaced
