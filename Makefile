@@ -62,11 +62,8 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 8 --microbatches 16 --schedules zbv
 	$(VENV)/bin/python -W ignore -m benchmarks.prediction
 	$(VENV)/bin/python -W ignore -m benchmarks.moe --pp 4 --microbatches 16
-<<<<<<< HEAD
 	$(VENV)/bin/python -W ignore -m benchmarks.compute
-=======
 	$(VENV)/bin/python -W ignore -m benchmarks.steps --pp 4 --microbatches 8
->>>>>>> h1
 	$(VENV)/bin/python -W ignore -m benchmarks.split
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 1
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 2

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from ..weight_grad.putting_off import is_capturing
 from .gaps import fill_gap
 
 __all__ = ["PendingAllToAll", "start_all_to_all"]
@@ -44,6 +46,9 @@ class PendingAllToAll:
     ) -> None:
         if group is None:
             self._alone: Tensor | None = x
+            return
+        if is_capturing():  # in a graph its start and its wait are apart as it is, both ways
+            self._alone = all_to_all_single_autograd(x, list(output_splits), list(input_splits), group)
             return
         self._alone = None
         self._exchange = _Exchange(list(output_splits), list(input_splits), group)

@@ -6,7 +6,7 @@ once, and hands the computation of its weight's gradient to `defer`.
 
 from .layers import conv1d, conv2d, embedding, grouped_linear, linear
 from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert
-from .putting_off import defer
+from .putting_off import defer, is_capturing
 
 __all__ = [
     "Conv1d",
@@ -20,5 +20,6 @@ __all__ = [
     "defer",
     "embedding",
     "grouped_linear",
+    "is_capturing",
     "linear",
 ]

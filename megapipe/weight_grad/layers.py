@@ -6,7 +6,7 @@ of biases are sums, cheap beside the rest, so they are returned in B.
 
 Where there is nothing to defer, torch's layer runs: the weight is frozen, or was computed from other tensors (weight
 norm, parametrizations, `functional_call`), which autograd must then carry its gradient on to. So it does under
-torch.compile and torch.func's transforms, which cannot leave anything to W.
+torch.compile and torch.func's transforms, which cannot leave anything to W, and while a stage is captured as a graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .products import add_weight_gradient, rows, weight_gradient
-from .putting_off import Kept, defer, keep
+from .putting_off import Kept, defer, is_capturing, keep
 
 __all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear"]
 
@@ -288,7 +288,7 @@ def _add_grouped(x: Tensor, kept: Kept, counts: list[int], target: Tensor) -> No
 def _can_defer(weight: Tensor) -> bool:
     if not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
         return False
-    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return not is_capturing() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def _put_off(ctx: Any, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]) -> Tensor | None:

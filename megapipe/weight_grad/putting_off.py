@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 from weakref import ref as weakref
@@ -19,10 +20,22 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["Kept", "PutOff", "defer", "keep", "one_backward_at_a_time", "putting_off", "visit_gradient_nodes"]
+__all__ = [
+    "Kept",
+    "PutOff",
+    "capturing",
+    "defer",
+    "is_capturing",
+    "is_putting_off",
+    "keep",
+    "one_backward_at_a_time",
+    "putting_off",
+    "visit_gradient_nodes",
+]
 
 one_backward_at_a_time = threading.RLock()
 _current: PutOff | None = None
+_is_capturing = False
 
 
 class PutOff:
@@ -113,6 +126,28 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
             one_backward_at_a_time.release()
 
 
+def is_putting_off() -> bool:
+    """Whether the backward that is running leaves weight gradients to a W."""
+    return _current is not None
+
+
+def is_capturing() -> bool:
+    """Whether a stage is being captured as a graph (megapipe.graph): Functions return all gradients then."""
+    return _is_capturing
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Around the capture of a stage: nothing is to be deferred."""
+    global _is_capturing
+    with one_backward_at_a_time:
+        before, _is_capturing = _is_capturing, True
+        try:
+            yield
+        finally:
+            _is_capturing = before
+
+
 def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None) -> None:
     """Leave the gradient of `weight` to W, from the backward of a custom autograd Function.
 
@@ -128,8 +163,15 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
         add_to: adds the gradient to the tensor that it is given, which has the weight's shape but perhaps another
             dtype. Worth giving where that is cheaper than `compute` and an addition.
 
-    Raises TypeError where the weight is no leaf: its gradient belongs to the tensors that it was made from.
+    Raises TypeError where the weight is no leaf: its gradient belongs to the tensors that it was made from; and while a
+    stage is captured as a graph, which has all gradients in it: return the gradient if `is_capturing()`.
     """
+    if _is_capturing:
+        raise TypeError(
+            f"defer was given a weight of shape {list(weight.shape)} while a stage is captured as a graph, which puts "
+            "weight gradients off by itself: return the gradient from the Function's backward where "
+            "weight_grad.is_capturing()."
+        )
     if not weight.is_leaf:
         raise TypeError(
             f"defer was given a tensor of shape {list(weight.shape)} that was computed from others, so it keeps no "

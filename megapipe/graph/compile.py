@@ -1,0 +1,69 @@
+"""Graphs compiled with inductor, each once: stages of the same shape share them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+__all__ = ["compile_graph"]
+
+Compiled = Callable[[list[Tensor]], tuple[Any, ...]]
+
+_compiled: dict[tuple[Any, ...], Compiled] = {}
+
+
+def compile_graph(graph: GraphModule, what: str) -> Compiled:
+    """What `graph.forward` does, compiled with inductor; random numbers are drawn as uncompiled.
+
+    Takes a list, which it empties. A line on stderr says what is compiled, and how long it took.
+
+    Args:
+        what: names the graph in that line.
+
+    Raises RuntimeError where there is no compiler for the device.
+    """
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    examples = [node.meta["val"] for node in placeholders]
+    metas = tuple((tuple(e.shape), e.stride(), e.dtype, e.device) for e in examples)
+    has_constants = any(node.op == "get_attr" for node in graph.graph.nodes)
+    key = (graph.code, metas, id(graph) if has_constants else None)
+    if key not in _compiled:
+        _compiled[key] = _compile(graph, examples, what)
+    return _compiled[key]
+
+
+def _compile(graph: GraphModule, examples: list[Any], what: str) -> Compiled:
+    num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
+    print(f"megapipe: compiling {what}, {num_nodes} operators ...", end="", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    unboxed = Graph()
+    unboxed.output(unboxed.graph_copy(graph.graph, {}))
+    inductor: Any = importlib.import_module("torch._inductor")
+    try:
+        with inductor.config.patch(fallback_random=True):
+            function = inductor.compile(GraphModule(graph, unboxed), examples)
+    except Exception as error:
+        print(" failed", file=sys.stderr)
+        if any(name in f"{type(error).__name__} {error}" for name in ("InvalidCxxCompiler", "TritonMissing")):
+            raise RuntimeError(
+                f"inductor needs a compiler ({error}): install one (g++ for the CPU, triton for an accelerator), or "
+                'capture without compile="inductor".'
+            ) from error
+        raise
+    print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    return partial(_run_boxed, function)
+
+
+def _run_boxed(function: Callable[..., Any], arguments: list[Tensor]) -> tuple[Any, ...]:
+    tensors = tuple(arguments)
+    arguments.clear()
+    with torch.no_grad():
+        return tuple(function(*tensors))

@@ -1,0 +1,233 @@
+"""The graphs of a stage at work: one autograd Function.
+
+In a backward that a schedule has split, it computes what B is for, keeps what the weight gradients need, and puts these
+off like a layer of `weight_grad` does; so the verbs know nothing of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.fx import GraphModule
+
+from ..overlap.gaps import fill_gap
+from ..weight_grad.putting_off import Kept, defer, is_putting_off, keep
+from .arguments import Structure, laid_out
+from .compile import compile_graph
+from .multiplex import communicates, multiplex
+from .nodes import storage_of
+from .partition import Partition
+from .split import SplitBackward, split_di_dw
+
+__all__ = ["Forward", "Graphs", "autocast_dtype", "offering", "run_forward"]
+
+Runner = Callable[[list[Tensor]], tuple[Any, ...]]
+
+
+class Graphs:
+    """The graphs of a stage in one mode, and what it takes to run them.
+
+    Args:
+        compiled_as: names the stage where its graphs are to be compiled; None where not.
+    """
+
+    def __init__(self, parts: Partition, num_weights: int, output: Structure, compiled_as: str | None) -> None:
+        self.parts = parts
+        self.output = output
+        self.num_weights = num_weights
+        self._compiled_as = compiled_as
+        placeholders = parts.backward.graph.find_nodes(op="placeholder")
+        self.first_tangent = len(placeholders) - len(parts.differentiable)
+        self.tangent_strides = [node.meta["val"].stride() for node in placeholders[self.first_tangent :]]
+        self.is_watched = _share_memory_with_others(parts, self.first_tangent - len(parts.read))
+        self.communicates = communicates(parts.forward) or communicates(parts.backward)
+        self._runners: dict[int, tuple[GraphModule, Runner]] = {}
+        self._multiplexed: dict[tuple[int, int], GraphModule] = {}
+
+    @cached_property
+    def split(self) -> SplitBackward:
+        return split_di_dw(self.parts.backward, range(self.num_weights))
+
+    def run(self, graph: GraphModule, name: str, arguments: list[Tensor]) -> tuple[Any, ...]:
+        """One of the graphs. Empties `arguments`."""
+        if id(graph) not in self._runners:
+            compiled = self._compiled_as is not None
+            runner = compile_graph(graph, f"{name} of {self._compiled_as}") if compiled else graph.forward
+            self._runners[id(graph)] = (graph, runner)
+        with _as_captured(arguments):
+            return self._runners[id(graph)][1](arguments)
+
+    def run_with(
+        self, forward: Forward | None, graph: GraphModule, name: str, arguments: list[Tensor]
+    ) -> tuple[Any, ...]:
+        """One of the backward graphs, and in its gaps the forward of another stage, if there is one."""
+        if forward is None:
+            return self.run(graph, name, arguments)
+        other = forward.graphs.parts
+        key = id(other.forward), id(graph)
+        if key not in self._multiplexed:
+            self._multiplexed[key] = multiplex(other.forward, graph)
+        both = [*forward.inputs, *arguments]
+        arguments.clear()
+        results = self.run(self._multiplexed[key], f"{name} and a forward", both)
+        num_results = other.num_outputs + len(other.mutated) + len(forward.graphs.is_watched)
+        forward.results = results[:num_results]
+        return results[num_results:]
+
+
+class Forward:
+    """A forward that the next backward of a captured stage may run along with its own graph."""
+
+    def __init__(self, graphs: Graphs, inputs: list[Tensor]) -> None:
+        self.graphs, self.inputs = graphs, inputs
+        self.results: tuple[Tensor, ...] | None = None
+
+
+_offered: Forward | None = None  # seen from autograd's threads
+
+
+@contextmanager
+def offering(forward: Forward) -> Iterator[None]:
+    """Meanwhile a backward of a captured stage may take it."""
+    global _offered
+    _offered = forward
+    try:
+        yield
+    finally:
+        if _offered is forward:
+            _offered = None
+
+
+def _take_offered() -> Forward | None:
+    """Where this backward is one of a pair, let its forward begin: if it is a captured stage's too, that is to run it
+    in here."""
+    global _offered
+    fill_gap()
+    forward, _offered = _offered, None
+    return forward
+
+
+def _share_memory_with_others(parts: Partition, num_saved: int) -> list[bool]:
+    """Of each saved value, whether someone else may change it: it shares memory with an input or an output."""
+    (end,) = parts.forward.graph.find_nodes(op="output")
+    values: Any = end.args[0]
+    others = {storage_of(node) for node in values[: parts.num_outputs]}
+    others.update(parts.forward.graph.find_nodes(op="placeholder"))
+    return [storage_of(node) in others for node in values[len(values) - num_saved :]]
+
+
+def run_forward(graphs: Graphs, inputs: list[Tensor], results: tuple[Tensor, ...] | None = None) -> Any:
+    """What the stage returns. `results`: what its forward graph has returned, where that was run already."""
+    if torch.is_grad_enabled():
+        outputs = _Run.apply(graphs, results, *inputs)  # type: ignore[no-untyped-call]
+    else:
+        parts = graphs.parts
+        values = results or graphs.run(parts.forward_only, "the forward without gradients", list(inputs))
+        outputs = values[: parts.num_outputs]
+        _overwrite(inputs, parts.mutated, values[parts.num_outputs :])
+    return graphs.output.fill(outputs)
+
+
+def autocast_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    device_type = tensors[0].device.type if tensors else "cpu"
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _as_captured(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """The casts of autocast are in the graph already."""
+    if autocast_dtype(tensors) is None:
+        return nullcontext()
+    return torch.autocast(tensors[0].device.type, enabled=False)
+
+
+def _overwrite(inputs: Sequence[Tensor], numbers: Sequence[int], values: Sequence[Tensor]) -> None:
+    for number, value in zip(numbers, values):
+        inputs[number].copy_(value)
+
+
+class _Run(Function):
+    @staticmethod
+    def forward(ctx: Any, graphs: Graphs, results: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        parts = graphs.parts
+        if results is None:
+            results = graphs.run(parts.forward, "the forward", list(inputs))
+        first_saved = parts.num_outputs + len(parts.mutated)
+        # Detached: autograd refuses to change a view made in here in place.
+        outputs = [value.detach() for value in results[: parts.num_outputs]]
+        saved = results[first_saved:]
+        _overwrite(inputs, parts.mutated, results[parts.num_outputs : first_saved])
+        # Autograd sees to it that nobody changes those. Nobody can change the others, which are freed as backward runs.
+        watched = [value for value, is_watched in zip(saved, graphs.is_watched) if is_watched]
+        ctx.save_for_backward(*(inputs[n] for n in parts.read), *watched)
+        ctx.saved = [None if is_watched else value for value, is_watched in zip(saved, graphs.is_watched)]
+        ctx.graphs, ctx.weights = graphs, inputs[: graphs.num_weights]
+        ctx.mark_non_differentiable(*(out for n, out in enumerate(outputs) if n not in parts.differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        graphs: Graphs = ctx.graphs
+        forward = _take_offered()
+        arguments = _arguments_of_backward(ctx, output_grads)
+        del output_grads
+        if is_putting_off():
+            return None, None, *_put_off(graphs, ctx.weights, forward, arguments)
+        return None, None, *graphs.run_with(forward, graphs.parts.backward, "the backward", arguments)
+
+
+def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Tensor]:
+    graphs: Graphs = ctx.graphs
+    if ctx.saved is None:
+        raise RuntimeError(
+            "the backward of a captured stage was run a second time, but what it needs was freed in the first: run the "
+            "forward again."
+        )
+    again = ctx.saved_tensors
+    num_read = len(graphs.parts.read)
+    watched = iter(again[num_read:])
+    saved = [next(watched) if value is None else value for value in ctx.saved]
+    ctx.saved = None
+    grads = [output_grads[n] for n in graphs.parts.differentiable]
+    return [*again[:num_read], *saved, *(laid_out(grad, s) for grad, s in zip(grads, graphs.tangent_strides))]
+
+
+def _put_off(
+    graphs: Graphs, weights: Sequence[Tensor], forward: Forward | None, arguments: list[Tensor]
+) -> list[Tensor | None]:
+    """B. What it leaves to W is handed to `defer`, one weight at a time."""
+    split = graphs.split
+    held: dict[int, Tensor | Kept] = {n: arguments[n] for n in split.held}
+    first_kept = len(arguments)
+    held.update((n, keep(arguments[n])) for n in split.held if n >= graphs.first_tangent)
+    results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
+    grads = list(results[: split.num_outputs])
+    held.update((n, keep(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
+    for weight_gradient in split.weights:
+        weight = weights[weight_gradient.output]
+        takes = [held[n] for n in weight_gradient.takes]
+        compute = partial(_weight_gradient, graphs, weight_gradient.graph, takes)
+        if weight._backward_hooks:  # these see a gradient before it is added
+            grads[weight_gradient.output] = compute()
+        else:
+            defer(weight, compute, partial(_add, compute))
+    return grads
+
+
+def _weight_gradient(graphs: Graphs, graph: GraphModule, held: list[Tensor | Kept]) -> Tensor:
+    tensors = [value.tensor if isinstance(value, Kept) else value for value in held]
+    (gradient,) = graphs.run(graph, "a weight gradient", tensors)
+    return gradient  # type: ignore[no-any-return]
+
+
+def _add(compute: Callable[[], Tensor], target: Tensor) -> None:
+    target.add_(compute())

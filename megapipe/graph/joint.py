@@ -1,0 +1,201 @@
+"""Forward and backward of a function as one graph, labelled. The one file that knows torch's tracer.
+
+The tracer is AOTAutograd's, the one behind torch.compile: `aot_export_joint_with_descriptors`, private to torch, in it
+from 2.9 on. What comes out is functional (no operator changes a tensor), and each input and output says what it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from .nodes import drop_idle_views
+
+__all__ = ["CaptureError", "Joint", "trace_joint"]
+
+_API = "aot_export_joint_with_descriptors"
+_NO_ALIAS = ("non_alias", "unsafe_view_alias", "custom_function_view")
+
+
+class CaptureError(ValueError):
+    """A function that cannot be made into a graph. The message names the line."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A graph that computes a function's outputs from its inputs, and the inputs' gradients from the outputs'.
+
+    All lists hold nodes of `owner.graph`, whose own order of inputs and outputs means nothing.
+    """
+
+    owner: GraphModule
+    """Its nodes are in an order in which the function and its backward ran; no node writes to a tensor."""
+    inputs: list[Node]
+    """One per input tensor."""
+    outputs: list[Node]
+    """One per output tensor."""
+    tangents: list[Node | None]
+    """One per output: the placeholder of its gradient; None where it has none."""
+    mutated: dict[int, Node]
+    """By number of an input that the function changes in place: its new value."""
+    grads: list[Node | None]
+    """One per input: its gradient; None where it wants none or the outputs do not depend on it."""
+
+
+def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], what: str) -> Joint:
+    """The joint graph of `function(*inputs)` for inputs of these shapes, dtypes, devices and `requires_grad`.
+
+    The function is run a few times, on tensors without values. What torch.utils.checkpoint does around a part of it is
+    not in the graph: that part is run once (see `recompute`). Outputs that share memory with inputs or each other are
+    copied in the graph.
+
+    Args:
+        what: names the function in errors.
+
+    Raises CaptureError where it asks for values of tensors or has shapes that depend on them, with its line;
+    RuntimeError on a torch that has no such tracer.
+    """
+    exporter = _exporter()
+    copied: tuple[int, ...] = ()
+    while True:
+        with ExitStack() as stack:
+            exported = _export(exporter, stack, _Function(function, copied), tuple(inputs), what)
+        aliases = [
+            number
+            for number, info in enumerate(exported._aot_state.fw_metadata.output_info)
+            if info.output_type.name not in _NO_ALIAS
+        ]
+        if not aliases:
+            break
+        assert not copied, "a copy is nobody's alias"
+        copied = tuple(aliases)
+    drop_idle_views(exported.graph_module)
+    joint = _label(exported.graph_module, len(inputs))
+    _check(joint, what)
+    return joint
+
+
+def _exporter() -> Callable[..., Any]:
+    exporter = getattr(importlib.import_module("torch._functorch.aot_autograd"), _API, None)
+    if exporter is None:
+        raise RuntimeError(
+            f"capturing a stage as a graph needs torch 2.9 or newer, but this is {torch.__version__}: upgrade torch, "
+            "or leave the stage eager."
+        )
+    return exporter  # type: ignore[no-any-return]
+
+
+class _Function(nn.Module):
+    """The tracer takes modules."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], copied: tuple[int, ...]) -> None:
+        super().__init__()
+        self._function, self._copied = function, copied
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs = self._function(*inputs)
+        return tuple(output.clone() if n in self._copied else output for n, output in enumerate(outputs))
+
+
+def _export(
+    exporter: Callable[..., Any], stack: ExitStack, function: nn.Module, inputs: tuple[Tensor, ...], what: str
+) -> Any:
+    # As eager: the backward is not under the autocast of the forward. And the nodes remember their lines.
+    config = importlib.import_module("torch._functorch.config")
+    stack.enter_context(config.patch(backward_pass_autocast="off"))
+    stack.enter_context(importlib.import_module("torch.fx.traceback").preserve_node_meta())
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    unknown = (
+        shapes.GuardOnDataDependentSymNode,
+        fake.DataDependentOutputException,
+        fake.DynamicOutputShapeException,
+        shapes.PendingUnbackedSymbolNotFound,
+    )
+    try:
+        return exporter(stack, function, inputs)
+    except unknown as error:
+        raise _depends_on_values(what, _line_of(error)) from error
+
+
+def _depends_on_values(what: str, line: str) -> CaptureError:
+    return CaptureError(
+        f"{what} cannot be captured: at {line} it goes by the values of a tensor, and a graph is the same for all "
+        "values. Write it without (torch.where instead of an if or a boolean mask), or leave this stage eager."
+    )
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in the user's code it was raised: the innermost frame outside of torch and of this package."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    if not frames:
+        return "an unknown line"
+    frame = frames[-1]
+    return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
+
+
+def _line_of_node(node: Node) -> str:
+    """From the stack that the tracer noted down."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    found = "an unknown line"
+    for line in (node.meta.get("stack_trace") or "").splitlines():
+        if line.startswith('  File "'):
+            file, number = line.split('"')[1], line.split(", line ")[1].partition(",")[0]
+            if not file.startswith(ours):
+                found = f"{file}:{number} ({linecache.getline(file, int(number)).strip()})"
+    return found
+
+
+def _label(owner: GraphModule, num_inputs: int) -> Joint:
+    inputs: dict[int, Node] = {}
+    tangent_of: dict[int, Node] = {}
+    outputs: dict[int, Node] = {}
+    mutated: dict[int, Node] = {}
+    grads: dict[int, Node | None] = {}
+    for node in owner.graph.find_nodes(op="placeholder"):
+        described = node.meta["desc"]
+        if type(described).__name__ == "PlainAOTInput":
+            inputs[described.idx] = node
+        else:
+            assert type(described).__name__ == "TangentAOTInput", described
+            if type(described.output).__name__ == "PlainAOTOutput":  # else that of a changed input
+                tangent_of[described.output.idx] = node
+    (end,) = owner.graph.find_nodes(op="output")
+    for node, described in zip(end.args[0], end.meta["desc"]):
+        kind = type(described).__name__
+        if kind == "PlainAOTOutput":
+            outputs[described.idx] = node
+        elif kind == "InputMutationAOTOutput":
+            mutated[described.mutated_input.idx] = node
+        elif kind == "GradAOTOutput":
+            grads[described.grad_of.idx] = node
+        else:
+            assert node is None, described
+    return Joint(
+        owner,
+        [inputs[n] for n in range(num_inputs)],
+        [outputs[n] for n in range(len(outputs))],
+        [tangent_of.get(n) for n in range(len(outputs))],
+        mutated,
+        [grads.get(n) for n in range(num_inputs)],
+    )
+
+
+def _check(joint: Joint, what: str) -> None:
+    for node in joint.owner.graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (list, tuple)) else (values,):
+            sizes = value.shape if isinstance(value, Tensor) else (value,)
+            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+                raise _depends_on_values(what, _line_of_node(node))

@@ -1,0 +1,85 @@
+"""A forward of one stage and a backward of another as one graph, in which each computes while the other communicates.
+
+The operators of each keep their order. The backward goes first; whenever one of the two would wait for a communication
+that it has begun, the other goes on until it would wait too. On an accelerator the order is enough: what is begun runs
+on the communication's own stream, and a wait holds the stream of the computation and not the host.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, GraphModule, Node
+
+from .nodes import Boxed, is_start, is_wait
+
+__all__ = ["communicates", "multiplex"]
+
+PART = "megapipe_part"
+"""The key in a node's `meta` that says what it belongs to: "forward" or "backward"."""
+
+
+def communicates(graph: GraphModule) -> bool:
+    return any(is_start(node) for node in graph.graph.nodes)
+
+
+def multiplex(forward: GraphModule, backward: GraphModule) -> GraphModule:
+    """One graph out of two that have nothing to do with each other.
+
+    [*inputs of forward, *inputs of backward] -> (*outputs of forward, *outputs of backward). Each node is annotated
+    with the part that it is from, in `meta[PART]`.
+    """
+    graph = Graph()
+    graph.set_codegen(Boxed())
+    parts = {"forward": forward, "backward": backward}
+    of: dict[str, dict[Node, Node]] = {"forward": {}, "backward": {}}
+    for name, part in parts.items():
+        for node in part.graph.find_nodes(op="placeholder"):
+            of[name][node] = graph.placeholder(f"{name}_{node.name}")
+            of[name][node].meta = {**node.meta, PART: name}
+    left = {name: _waits_late(part) for name, part in parts.items()}
+    current, other = ("backward", "forward") if communicates(backward) else ("forward", "backward")
+    waits_for: dict[str, Node | None] = {"forward": None, "backward": None}
+    while left[current] or left[other]:
+        if not left[current]:
+            current, other = other, current
+        node = left[current][0]
+        if is_wait(node) and waits_for[current] is not node and left[other]:
+            waits_for[current] = node  # the next time it is its turn, it does wait
+            current, other = other, current
+            continue
+        left[current].pop(0)
+        copied = graph.node_copy(node, lambda source, current=current: of[current][source])  # type: ignore[misc]
+        copied.meta = {**node.meta, PART: current}
+        of[current][node] = copied
+    outputs = []
+    for name, part in parts.items():
+        (end,) = part.graph.find_nodes(op="output")
+        outputs += [None if node is None else of[name][node] for node in end.args[0]]
+    graph.output(tuple(outputs))
+    constants = {
+        str(node.target): getattr(part, str(node.target))
+        for part in parts.values()
+        for node in part.graph.find_nodes(op="get_attr")
+    }
+    return GraphModule(constants, graph)
+
+
+def _waits_late(part: GraphModule) -> list[Node]:
+    """What a graph computes, in its order, but each wait right before the first that needs it."""
+    order: list[Node] = []
+    waits: set[Node] = set()
+
+    def settle(node: Node) -> None:
+        for source in node.all_input_nodes:
+            if source in waits:
+                waits.discard(source)
+                order.append(source)
+
+    for node in part.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if is_wait(node):
+            waits.add(node)
+        else:
+            settle(node)
+            order.append(node)
+    return [*order, *(node for node in part.graph.nodes if node in waits)]

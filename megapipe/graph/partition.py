@@ -1,0 +1,129 @@
+"""A joint graph cut into forward and backward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .joint import Joint
+from .nodes import ancestors, dependents, extract, is_view
+
+__all__ = ["Partition", "forward_nodes", "partition"]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who keeps what: the caller keeps, from forward to backward, the inputs in `read` and what forward says to save.
+
+    Every graph takes one list, which it empties, and returns a tuple (see `extract`).
+    """
+
+    forward: GraphModule
+    """[*inputs] -> (*outputs, *new values of the inputs in `mutated`, *saved)."""
+    backward: GraphModule
+    """[*inputs in `read`, *saved, *gradients of the outputs in `differentiable`] -> one gradient per input, None where
+    it has none."""
+    forward_only: GraphModule
+    """[*inputs] -> (*outputs, *new values of the inputs in `mutated`)."""
+    num_outputs: int
+    mutated: tuple[int, ...]
+    """Inputs, by number, that the caller is to overwrite."""
+    read: tuple[int, ...]
+    """Inputs, by number, that backward wants to see again."""
+    differentiable: tuple[int, ...]
+    """Outputs, by number, that have a gradient."""
+
+
+def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
+    """Cut a joint graph in two.
+
+    Args:
+        saved: what of the forward backward may have; it computes the rest again. None: whatever it wants, as eager,
+            except that views are always taken again.
+    """
+    owner = joint.owner
+    dropouts = [] if saved is None else _by_their_masks(owner)
+    read, wanted = _boundary(joint, forward_nodes(joint), saved)
+    overwritten = [joint.inputs[n] for n in joint.mutated if joint.inputs[n] in read]
+    if overwritten:
+        for dropped, again in dropouts:
+            again.replace_all_uses_with(dropped)
+        for node in overwritten:
+            _save_before_overwritten(owner, node)
+        return partition(joint, None if saved is None else [*saved, *(node.next for node in overwritten)])
+    differentiable = [n for n, tangent in enumerate(joint.tangents) if tangent is not None]
+    tangents = [tangent for tangent in joint.tangents if tangent is not None]
+    done = [*joint.outputs, *joint.mutated.values()]
+    after_tangents = dependents(owner, tangents)
+    backward = extract(owner, [*read, *wanted, *tangents], joint.grads, lambda node: node not in after_tangents)
+    for dropped, again in dropouts:
+        again.replace_all_uses_with(dropped)
+    return Partition(
+        forward=extract(owner, joint.inputs, [*done, *wanted]),
+        backward=backward,
+        forward_only=extract(owner, joint.inputs, done),
+        num_outputs=len(joint.outputs),
+        mutated=tuple(joint.mutated),
+        read=tuple(joint.inputs.index(node) for node in read),
+        differentiable=tuple(differentiable),
+    )
+
+
+def forward_nodes(joint: Joint) -> set[Node]:
+    """What the function itself computes."""
+    found = ancestors([*joint.outputs, *joint.mutated.values()])
+    return found | {node for source in found for node in source.users if node.target is operator.getitem}
+
+
+def _boundary(joint: Joint, in_forward: set[Node], saved: Collection[Node] | None) -> tuple[list[Node], list[Node]]:
+    """The inputs that backward reads and the values that it wants saved, in the graph's order."""
+    inputs = set(joint.inputs)
+    seen: set[Node] = set()
+    wanted: set[Node] = set()
+    open_nodes = [grad for grad in joint.grads if grad is not None]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in inputs:
+            wanted.add(node)
+            continue
+        is_value = node in in_forward and node.op != "get_attr" and not is_view(node)
+        if is_value and (saved is None or node in saved):
+            wanted.add(node)
+            continue
+        open_nodes.extend(node.all_input_nodes)
+    in_order = [node for node in joint.owner.graph.nodes if node in wanted]
+    return [node for node in in_order if node in inputs], [node for node in in_order if node not in inputs]
+
+
+def _save_before_overwritten(owner: GraphModule, node: Node) -> None:
+    """Let backward see what an input was before the forward changed it."""
+    with owner.graph.inserting_after(node):
+        copy = owner.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+
+
+def _by_their_masks(owner: GraphModule) -> list[tuple[Node, Node]]:
+    """Compute dropouts from their masks, which are random, so that what was dropped need not be saved beside them.
+    Returns what took the place of what."""
+    replaced = []
+    aten = torch.ops.aten
+    for node in owner.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        results = {use.args[1]: use for use in node.users}
+        if len(results) == 2:
+            x, p, _ = node.args
+            with owner.graph.inserting_after(results[1]):
+                kept = owner.graph.call_function(aten.mul.Tensor, (x, results[1]))
+            with owner.graph.inserting_after(kept):
+                again = owner.graph.call_function(aten.mul.Tensor, (kept, 1 / (1 - p) if p < 1 else 0.0))
+            kept.meta = again.meta = dict(results[0].meta)
+            results[0].replace_all_uses_with(again)
+            replaced.append((results[0], again))
+    return replaced

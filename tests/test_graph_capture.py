@@ -1,0 +1,490 @@
+"""A captured stage computes what the module computes, bit for bit, in one backward or in two; and what cannot be
+captured is refused with the line."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megapipe import weight_grad
+from megapipe.weight_grad.putting_off import PutOff, putting_off
+
+graph = pytest.importorskip("megapipe.graph")
+try:
+    graph.trace_joint(lambda x: (x * 2,), [torch.zeros(1, requires_grad=True)], "a test")
+except RuntimeError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+H = 16
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.dropout = nn.Linear(H, 3 * H), nn.Linear(H, H), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, -1).permute(2, 1, 3, 0, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        return self.proj(mixed.permute(2, 0, 1, 3).reshape(x.shape))
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = norm(H), norm(H)
+        self.attention = Attention(dropout)
+        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+
+
+class Tied(nn.Module):
+    """Embedding and head are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(11, H), Block(), nn.Linear(H, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(tokens)))
+
+
+class SameGradient(nn.Module):
+    """Two parameters receive one and the same tensor, another one a view that repeats it, a third what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(5, 2, H)) for _ in range(3))
+        self.repeated = nn.Parameter(torch.randn(5, 2, 1))
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.a + self.b + self.repeated) + self.c + self.repeated.sum()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 2, 3, padding=1), nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).relu()
+
+
+class Outputs(nn.Module):
+    """A dict, one output an integer, one no tensor, one a view of another, one the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: Tensor, scale: float = 1.0, flag: bool = False) -> dict[str, Any]:
+        y = self.linear(x) * scale
+        return {"y": y, "best": y.argmax(-1), "none": None, "row": y[0], "x": x, "flag": flag}
+
+
+class Doubling(torch.autograd.Function):
+    """A custom Function whose backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 3 + x * 0
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubling.apply(self.linear(x).relu_())
+
+
+class Checkpointed(Block):
+    """Its dropout draws its numbers twice; with others, the gradients would be wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def sequence() -> Tensor:
+    return torch.randn(5, 2, H, requires_grad=True)
+
+
+def tokens() -> Tensor:
+    return torch.randint(11, (5, 2))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "MLP": (lambda: nn.Sequential(nn.Linear(H, 64), nn.ReLU(), nn.Linear(64, H)), lambda: (sequence(),)),
+    "MLP, first stage": (
+        lambda: nn.Sequential(nn.Linear(H, 64, bias=False), nn.GELU(), nn.Linear(64, H, bias=False)),
+        lambda: (sequence().detach(),),
+    ),
+    "LayerNorm": (Block, lambda: (sequence(),)),
+    "RMSNorm": (lambda: Block(nn.RMSNorm), lambda: (sequence(),)),
+    "stack of four, with dropout": (
+        lambda: nn.Sequential(*(Block(dropout=0.5) for _ in range(4))),
+        lambda: (sequence(),),
+    ),
+    "checkpointed, with dropout": (lambda: Checkpointed(dropout=0.5), lambda: (sequence(),)),
+    "tied": (Tied, lambda: (tokens(),)),
+    "same gradient": (SameGradient, lambda: (sequence(),)),
+    "batch norm": (Normed, lambda: (torch.randn(3, 2, 8, requires_grad=True),)),
+    "outputs": (Outputs, lambda: (sequence(), 3.0)),
+    "custom Function, unused": (Custom, lambda: (sequence(),)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
+def test_equal_to_eager(case: str, autocast: bool) -> None:
+    """Two microbatches in one backward each, then two more with B and W apart, all of them accumulated."""
+    torch.manual_seed(0)
+    make, inputs_of = CASES[case]
+    eager = make()  # 0.5 of them dropped, so that the others are doubled: exact in bfloat16 too
+    around = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with around:
+        # In a capture, layers that put off their weight gradients are plain ones.
+        captured = graph.capture(weight_grad.convert(copy.deepcopy(eager)), inputs_of())
+    assert isinstance(captured, type(eager))
+    assert captured.state_dict().keys() == eager.state_dict().keys()
+    for microbatch in range(4):
+        inputs = inputs_of()
+        results = []
+        for model in (eager, captured):
+            again = [i.detach().requires_grad_(i.requires_grad) if isinstance(i, Tensor) else i for i in inputs]
+            torch.manual_seed(microbatch)
+            with around:
+                output = model(*again)
+            put_off = PutOff() if model is captured and microbatch >= 2 else None
+            with putting_off(put_off):
+                scalar(output).backward()
+            if put_off is not None:
+                put_off.run()
+            results.append((output, [i.grad for i in again if isinstance(i, Tensor)]))
+        assert_same(results[1], results[0])
+    for (name, ours), theirs in zip(captured.named_parameters(), eager.parameters()):
+        assert_same(ours.grad, theirs.grad, name)
+    assert_same(list(captured.buffers()), list(eager.buffers()))
+
+
+def scalar(output: Any) -> Tensor:
+    tensors = output.values() if isinstance(output, dict) else [output]
+    return sum((t.float().sin().sum() for t in tensors if isinstance(t, Tensor) and t.requires_grad), torch.zeros(()))
+
+
+def assert_same(ours: Any, theirs: Any, name: str = "") -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        ours, theirs = list(ours.values()), list(theirs.values())
+    if isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs):
+            assert_same(one, other, name)
+    elif isinstance(theirs, Tensor):
+        assert torch.equal(ours, theirs), f"{name}: {(ours - theirs).abs().max()}"
+    else:
+        assert ours == theirs, name
+
+
+class Part(nn.Module):
+    """A stage in the middle or at the end, as pipelines have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
+        self.input_tensor = input_tensor[0]
+
+    def forward(self, tokens: Tensor | None = None) -> Tensor:
+        return self.block(self.input_tensor)
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def test_last_stage_with_its_loss() -> None:
+    torch.manual_seed(0)
+    eager, x, target = Part(), sequence(), torch.randn(5, 2, H)
+    captured = graph.capture(copy.deepcopy(eager), (None, target), squares, input_tensor=torch.empty(5, 2, H))
+    results = []
+    for model, put_off in ((eager, None), (captured, None), (captured, PutOff())):
+        model.zero_grad()
+        again = x.detach().requires_grad_()
+        model.set_input_tensor([again])
+        loss = model(None, target) if model is captured else squares(model(), target)
+        with putting_off(put_off):
+            loss.backward()
+        if put_off is not None:
+            put_off.run()
+        results.append([loss, again.grad, *(p.grad for p in model.parameters())])
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+    assert eager.input_tensor is not None, "what the capture passed it is forgotten"
+
+
+def test_other_modes_are_captured_when_they_are_run() -> None:
+    torch.manual_seed(0)
+    eager = nn.Sequential(Normed(), nn.Dropout(0.5))
+    captured = graph.capture(copy.deepcopy(eager), (torch.randn(3, 2, 8, requires_grad=True),))
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    for model in (eager, captured):
+        model.eval()
+    with torch.no_grad():
+        assert_same(captured(x), eager(x))
+    captured.train(), eager.train()
+    for model in (eager, captured):
+        model[0].conv.weight.requires_grad_(False)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            model(x)
+        model(x).sum().backward()
+    assert captured[0].conv.weight.grad is None
+    assert_same(captured[0].conv.bias.grad, eager[0].conv.bias.grad)
+    assert_same(list(captured.buffers()), list(eager.buffers()))
+    assert_same(copy.deepcopy(captured)(x.detach()).shape, x.shape)
+
+
+def test_what_a_backward_keeps_for_the_weights() -> None:
+    """Between B and W at most 1.15 of what the forward saved; nothing after W."""
+    stage = graph.capture(nn.Sequential(Block(), Block()), (sequence(),))
+    x, put_off = sequence(), PutOff()
+    before = live_bytes()
+    output = stage(x)
+    saved = live_bytes() - before
+    grad = torch.randn_like(output)
+    with putting_off(put_off):
+        output.backward(grad)
+    between = live_bytes() - before
+    del output, grad
+    x.grad = None
+    gradients = sum(p.grad.nbytes for p in stage.parameters() if p.grad is not None)
+    assert between - gradients < 1.15 * saved
+    put_off.run()
+    assert live_bytes() - before == sum(p.nbytes for p in stage.parameters())
+    output = stage(x)
+    output.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run a second time"):
+        output.sum().backward()
+
+
+def live_bytes() -> int:
+    import gc
+
+    storages = {}
+    for tensor in gc.get_objects():
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+class Refused(nn.Module):
+    """Forwards that cannot be graphs."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear, self.dropout = nn.Linear(H, H), nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.how)(self.linear(x), x)
+
+    def branch(self, y: Tensor, x: Tensor) -> Tensor:
+        if y.sum() > 0:
+            return y
+        return -y
+
+    def mask(self, y: Tensor, x: Tensor) -> Tensor:
+        return y[y > 0].sum()
+
+    def number(self, y: Tensor, x: Tensor) -> Tensor:
+        return y * y.detach().max().item()
+
+    def seeded(self, y: Tensor, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return self.dropout(y)
+
+    def attribute(self, y: Tensor, x: Tensor) -> Tensor:
+        self.last = y
+        return y
+
+    def buffer(self, y: Tensor, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return y
+
+    def in_place(self, y: Tensor, x: Tensor) -> Tensor:
+        self.linear.bias.detach().add_(1)
+        return y
+
+    def deferring(self, y: Tensor, x: Tensor) -> Tensor:
+        return Deferring.apply(y, self.linear.weight)
+
+
+class Deferring(torch.autograd.Function):
+    """Somebody's own that puts its weight gradient off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        weight_grad.defer(ctx.weight, lambda: grad.flatten(0, 1).t() @ x.flatten(0, 1))
+        return grad @ ctx.weight, None
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("branch", r"test_graph_capture.py:\d+ \(if y.sum\(\) > 0:\) .*leave this stage eager"),
+        ("mask", r"test_graph_capture.py:\d+ \(return y\[y > 0\].sum\(\)\)"),
+        ("number", r"test_graph_capture.py:\d+ \(return y \* y.detach\(\).max\(\).item\(\)\)"),
+        ("seeded", "sets the seed"),
+        ("attribute", "keeps a tensor as Refused.last"),
+        ("buffer", "replaces the buffer count of Refused"),
+        ("in_place", "changes linear.bias in place"),
+        ("deferring", "return the gradient from the Function's backward"),
+    ],
+)
+def test_refused(how: str, said: str) -> None:
+    stage, x = Refused(how), sequence()
+    state = torch.get_rng_state()
+    with pytest.raises((ValueError, TypeError), match=said):
+        graph.capture(stage, (x,))
+    assert type(stage) is Refused, "as it was"
+    assert not hasattr(stage, "last")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_called_otherwise_than_captured() -> None:
+    stage = graph.capture(Outputs(), (sequence(),), input_tensor=None)
+    with pytest.raises(ValueError, match=r"captured with \[5, 2, 16\] float32 on cpu, but called with tensor 0 as \[6"):
+        stage(torch.randn(6, 2, H))
+    with pytest.raises(ValueError, match=r"captured with 1\.0, but called with the value 2\.0"):
+        stage(sequence(), scale=2.0)
+    with pytest.raises(
+        ValueError, match=r"captured with \(\[None\], \(tensor, 1.0, False\), .* but called with \(\[None\], \(\[tensor"
+    ):
+        stage([sequence()])
+    part = graph.capture(Part(), (None,), input_tensor=torch.empty(5, 2, H))
+    with pytest.raises(ValueError, match=r"but called with \(\[None\]"):
+        part(None)  # set_input_tensor was not called
+    first = graph.capture(nn.Linear(H, H), (sequence().detach(),))
+    with pytest.raises(ValueError, match="with requires_grad"):
+        first(sequence())
+    x = torch.randn(2, 5, H).transpose(0, 1)  # laid out otherwise
+    assert_same(first(x), F.linear(x, first.weight, first.bias))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("no module", ()), "takes a module"),
+        ((nn.Linear(2, 2), torch.zeros(2, 2)), r"write \(x,\) for one tensor"),
+        ((nn.Linear(2, 2), (torch.zeros(2, 2),), None, torch.zeros(1)), "has no set_input_tensor"),
+    ],
+)
+def test_wrong_use(arguments: tuple[Any, ...], said: str) -> None:
+    *positional, input_tensor = (*arguments, None) if len(arguments) < 4 else arguments
+    with pytest.raises((TypeError, ValueError), match=said):
+        graph.capture(*positional, input_tensor=input_tensor)
+    if isinstance(arguments[0], nn.Module):
+        captured = graph.capture(nn.Linear(2, 2), (torch.zeros(2, 2),))
+        with pytest.raises(ValueError, match="is captured already"):
+            graph.capture(captured, (torch.zeros(2, 2),))
+
+
+def test_recompute_saves_a_quarter_at_most() -> None:
+    """Two layers with dropout, in attention too: bit for bit, and the same numbers drawn."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(dropout=0.1), Block(dropout=0.1))
+    stages = {
+        "eager": plain,
+        "all": graph.capture(copy.deepcopy(plain), (sequence(),)),
+        "recompute": graph.capture(copy.deepcopy(plain), (sequence(),), recompute=True),
+    }
+    x, grad = sequence(), torch.randn(5, 2, H)
+    results, saved = {}, {}
+    for name, stage in stages.items():
+        for put_off in (None, PutOff()):
+            again = x.detach().requires_grad_()
+            torch.manual_seed(1)
+            before = live_bytes()
+            output = stage(again)
+            saved[name] = live_bytes() - before - output.nbytes
+            drawn = torch.rand(1)
+            with putting_off(put_off):
+                output.backward(grad)
+            if put_off is not None:
+                put_off.run()
+        results[name] = [output, drawn, again.grad, *(p.grad for p in stage.parameters())]
+    assert_same(results["all"], results["eager"])
+    assert_same(results["recompute"], results["eager"])
+    assert saved["all"] >= 4 * saved["recompute"], saved
+
+
+def test_recompute_around_a_batch_norm_reads_the_statistics_once() -> None:
+    plain = nn.Sequential(Normed(), Normed())
+    captured = graph.capture(copy.deepcopy(plain), (torch.randn(3, 2, 8, requires_grad=True),), recompute=True)
+    for _ in range(2):
+        x = torch.randn(3, 2, 8, requires_grad=True)
+        for stage in (plain, captured):
+            stage(x).sin().sum().backward()
+    assert_same([p.grad for p in captured.parameters()], [p.grad for p in plain.parameters()])
+    assert_same(list(captured.buffers()), list(plain.buffers()))
+
+
+def test_inductor(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(H, H), nn.Dropout(0.5))
+    stages = [graph.capture(copy.deepcopy(plain), (sequence(),), compile="inductor") for _ in range(2)]
+    x, grad = sequence(), torch.randn(5, 2, H)
+    results = []
+    for stage in (plain, *stages):
+        again, put_off = x.detach().requires_grad_(), PutOff()
+        torch.manual_seed(1)
+        output = stage(again)
+        with putting_off(put_off):
+            output.backward(grad)
+        put_off.run()
+        results.append([output, again.grad, *(p.grad for p in stage.parameters())])
+    for ours in results[1:]:
+        for one, other in zip(ours, results[0]):
+            assert (one - other).abs().max() <= 2e-6 * other.abs().max()
+    said = capsys.readouterr().err
+    assert said.count("compiling") == 3, "the forward, the input gradients and a weight gradient, for both stages"
+    assert "compiling the forward of the stage Sequential" in said
+    inductor = importlib.import_module("torch._inductor.config")
+    with (
+        inductor.patch({"cpp.cxx": (None, "/no/such/g++"), "force_disable_caches": True}),
+        pytest.raises(RuntimeError, match=r'install one .* or capture without compile="inductor"'),
+    ):
+        graph.compile_graph(graph.partition(graph.trace_joint(lambda x: (x.sin(),), [x], "a test")).forward, "a test")

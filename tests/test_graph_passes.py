@@ -1,0 +1,173 @@
+"""Graphs that communicate: a forward and a backward in one, and the collectives of sharded parameters taken out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.fx import Node
+
+import megapipe
+from megapipe import PipelineConfig, StageInfo, parallel_state, stages_for_rank
+from megapipe.graph import capture, multiplex, partition, split_di_dw, split_fsdp_collectives, trace_joint
+from megapipe.graph.multiplex import PART
+from megapipe.graph.nodes import is_heavy, is_start, is_wait
+from megapipe.overlap import start_all_to_all
+
+try:
+    capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
+except RuntimeError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+H, SEQUENCE, BATCH = 8, 4, 2
+
+
+class Experts(nn.Module):
+    """Each of two ranks sends half of its tokens to the other's expert, and back."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.attention, self.up, self.down, self.shared = (nn.Linear(H, H) for _ in range(4))
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.attention(x.flatten(0, 1)).relu()
+        splits = [len(tokens) // 2] * 2
+        dispatch = start_all_to_all(tokens, splits, splits, self.group)
+        shared = self.shared(tokens)
+        y = self.down(F.gelu(self.up(dispatch.wait())))
+        return x + (shared + start_all_to_all(y, splits, splits, self.group).wait()).view_as(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, info: StageInfo, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.config = PipelineConfig(hidden_size=H)
+        torch.manual_seed(info.index)
+        self.layer = Experts(group)
+        self.input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
+        self.input_tensor = input_tensor[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x if self.input_tensor is None else self.input_tensor)
+
+
+def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
+    return model(next(data_iterator)), lambda output: (output.square().mean(), {})
+
+
+def dualpipev_with_experts(rank: int) -> int:
+    """Captured and multiplexed as eager; returns how many multiplexed graphs were made."""
+    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
+    group = parallel_state.get_expert_model_parallel_group()
+    eager = [Stage(info, group) for info in stages_for_rank("dualpipev")]
+    chunks = []
+    for info, stage in zip(stages_for_rank("dualpipev"), eager):
+        twin = Stage(info, group)
+        twin.load_state_dict(stage.state_dict())
+        example = torch.empty(SEQUENCE, BATCH, H)
+        chunks.append(capture(twin, (example,), input_tensor=None if info.is_first else example))
+    for models in (eager, chunks):
+        generator = torch.Generator().manual_seed(rank)
+        data = [torch.randn(SEQUENCE, BATCH, H, generator=generator) for _ in range(8)]
+        megapipe.get_forward_backward_func("dualpipev")(
+            forward_step_func=forward_step,
+            data_iterator=[iter(data) for _ in models],
+            model=models,
+            num_microbatches=8,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+        )
+    for one, other in zip(chunks, eager):
+        for (name, ours), theirs in zip(one.named_parameters(), other.parameters()):
+            assert torch.equal(ours.grad, theirs.grad), name
+    return sum(len(chunk.__dict__["_megapipe_graphs"].graphs()._multiplexed) for chunk in chunks)
+
+
+def test_pairs_of_dualpipev_are_multiplexed(ranks: RankPool) -> None:
+    assert all(number > 0 for number in ranks.run(4, dualpipev_with_experts))
+
+
+def order_of_nodes(rank: int) -> None:
+    torch.manual_seed(0)
+    layer, x = Experts(dist.group.WORLD), torch.randn(SEQUENCE, BATCH, H, requires_grad=True)
+    captured = capture(copy.copy(layer), (x,))
+    parts = captured.__dict__["_megapipe_graphs"].graphs().parts
+    split = split_di_dw(parts.backward, range(8))
+    assert len(split.weights) == 4
+    both = multiplex(parts.forward, split.input_gradients)
+    nodes = list(both.graph.nodes)
+    starts = [node for node in nodes if is_start(node)]
+    assert len(starts) == 4, "two exchanges there, two back"
+    for start in starts:
+        (wait,) = start.users
+        assert is_wait(wait)
+        between = nodes[nodes.index(start) : nodes.index(wait)]
+        assert any(is_heavy(node) and node.meta[PART] != start.meta[PART] for node in between), start
+    forward_inputs = [*layer.parameters(), x]
+    backward_inputs = [example(node) for node in parts.backward.graph.nodes if node.op == "placeholder"]
+    apart = [*parts.forward.forward(list(forward_inputs)), *split.input_gradients.forward(list(backward_inputs))]
+    together = both.forward([*forward_inputs, *backward_inputs])
+    for one, other in zip(together, apart):
+        assert one is other is None or torch.equal(one, other)
+
+
+def example(node: Node) -> Tensor:
+    value = node.meta["val"]
+    return torch.arange(value.numel(), dtype=value.dtype).view(value.shape) / value.numel()
+
+
+class Sharded(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.shard = nn.Parameter(torch.arange(float(H * H // 2)).view(H // 2, H) % 5 - rank)
+        self.bias = nn.Parameter(torch.zeros(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, all_gather_tensor_autograd(self.shard, 0, dist.group.WORLD), self.bias)
+
+
+def gathered_once(rank: int) -> None:
+    layer = Sharded(rank)
+    batches = [(torch.arange(6.0 * H).view(6, H) % (7 + n + rank)).requires_grad_() for n in range(2)]
+
+    def function(shard: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.func.functional_call(layer, {"shard": shard, "bias": bias}, (x,)),)
+
+    sharded = split_fsdp_collectives(trace_joint(function, [layer.shard, layer.bias, batches[0]], "a test"))
+    assert (sharded.sharded, sharded.reduced) == ((0,), (0,))
+    parts = partition(sharded.joint)
+    for graph in (parts.forward, parts.backward):
+        assert not any(is_start(node) or is_wait(node) for node in graph.graph.nodes)
+    with torch.no_grad():
+        (whole,) = sharded.unshard.forward([layer.shard])
+        total = torch.zeros_like(whole)
+        for x in batches:
+            inputs = [whole, layer.bias, x]
+            output, *saved = parts.forward.forward(list(inputs))
+            grads = parts.backward.forward([*(inputs[n] for n in parts.read), *saved, output])
+            total += grads[0]
+        (reduced,) = sharded.reduce_grad.forward([total])
+    for x in batches:
+        output = layer(x)
+        output.backward(output.detach())
+    assert torch.equal(reduced, layer.shard.grad)  # sums of small integers: exact in any order
+
+
+def both_passes(rank: int) -> None:
+    order_of_nodes(rank)
+    gathered_once(rank)
+
+
+def test_passes_over_graphs_that_communicate(ranks: RankPool) -> None:
+    ranks.run(2, both_passes)

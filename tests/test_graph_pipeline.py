@@ -1,0 +1,108 @@
+"""Captured stages under the schedules: gradients of a pipeline are those of the whole eager model, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import HIDDEN, VOCABULARY, Block, assert_same_gradients, batches, loss_of
+from ranks import RankPool
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import PipelineConfig, StageInfo, distribute_layers, parallel_state, stages_for_rank
+from megapipe.graph import capture
+
+try:
+    capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
+except RuntimeError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+NUM_LAYERS, SEQUENCE, BATCH = 8, 5, 2
+
+
+class Stage(nn.Module):
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        self.config = PipelineConfig(hidden_size=HIDDEN)
+        self.info = info
+        self.layers = nn.ModuleDict()
+        for layer in distribute_layers(NUM_LAYERS, info):
+            torch.manual_seed(100 + layer)
+            self.layers[str(layer)] = Block(0.0)
+        torch.manual_seed(99)
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if info.is_first else None
+        torch.manual_seed(98)
+        self.head = nn.Linear(HIDDEN, VOCABULARY) if info.is_last else None
+        self.input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
+        self.input_tensor = input_tensor[0]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.input_tensor if self.embedding is None else self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+class LossStage(Stage):
+    """The last stage computes the loss, as part of the graph."""
+
+
+def forward_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+    if isinstance(model, LossStage):
+        return model(batch["tokens"], batch["labels"]), lambda loss: (loss, {"loss": loss.detach()})
+    output = model(batch["tokens"])
+    return output, lambda logits: ((loss := loss_of(logits, batch["labels"])), {"loss": loss.detach()})
+
+
+def captured(info: StageInfo) -> Stage:
+    tokens = torch.zeros(SEQUENCE, BATCH, dtype=torch.long)
+    received = None if info.is_first else torch.empty(SEQUENCE, BATCH, HIDDEN)
+    if info.is_last:
+        return capture(LossStage(info), (tokens, tokens), loss_of, input_tensor=received)
+    return capture(Stage(info), (tokens,), input_tensor=received)
+
+
+def run(schedule: str, chunks: list[Stage], num_microbatches: int, forward_only: bool = False) -> list[Any]:
+    return megapipe.get_forward_backward_func(schedule)(
+        forward_step_func=forward_step,
+        data_iterator=[batches(num_microbatches) for _ in chunks],
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=forward_only,
+    )
+
+
+def gradients_under(rank: int, schedules: list[str], num_microbatches: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
+    whole = Stage(StageInfo(0, 1))
+    losses = []
+    for batch in batches(num_microbatches):
+        loss = loss_of(whole(batch["tokens"]), batch["labels"])
+        losses.append(loss.detach())
+        (loss / num_microbatches).backward()
+    for schedule in schedules:
+        chunks = [captured(info) for info in stages_for_rank(schedule)]
+        hooked: list[Tensor] = []
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.register_post_accumulate_grad_hook(hooked.append)
+        reports = run(schedule, chunks, num_microbatches)
+        assert_same_gradients(chunks, whole)
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        assert len(hooked) == num_microbatches * len(parameters), "each once for each microbatch"
+        if any(chunk.info.is_last for chunk in chunks):
+            assert [report["loss"] for report in reports] == losses
+            assert [report["loss"] for report in run(schedule, chunks, num_microbatches, True)] == losses
+        else:
+            run(schedule, chunks, num_microbatches, True)
+
+
+def test_gradients_under_every_kind_of_schedule(ranks: RankPool) -> None:
+    ranks.run(4, gradients_under, ["1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"], 8)
