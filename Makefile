@@ -52,6 +52,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 8 --microbatches 16 --schedules zbv
 	$(VENV)/bin/python -W ignore -m benchmarks.prediction
 	$(VENV)/bin/python -W ignore -m benchmarks.moe --pp 4 --microbatches 16
+	$(VENV)/bin/python -W ignore -m benchmarks.steps --pp 4 --microbatches 8
 	$(VENV)/bin/python -W ignore -m benchmarks.split
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 1
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 2

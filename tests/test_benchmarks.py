@@ -46,3 +46,24 @@ def test_emulated_mixture_of_experts(ranks: RankPool) -> None:
         assert [row[0] for row in rows] == names
         plans = [float(row[-1]) for row in rows]  # which do not depend on the machine
         assert plans[0] < min(plans[1:])
+
+
+OPTIONS = "--pp 2 --microbatches 4 --milliseconds 1 --steps 3"
+
+
+def steps_without_a_barrier(rank: int) -> list[list[str]]:
+    sys.path.append(str(ROOT))
+    from benchmarks import steps
+
+    cases = [case for case in steps.CASES if case[0].startswith(("megapipe", "torch"))]
+    steps.CASES, everything = cases, steps.CASES
+    try:
+        return steps.measure(rank, steps.parse(OPTIONS.split()))
+    finally:
+        steps.CASES = everything
+
+
+def test_steps_without_a_barrier(ranks: RankPool) -> None:
+    for rows in ranks.run(2, steps_without_a_barrier):
+        assert len(rows) == 8
+        assert all(float(row[2]) > 1.0 for row in rows)  # nothing is faster than the ideal
