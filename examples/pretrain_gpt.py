@@ -33,6 +33,7 @@ from rich.progress import Progress
 from text_data import TextSamples, read_text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim.lr_scheduler import LambdaLR
 
 import megapipe
 from megapipe import parallel_state
@@ -47,6 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--num-attention-heads", type=int, default=4)
     model.add_argument("--seq-length", type=int, default=128)
     model.add_argument("--dropout", type=float, default=0.0)
+    model.add_argument("--tie-embeddings", action="store_true", help="the head's weight is the embedding's")
     model.add_argument("--num-experts", type=int, default=None, help="per layer, in place of its MLP")
     model.add_argument("--moe-topk", type=int, default=2, help="experts of each token, besides the shared one")
     model.add_argument("--moe-aux-loss-coeff", type=float, default=1e-2, help="weight of the loss that evens out loads")
@@ -65,6 +67,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--min-lr", type=float, default=4e-4)
     training.add_argument("--weight-decay", type=float, default=0.1)
     training.add_argument("--clip-grad", type=float, default=1.0)
+    training.add_argument(
+        "--post-validation", action="store_true", help="step without waiting for the norm; take it back if it says so"
+    )
     training.add_argument("--bf16", action="store_true", help="compute in bfloat16 by autocast; weights stay float32")
     training.add_argument("--seed", type=int, default=1234)
     data = parser.add_argument_group("data, validation and checkpoints")
@@ -118,22 +123,39 @@ class Trainer:
             expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
             enable_autocast=args.bf16,
             autocast_dtype=torch.bfloat16,
-            finalize_model_grads_func=average_over_replicas if self.num_replicas > 1 else None,
+            finalize_model_grads_func=self.finalize_gradients,
             record_timeline=self.recorder,
         )
         # The schedule decides which stages this rank holds. Only their layers are ever built here.
         self.chunks = [GPTStage(config, stage).to(device) for stage in megapipe.stages_for_rank(self.forward_backward)]
-        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        matrices, vectors = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=args.lr,
-            betas=(0.9, 0.95),
+        self.tied = None
+        if args.tie_embeddings:
+            self.tied = megapipe.TiedWeights(self.chunks, ["embedding.tokens.weight", "head.output.weight"])
+        if args.post_validation:
+            self.optimizer: megapipe.PipelinedOptimizer = megapipe.PostValidatedOptimizer(
+                self.chunks, self.make_optimizer, args.clip_grad, self.hyperparameters
+            )
+        else:
+            self.optimizer = megapipe.PipelinedOptimizer(self.chunks, self.make_optimizer, self.hyperparameters)
+        self.scheduler = megapipe.PipelinedLRScheduler(
+            self.optimizer, lambda optimizer: LambdaLR(optimizer, partial(learning_rate, args=args))
         )
         self.samples = None  # only the stages at the ends read data: tokens and labels
         if any(chunk.stage.is_first or chunk.stage.is_last for chunk in self.chunks):
             text = read_text(args.data_path)
             self.samples = TextSamples(text, args.seq_length, args.micro_batch_size, args.seed, device)
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))  # the scheduler multiplies this by the rate
+
+    def hyperparameters(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        return {"weight_decay": self.args.weight_decay if parameter.dim() > 1 else 0.0}
+
+    def finalize_gradients(self, models: list[nn.Module], num_tokens: Tensor | None) -> None:
+        if self.num_replicas > 1:
+            average_over_replicas(models)
+        if self.tied is not None:
+            self.tied.sum_gradients()
 
     def run_pipeline(self, split: str, iteration: int, forward_only: bool = False) -> list[dict[str, Tensor]]:
         """Forward, and backward unless `forward_only`, of one global batch."""
@@ -160,15 +182,22 @@ class Trainer:
         dist.all_reduce(loss)
         return loss.item()
 
-    def train_step(self, iteration: int) -> tuple[list[dict[str, Tensor]], float]:
-        args = self.args
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(iteration, args)
-        self.optimizer.zero_grad(set_to_none=True)
+    def train_step(self, iteration: int) -> list[dict[str, Tensor]]:
+        self.optimizer.zero_grad()
         reports = self.run_pipeline("train", iteration)
-        grad_norm = clip_gradients(self.chunks, args.clip_grad, self.device)
-        self.optimizer.step()
-        return reports, grad_norm
+        if not self.args.post_validation:
+            self.norm = megapipe.clip_grad_norm_(self.chunks, self.args.clip_grad).item()
+        if self.args.post_validation or math.isfinite(self.norm):
+            self.optimizer.step()
+        self.scheduler.step()
+        return reports
+
+    def grad_norm(self) -> float:
+        """Of the last step, before clipping."""
+        if isinstance(self.optimizer, megapipe.PostValidatedOptimizer):
+            self.optimizer.settle()  # it may still be on its way
+            return self.optimizer.grad_norm
+        return self.norm
 
     def validate(self) -> float:
         for chunk in self.chunks:
@@ -184,6 +213,7 @@ class Trainer:
     # Checkpoints hold every parameter and its optimizer state under its name in the whole model.
 
     def save(self, folder: str, iteration: int) -> None:
+        self.optimizer.settle()
         dcp.save(self._by_expert(self._state(iteration)), checkpoint_id=folder)
 
     def load(self, folder: str) -> int:
@@ -194,16 +224,20 @@ class Trainer:
             state[part].update({key: value for key, value in by_expert[part].items() if key in state[part]})
         set_state_dict(
             self._whole(),
-            self.optimizer,
+            self.optimizer.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(flatten_optimizer_state_dict=True),
         )
-        return int(by_expert["iteration"])
+        iteration = int(by_expert["iteration"])
+        self.scheduler.load_state_dict({**self.scheduler.state_dict(), "last_epoch": iteration})
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(iteration, self.args)
+        return iteration
 
     def _state(self, iteration: int) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        model, optimizer = get_state_dict(self._whole(), self.optimizer, options=options)
+        model, optimizer = get_state_dict(self._whole(), self.optimizer.optimizer, options=options)
         return {"model": model, "optimizer": optimizer, "iteration": torch.tensor(iteration)}
 
     def _by_expert(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -239,8 +273,8 @@ def learning_rate(iteration: int, args: argparse.Namespace) -> float:
     return args.min_lr + (args.lr - args.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def average_over_replicas(models: list[nn.Module], num_tokens: Tensor | None) -> None:
-    """finalize_model_grads_func: one all-reduce over everything, and one over the experts.
+def average_over_replicas(models: list[nn.Module]) -> None:
+    """One all-reduce over everything, and one over the experts.
 
     An expert's gradient is a sum over the tokens of all replicas that share it out already.
     """
@@ -263,31 +297,6 @@ def gradients(models: list[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
             if parameter.grad is not None:
                 (dense if getattr(parameter, "allreduce", True) else expert).append(parameter.grad)
     return dense, expert
-
-
-def clip_gradients(models: list[nn.Module], max_norm: float, device: torch.device) -> float:
-    """Scale all gradients so that their norm over the whole model is at most `max_norm`. Returns the norm.
-
-    Summed in float64, so that it does not depend on how the model is cut.
-    """
-    dense, expert = gradients(models)
-    squares = sum_of_squares(dense, device)
-    expert_squares = sum_of_squares(expert, device)
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        dist.all_reduce(expert_squares, group=parallel_state.get_expert_model_parallel_group())
-    squares += expert_squares
-    dist.all_reduce(squares, group=parallel_state.get_pipeline_model_parallel_group())
-    norm = squares.sqrt().item()
-    if norm > max_norm:
-        torch._foreach_mul_(dense + expert, max_norm / norm)
-    return norm
-
-
-def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        squares += tensor.double().square().sum()
-    return squares
 
 
 def setup() -> torch.device:
@@ -322,13 +331,13 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("training", total=args.train_iters, completed=first_iteration)
         for iteration in range(first_iteration, args.train_iters):
-            reports, grad_norm = trainer.train_step(iteration)
+            reports = trainer.train_step(iteration)
             if iteration == first_iteration or (iteration + 1) % args.log_interval == 0:
                 logged.append(trainer.mean_loss(reports))
                 tokens = (iteration + 1 - first_iteration) * args.global_batch_size * args.seq_length
                 line = (
                     f"iteration {iteration + 1:5d}/{args.train_iters} | loss {logged[-1]:.6f} | grad norm "
-                    f"{grad_norm:.3f} | {tokens / (time.perf_counter() - started):,.0f} tokens/s"
+                    f"{trainer.grad_norm():.3f} | {tokens / (time.perf_counter() - started):,.0f} tokens/s"
                 )
                 console.print(line)
                 progress.update(bar, description=f"loss {logged[-1]:.3f}")

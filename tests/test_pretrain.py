@@ -47,6 +47,15 @@ def test_same_losses_for_every_pipeline_size(ranks: RankPool, text: str) -> None
             assert losses == expected
 
 
+def test_same_losses_with_tied_embeddings_and_steps_validated_afterwards(ranks: RankPool, text: str) -> None:
+    tied = f"{text} --tie-embeddings"
+    (expected,) = ranks.run(1, pretrain, 1, tied)
+    assert expected[-1] < expected[0] - 0.1
+    for pp_size, options in ((2, "--schedule zbv"), (4, "--schedule zb2p"), (2, "--post-validation --schedule zbv")):
+        for losses in ranks.run(pp_size, pretrain, pp_size, f"{tied} {options}"):
+            assert losses == expected
+
+
 def test_replicas(ranks: RankPool, text: str) -> None:
     """Two pipelines of two stages average their gradients: the same up to the order of a sum."""
     (expected,) = ranks.run(1, pretrain, 1, text)
