@@ -8,15 +8,18 @@ rank alike. All of it is float64, so that the norm does not depend on how the mo
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from . import parallel_state
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["clip_grad_norm_"]
 
@@ -129,9 +132,17 @@ def scale_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
         torch._foreach_mul_(grads, coefficient)
 
 
+def as_sharded(tensor: Tensor) -> DTensor | None:
+    """The tensor, where it is a DTensor. Their module, which takes longer to import than all of this package, is left to
+    those who make one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, as memory that both share."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.to_local()
 
 
 def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ...], list[tuple[str, nn.Parameter]]]:
@@ -143,9 +154,9 @@ def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ..
         if getattr(parameter, "shared", False):
             continue
         groups = []
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            groups = [mesh.get_group(dim) for dim, placed in enumerate(parameter.placements) if placed.is_shard()]
+        if (sharded := as_sharded(parameter)) is not None:
+            mesh = sharded.device_mesh
+            groups = [mesh.get_group(dim) for dim, placed in enumerate(sharded.placements) if placed.is_shard()]
         if experts is not None and experts.size() > 1 and not getattr(parameter, "allreduce", True):
             groups.append(experts)
         held.setdefault(tuple(groups), []).append((name, parameter))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from .plan import Event, Plan
 from .post_validation import optimizer_of
@@ -94,7 +93,6 @@ class Speculation:
 
     def __init__(self, validate: Callable[[], bool], plan: Plan, pp_rank: int, step: StepArguments) -> None:
         self._validate = validate
-        self._models = step.models
         self._step = step
         before = [events[:point] for events, point in zip(plan.events, validation_points(plan))]
         self._num_inputs = sum(event.verb == "recv_forward" for event in before[pp_rank])
@@ -122,10 +120,6 @@ class Speculation:
         """Bring everything that the forwards have changed back to what it was before them."""
         for restore in self._restore:
             restore()
-        for model in self._models:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # what it has gathered are the weights that were taken back
         self._step.results.clear()
         self._step.num_tokens.zero_()
         self._forget(again=True)
