@@ -121,7 +121,6 @@ def everything_in(folder: Path) -> tuple[int, dict[str, Tensor]]:
 def soak(folder: Path, num_kills: int, seed: int, num_steps: int, options: str) -> int:
     """Returns how many kills there were. Raises AssertionError where the weights differ."""
     undisturbed = start(folder / "undisturbed", num_steps, options, max_restarts=0)
-    assert undisturbed.wait() == 0, f"see {folder}/undisturbed.log"
     torchrun = start(folder / "killed", num_steps, f"{options} --save-interval 1", max_restarts=num_kills)
     try:
         num_killed = kill_again_and_again(torchrun, folder / "killed", num_kills, random.Random(seed))
@@ -129,6 +128,7 @@ def soak(folder: Path, num_kills: int, seed: int, num_steps: int, options: str) 
     finally:
         torchrun.terminate()
         torchrun.wait()
+    assert undisturbed.wait() == 0, f"see {folder}/undisturbed.log"
     step, tensors = everything_in(folder / "killed")
     expected_step, expected = everything_in(folder / "undisturbed")
     assert step == expected_step == num_steps

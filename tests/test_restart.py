@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 import soak_restart
 
 
+@pytest.mark.timeout(300)
 def test_killed_ranks_change_nothing(tmp_path: Path) -> None:
     assert soak_restart.soak(tmp_path, 2, seed=1, num_steps=25, options="--async-save") == 2
