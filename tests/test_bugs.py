@@ -426,3 +426,32 @@ def test_w_holds_no_graph() -> None:
     assert Watched.alive[0]() is None
     put_off.run()
     assert layer.weight.grad is not None
+
+
+def a_hook_insists_on_a_gradient(rank: int) -> None:
+    for schedule in ("1f1b", "zb1p", "zbv"):
+        chunks = build(schedule, 2, 4, deferred=True, no_sync_func=contextlib.nullcontext)
+        nodes = []
+        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+
+            def hook(*grads: object, parameter: torch.nn.Parameter = parameter) -> None:
+                assert parameter.grad is not None
+                if not parameter.grad_added_to_main_grad:
+                    parameter.main_grad += parameter.grad
+                parameter.grad = None
+
+            nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(hook)
+        run(schedule, chunks, 3)
+        expected = dict(reference(4, 3, deferred=True)[0].named_parameters())
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert parameter.grad is None
+                assert torch.equal(parameter.main_grad, expected[name].grad), f"{schedule}, {name}"
+
+
+def test_a_hook_that_insists_on_a_gradient_finds_one(ranks: RankPool) -> None:
+    """Megatron's hooks, with reductions that overlap, fail where they find no gradient when autograd has passed by. So
+    every step of a model whose weight gradients are put off, or added to `main_grad` at once, ended there."""
+    ranks.run(2, a_hook_insists_on_a_gradient, timeout=20)

@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from models import VOCABULARY, Stage, batches, forward_step, loss_of, run
 from ranks import RankPool
-from replicas import NUM_LAYERS, NUM_STEPS, SCHEDULES, SPLIT, average, build_replicas, train_and_compare
+from replicas import (
+    NUM_LAYERS,
+    NUM_STEPS,
+    SCHEDULES,
+    SPLIT,
+    LocalAdamW,
+    adamw,
+    average,
+    build_replicas,
+    train_and_compare,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -52,7 +62,8 @@ def shard(chunks: list[Stage], by_layer: bool = True, **options: Any) -> list[St
 def full_shard(rank: int) -> None:
     use_mesh(pp=2, dp=2)
     for schedule in SCHEDULES:
-        train_and_compare(schedule, shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER), full)
+        chunks = shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER)
+        train_and_compare(schedule, chunks, full, optimizer_of=adamw if schedule == "zbv" else LocalAdamW)
 
 
 def hybrid(rank: int) -> None:
@@ -60,22 +71,24 @@ def hybrid(rank: int) -> None:
         use_mesh(pp=2, **shape)
         for schedule in SCHEDULES:
             chunks = shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER)
-            train_and_compare(schedule, chunks, full, num_steps=NUM_STEPS if schedule == "zbv" else 2)
+            num_steps = NUM_STEPS if schedule == "zbv" else 2
+            train_and_compare(schedule, chunks, full, num_steps=num_steps, optimizer_of=LocalAdamW)
     if replicate is not None:
         use_mesh(pp=2, dp=2)
         for schedule in ("1f1b", "zbv"):
             chunks = build_replicas(schedule, 2)
             for chunk in chunks:
                 replicate(chunk, mesh=parallel_state.get_data_parallel_mesh())
-            train_and_compare(schedule, chunks, full, num_steps=2)
+            train_and_compare(schedule, chunks, full, num_steps=2, optimizer_of=LocalAdamW)
     use_mesh(pp=1, dp_replicate=2, dp_shard=2)
     for schedule in ("1f1b", "zbv"):  # the sum of four depends on their order
-        train_and_compare(schedule, shard(build_replicas(schedule, 1)), full, atol=1e-6, num_steps=2)
+        chunks = shard(build_replicas(schedule, 1))
+        train_and_compare(schedule, chunks, full, atol=1e-6, num_steps=2, optimizer_of=LocalAdamW)
 
 
 @pytest.mark.parametrize("kind", [full_shard, hybrid])
 def test_training_is_that_of_one_process(ranks: RankPool, kind: Callable[[int], None]) -> None:
-    ranks.run(4, kind)
+    ranks.run(4, kind, timeout=100)
 
 
 class Counts:
@@ -262,7 +275,7 @@ def after_a_failure(rank: int) -> None:
         chunks = shard(build_replicas(schedule, 1))
         with pytest.raises(ZeroDivisionError):
             run(schedule, chunks, 3, forward_step_func=failing)
-        train_and_compare(schedule, chunks, full, num_steps=2)
+        train_and_compare(schedule, chunks, full, num_steps=2, optimizer_of=LocalAdamW)
 
 
 def test_a_step_after_one_that_failed(ranks: RankPool) -> None:

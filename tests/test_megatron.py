@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import replicas
 import torch
 import torch.distributed as dist
+from models import Stage, run
 from ranks import RankPool
 from torch import Tensor, nn
 
 import megapipe
+from megapipe import StageInfo
 from megapipe.placement import v_shape
 from megapipe.step import ForwardBackward
 from megapipe.verbs import Verbs
@@ -340,6 +344,36 @@ def same_functions(rank: int) -> None:
 
 def test_functions_that_trainers_import(ranks: RankPool) -> None:
     ranks.run(1, same_functions, timeout=40)
+
+
+def their_data_parallelism(rank: int) -> None:
+    """Two replicas of two stages in Megatron's wrapper, with reductions that overlap: started by its own hooks, each
+    bucket when its gradients are complete, or by grad_sync_func for the chunk."""
+    config = megatron(2)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
+    replica = megapipe.parallel_state.get_data_parallel_rank()
+    for schedule, by_hooks in itertools.product(["1f1b", *replicas.SPLIT], [True, False]):
+        chunks = replicas.build_replicas(schedule, 2)
+        wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+        config.no_sync_func = [one.no_sync for one in wrapped]
+        config.grad_sync_func = None if by_hooks else [one.start_grad_sync for one in wrapped]
+        config.finalize_model_grads_func = lambda models, tokens: [one.finish_grad_sync() for one in models]
+        model = Stage(StageInfo(0, 1), replicas.NUM_LAYERS, deferred=schedule in replicas.SPLIT)
+        for step in range(2):
+            for one in wrapped:
+                one.zero_grad_buffer()
+            run(schedule, wrapped, 3, seed=2 * step + replica)
+            both = [replicas.replica_gradients(model, one, 2, step, 3) for one in range(2)]
+            expected = dict(zip(dict(model.named_parameters()), replicas.average(both)))
+            for chunk in chunks:
+                for name, parameter in chunk.named_parameters():
+                    assert torch.equal(parameter.main_grad, expected[name]), f"{schedule}, {by_hooks}, {name}"
+
+
+def test_gradients_in_their_data_parallelism(ranks: RankPool) -> None:
+    ranks.run(4, their_data_parallelism, timeout=40)
 
 
 def test_only_the_integration_knows_the_package() -> None:

@@ -36,6 +36,7 @@ __all__ = [
 one_backward_at_a_time = threading.RLock()
 _current: PutOff | None = None
 _is_capturing = False
+_stand_ins: dict[Tensor, Tensor] | None = None  # gradients that stand in during the backward under way, if one is
 
 
 class PutOff:
@@ -112,14 +113,16 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
         self._put_off = put_off
 
     def __enter__(self) -> None:
-        global _current
+        global _current, _stand_ins
         one_backward_at_a_time.acquire()
-        self._before, _current = _current, self._put_off
+        self._before, _current = (_current, _stand_ins), self._put_off
+        _stand_ins = {}
 
     def __exit__(self, *error: object) -> None:
-        global _current
+        global _current, _stand_ins
         try:
-            _current = self._before
+            _remove_stand_ins()
+            _current, _stand_ins = self._before
             if self._put_off is not None:
                 self._put_off.end_backward()
         finally:
@@ -181,6 +184,7 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
         return
     if weight._backward_hooks:
         _pass_over_none(weight)
+    _let_stand_in(weight)
     if _current is not None:
         _current.add(weight, compute, add_to)
         return
@@ -216,12 +220,32 @@ def visit_gradient_nodes(weights: list[Tensor]) -> None:
     if not weights:
         return
     silent = PutOff()
-    try:
-        for weight in weights:
-            silent.silence(weight)
-        _Visit.apply(*weights).backward()  # type: ignore[no-untyped-call]
-    finally:
-        silent.restore_hooks()
+    added = {weight: weight.grad_added_to_main_grad for weight in weights if hasattr(weight, "grad_added_to_main_grad")}
+    with putting_off(None):
+        try:
+            for weight in weights:
+                silent.silence(weight)
+                _let_stand_in(weight)
+            _Visit.apply(*weights).backward()  # type: ignore[no-untyped-call]
+        finally:
+            silent.restore_hooks()
+            for weight, was_added in added.items():
+                weight.grad_added_to_main_grad = was_added
+
+
+def _let_stand_in(weight: Tensor) -> None:
+    """Megatron's hooks, where reductions overlap, insist on a gradient to find when autograd has passed by, also where
+    they are told that what there is has been added to `main_grad`. So zeros without memory stand in for it."""
+    if _stand_ins is not None and weight.grad is None and getattr(weight, "main_grad", None) is not None:
+        weight.grad = _stand_ins[weight] = weight.new_zeros(()).expand_as(weight)
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def _remove_stand_ins() -> None:
+    """Those that no hook has taken away."""
+    for weight, zeros in (_stand_ins or {}).items():
+        if weight.grad is zeros:
+            weight.grad = None
 
 
 def _accumulate(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None) -> None:
