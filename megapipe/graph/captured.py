@@ -222,12 +222,14 @@ class _Stage:
         """The module itself, on `value`: what the stage before returned, arguments, and the target of the loss."""
         received, args, kwargs, target = value
         before = [dict(module.__dict__) for module in self._modules]
+        captured_class = type(self._module)
+        self._module.__class__ = self._class  # its methods may call each other
         try:
             if self._sets_input:
-                self._class.set_input_tensor(self._module, received)  # type: ignore[attr-defined]
+                self._module.set_input_tensor(received)  # type: ignore[operator]
             taken = [(dict(module.__dict__), dict(module._buffers)) for module in self._modules]
             torch.manual_seed(_SEED)
-            output = self._class.forward(self._module, *args, **kwargs)
+            output = self._module.forward(*args, **kwargs)
             if torch.initial_seed() != _SEED:
                 raise CaptureError(
                     f"{self._what} cannot be captured: its forward sets the seed of the random numbers, which a graph "
@@ -235,6 +237,7 @@ class _Stage:
                 )
             self._check_attributes(taken)
         finally:
+            self._module.__class__ = captured_class
             for module, attributes in zip(self._modules, before):
                 for name in set(module.__dict__) - set(attributes):
                     del module.__dict__[name]
