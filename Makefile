@@ -53,6 +53,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.prediction
 	$(VENV)/bin/python -W ignore -m benchmarks.moe --pp 4 --microbatches 16
 	$(VENV)/bin/python -W ignore -m benchmarks.split
+	$(VENV)/bin/python -W ignore -m benchmarks.capture
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 1
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 2
 	$(VENV)/bin/python -W ignore -m benchmarks.latency
