@@ -92,7 +92,7 @@ class CapturedStage(nn.Module):
         """For those who overlap this forward with another stage's backward (see `overlap.parts`). None where there is
         nothing to overlap."""
         stage: _Stage = self.__dict__["_megapipe_graphs"]
-        return stage.run_in_gaps if stage.graphs().communicates else None
+        return stage.run_in_gaps if stage.communicates else None
 
 
 _captured_classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -153,6 +153,11 @@ class _Stage:
         received = _as_set(self.input_tensor) if self._sets_input else _as_set(None)
         tensors = self._arguments.tensors((received, *self._bind(args, kwargs)))
         return self.graphs(), self._weights_and_buffers() + tensors
+
+    @property
+    def communicates(self) -> bool:
+        """Told by any of its modes, since the one it is about to be run in may not be entered yet."""
+        return any(graphs.communicates for graphs in self._graphs.values())
 
     def run_in_gaps(self, *args: Any, **kwargs: Any) -> Generator[None, None, Any]:
         """Forward, by the graph of a backward with which it is multiplexed, if that comes before the second step."""
