@@ -65,6 +65,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.compute
 	$(VENV)/bin/python -W ignore -m benchmarks.steps --pp 4 --microbatches 8
 	$(VENV)/bin/python -W ignore -m benchmarks.split
+	$(VENV)/bin/python -W ignore -m benchmarks.capture
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 1
 	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 2
 	$(VENV)/bin/python -W ignore -m benchmarks.latency

@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 2 --schedule gpipe
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 2 --schedule zbv \\
         --num-experts 8 --expert-model-parallel-size 2
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4 --schedule zbv \\
+        --stage-backend graph
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --pipeline-model-parallel-size 8 --bf16 \\
         --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --data-path my_text/
 
@@ -40,6 +42,7 @@ from megapipe import parallel_state
 from megapipe.bubble import split_bubble
 from megapipe.checkpoint import Checkpointer
 from megapipe.data_parallel import GradientReducer
+from megapipe.graph import capture
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,6 +61,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parallel = parser.add_argument_group("parallelism")
     parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
+    parallel.add_argument(
+        "--stage-backend",
+        choices=("eager", "graph", "inductor"),
+        default="eager",
+        help="run stages as captured graphs, compiled or not (torch 2.9 or newer; not with experts)",
+    )
     parallel.add_argument("--expert-model-parallel-size", type=int, default=1, help="replicas that share out experts")
     parallel.add_argument("--data-parallel-shard-size", type=int, default=1, help="replicas that share out parameters")
     parallel.add_argument("--schedule", default=None, help=f"one of {', '.join(megapipe.schedule_names())}")
@@ -141,6 +150,11 @@ class Trainer:
         )
         # The schedule decides which stages this rank holds. Only their layers are ever built here.
         self.chunks = [GPTStage(config, stage).to(device) for stage in megapipe.stages_for_rank(self.forward_backward)]
+        # Only the stages at the ends read data: tokens and labels.
+        self.reads_data = any(chunk.stage.is_first or chunk.stage.is_last for chunk in self.chunks)
+        if args.stage_backend != "eager":
+            for chunk in self.chunks:
+                self.capture(chunk)
         self.reducer = None
         if args.data_parallel_shard_size > 1:
             mesh = parallel_state.get_data_parallel_mesh()
@@ -173,10 +187,24 @@ class Trainer:
             asynchronous=args.async_save,
             parts=whole_names,  # expert by expert, so that they can be shared out otherwise
         )
-        self.samples = None  # only the stages at the ends read data: tokens and labels
-        if any(chunk.stage.is_first or chunk.stage.is_last for chunk in self.chunks):
+        self.samples = None
+        if self.reads_data:
             text = read_text(args.data_path)
             self.samples = TextSamples(text, args.seq_length, args.micro_batch_size, args.seed, device)
+
+    def capture(self, chunk: GPTStage) -> None:
+        """Let a stage run as graphs, for microbatches of the size that all have here."""
+        args, stage = self.args, chunk.stage
+        shape = (args.seq_length, args.micro_batch_size)
+        tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
+        hidden = torch.empty(*shape, args.hidden_size, device=self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=args.bf16):
+            capture(
+                chunk,
+                (tokens if self.reads_data else None,),
+                input_tensor=None if stage.is_first else hidden,
+                compile="inductor" if args.stage_backend == "inductor" else None,
+            )
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))  # the scheduler multiplies this by the rate

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import HIDDEN, VOCABULARY, Block, assert_same_gradients, batches, loss_of
 from ranks import RankPool
+from test_pretrain import EXAMPLES, pretrain
 from torch import Tensor, nn
 
 import megapipe
@@ -106,3 +108,12 @@ def gradients_under(rank: int, schedules: list[str], num_microbatches: int) -> N
 
 def test_gradients_under_every_kind_of_schedule(ranks: RankPool) -> None:
     ranks.run(4, gradients_under, ["1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"], 8)
+
+
+def test_the_example_prints_the_same_losses(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text((EXAMPLES / "pretrain_gpt.py").read_text())
+    arguments = f"--data-path {tmp_path} --train-iters 3 --dropout 0.0"
+    (expected,) = ranks.run(1, pretrain, 1, arguments)
+    assert all(
+        losses == expected for losses in ranks.run(2, pretrain, 2, f"{arguments} --schedule zbv --stage-backend graph")
+    )

@@ -92,7 +92,7 @@ class CapturedStage(nn.Module):
         """For those who overlap this forward with another stage's backward (see `overlap.parts`). None where there is
         nothing to overlap."""
         stage: _Stage = self.__dict__["_megapipe_graphs"]
-        return stage.run_in_gaps if stage.graphs().communicates else None
+        return stage.run_in_gaps if stage.communicates else None
 
 
 _captured_classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -153,6 +153,11 @@ class _Stage:
         received = _as_set(self.input_tensor) if self._sets_input else _as_set(None)
         tensors = self._arguments.tensors((received, *self._bind(args, kwargs)))
         return self.graphs(), self._weights_and_buffers() + tensors
+
+    @property
+    def communicates(self) -> bool:
+        """Told by any of its modes, since the one it is about to be run in may not be entered yet."""
+        return any(graphs.communicates for graphs in self._graphs.values())
 
     def run_in_gaps(self, *args: Any, **kwargs: Any) -> Generator[None, None, Any]:
         """Forward, by the graph of a backward with which it is multiplexed, if that comes before the second step."""
@@ -222,12 +227,14 @@ class _Stage:
         """The module itself, on `value`: what the stage before returned, arguments, and the target of the loss."""
         received, args, kwargs, target = value
         before = [dict(module.__dict__) for module in self._modules]
+        captured_class = type(self._module)
+        self._module.__class__ = self._class  # its methods may call each other
         try:
             if self._sets_input:
-                self._class.set_input_tensor(self._module, received)  # type: ignore[attr-defined]
+                self._module.set_input_tensor(received)  # type: ignore[operator]
             taken = [(dict(module.__dict__), dict(module._buffers)) for module in self._modules]
             torch.manual_seed(_SEED)
-            output = self._class.forward(self._module, *args, **kwargs)
+            output = self._module.forward(*args, **kwargs)
             if torch.initial_seed() != _SEED:
                 raise CaptureError(
                     f"{self._what} cannot be captured: its forward sets the seed of the random numbers, which a graph "
@@ -235,6 +242,7 @@ class _Stage:
                 )
             self._check_attributes(taken)
         finally:
+            self._module.__class__ = captured_class
             for module, attributes in zip(self._modules, before):
                 for name in set(module.__dict__) - set(attributes):
                     del module.__dict__[name]

@@ -48,8 +48,8 @@ class Graphs:
         self.tangent_strides = [node.meta["val"].stride() for node in placeholders[self.first_tangent :]]
         self.is_watched = _share_memory_with_others(parts, self.first_tangent - len(parts.read))
         self.communicates = communicates(parts.forward) or communicates(parts.backward)
-        self._runners: dict[int, tuple[GraphModule, Runner]] = {}
-        self._multiplexed: dict[tuple[int, int], GraphModule] = {}
+        self._runners: dict[GraphModule, Runner] = {}
+        self._multiplexed: dict[tuple[GraphModule, GraphModule], GraphModule] = {}
 
     @cached_property
     def split(self) -> SplitBackward:
@@ -57,12 +57,11 @@ class Graphs:
 
     def run(self, graph: GraphModule, name: str, arguments: list[Tensor]) -> tuple[Any, ...]:
         """One of the graphs. Empties `arguments`."""
-        if id(graph) not in self._runners:
+        if graph not in self._runners:
             compiled = self._compiled_as is not None
-            runner = compile_graph(graph, f"{name} of {self._compiled_as}") if compiled else graph.forward
-            self._runners[id(graph)] = (graph, runner)
+            self._runners[graph] = compile_graph(graph, f"{name} of {self._compiled_as}") if compiled else graph.forward
         with _as_captured(arguments):
-            return self._runners[id(graph)][1](arguments)
+            return self._runners[graph](arguments)
 
     def run_with(
         self, forward: Forward | None, graph: GraphModule, name: str, arguments: list[Tensor]
@@ -71,7 +70,7 @@ class Graphs:
         if forward is None:
             return self.run(graph, name, arguments)
         other = forward.graphs.parts
-        key = id(other.forward), id(graph)
+        key = other.forward, graph
         if key not in self._multiplexed:
             self._multiplexed[key] = multiplex(other.forward, graph)
         both = [*forward.inputs, *arguments]

@@ -168,7 +168,7 @@ def extract(
         assert node not in of, f"{node} is given twice"
         of[node] = graph.placeholder(node.name)
         of[node].meta = dict(node.meta)
-    needed = ancestors(outputs, inputs)
+    needed = ancestors(outputs, set(inputs))
 
     def emit(node: Node) -> None:
         open_nodes = [node]

@@ -21,7 +21,8 @@ __all__ = ["recompute"]
 
 def recompute(joint: Joint) -> Partition:
     """Cut a joint graph where its forward is narrowest. Between B and W what was computed again is kept as usual."""
-    in_forward = [node for node in joint.owner.graph.nodes if node in forward_nodes(joint)]
+    of_forward = forward_nodes(joint)
+    in_forward = [node for node in joint.owner.graph.nodes if node in of_forward]
     saved = {node for waist in _waists(joint, in_forward) for node in waist}
     for node in in_forward:
         source = node.args[0] if node.target is getitem else node

@@ -67,7 +67,8 @@ def split_di_dw(backward: GraphModule, weights: Sequence[int]) -> SplitBackward:
             takes = _inputs_of_weight_gradient(outputs[number], reached)
             if takes is not None:
                 parts[number] = (takes, _owned(whole, outputs[number]))
-    kept = list(dict.fromkeys(n for takes, _ in parts.values() for n in takes if n not in set(inputs)))
+    given = set(inputs)
+    kept = list(dict.fromkeys(node for takes, _ in parts.values() for node in takes if node not in given))
     number_of = {node: number for number, node in enumerate([*inputs, *kept])}
     remaining = [None if number in parts else output for number, output in enumerate(outputs)]
     return SplitBackward(

@@ -1,0 +1,281 @@
+"""What captured stages cost and gain.
+
+    python -m benchmarks.capture
+
+Three tables: the time and memory of a backward in two against one and against eager; how long a capture takes, and how
+large it is; and a forward and a backward that exchange tokens, as one graph against one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from megapipe.graph import capture, multiplex, partition, split_di_dw, trace_joint
+from megapipe.graph.nodes import is_start, is_wait
+from megapipe.overlap import start_all_to_all
+from megapipe.weight_grad.putting_off import PutOff, putting_off
+
+from .launching import be_undisturbed, gather, launch
+from .tables import FOLDER, median_and_spread, save_table
+
+NUM_HEADS = 4
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)
+    be_undisturbed()
+    header = ["a stage of", "how", "F + B + W", "against eager", "against one backward", "saved", "held from B to W"]
+    notes = (
+        "Transformer layers of [tokens, hidden] tensors. Medians of interleaved runs, in brackets the middle half; the "
+        "ratios are taken run by run. *saved*: what the forward keeps, without weights. *held*: what W keeps of it and "
+        "of B's, against *saved*. Gradients are added to those that are there."
+    )
+    rows = [row for shape in ((2, 256, 4, 128), (4, 32, 1, 16)) for row in backward_in_two(*shape, args.repeats)]
+    save_table("capture-split", "A captured stage's backward in two", header, rows, notes, args.folder)
+    header = ["layers", "capture", "operators in F", "in the backward", "in B and W", "weight gradients left to W"]
+    rows = [capture_of(num_layers) for num_layers in (2, 8, 24)]
+    notes = "Transformer layers; the capture without the time of the first import of the tracer."
+    save_table("capture-size", "What a capture takes", header, rows, notes, args.folder)
+    header = ["tokens", "F and B alone", "one after the other", "as one graph", "ratio"]
+    rows = [launch(2, exchanges, args)]
+    notes = (
+        f"Two ranks share out two experts; each of the four exchanges takes {args.exchange_milliseconds:g} ms longer "
+        "than gloo needs, in which nothing computes. *alone*: without any exchange's delay. Medians, in brackets the "
+        "middle half."
+    )
+    save_table(
+        "capture-multiplexed", "A forward and a backward of experts in one graph", header, rows, notes, args.folder
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--exchange-milliseconds", type=float, default=5.0)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    return parser.parse_args()
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.attention_norm(x)).view(*x.shape[:2], 3, NUM_HEADS, -1)
+        mixed = F.scaled_dot_product_attention(*heads.permute(2, 1, 3, 0, 4), is_causal=True)
+        x = x + self.proj(mixed.permute(2, 0, 1, 3).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+def backward_in_two(num_layers: int, hidden: int, batch: int, sequence: int, repeats: int) -> list[list[str]]:
+    torch.manual_seed(0)
+    x = torch.randn(sequence, batch, hidden, requires_grad=True)
+    grad = torch.randn(sequence, batch, hidden)
+    eager = nn.Sequential(*(Layer(hidden) for _ in range(num_layers)))
+    one, two = (capture(copy.deepcopy(eager), (x,)) for _ in range(2))
+    ways: dict[str, Callable[[], None]] = {
+        "eager": lambda: eager(x).backward(grad),
+        "graphs, one backward": lambda: one(x).backward(grad),
+        "graphs, B and W": lambda: in_two(two, x, grad),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(repeats + 3):
+        for way, run in ways.items():
+            start = time.perf_counter()
+            run()
+            if repeat >= 3:
+                times[way].append(time.perf_counter() - start)
+    memory = {"eager": (saved_by_eager(eager, x), None), "graphs, one backward": (None, None)}
+    memory["graphs, B and W"] = kept(two, x, grad)
+    rows = []
+    for way, values in times.items():
+        saved, held = memory[way]
+        rows.append(
+            [
+                f"{num_layers} layers, [{sequence * batch}, {hidden}]",
+                way,
+                f"{median_and_spread([1e3 * value for value in values], '{:.2f}')} ms",
+                *(
+                    median_and_spread([value / other for value, other in zip(values, times[base])])
+                    for base in ("eager", "graphs, one backward")
+                ),
+                "" if saved is None else f"{saved / 2**20:.2f} MiB",
+                "" if saved is None or held is None else f"{held / saved:.2f}",
+            ]
+        )
+    return rows
+
+
+def in_two(stage: nn.Module, x: Tensor, grad: Tensor) -> None:
+    output, put_off = stage(x), PutOff()
+    with putting_off(put_off):
+        output.backward(grad)
+    put_off.run()
+
+
+def saved_by_eager(stage: nn.Module, x: Tensor) -> int:
+    saved: dict[int, int] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in stage.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = stage(x)
+    del output
+    return sum(saved.values())
+
+
+def kept(stage: nn.Module, x: Tensor, grad: Tensor) -> tuple[int, int]:
+    """By the forward, and between B and W: its input counts, as it does in eager, its output does not."""
+    put_off = PutOff()
+    before = live_bytes() - x.nbytes
+    output = stage(x)
+    saved = live_bytes() - before - output.nbytes
+    with putting_off(put_off):
+        output.backward(grad)
+    del output
+    held = live_bytes() - before - x.nbytes
+    put_off.run()
+    return saved, held
+
+
+def live_bytes() -> int:
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def capture_of(num_layers: int) -> list[str]:
+    stage = nn.Sequential(*(Layer(32) for _ in range(num_layers)))
+    weights, x = list(stage.parameters()), torch.randn(16, 1, 32, requires_grad=True)
+    names = [name for name, _ in stage.named_parameters()]
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return (torch.func.functional_call(stage, dict(zip(names, tensors)), tensors[-1:]),)
+
+    start = time.perf_counter()
+    parts = partition(trace_joint(function, [*weights, x], "the stage"))
+    split = split_di_dw(parts.backward, range(len(weights)))
+    seconds = time.perf_counter() - start
+    sizes = [size_of(parts.forward), size_of(parts.backward)]
+    sizes.append(size_of(split.input_gradients) + sum(size_of(weight.graph) for weight in split.weights))
+    return [str(num_layers), f"{seconds:.2f} s", *map(str, sizes), str(len(split.weights))]
+
+
+def size_of(graph: GraphModule) -> int:
+    return sum(node.op == "call_function" for node in graph.graph.nodes)
+
+
+class Experts(nn.Module):
+    """Attention's part of a layer, an expert between two exchanges, and one that all tokens go through."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = (
+            nn.Linear(hidden, hidden),
+            nn.Linear(hidden, hidden),
+            nn.Linear(hidden, hidden),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        splits = [len(x) // 2] * 2
+        dispatched = start_all_to_all(self.attention(x).relu(), splits, splits, dist.group.WORLD).wait()
+        return x + start_all_to_all(self.down(self.up(dispatched).relu()), splits, splits, dist.group.WORLD).wait()
+
+
+def exchanges(rank: int, args: argparse.Namespace) -> list[str]:
+    torch.manual_seed(0)
+    num_tokens, hidden = 512, 512
+    stage, x = Experts(hidden), torch.randn(num_tokens, hidden, requires_grad=True)
+    parts = capture(stage, (x,)).__dict__["_megapipe_graphs"].graphs().parts
+    backward = split_di_dw(parts.backward, range(6)).input_gradients
+    forward_inputs: list[Tensor] = [*stage.parameters(), x.detach()]
+    values: list[Any] = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
+    backward_inputs = [torch.randn(value.shape).to(value.dtype) for value in values]
+    both = multiplex(parts.forward, backward)
+    times: dict[str, list[float]] = {"alone": [], "apart": [], "together": []}
+    with torch.no_grad():
+        for repeat in range(args.repeats + 3):
+            for way, seconds in (
+                ("alone", 0.0),
+                ("apart", args.exchange_milliseconds / 1e3),
+                ("together", args.exchange_milliseconds / 1e3),
+            ):
+                for graph in (parts.forward, backward, both):
+                    delay(graph, seconds)
+                dist.barrier()
+                start = time.perf_counter()
+                if way == "together":
+                    both.forward([*forward_inputs, *backward_inputs])
+                else:
+                    backward.forward(list(backward_inputs))
+                    parts.forward.forward(list(forward_inputs))
+                if repeat >= 3:
+                    times[way].append(1e3 * max(gather(time.perf_counter() - start)))
+    ratio = median(times["together"]) / median(times["apart"])
+    return [
+        str(num_tokens),
+        *(f"{median_and_spread(values, '{:.1f}')} ms" for values in times.values()),
+        f"{ratio:.3f}",
+    ]
+
+
+_due: dict[int, float] = {}
+
+
+def delay(graph: GraphModule, seconds: float) -> None:
+    """Let every exchange of a graph end no sooner than so long after its start."""
+    for node in graph.graph.nodes:
+        original = node.meta.setdefault("original", node.target)
+        if "original_kind" not in node.meta:
+            node.meta["original_kind"] = "start" if is_start(node) else "wait" if is_wait(node) else ""
+        if node.meta["original_kind"] == "start":
+            node.target = Start(original, seconds)
+        elif node.meta["original_kind"] == "wait":
+            node.target = Wait(original)
+    graph.recompile()
+
+
+class Start:
+    def __init__(self, operator: Callable[..., Tensor], seconds: float) -> None:
+        self.operator, self.seconds, self.__name__ = operator, seconds, "start"
+
+    def __call__(self, *args: Any) -> Tensor:
+        result = self.operator(*args)
+        _due[id(result)] = time.perf_counter() + self.seconds
+        return result
+
+
+class Wait:
+    def __init__(self, operator: Callable[..., Tensor]) -> None:
+        self.operator, self.__name__ = operator, "wait"
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        due = _due.pop(id(tensor))
+        result = self.operator(tensor)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return result
+
+
+if __name__ == "__main__":
+    main()
