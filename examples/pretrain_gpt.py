@@ -159,7 +159,7 @@ class Trainer:
         if args.data_parallel_shard_size > 1:
             mesh = parallel_state.get_data_parallel_mesh()
             for chunk in self.chunks:
-                for layer in chunk.layers.values():
+                for layer in chunk.layers.values() if args.stage_backend == "eager" else ():  # a graph is one module
                     fully_shard(layer, mesh=mesh)
                 fully_shard(chunk, mesh=mesh)
         elif self.num_replicas > 1:

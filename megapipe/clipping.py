@@ -133,7 +133,7 @@ def scale_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def as_sharded(tensor: Tensor) -> DTensor | None:
-    """The tensor, where it is a DTensor. Their module, which takes longer to import than all of this package, is left to
+    """The tensor, where it is a DTensor. Their module takes longer to import than this package does: that is left to
     those who make one."""
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import VOCABULARY, Stage, batches, forward_step, loss_of, run
+from models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, forward_step, loss_of, run
 from ranks import RankPool
 from replicas import (
     NUM_LAYERS,
@@ -34,6 +34,7 @@ except ImportError:  # an older torch
 
 import megapipe
 from megapipe import StageInfo, parallel_state, stages_for_rank
+from megapipe.graph import capture
 from megapipe.speculation import Speculation
 from megapipe.stage import Stage as RunningStage
 
@@ -375,3 +376,46 @@ def post_validated(rank: int) -> list[int]:
 
 def test_a_step_that_is_taken_back(ranks: RankPool) -> None:
     assert min(ranks.run(4, post_validated)) >= 2
+
+
+class Plain(Stage):
+    """Without the seeds that a graph would not set."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+
+
+def plain_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+
+    def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = loss_of(output, batch["labels"])
+        return loss, {"loss": loss.detach()}
+
+    return model(batch["tokens"]), loss_func
+
+
+def captured(rank: int) -> None:
+    use_mesh(pp=1, dp=2)
+    tokens = torch.zeros(SEQUENCE, BATCH, dtype=torch.long)
+    for schedule in ("1f1b", "zb1p"):
+        gradients = []
+        for is_captured in (False, True):
+            chunk = Plain(StageInfo(0, 1), 2, deferred=not is_captured and schedule == "zb1p")
+            if is_captured:
+                capture(chunk, (tokens,))
+            shard([chunk], by_layer=False)
+            run(schedule, [chunk], 3, seed=rank, forward_step_func=plain_step)
+            gradients.append([full(parameter.grad) for parameter in chunk.parameters()])
+        assert all(torch.equal(one, other) for one, other in zip(*gradients)), schedule
+    (chunk,) = shard([capture(Plain(StageInfo(0, 1), 2), (tokens,))])
+    with pytest.raises(ValueError, match=r"layers\.0\.norm\.weight is a shard.*call fully_shard on the stage only"):
+        run("1f1b", [chunk], 1, forward_step_func=plain_step)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="graphs need torch 2.9")
+def test_captured_stages(ranks: RankPool) -> None:
+    ranks.run(2, captured)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..clipping import as_sharded
 from ..weight_grad.putting_off import capturing
 from .arguments import Arguments, Structure
 from .function import Forward, Graphs, autocast_dtype, offering, run_forward
@@ -109,7 +110,7 @@ class _Mode(NamedTuple):
     """What a capture depends on besides the arguments."""
 
     training: tuple[bool, ...]
-    weights: tuple[tuple[torch.dtype, torch.device, bool], ...]
+    weights: tuple[tuple[type[Tensor], torch.dtype, torch.device, bool], ...]
     autocast: torch.dtype | None
 
 
@@ -171,7 +172,7 @@ class _Stage:
         tensors = self._weights_and_buffers()
         mode = _Mode(
             tuple([module.training for module in self._modules]),
-            tuple([(tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]),
+            tuple([(type(tensor), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]),
             autocast_dtype(tensors),
         )
         if mode not in self._graphs:
@@ -196,6 +197,12 @@ class _Stage:
         return bound.args[1:], bound.kwargs, target
 
     def _capture(self, tensors: list[Tensor]) -> Graphs:
+        shard = next((name for name, tensor in zip(self._names, tensors) if as_sharded(tensor) is not None), None)
+        if shard is not None:
+            raise CaptureError(
+                f"{self._what} is to run as graphs, but its {shard} is a shard: nobody gathers the parameters of the "
+                "modules within, which are not called. Capture it first, and then call fully_shard on the stage only."
+            )
         outputs: list[Structure] = []
 
         def function(*flat: Tensor) -> tuple[Tensor, ...]:
