@@ -42,6 +42,7 @@ ALL = (
     + [f"megapipe {n}" for n in MEGAPIPE]
     + [f"torch {n}" for n in TORCH]
     + [f"megatron-core {n}" for n in MEGATRON]
+    + ["dualpipe dualpipe"]
 )
 
 MakeStage = Callable[[int, int, str, Any], nn.Module]

@@ -188,10 +188,13 @@ class Plan:
 
     def needs(self, event: Event) -> Event | None:
         """The send that a computation waits for, if any."""
-        action = event.action
-        if action is None or action.kind == "W" or not self.has_stage(stage := action.source.stage):
-            return None
-        return Event("send_forward" if action.kind == "F" else "send_backward", stage, action.microbatch)
+        verb, stage, microbatch = event
+        kind = ACTION_KINDS.get(verb)
+        if kind == "F" and self.has_stage(stage - 1):
+            return Event("send_forward", stage - 1, microbatch)
+        if kind in ("B", "BW") and self.has_stage(stage + 1):
+            return Event("send_backward", stage + 1, microbatch)
+        return None
 
     @cached_property
     def program(self) -> list[list[Instruction]]:
@@ -204,15 +207,10 @@ class Plan:
         def look_up(event: Event) -> Instruction:
             verb, stage, microbatch = event
             kind = ACTION_KINDS.get(verb)
-            needed = None
             if kind is None:
                 crosses = (crosses_up if event.sends == event.is_forward else crosses_down)[stage]
                 return Instruction(event, None, None, crosses)
-            if kind == "F":
-                needed = Event("send_forward", stage - 1, microbatch) if stage else None
-            elif kind != "W":
-                needed = Event("send_backward", stage + 1, microbatch) if stage < last else None
-            return Instruction(event, Action(stage, kind, microbatch), needed, False)
+            return Instruction(event, Action(stage, kind, microbatch), self.needs(event), False)
 
         return [[look_up(event) for event in events] for events in self.events]
 

@@ -11,6 +11,8 @@ import torch
 from ranks import RankPool
 
 from megapipe import parallel_state
+from megapipe.plan import plan_of
+from megapipe.verbs import Action
 
 ROOT = Path(__file__).parent.parent
 
@@ -127,3 +129,14 @@ def test_steps_without_a_barrier(ranks: RankPool) -> None:
     for rows in ranks.run(2, steps_without_a_barrier):
         assert len(rows) == 8
         assert all(float(row[2]) > 1.0 for row in rows)  # nothing is faster than the ideal
+
+
+def test_the_plan_of_two_pipelines_in_opposite_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DualPipe's. Cut at the turn: stage 2 begins with data of its own, and stage 1 has a loss."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.emulation import TwoWayPlan
+
+    rows = [["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "1B0", "2B0"]]
+    actions = [[Action(int(name[0]), name[1].replace("B", "BW"), 0) for name in row] for row in rows]
+    plan = TwoWayPlan(**vars(plan_of("two ways", actions)))
+    assert plan.simulate([1.0] * 4, [1.0] * 4, [1.0] * 4).makespan == 6.0  # nobody ever waits
