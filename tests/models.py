@@ -52,6 +52,7 @@ class Stage(nn.Module):
         **config: Any,
     ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.recompute = recompute
         self.config = SimpleNamespace(hidden_size=HIDDEN, **config)
         self.info = info
@@ -73,7 +74,7 @@ class Stage(nn.Module):
     def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
         x = self.input_tensor if self.embedding is None else self.embedding(tokens)
         for name, layer in self.layers.items():
-            if layer.dropout.p:
+            if self.dropout:
                 torch.manual_seed(1000 * seed + int(name))  # dropout draws alike wherever the layer runs
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
         return x if self.head is None else self.head(x)

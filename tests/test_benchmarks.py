@@ -64,10 +64,8 @@ def real_compute(rank: int, names: list[str]) -> list[list[str]]:
 def test_real_compute(ranks: RankPool) -> None:
     names = [
         "own work",
-        "by-hand 1f1b",
         "megapipe gpipe",
         "megapipe 1f1b (deferring layers)",
-        "megapipe zbv",
         "torch 1F1B",
     ]
     rows, _ = ranks.run(2, real_compute, names)
