@@ -8,4 +8,4 @@ import soak_restart
 
 @pytest.mark.timeout(300)
 def test_killed_ranks_change_nothing(tmp_path: Path) -> None:
-    assert soak_restart.soak(tmp_path, 1, seed=1, num_steps=20, options="--async-save") == 1
+    assert soak_restart.soak(tmp_path, 1, seed=1, num_steps=10, options="--async-save") == 1
