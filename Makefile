@@ -49,6 +49,8 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(VENV)/bin/python docs/generate.py
 
+LARGE := 'by-hand 1f1b,megapipe 1f1b,megapipe zb2p,megapipe zbv,torch 1F1B,torch ZBVZeroBubble,megatron-core 1f1b'
+
 # Ranks that sleep side by side need no cores of their own, but nothing else should run meanwhile.
 bench: export OMP_NUM_THREADS := 1
 bench: $(INSTALLED)
@@ -58,6 +60,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 8 --microbatches 16 --rounds 3
 	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 8 --microbatches 32 --rounds 2
 	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8 --rounds 3 --message-bytes 4194304
+	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8 --rounds 2 --message-bytes 33554432 --runners $(LARGE)
 	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 4 --microbatches 8 --change
 	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 8 --microbatches 16 --schedules zbv
 	$(VENV)/bin/python -W ignore -m benchmarks.prediction

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .p2p_communication import DESCRIPTION, Communicator, DescribedTransfer, Inbox, MessageSpec, Transfer
@@ -124,13 +123,13 @@ class Wire(Boundary):
         self._descriptions = communicator.descriptions[index] if spec is None else None
         self._forward_only = forward_only
         if self._descriptions is None:
-            self._inputs = Inbox(self._forward, communicator.device, lookahead)
+            self._inputs = Inbox(self._forward, lookahead)
         else:
-            self._inputs = Inbox(self._descriptions, torch.device("cpu"), lookahead)
+            self._inputs = Inbox(self._descriptions, lookahead)
         self._input_spec = spec or DESCRIPTION
         self._inputs.expect(self._input_spec, num_inputs)
         self._num_taken = 0
-        self._gradients = Inbox(self._backward, communicator.device, lookahead)
+        self._gradients = Inbox(self._backward, lookahead)
         self._gradient_comes: deque[bool] = deque()  # for each output sent
         self._num_expected_before = 0  # gradients of outputs that were sent in vain, and will be sent again
 
@@ -138,7 +137,7 @@ class Wire(Boundary):
         self._num_taken += 1
         transfer = self._inputs.take()
         if self._descriptions is not None:
-            return DescribedTransfer(transfer, self._forward, self._communicator.device)
+            return DescribedTransfer(transfer, self._forward)
         return transfer
 
     def send_output(self, output: Transfer | None) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from .memory import Memory
 from .placement import Placement
 
 __all__ = [
@@ -160,16 +161,17 @@ class Channel(NamedTuple):
     peer: int
     """Its rank in the backend."""
     tag: int
+    memory: Memory
+    """What it receives into."""
 
     def send(self, tensors: list[torch.Tensor]) -> Transfer:
         """Start sending. The transfer must be kept until it has completed, or the message is lost."""
         with _connection_errors:
             return Transfer(None, tensors, [self.backend.send([tensor], self.peer, self.tag) for tensor in tensors])
 
-    def receive(self, spec: MessageSpec, device: torch.device) -> Transfer:
+    def receive(self, spec: MessageSpec) -> Transfer:
         """Post the receive of one message."""
-        # A fresh buffer each time: it becomes a leaf of the stage's graph and must not remember an earlier one.
-        buffers = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in spec.tensors]
+        buffers = [self.memory.empty(t.shape, t.dtype) for t in spec.tensors]
         with _connection_errors:
             return Transfer(spec, buffers, [self.backend.recv([buffer], self.peer, self.tag) for buffer in buffers])
 
@@ -177,9 +179,8 @@ class Channel(NamedTuple):
 class Inbox:
     """The receives of one channel during one step, `lookahead` of them posted before they are asked for."""
 
-    def __init__(self, channel: Channel, device: torch.device, lookahead: int) -> None:
+    def __init__(self, channel: Channel, lookahead: int) -> None:
         self._channel = channel
-        self._device = device
         self._lookahead = lookahead
         self._expected: deque[MessageSpec] = deque()
         self._posted: deque[Transfer] = deque()
@@ -205,24 +206,23 @@ class Inbox:
             self._post()
 
     def _post(self) -> None:
-        self._posted.append(self._channel.receive(self._expected.popleft(), self._device))
+        self._posted.append(self._channel.receive(self._expected.popleft()))
 
 
 class DescribedTransfer(Transfer):
     """A message whose description comes first: its receive can be posted only when that has arrived."""
 
-    __slots__ = ("_channel", "_description", "_device")
+    __slots__ = ("_channel", "_description")
 
-    def __init__(self, description: Transfer, channel: Channel, device: torch.device) -> None:
+    def __init__(self, description: Transfer, channel: Channel) -> None:
         super().__init__(None, [])
         self._description = description
         self._channel = channel
-        self._device = device
 
     def wait(self) -> list[torch.Tensor]:
         (description,) = self._description.wait()
         self.spec = read_description(description)
-        self.tensors = self._channel.receive(self.spec, self._device).wait()
+        self.tensors = self._channel.receive(self.spec).wait()
         return self.tensors
 
 
@@ -325,13 +325,14 @@ class Communicator:
                 continue
             peer = upper if pp_rank == lower else lower
             if on_cpu:
-                self.forward[boundary] = Channel(self._host_backend, peer, 3 * boundary)
-                self.backward[boundary] = Channel(self._host_backend, peer, 3 * boundary + 1)
+                self.forward[boundary] = Channel(self._host_backend, peer, 3 * boundary, Memory(device))
+                self.backward[boundary] = Channel(self._host_backend, peer, 3 * boundary + 1, Memory(device))
             else:
                 self.forward[boundary] = self._pair_channel(f"forward {boundary}", pp_rank == lower)
                 self.backward[boundary] = self._pair_channel(f"backward {boundary}", pp_rank == upper)
             if with_descriptions:
-                self.descriptions[boundary] = Channel(self._host_backend, peer, 3 * boundary + 2)
+                memory = Memory(torch.device("cpu"))
+                self.descriptions[boundary] = Channel(self._host_backend, peer, 3 * boundary + 2, memory)
         self._host_outbox = WaitedOutbox()
         self._outbox: PolledOutbox | WaitedOutbox = self._host_outbox if on_cpu else PolledOutbox()
 
@@ -344,9 +345,9 @@ class Communicator:
         options._timeout = self._timeout
         backend = dist.ProcessGroupNCCL(PrefixStore(name, self._store), 0 if sends else 1, 2, options)
         self._pair_backends.append(backend)
-        channel = Channel(backend, 1 if sends else 0, 0)
+        channel = Channel(backend, 1 if sends else 0, 0, Memory(self.device))
         token = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
-        transfer = channel.send([torch.zeros(1, device=self.device)]) if sends else channel.receive(token, self.device)
+        transfer = channel.send([torch.zeros(1, device=self.device)]) if sends else channel.receive(token)
         transfer.wait()
         return channel
 
@@ -361,6 +362,8 @@ class Communicator:
         """Wait until nothing sent is under way any more."""
         self._outbox.drain()
         self._host_outbox.drain()
+        for channel in (*self.forward.values(), *self.backward.values()):
+            channel.memory.trim()
 
     def abort(self) -> None:
         """Make every operation under way fail, here and on the peers. The communicator is of no use afterwards."""

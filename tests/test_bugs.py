@@ -39,7 +39,7 @@ def abort_after_a_peer_is_gone(rank: int) -> None:
         channels.abort()
     else:
         with pytest.raises(ConnectionLostError):
-            channels.forward[1].receive(TOKEN, torch.device("cpu")).wait()
+            channels.forward[1].receive(TOKEN).wait()
     channels.close()
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from models import communicator
 from ranks import RankPool
 
+from megapipe.memory import LARGE
 from megapipe.p2p_communication import Inbox, MessageSpec, TensorSpec, describe, pack, read_description
 
 TENSOR = torch.ones(2, 3)
@@ -59,7 +60,7 @@ def all_kinds_of_tensors(rank: int) -> None:
             channels.send(channels.forward[0], tensors)
             channels.drain()
         else:
-            inbox = Inbox(channels.forward[0], channels.device, 2)
+            inbox = Inbox(channels.forward[0], 2)
             inbox.expect(spec)
             received = inbox.take().wait()
             assert all(torch.equal(a, b) for a, b in zip(received, tensors))
@@ -81,7 +82,7 @@ def posted_ahead(rank: int, lookahead: int) -> None:
             channels.send(channel, [torch.full((4,), float(i))])
         channels.drain()
     else:
-        inbox = Inbox(channel, channels.device, lookahead)
+        inbox = Inbox(channel, lookahead)
         inbox.expect(spec, 5)
         for i in range(5):
             assert len(inbox._posted) == min(lookahead, 5 - i)
@@ -94,3 +95,37 @@ def posted_ahead(rank: int, lookahead: int) -> None:
 def test_receives_are_posted_ahead(ranks: RankPool, lookahead: int) -> None:
     """No more than `lookahead` buffers wait, whatever the number of messages."""
     ranks.run(2, posted_ahead, lookahead)
+
+
+def blocks_used_again(rank: int) -> None:
+    """A large block is used again once nobody holds it: neither a tensor, nor a view of it, nor a graph."""
+    channels = communicator(rank, 2)
+    channel = channels.forward[0]
+    num_messages, size = 12, LARGE // 4
+    if rank == 0:
+        for i in range(num_messages):
+            channels.send(channel, [torch.full((size,), float(i))])
+        channels.drain()
+    else:
+        inbox = Inbox(channel, 2)
+        inbox.expect(MessageSpec("tensor", (TensorSpec((size,), torch.float32, True),)), num_messages)
+        blocks, in_flight = set(), []
+        for i in range(num_messages):
+            (tensor,) = inbox.take().wait()
+            blocks.add(tensor.data_ptr())
+            assert not tensor.requires_grad  # it does not remember what it was
+            in_flight.append((tensor[:1], (tensor.requires_grad_() * tensor).sum()))
+            del tensor
+            if len(in_flight) == 3:
+                view, squares = in_flight.pop(0)
+                assert view.item() == i - 2
+                squares.backward()  # of what the graph has kept
+        assert len(blocks) <= 3 + 2 + 1  # in flight, posted ahead, and one to come back
+        del in_flight, view, squares
+        channel.memory.trim()
+        assert len(channel.memory._blocks) == channel.memory.NUM_KEPT
+    channels.close()
+
+
+def test_large_blocks_are_used_again(ranks: RankPool) -> None:
+    ranks.run(2, blocks_used_again)
