@@ -65,6 +65,10 @@ def capture(
             f"example_inputs must be a tuple of what forward is called with, but it is a "
             f"{type(example_inputs).__name__}: write (x,) for one tensor."
         )
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"{type(module).__name__} has a forward of its own besides its class's: capture cannot replace it."
+        )
     if compile not in (None, "inductor"):
         raise ValueError(f'compile must be None or "inductor", got {compile!r}.')
     stage = _Stage(module, tuple(example_inputs), loss_fn, input_tensor, recompute, compile is not None)
@@ -85,9 +89,6 @@ class CapturedStage(nn.Module):
         stage: _Stage = self.__dict__["_megapipe_graphs"]
         return run_forward(*stage.prepare(args, kwargs))
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
-        self.__dict__["_megapipe_graphs"].input_tensor = input_tensor
-
     @property
     def forward_parts(self) -> Callable[..., Generator[None, None, Any]] | None:
         """For those who overlap this forward with another stage's backward (see `overlap.parts`). None where there is
@@ -96,13 +97,20 @@ class CapturedStage(nn.Module):
         return stage.run_in_gaps if stage.communicates else None
 
 
+def _set_input_tensor(stage: CapturedStage, input_tensor: Any) -> None:
+    stage.__dict__["_megapipe_graphs"].input_tensor = input_tensor
+
+
 _captured_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _captured_class(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _captured_classes:
         name = f"Captured{original.__name__}"
-        _captured_classes[original] = type(name, (CapturedStage, original), {"__module__": original.__module__})
+        members: dict[str, Any] = {"__module__": original.__module__}
+        if hasattr(original, "set_input_tensor"):
+            members["set_input_tensor"] = _set_input_tensor
+        _captured_classes[original] = type(name, (CapturedStage, original), members)
     return _captured_classes[original]
 
 
@@ -134,10 +142,13 @@ class _Stage:
         self._cut = cut_to_recompute if recomputes else partition
         self._compiles = compiles
         self._modules = list(module.modules())
-        named = [*module.named_parameters(), *module.named_buffers()]
-        self._num_weights = len(list(module.parameters()))
+        weights = {parameter: name for name, parameter in module.named_parameters()}
+        named: list[tuple[str, Tensor]] = [(name, weight) for weight, name in weights.items()]
+        named += [(name, buffer) for name, buffer in module.named_buffers() if buffer not in weights]
+        self._num_weights = len(weights)
         self._names = [name for name, _ in named]
         self._owners = [_owner(module, name) for name in self._names]
+        self._structure = self._look()
         self._sets_input = hasattr(module, "set_input_tensor")
         self._signature = inspect.signature(self._class.forward)
         if input_tensor is not None and not self._sets_input:
@@ -169,6 +180,8 @@ class _Stage:
 
     def graphs(self) -> Graphs:
         """For the mode that the module is in."""
+        if self._look() != self._structure:
+            raise RuntimeError(f"{self._what} has other modules or ties than when it was captured: capture it last.")
         tensors = self._weights_and_buffers()
         mode = _Mode(
             tuple([module.training for module in self._modules]),
@@ -182,6 +195,16 @@ class _Stage:
     def _weights_and_buffers(self) -> list[Tensor]:
         """Each once, tied ones too. Looked up anew: they may have been replaced."""
         return [tensors[name] for tensors, name in self._owners]
+
+    def _look(self) -> list[Any]:
+        """The modules inside, and which of their tensors are the same."""
+        found: dict[int, int] = {}
+        look: list[Any] = []
+        for module in self._modules:
+            look += map(id, module._modules.values())
+            for tensors in (module._parameters, module._buffers):
+                look += [(name, found.setdefault(id(tensor), len(found))) for name, tensor in tensors.items()]
+        return look
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         """However arguments are passed, by position, keyword or default: the same. And what the loss takes."""
@@ -233,13 +256,13 @@ class _Stage:
     def _call(self, value: Any) -> Any:
         """The module itself, on `value`: what the stage before returned, arguments, and the target of the loss."""
         received, args, kwargs, target = value
-        before = [dict(module.__dict__) for module in self._modules]
+        before = [(dict(module.__dict__), _containers(module)) for module in self._modules]
         captured_class = type(self._module)
         self._module.__class__ = self._class  # its methods may call each other
         try:
             if self._sets_input:
                 self._module.set_input_tensor(received)  # type: ignore[operator]
-            taken = [(dict(module.__dict__), dict(module._buffers)) for module in self._modules]
+            taken = [(_tensors_kept(module), dict(module._buffers)) for module in self._modules]
             torch.manual_seed(_SEED)
             output = self._module.forward(*args, **kwargs)
             if torch.initial_seed() != _SEED:
@@ -250,16 +273,19 @@ class _Stage:
             self._check_attributes(taken)
         finally:
             self._module.__class__ = captured_class
-            for module, attributes in zip(self._modules, before):
+            for module, (attributes, containers) in zip(self._modules, before):
                 for name in set(module.__dict__) - set(attributes):
                     del module.__dict__[name]
                 module.__dict__.update(attributes)
+                for container, content in containers:
+                    container.clear()
+                    (container.extend if isinstance(container, list) else container.update)(content)
         return output if self._loss_fn is None else self._loss_fn(output, target)
 
-    def _check_attributes(self, before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        for module, (attributes, buffers) in zip(self._modules, before):
-            for name, value in module.__dict__.items():
-                if value is not attributes.get(name) and name != "_buffers" and Structure.of(value)[1]:
+    def _check_attributes(self, before: list[tuple[dict[str, list[Tensor]], dict[str, Any]]]) -> None:
+        for module, (kept, buffers) in zip(self._modules, before):
+            for name, tensors in _tensors_kept(module).items():
+                if list(map(id, tensors)) != list(map(id, kept.get(name, []))):
                     raise CaptureError(
                         f"{self._what} cannot be captured: its forward keeps a tensor as {type(module).__name__}.{name}"
                         ", which a graph would not set. Return it, change a buffer in place, or leave this stage eager."
@@ -302,3 +328,17 @@ def _as_set(input_tensor: Any) -> Any:
 def _with_gradients(value: Any) -> Any:
     structure, tensors = Structure.of(value)
     return structure.fill([t.detach().requires_grad_(t.is_floating_point()) for t in tensors])
+
+
+def _tensors_kept(module: nn.Module) -> dict[str, list[Tensor]]:
+    """What a module refers to as attributes, in lists and dicts too."""
+    return {name: Structure.of(value)[1] for name, value in vars(module).items() if name not in vars(_PLAIN)}
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Its lists, dicts and sets, with what is in them."""
+    values = [value for name, value in vars(module).items() if name not in vars(_PLAIN)]
+    return [(value, type(value)(value)) for value in values if type(value) in (list, dict, set)]
+
+
+_PLAIN = nn.Module()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from .multiplex import communicates
+
 __all__ = ["compile_graph"]
 
 Compiled = Callable[[list[Tensor]], tuple[Any, ...]]
@@ -33,8 +35,9 @@ def compile_graph(graph: GraphModule, what: str) -> Compiled:
     placeholders = graph.graph.find_nodes(op="placeholder")
     examples = [node.meta["val"] for node in placeholders]
     metas = tuple((tuple(e.shape), e.stride(), e.dtype, e.device) for e in examples)
-    has_constants = any(node.op == "get_attr" for node in graph.graph.nodes)
-    key = (graph.code, metas, id(graph) if has_constants else None)
+    if any(node.op == "get_attr" for node in graph.graph.nodes):  # constants of its own
+        return _compile(graph, examples, what)
+    key = (graph.code, metas)
     if key not in _compiled:
         _compiled[key] = _compile(graph, examples, what)
     return _compiled[key]
@@ -48,7 +51,9 @@ def _compile(graph: GraphModule, examples: list[Any], what: str) -> Compiled:
     unboxed.output(unboxed.graph_copy(graph.graph, {}))
     inductor: Any = importlib.import_module("torch._inductor")
     try:
-        with inductor.config.patch(fallback_random=True):
+        # Which would put each wait of a communication next to its start.
+        in_order = {"reorder_for_peak_memory": False} if communicates(graph) else {}
+        with inductor.config.patch(fallback_random=True, **in_order):
             function = inductor.compile(GraphModule(graph, unboxed), examples)
     except Exception as error:
         print(" failed", file=sys.stderr)

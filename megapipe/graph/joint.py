@@ -126,6 +126,13 @@ def _export(
         return exporter(stack, function, inputs)
     except unknown as error:
         raise _depends_on_values(what, _line_of(error)) from error
+    except AssertionError as error:
+        if not any(said in str(error) for said in ("convert all Tensors to FakeTensors", "Unexpected fake buffer")):
+            raise
+        raise CaptureError(
+            f"{what} cannot be captured: at {_line_of(error)} it uses a tensor that is no parameter, buffer or input "
+            "of its own, or one from a cache: register it as a buffer, pass it in, or leave this stage eager."
+        ) from error
 
 
 def _depends_on_values(what: str, line: str) -> CaptureError:

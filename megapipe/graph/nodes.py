@@ -76,12 +76,12 @@ def drop_idle_views(owner: GraphModule) -> None:
 def _look_alike(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
-    return (one.shape, one.stride(), one.storage_offset(), one.dtype) == (
-        other.shape,
-        other.stride(),
-        other.storage_offset(),
-        other.dtype,
-    )
+    return _look(one) == _look(other)
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return *layout, tensor.is_conj(), tensor.is_neg()
 
 
 def num_bytes(node: Node) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .joint import Joint
-from .nodes import ancestors, dependents, extract, is_view
+from .nodes import ancestors, dependents, extract, is_view, storage_of
 
 __all__ = ["Partition", "forward_nodes", "partition"]
 
@@ -55,11 +55,12 @@ def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
         for node in overwritten:
             _save_before_overwritten(owner, node)
         return partition(joint, None if saved is None else [*saved, *(node.next for node in overwritten)])
+    grads = [_apart(owner, grad, {*read, *wanted}) for grad in joint.grads]
     differentiable = [n for n, tangent in enumerate(joint.tangents) if tangent is not None]
     tangents = [tangent for tangent in joint.tangents if tangent is not None]
     done = [*joint.outputs, *joint.mutated.values()]
     after_tangents = dependents(owner, tangents)
-    backward = extract(owner, [*read, *wanted, *tangents], joint.grads, lambda node: node not in after_tangents)
+    backward = extract(owner, [*read, *wanted, *tangents], grads, lambda node: node not in after_tangents)
     for dropped, again in dropouts:
         again.replace_all_uses_with(dropped)
     return Partition(
@@ -117,8 +118,8 @@ def _by_their_masks(owner: GraphModule) -> list[tuple[Node, Node]]:
     aten = torch.ops.aten
     for node in owner.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         results = {use.args[1]: use for use in node.users}
-        if len(results) == 2:
-            x, p, _ = node.args
+        x, p, train = node.args
+        if len(results) == 2 and train is not False:
             with owner.graph.inserting_after(results[1]):
                 kept = owner.graph.call_function(aten.mul.Tensor, (x, results[1]))
             with owner.graph.inserting_after(kept):
@@ -127,3 +128,13 @@ def _by_their_masks(owner: GraphModule) -> list[tuple[Node, Node]]:
             results[0].replace_all_uses_with(again)
             replaced.append((results[0], again))
     return replaced
+
+
+def _apart(owner: GraphModule, grad: Node | None, kept: Collection[Node]) -> Node | None:
+    """A gradient, copied where it is memory that is kept for W: it may become a `.grad`, which is added to in place."""
+    if grad is None or storage_of(grad) not in kept:
+        return grad
+    with owner.graph.inserting_after(grad):
+        copy = owner.graph.call_function(torch.ops.aten.clone.default, (grad,))
+    copy.meta = dict(grad.meta)
+    return copy

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.fx import GraphModule, Node
@@ -42,7 +43,7 @@ class SplitBackward:
     num_outputs: int
     """Of the backward."""
 
-    @property
+    @cached_property
     def held(self) -> set[int]:
         """What of the backward's inputs must be kept for W."""
         num_inputs = len(self.input_gradients.graph.find_nodes(op="placeholder"))
