@@ -257,7 +257,7 @@ class Trainer:
     def grad_norm(self) -> float:
         """Of the last step, before clipping."""
         if isinstance(self.optimizer, megapipe.PostValidatedOptimizer):
-            self.optimizer.settle()  # it may still be on its way
+            self.optimizer.settle_everywhere()  # it may still be on its way
             return self.optimizer.grad_norm
         return self.norm
 

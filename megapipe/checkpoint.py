@@ -39,7 +39,7 @@ from .checkpoint_files import (
     remove_incomplete,
     serialise,
 )
-from .optimizer import PipelinedOptimizer
+from .post_validation import optimizer_of
 from .shared_names import check_tied, find_shared, sum_up, uses_of
 from .whole_state import GlobalName, Parts, WholeState
 
@@ -132,9 +132,7 @@ class Checkpointer:
         where writing fails, of this save or of the last one in the background.
         """
         self.wait()
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, PipelinedOptimizer):
-                optimizer.settle()  # a step may still be taken back
+        self._settle()
         tensors: dict[str, Tensor] = {}
 
         def collect() -> dict[str, Any]:
@@ -186,6 +184,7 @@ class Checkpointer:
         or would execute code.
         """
         self.wait()
+        self._settle()
         start = self._folder if path is None else Path(path)
         found = self._agree(
             lambda: None,
@@ -243,6 +242,11 @@ class Checkpointer:
     @property
     def _pp_rank(self) -> int:
         return parallel_state.get_pipeline_model_parallel_rank()
+
+    def _settle(self) -> None:
+        """The last step may still be taken back, over what is saved or loaded; whether or not its optimizer is."""
+        if (optimizer := optimizer_of(self._chunks)) is not None:
+            optimizer.settle_everywhere()
 
     def _whole_state(self) -> WholeState:
         return WholeState(self._chunks, self._optimizers, *self._naming)
@@ -314,9 +318,10 @@ class Checkpointer:
 def _optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
-    optimizers = list(
-        getattr(optimizer, "optimizers", optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
+    several = (
+        [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizers", optimizer)
     )
+    optimizers = list(several) if isinstance(several, (list, tuple)) else [several]
     for found in optimizers:
         if not isinstance(found, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer, or several, got a {type(found).__name__}.")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import parallel_state
+from .names import named_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -77,7 +78,7 @@ def trained_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Pa
     """The trained parameters of all chunks with their names, each once."""
     seen: set[int] = set()
     for model in models:
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield name, parameter
@@ -91,7 +92,14 @@ def gradients(models: Iterable[nn.Module]) -> list[Tensor]:
 def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     """The sum of |g|^p over the stages of this rank, or the largest |g|: float64, without dimensions. Collective over
     the ranks that hold the same stages, where these share out shards or experts."""
-    device = next((local(parameter).device for _, parameter in trained_parameters(models)), torch.device("cpu"))
+    for _, parameter in trained_parameters(
+        models
+    ):  # the gradients of sequence-parallel parameters are yet to be summed
+        sharded, grad = as_sharded(parameter), None if parameter.grad is None else as_sharded(parameter.grad)
+        if sharded is not None and grad is not None and any(placed.is_partial() for placed in grad.placements):
+            parameter.grad = grad.redistribute(placements=sharded.placements)
+    everything = (parameter for model in models for parameter in model.parameters())  # all may be frozen here
+    device = next((local(parameter).device for parameter in everything), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, parameters in _by_holders(models).items():
         part = _power_sum([local(p.grad) for _, p in parameters if p.grad is not None], norm_type, device)
@@ -110,7 +118,8 @@ def gather_power_sums(own: Tensor, group: dist.ProcessGroup | None, async_op: bo
     if group is None or group.size() == 1:
         return own.reshape(1), None
     sums = own.new_empty(group.size())
-    return sums, dist.all_gather_into_tensor(sums, own.reshape(1), group=group, async_op=async_op)
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
+    return sums, gather(sums, own.reshape(1), group=group, async_op=async_op)
 
 
 def pipeline_group() -> dist.ProcessGroup | None:
@@ -156,7 +165,7 @@ def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ..
         groups = []
         if (sharded := as_sharded(parameter)) is not None:
             mesh = sharded.device_mesh
-            groups = [mesh.get_group(dim) for dim, placed in enumerate(sharded.placements) if placed.is_shard()]
+            groups = [mesh.get_group(dim) for dim, placed in enumerate(sharded.placements) if not placed.is_replicate()]
         if experts is not None and experts.size() > 1 and not getattr(parameter, "allreduce", True):
             groups.append(experts)
         held.setdefault(tuple(groups), []).append((name, parameter))

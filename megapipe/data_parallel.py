@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import parallel_state
+from .gradients import divide_by_num_tokens
 
 __all__ = ["GradientReducer"]
 
@@ -65,22 +66,16 @@ class GradientReducer:
                 bucket.start()
 
     def finish(self, models: Sequence[nn.Module], num_tokens: Tensor | None = None) -> None:
-        """`finalize_model_grads_func`: wait until all gradients are averaged; starts those that have not been.
-
-        Raises ValueError with `calculate_per_token_loss`, where an average over replicas is not what is wanted.
-        """
-        if num_tokens is not None:
-            raise ValueError(
-                "config.calculate_per_token_loss asks for the sum of all gradients over the number of all tokens, "
-                "which GradientReducer.finish does not know: call it without num_tokens in a function of your own, and "
-                "multiply the gradients by the number of replicas over that of tokens."
-            )
+        """`finalize_model_grads_func`: wait until all gradients are averaged; starts those that have not been. With
+        `calculate_per_token_loss` they are then divided by the tokens of all replicas instead of their number."""
         buckets = list(dict.fromkeys(self._buckets.values()))
         for bucket in buckets:
             if bucket.work is None:
                 bucket.start()
         for bucket in buckets:
             bucket.finish(self._group.size())
+        if num_tokens is not None:
+            divide_by_num_tokens(list(models), num_tokens, averaged=True)
 
 
 class _Bucket:

@@ -137,8 +137,10 @@ def divide_by_num_tokens(
     """Divide gradients by the number of tokens in the microbatches of all replicas, so that each token counts alike.
 
     For `config.calculate_per_token_loss`, where losses are sums over tokens: to be called in
-    `finalize_model_grads_func` with what that is given, or to be that function. Every rank calls it, in any order with
-    the reduction over replicas. Only the rank of the last stage knows its tokens, so all others hear of them here.
+    `finalize_model_grads_func` with what that is given, or to be that function. Every rank calls it, once for all calls
+    of a schedule before an optimizer step, and not while a reduction over replicas is under way
+    (`GradientReducer.finish` calls it by itself). Only the rank of the last stage knows its tokens, so all others hear
+    of them here.
 
     Args:
         models: this rank's chunks.

@@ -147,6 +147,9 @@ class PipelinedLRScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Call it after the optimizer's: that has the learning rates."""
         self.scheduler.load_state_dict(state_dict)
+        for scheduler in _with_nested(self.scheduler):  # the groups of the rank that saved it may be others
+            scheduler.base_lrs = [group["initial_lr"] for group in self._optimizer.param_groups]
+            scheduler._last_lr = [group["lr"] for group in self._optimizer.param_groups]
         self._num_steps = self._optimizer.num_steps
         self._before = None
 
@@ -197,4 +200,11 @@ def copy_hyperparameters(optimizer: Optimizer) -> list[Hyperparameters]:
 
 def set_hyperparameters(optimizer: Optimizer, hyperparameters: list[Hyperparameters]) -> None:
     for group, own in zip(optimizer.param_groups, hyperparameters):
+        for name in group.keys() - own.keys() - {"params", "param_names"}:
+            del group[name]
         group.update(copy.deepcopy(own))
+
+
+def _with_nested(scheduler: Any) -> list[Any]:
+    nested = getattr(scheduler, "_schedulers", ())
+    return [scheduler, *(inner for one in nested for inner in _with_nested(one))]

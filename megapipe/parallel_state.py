@@ -124,7 +124,7 @@ def initialize_from_mesh(mesh: DeviceMesh, virtual_pipeline_model_parallel_size:
     names = _checked_names(mesh)
     sharded = [name for name in names if name in ("dp", "dp_replicate", "dp_shard")]
     experts = [name for name in names if name == "ep" and mesh.size(names.index(name)) > 1]
-    data_mesh = mesh[tuple(sharded)] if sharded and "ep" not in names else None
+    data_mesh = mesh[tuple(sharded)] if sharded and not experts else None
     groups = Groups(
         _mesh_group(mesh, ["pp"]),
         _mesh_group(mesh, [name for name in names if name in (*sharded, "ep")]),

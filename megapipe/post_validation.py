@@ -104,6 +104,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
             return
         self._pending = _Pending(self.optimizer, sums, work)
         self.optimizer.step()
+        self._pending.stepped = copy_hyperparameters(self.optimizer)
         self.num_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -173,6 +174,7 @@ class _Pending:
         self.sums = sums
         self.work = work
         self._hyperparameters = copy_hyperparameters(optimizer)
+        self.stepped: list[Hyperparameters] = []  # what the step itself has made of them
         self._weights = [_Weight(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._state = {key: _copy_state(state) for key, state in optimizer.state.items()}
 
@@ -195,8 +197,8 @@ class _Pending:
                 local(weight.parameter).copy_(weight.value)
                 weight.parameter.grad = weight.grad
         yield [local(weight.grad) for weight in self._weights]
-        for group, own in zip(optimizer.param_groups, hyperparameters):
-            group.update(own)
+        for group, own, stepped in zip(optimizer.param_groups, hyperparameters, self.stepped):
+            group.update({name: value for name, value in own.items() if name not in stepped or value != stepped[name]})
         for weight, grad in zip(self._weights, current_grads):
             weight.parameter.grad = grad
 

@@ -157,7 +157,7 @@ class ForwardBackward(Schedule):
             in_parts = any(find_forward_parts(module) is not None for module in step.models)
             is_split = config.no_sync_func is not None and (in_parts or _splits_backward(self, *sizes))
             gradient_sync = GradientSync(config, step.models, step.num_microbatches, is_split, sharded)
-        plan = functools.partial(_plan, self, pp_size, step.num_microbatches, len(stages), config.settings)
+        plan = functools.partial(_plan, self, pp_size, step.num_microbatches, len(stages), settings)
         speculation = speculate(step, plan, pp_rank, None if session is None else session.watchdog)
         while True:
             record = self._begin_record(step, tuner)

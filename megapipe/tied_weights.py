@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .clipping import as_list, local, pipeline_group
+from .names import named_parameters
 
 __all__ = ["TiedWeights"]
 
@@ -27,6 +28,10 @@ class TiedWeights:
     Making it copies the first one's values to the others. It marks these with `shared = True`, as Megatron does, so
     that `clip_grad_norm_` counts the weight once. Sharded (FSDP2) parameters may be tied where all copies are sharded
     alike. Chunks of one rank may also have one and the same parameter under several names: that needs no summing.
+
+    Make it after `fully_shard`, which replaces parameters, and give all copies the same hyperparameters. Over several
+    calls of a schedule before an optimizer step sum once, in the last: what has been summed would be counted again
+    (`finalize_model_grads_func` is read at every call).
 
     Gradients are summed when the step is complete, its last W included, and after they have been reduced over replicas:
     in that order the reduction of a chunk overlaps with the cooldown, and both sums come out the same.
@@ -42,7 +47,7 @@ class TiedWeights:
     def __init__(
         self, model: nn.Module | Sequence[nn.Module], names: Sequence[str], group: dist.ProcessGroup | None = None
     ) -> None:
-        named = [item for chunk in as_list(model) for item in chunk.named_parameters(remove_duplicate=False)]
+        named = [item for chunk in as_list(model) for item in named_parameters(chunk, remove_duplicate=False)]
         found = [(name, parameter) for wanted in names for name, parameter in named if name == wanted]
         self._copies = [parameter for _, parameter in found]
         group = group or pipeline_group()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .checkpoint_files import Reader, serialise
+from .names import without_wrappers
 
 __all__ = ["GlobalName", "Parts", "WholeState"]
 
@@ -26,7 +27,8 @@ GlobalName = Callable[[nn.Module, str], str]
 Parts = Callable[[str, nn.Parameter, Tensor], Iterable[tuple[str, Tensor]]]
 """(name, parameter, the parameter or a tensor of its shape) to named views of the tensor, under which it is saved."""
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+PARAMETERS = ("params", "param_names")
+"""What of a parameter group is no setting."""
 
 
 class Held(NamedTuple):
@@ -103,7 +105,7 @@ class WholeState:
     def options(self) -> list[dict[str, Any]]:
         """The settings of the optimizers' parameter groups, with the names of their parameters."""
         return [
-            {"group": number, "names": names, "options": {k: v for k, v in group.items() if k != "params"}}
+            {"group": number, "names": names, "options": {k: v for k, v in group.items() if k not in PARAMETERS}}
             for optimizer in self._optimizers
             for number, (group, names) in enumerate(self._groups(optimizer))
         ]
@@ -241,9 +243,8 @@ class WholeState:
 
 
 def name_of(chunk: nn.Module, local_name: str, global_name: GlobalName | None) -> str:
-    for wrapper in WRAPPERS:
-        local_name = local_name.replace(wrapper, "")
-    return local_name if global_name is None else global_name(chunk, local_name)
+    name = without_wrappers(local_name)
+    return name if global_name is None else global_name(chunk, name)
 
 
 def is_extra_state(held: Held) -> bool:

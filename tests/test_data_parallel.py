@@ -172,8 +172,22 @@ def mistakes(rank: int) -> None:
     model[1](torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"shape \[3, 2\] is sparse"):
         reducer.finish([model])
-    with pytest.raises(ValueError, match="calculate_per_token_loss"):
-        reducer.finish([model], torch.tensor(3))
+
+
+def per_token(rank: int) -> None:
+    """Losses that are sums over tokens, of which replicas have different numbers."""
+    parallel_state.initialize_model_parallel()
+    model = nn.Linear(3, 1, bias=False)
+    reducer = GradientReducer([model])
+    tokens = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (2, 5)]
+    model(tokens[rank]).sum().backward()
+    reducer.start(model.parameters())
+    reducer.finish([model], torch.tensor(len(tokens[rank])))
+    assert torch.allclose(model.weight.grad, torch.cat(tokens).mean(0, keepdim=True))
+
+
+def test_per_token_loss(ranks: RankPool) -> None:
+    ranks.run(2, per_token)
 
 
 def test_mistakes(ranks: RankPool) -> None:
