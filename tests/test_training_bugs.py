@@ -121,8 +121,8 @@ def rates_resumed(rank: int, folder: str) -> None:
 
 
 def test_learning_rates_of_each_rank_are_resumed(ranks: RankPool, tmp_path: Path) -> None:
-    """The scheduler saved by rank 0 was loaded on all ranks with rank 0's learning rates, one per group. Ranks with other
-    groups went on with wrong ones."""
+    """The scheduler saved by rank 0 was loaded on all ranks with rank 0's learning rates, one per group. Ranks with
+    other groups went on with wrong ones."""
     ranks.run(2, rates_resumed, str(tmp_path))
 
 
@@ -150,8 +150,8 @@ def checkpoints_of_open_steps(rank: int, folder: str) -> None:
 
 
 def test_checkpoints_while_a_step_is_not_validated(ranks: RankPool, tmp_path: Path) -> None:
-    """Loading settled the step after the weights had been read, and took it back over them; saving without the optimizer
-    saved weights that did not stand. Either way nothing was said."""
+    """Loading settled the step after the weights had been read, and took it back over them; saving without the
+    optimizer saved weights that did not stand. Either way nothing was said."""
     ranks.run(2, checkpoints_of_open_steps, str(tmp_path))
 
 
