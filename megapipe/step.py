@@ -151,12 +151,7 @@ class ForwardBackward(Schedule):
             _lookahead(config, step.device),
             step.forward_only,
         )
-        gradient_sync = None
-        if not step.forward_only:
-            sizes = (pp_size, step.num_microbatches, len(stages), config.settings)
-            in_parts = any(find_forward_parts(module) is not None for module in step.models)
-            is_split = config.no_sync_func is not None and (in_parts or _splits_backward(self, *sizes))
-            gradient_sync = GradientSync(config, step.models, step.num_microbatches, is_split, sharded)
+        gradient_sync = self._gradient_sync(step, pp_size, sharded)
         plan = functools.partial(_plan, self, pp_size, step.num_microbatches, len(stages), settings)
         speculation = speculate(step, plan, pp_rank, None if session is None else session.watchdog)
         while True:
@@ -182,11 +177,7 @@ class ForwardBackward(Schedule):
                 speculation=speculation,
             )
             try:
-                with (
-                    _timed(config),
-                    sharded or nullcontext(),
-                    torch.no_grad() if step.forward_only else gradient_sync or nullcontext(),
-                ):
+                with _timed(config), sharded or nullcontext(), gradient_sync or torch.no_grad():
                     reports: list[Any] = self.loops(pipe)
                 break
             except WeightsTakenBack:
@@ -196,12 +187,19 @@ class ForwardBackward(Schedule):
         if reports is not step.results:
             raise ScheduleError(f"{self.name} did not end with `return pipe.finish()`.")
         if record is not None:
-            record.finish()
-            if config.record_timeline is not None:
-                config.record_timeline.keep(record)
-            if tuner is not None:
-                tuner.end_step(record)
+            _end_record(record, config, tuner)
         return step.results
+
+    def _gradient_sync(self, step: StepArguments, pp_size: int, sharded: ShardedChunks | None) -> GradientSync | None:
+        """None where nothing is trained."""
+        if step.forward_only:
+            return None
+        is_split = False
+        if step.config.no_sync_func is not None:
+            sizes = (pp_size, step.num_microbatches, len(step.models), step.config.settings)
+            in_parts = any(find_forward_parts(module) is not None for module in step.models)
+            is_split = in_parts or _splits_backward(self, *sizes)
+        return GradientSync(step.config, step.models, step.num_microbatches, is_split, sharded)
 
     def _begin_record(self, step: StepArguments, tuner: WeightTuner | None) -> StepRecord | None:
         recorder = step.config.record_timeline
@@ -236,6 +234,14 @@ class ForwardBackward(Schedule):
             return None
         plan = _plan(self, pp_size, step.num_microbatches, len(step.models), settings)
         return num_partial, plan.peak_in_flight(pp_rank)
+
+
+def _end_record(record: StepRecord, config: PipelineConfig, tuner: WeightTuner | None) -> None:
+    record.finish()
+    if config.record_timeline is not None:
+        config.record_timeline.keep(record)
+    if tuner is not None:
+        tuner.end_step(record)
 
 
 @functools.lru_cache(maxsize=16)
