@@ -11,13 +11,13 @@ SAVED := checkpoints/pretrain
 .PHONY: help pretrain generate test soak lint docs bench format clean
 
 help:
-	@echo "make pretrain   train a small GPT with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
+	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
 	@echo "make generate   let the model of the last \`make pretrain\` write, with $(NPROC) pipeline ranks"
 	@echo "make test       run all tests"
 	@echo "make soak       kill ranks of a run at 50 random moments (10 minutes); it must end as if nothing had happened"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write docs/schedules.md and its pictures"
-	@echo "make bench      run all benchmarks (half an hour) and put their tables into docs/benchmarks.md"
+	@echo "make bench      run all benchmarks (an hour) and put their tables into docs/benchmarks.md"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environment and caches"
 
