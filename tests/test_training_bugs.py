@@ -54,7 +54,7 @@ def tuned_and_taken_back(rank: int) -> int:
     original, begin_again, begun_again = weight_tuning.WeightTuner.choose, Speculation.begin_again, 0
 
     def choose(schedule: Any, pp_size: int, m: int, chunks: int, settings: Any, costs: Any) -> Any:
-        settings = dataclasses.replace(settings, max_in_flight=3.0)
+        settings = dataclasses.replace(settings, max_in_flight=2.0)  # other than the config says
         plan = make_plan(schedule, pp_size, m, chunks, settings=settings)
         return weight_tuning.Choice(settings, place_weights(plan, costs, 6.0), 1.0, 2.0)
 
