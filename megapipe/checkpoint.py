@@ -39,6 +39,7 @@ from .checkpoint_files import (
     remove_incomplete,
     serialise,
 )
+from .clipping import as_list
 from .post_validation import optimizer_of
 from .shared_names import check_tied, find_shared, sum_up, uses_of
 from .whole_state import GlobalName, Parts, WholeState
@@ -110,7 +111,7 @@ class Checkpointer:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last} would leave no checkpoint: keep at least 1, or None for all.")
         self._folder = Path(folder)
-        self._chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
+        self._chunks = as_list(chunks)
         self._optimizers = _optimizers_of(optimizer)
         self._others = dict(others or {})
         self._keep_last = keep_last

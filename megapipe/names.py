@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["named_parameters", "without_wrappers"]
+__all__ = ["named_parameters", "unwrapped", "without_wrappers"]
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def named_parameters(chunk: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """As the chunk itself names them, without what torch.compile, checkpoints and DistributedDataParallel add."""
-    if isinstance(chunk, DistributedDataParallel):
-        chunk = chunk.module
-    for name, parameter in chunk.named_parameters(remove_duplicate=remove_duplicate):
+    for name, parameter in unwrapped(chunk).named_parameters(remove_duplicate=remove_duplicate):
         yield without_wrappers(name), parameter
+
+
+def unwrapped(chunk: nn.Module) -> nn.Module:
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
 def without_wrappers(name: str) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
+from .clipping import local
 from .whole_state import WholeState
 
 __all__ = ["Use", "check_tied", "find_shared", "sum_up", "uses_of"]
@@ -76,7 +76,4 @@ def _where(owner: Owner) -> str:
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if isinstance(local, nn.Parameter):
-        local = local.detach()
-    return int(local.contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))
+    return int(local(tensor).contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from .checkpoint_files import Reader, serialise
-from .names import without_wrappers
+from .names import unwrapped, without_wrappers
 
 __all__ = ["GlobalName", "Parts", "WholeState"]
 
@@ -53,7 +52,7 @@ class WholeState:
         global_name: GlobalName | None = None,
         parts: Parts | None = None,
     ) -> None:
-        self._chunks = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
+        self._chunks = [unwrapped(chunk) for chunk in chunks]
         self._optimizers = optimizers
         self._parts = parts
         self.held = [

@@ -22,6 +22,7 @@ from replicas import (
     build_replicas,
     train_and_compare,
 )
+from restarts import counting_restarts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -35,7 +36,6 @@ except ImportError:  # an older torch
 import megapipe
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
-from megapipe.speculation import Speculation
 from megapipe.stage import Stage as RunningStage
 
 BY_LAYER = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
@@ -343,35 +343,26 @@ def test_mistakes(ranks: RankPool) -> None:
     ranks.run(2, mistakes)
 
 
-def post_validated(rank: int) -> list[int]:
+def post_validated(rank: int) -> int:
     """A step that is taken back, forwards of the next one included, which had gathered its weights."""
     use_mesh(pp=2, dp=2)
-    begun_again = 0
-    begin_again = Speculation.begin_again
-
-    def count(self: Speculation) -> None:
-        nonlocal begun_again
-        begun_again += 1
-        begin_again(self)
-
-    Speculation.begin_again = count
     weights = []
     for kind in (megapipe.PipelinedOptimizer, megapipe.PostValidatedOptimizer):
         chunks = shard(build_replicas("zbv", 2))
         is_ordinary = kind is megapipe.PipelinedOptimizer
         make = functools.partial(torch.optim.AdamW, lr=1e-2)
         optimizer = kind(chunks, make) if is_ordinary else kind(chunks, make, max_norm=0.7)
-        for step in range(8):
-            optimizer.zero_grad()
-            run("zbv", chunks, 3, seed=2 * step + parallel_state.get_data_parallel_rank())
-            if is_ordinary:
-                megapipe.clip_grad_norm_(chunks, 0.7)  # some norms are above that
-            optimizer.step()
+        with counting_restarts() as restarts:
+            for step in range(8):
+                optimizer.zero_grad()
+                run("zbv", chunks, 3, seed=2 * step + parallel_state.get_data_parallel_rank())
+                if is_ordinary:
+                    megapipe.clip_grad_norm_(chunks, 0.7)  # some norms are above that
+                optimizer.step()
         optimizer.settle()
         weights.append([full(parameter) for chunk in chunks for parameter in chunk.parameters()])
-    Speculation.begin_again = begin_again
     assert all(torch.equal(one, other) for one, other in zip(*weights))
-    return begun_again
+    return len(restarts)
 
 
 def test_a_step_that_is_taken_back(ranks: RankPool) -> None:

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import skip_without_tracer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megapipe import graph, weight_grad
 from megapipe.weight_grad.putting_off import PutOff, putting_off
 
-try:
-    graph.trace_joint(lambda x: (x * 2,), [torch.zeros(1, requires_grad=True)], "a test")
-except RuntimeError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_tracer()
 
 H = 16
 

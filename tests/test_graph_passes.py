@@ -6,10 +6,10 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from graphs import skip_without_tracer
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
@@ -22,10 +22,7 @@ from megapipe.graph.multiplex import PART
 from megapipe.graph.nodes import is_heavy, is_start, is_wait
 from megapipe.overlap import start_all_to_all
 
-try:
-    capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
-except RuntimeError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_tracer()
 
 H, SEQUENCE, BATCH = 8, 4, 2
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from graphs import skip_without_tracer
 from models import HIDDEN, VOCABULARY, Block, assert_same_gradients, batches, loss_of
 from ranks import RankPool
 from test_pretrain import EXAMPLES, pretrain
@@ -16,10 +16,7 @@ import megapipe
 from megapipe import PipelineConfig, StageInfo, distribute_layers, parallel_state, stages_for_rank
 from megapipe.graph import capture
 
-try:
-    capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
-except RuntimeError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_tracer()
 
 NUM_LAYERS, SEQUENCE, BATCH = 8, 5, 2
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from models import Stage, batches, build, loss_of, run
 from ranks import RankPool
+from restarts import counting_restarts
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
@@ -29,7 +30,7 @@ from megapipe import (
     parallel_state,
 )
 from megapipe.plan import make_plan
-from megapipe.speculation import Speculation, validation_points
+from megapipe.speculation import validation_points
 
 MAX_NORM = 0.5
 
@@ -138,28 +139,18 @@ def train(
 def post_validated(
     rank: int, cases: list[tuple[str, int]], pp_size: int, disturb: bool
 ) -> list[tuple[int, Counter[str]]]:
-    begun_again = 0
-    begin_again = Speculation.begin_again
-
-    def count(self: Speculation) -> None:
-        nonlocal begun_again
-        begun_again += 1
-        begin_again(self)
-
-    Speculation.begin_again = count
     found = []
     for number, (schedule, num_steps) in enumerate(cases):
-        begun_again = 0
         arguments = (schedule, pp_size, num_steps, (adamw, momentum)[number % 2])
         expected = train(*arguments, False, disturb)
-        result = train(*arguments, True, disturb)
+        with counting_restarts() as restarts:
+            result = train(*arguments, True, disturb)
         assert result[0] == expected[0], f"{schedule}: losses differ"
         for one, other in itertools.zip_longest(result[1], expected[1]):
             for name in other:
                 assert torch.equal(one[name], other[name]), f"{schedule}: {name} differs"
         assert result[2:] == expected[2:]
-        found.append((begun_again, expected[2]))
-    Speculation.begin_again = begin_again
+        found.append((len(restarts), expected[2]))
     return found
 
 

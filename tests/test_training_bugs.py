@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from models import build, run
 from ranks import RankPool
+from restarts import counting_restarts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +35,6 @@ from megapipe import (
 )
 from megapipe.checkpoint import Checkpointer
 from megapipe.plan import make_plan
-from megapipe.speculation import Speculation
 from megapipe.weight_placement import place_weights
 
 
@@ -51,19 +51,14 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def tuned_and_taken_back(rank: int) -> int:
-    original, begin_again, begun_again = weight_tuning.WeightTuner.choose, Speculation.begin_again, 0
+    original = weight_tuning.WeightTuner.choose
 
     def choose(schedule: Any, pp_size: int, m: int, chunks: int, settings: Any, costs: Any) -> Any:
         settings = dataclasses.replace(settings, max_in_flight=2.0)  # other than the config says
         plan = make_plan(schedule, pp_size, m, chunks, settings=settings)
         return weight_tuning.Choice(settings, place_weights(plan, costs, 6.0), 1.0, 2.0)
 
-    def count(self: Speculation) -> None:
-        nonlocal begun_again
-        begun_again += 1
-        begin_again(self)
-
-    weight_tuning.WeightTuner.choose, Speculation.begin_again = staticmethod(choose), count
+    weight_tuning.WeightTuner.choose = staticmethod(choose)
     weights = []
     try:
         for is_ordinary in (True, False):
@@ -78,18 +73,19 @@ def tuned_and_taken_back(rank: int) -> int:
             options = {"weight_grad_placement": "tuned", "max_in_flight": 6, "timeout": 15}
             chunks = build("zb1p", 2, 4, deferred=True, finalize_model_grads_func=finalize, **options)
             optimizer = PipelinedOptimizer(chunks, sgd) if is_ordinary else PostValidatedOptimizer(chunks, sgd, 0.5)
-            for step in range(12):
-                run("zb1p", chunks, 8, seed=step)
-                if is_ordinary:
-                    clip_grad_norm_(chunks, 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
+            with counting_restarts() as restarts:
+                for step in range(12):
+                    run("zb1p", chunks, 8, seed=step)
+                    if is_ordinary:
+                        clip_grad_norm_(chunks, 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
             optimizer.settle()
             weights.append(weights_of(chunks))
     finally:
-        weight_tuning.WeightTuner.choose, Speculation.begin_again = original, begin_again
+        weight_tuning.WeightTuner.choose = original
     assert same(*weights)
-    return begun_again
+    return len(restarts)
 
 
 def test_a_tuned_step_that_is_taken_back(ranks: RankPool) -> None:

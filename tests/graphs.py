@@ -1,0 +1,16 @@
+"""For tests of captured stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapipe import graph
+
+
+def skip_without_tracer() -> None:
+    """Skips the module that calls it where torch is too old to capture anything."""
+    try:
+        graph.trace_joint(lambda x: (x * 2,), [torch.zeros(1, requires_grad=True)], "a test")
+    except RuntimeError as error:
+        pytest.skip(str(error), allow_module_level=True)
