@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .p2p_communication import DESCRIPTION, Communicator, DescribedTransfer, Inbox, MessageSpec, Transfer
+from .p2p_communication import DESCRIPTION, Communicator, DescribedTransfer, Inbox, MessageSpec, Transfer, describe
 from .placement import Placement, StageInfo
 
 __all__ = ["Boundary", "End", "Here", "Wire", "boundaries_around"]
@@ -37,6 +37,10 @@ class Boundary(ABC):
     def send_gradient(self, grads: list[Tensor]) -> None: ...
 
     @abstractmethod
+    def post_ahead(self) -> None:
+        """Post receives for what comes next. To be called after a send: that is, when nobody waits for this rank."""
+
+    @abstractmethod
     def is_empty(self) -> bool:
         """Whether everything expected has been taken."""
 
@@ -59,6 +63,9 @@ class End(Boundary):
         return None
 
     def send_gradient(self, grads: list[Tensor]) -> None:
+        pass
+
+    def post_ahead(self) -> None:
         pass
 
     def is_empty(self) -> bool:
@@ -89,6 +96,9 @@ class Here(Boundary):
     def send_gradient(self, grads: list[Tensor]) -> None:
         self._gradients.append(Transfer(None, grads))
 
+    def post_ahead(self) -> None:
+        pass
+
     def is_empty(self) -> bool:
         return not self._outputs and not self._gradients
 
@@ -117,7 +127,6 @@ class Wire(Boundary):
         forward_only: bool,
     ) -> None:
         self.peer = peer
-        self._communicator = communicator
         self._forward = communicator.forward[index]
         self._backward = communicator.backward[index]
         self._descriptions = communicator.descriptions[index] if spec is None else None
@@ -129,6 +138,7 @@ class Wire(Boundary):
         self._input_spec = spec or DESCRIPTION
         self._inputs.expect(self._input_spec, num_inputs)
         self._num_taken = 0
+        self._output_spec = self._gradient_spec = MessageSpec("list", ())  # of the last output, and of what comes back
         self._gradients = Inbox(self._backward, lookahead)
         self._gradient_comes: deque[bool] = deque()  # for each output sent
         self._num_expected_before = 0  # gradients of outputs that were sent in vain, and will be sent again
@@ -144,10 +154,12 @@ class Wire(Boundary):
         assert output is not None
         assert output.spec is not None
         if self._descriptions is not None:
-            self._communicator.send_description(self._descriptions, output.spec)
-        self._communicator.send(self._forward, output.tensors)
+            self._descriptions.send([describe(output.spec)])
+        self._forward.send(output.tensors)
         if not self._forward_only:
-            gradient = output.spec.gradient()
+            if output.spec is not self._output_spec:
+                self._output_spec, self._gradient_spec = output.spec, output.spec.gradient()
+            gradient = self._gradient_spec
             self._gradient_comes.append(bool(gradient.tensors))
             if gradient.tensors and self._num_expected_before:
                 self._num_expected_before -= 1
@@ -159,7 +171,11 @@ class Wire(Boundary):
 
     def send_gradient(self, grads: list[Tensor]) -> None:
         if grads:
-            self._communicator.send(self._backward, grads)
+            self._backward.send(grads)
+
+    def post_ahead(self) -> None:
+        self._inputs.post_ahead()
+        self._gradients.post_ahead()
 
     def is_empty(self) -> bool:
         return self._inputs.is_empty() and self._gradients.is_empty()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Groups", "after_forward", "before_forward", "check_config", "find_groups"]
+__all__ = ["AroundForward", "Groups", "around_forwards", "check_config", "find_groups"]
 
 
 class Groups(NamedTuple):
@@ -29,14 +29,18 @@ class Groups(NamedTuple):
     """The replicas in `data` as the mesh they were made from, if they were."""
 
 
+class AroundForward(NamedTuple):
+    before: Callable[[int], None]
+    """Called before each forward of a chunk with the microbatch."""
+    after: Callable[[], None]
+    """Called after each forward of a chunk."""
+
+
 find_groups: list[Callable[[], Groups | None]] = []
 """Asked in turn for groups that somebody else has made, where `parallel_state` is not initialised itself."""
 
 check_config: list[Callable[[Any], None]] = []
 """Called with `model.config` at every step; may raise ValueError."""
 
-before_forward: list[Callable[[nn.Module, int], None]] = []
-"""Called before each forward with the chunk and the microbatch."""
-
-after_forward: list[Callable[[Any, int, torch.device], None]] = []
-"""Called after each forward with `model.config`, the number of microbatches and the device."""
+around_forwards: list[Callable[[nn.Module, int, torch.device], AroundForward | None]] = []
+"""Asked at every step, for each chunk with the number of microbatches and the device, what to call around forwards."""

@@ -52,18 +52,9 @@ class ConnectionLostError(RuntimeError):
     """The transport gave up on a message: its other end is gone, or the connection was aborted."""
 
 
-class _ConnectionErrors:
-    """A class, and one object of it: generators as contexts take longer than a small message."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise ConnectionLostError(str(error).partition("\n")[0]) from error
-
-
-_connection_errors = _ConnectionErrors()
+def _lost(error: RuntimeError) -> ConnectionLostError:
+    """What the transport says, in a line."""
+    return ConnectionLostError(str(error).partition("\n")[0])
 
 
 class TensorSpec(NamedTuple):
@@ -143,9 +134,11 @@ class Transfer:
     def wait(self) -> list[torch.Tensor]:
         """Wait until the tensors may be used: the host on CPU, only the current stream on a device."""
         works, self._works = self._works, ()  # a second wait on a gloo work would hang
-        with _connection_errors:
+        try:
             for work in works:
                 work.wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
         return self.tensors
 
     def is_completed(self) -> bool:
@@ -163,21 +156,30 @@ class Channel(NamedTuple):
     tag: int
     memory: Memory
     """What it receives into."""
+    outbox: PolledOutbox | WaitedOutbox
+    """What keeps a message that is sent until it has gone: it would be lost otherwise."""
 
-    def send(self, tensors: list[torch.Tensor]) -> Transfer:
-        """Start sending. The transfer must be kept until it has completed, or the message is lost."""
-        with _connection_errors:
-            return Transfer(None, tensors, [self.backend.send([tensor], self.peer, self.tag) for tensor in tensors])
+    def send(self, tensors: list[torch.Tensor]) -> None:
+        """Start sending. The caller may drop the tensors at once, but must not write to them."""
+        tensors = [tensor.contiguous() for tensor in tensors]
+        try:
+            works = [self.backend.send([tensor], self.peer, self.tag) for tensor in tensors]
+        except RuntimeError as error:
+            raise _lost(error) from error
+        self.outbox.add(Transfer(None, tensors, works))
 
     def receive(self, spec: MessageSpec) -> Transfer:
         """Post the receive of one message."""
         buffers = [self.memory.empty(t.shape, t.dtype) for t in spec.tensors]
-        with _connection_errors:
-            return Transfer(spec, buffers, [self.backend.recv([buffer], self.peer, self.tag) for buffer in buffers])
+        try:
+            works = [self.backend.recv([buffer], self.peer, self.tag) for buffer in buffers]
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return Transfer(spec, buffers, works)
 
 
 class Inbox:
-    """The receives of one channel during one step, `lookahead` of them posted before they are asked for."""
+    """The receives of one channel during one step, up to `lookahead` of them posted before they are asked for."""
 
     def __init__(self, channel: Channel, lookahead: int) -> None:
         self._channel = channel
@@ -188,20 +190,19 @@ class Inbox:
     def expect(self, spec: MessageSpec, count: int = 1) -> None:
         """`count` such messages will come, after those expected already."""
         self._expected.extend([spec] * count)
-        self._post_ahead()
+        self.post_ahead()
 
     def take(self) -> Transfer:
-        """The oldest message not taken yet: posted by now, but perhaps not arrived."""
+        """The oldest message not taken yet: posted by now, but perhaps not arrived. Nothing is posted in its place:
+        who takes a message is about to use it, and others wait for what comes of it."""
         if not self._posted:
             self._post()
-        transfer = self._posted.popleft()
-        self._post_ahead()
-        return transfer
+        return self._posted.popleft()
 
     def is_empty(self) -> bool:
         return not self._posted and not self._expected
 
-    def _post_ahead(self) -> None:
+    def post_ahead(self) -> None:
         while self._expected and len(self._posted) < self._lookahead:
             self._post()
 
@@ -240,6 +241,9 @@ class PolledOutbox:
         """Free what has been sent. Nothing is waited for: the device runs sends in order, and theirs are held here."""
         while self._pending and self._pending[0].is_completed():
             self._pending.popleft()
+
+    def close(self) -> None:
+        self._pending.clear()
 
 
 class WaitedOutbox:
@@ -315,6 +319,9 @@ class Communicator:
         self._host_backend: Any = None
         self._pair_backends: list[Any] = []
         on_cpu = device.type == "cpu"
+        host_outbox = WaitedOutbox()
+        self._device_outbox: PolledOutbox | WaitedOutbox = host_outbox if on_cpu else PolledOutbox()
+        self._outboxes = {self._device_outbox, host_outbox}
         if on_cpu or with_descriptions:
             self._host_backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, pp_size, self._timeout)
         if not on_cpu:
@@ -325,16 +332,16 @@ class Communicator:
                 continue
             peer = upper if pp_rank == lower else lower
             if on_cpu:
-                self.forward[boundary] = Channel(self._host_backend, peer, 3 * boundary, Memory(device))
-                self.backward[boundary] = Channel(self._host_backend, peer, 3 * boundary + 1, Memory(device))
+                self.forward[boundary] = self._host_channel(peer, 3 * boundary, host_outbox)
+                self.backward[boundary] = self._host_channel(peer, 3 * boundary + 1, host_outbox)
             else:
                 self.forward[boundary] = self._pair_channel(f"forward {boundary}", pp_rank == lower)
                 self.backward[boundary] = self._pair_channel(f"backward {boundary}", pp_rank == upper)
             if with_descriptions:
-                memory = Memory(torch.device("cpu"))
-                self.descriptions[boundary] = Channel(self._host_backend, peer, 3 * boundary + 2, memory)
-        self._host_outbox = WaitedOutbox()
-        self._outbox: PolledOutbox | WaitedOutbox = self._host_outbox if on_cpu else PolledOutbox()
+                self.descriptions[boundary] = self._host_channel(peer, 3 * boundary + 2, host_outbox)
+
+    def _host_channel(self, peer: int, tag: int, outbox: WaitedOutbox) -> Channel:
+        return Channel(self._host_backend, peer, tag, Memory(torch.device("cpu")), outbox)
 
     def _pair_channel(self, name: str, sends: bool) -> Channel:
         """A channel with a communicator of its own, warmed up: communicators set up in the first step, in whatever
@@ -345,23 +352,17 @@ class Communicator:
         options._timeout = self._timeout
         backend = dist.ProcessGroupNCCL(PrefixStore(name, self._store), 0 if sends else 1, 2, options)
         self._pair_backends.append(backend)
-        channel = Channel(backend, 1 if sends else 0, 0, Memory(self.device))
-        token = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
-        transfer = channel.send([torch.zeros(1, device=self.device)]) if sends else channel.receive(token)
-        transfer.wait()
+        channel = Channel(backend, 1 if sends else 0, 0, Memory(self.device), self._device_outbox)
+        if sends:
+            channel.send([torch.zeros(1, device=self.device)])
+        else:
+            channel.receive(MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))).wait()
         return channel
-
-    def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None:
-        """Start sending. The caller may drop the tensors at once, but must not write to them."""
-        self._outbox.add(channel.send([tensor.detach().contiguous() for tensor in tensors]))
-
-    def send_description(self, channel: Channel, spec: MessageSpec) -> None:
-        self._host_outbox.add(channel.send([describe(spec)]))
 
     def drain(self) -> None:
         """Wait until nothing sent is under way any more."""
-        self._outbox.drain()
-        self._host_outbox.drain()
+        for outbox in self._outboxes:
+            outbox.drain()
         for channel in (*self.forward.values(), *self.backward.values()):
             channel.memory.trim()
 
@@ -380,7 +381,8 @@ class Communicator:
 
     def close(self) -> None:
         """Stop the helper thread and give the communicators back."""
-        self._host_outbox.close()
+        for outbox in self._outboxes:
+            outbox.close()
         for backend in self._pair_backends:
             backend.shutdown()
 

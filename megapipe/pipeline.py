@@ -7,8 +7,8 @@ between F and B, gradients both ways. A message in a queue is a `Transfer`; the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .pairs import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run
 from .placement import Placement
 from .recording import StepRecord
 from .speculation import Speculation
-from .stage import InFlight, Stage
+from .stage import NOTHING, InFlight, Stage
 from .verbs import Action, Settings, Verbs
 from .watchdog import Position, Watchdog
 from .weight_grad.putting_off import PutOff
@@ -47,6 +47,12 @@ class Chunk:
         self.output_grads: deque[Transfer | None] = deque()
         self.input_grads: deque[list[Tensor]] = deque()
         self.put_off: deque[tuple[int, PutOff]] = deque()  # with their microbatches
+
+    def keep(self, output: Transfer | None, in_flight: InFlight | None) -> None:
+        """What a forward has made: to be sent, and for its backward."""
+        self.outputs.append(output)
+        if in_flight is not None:
+            self.in_flight.append(in_flight)
 
     def is_empty(self) -> bool:
         queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads, self.put_off)
@@ -111,18 +117,13 @@ class Pipeline(Verbs):
         this.inputs.append(this.below.take_input())
 
     def forward_step(self, chunk: int = 0) -> None:
-        self._run_weights_due()
+        if self._weight_counts is not None:
+            self._run_weights_due(self._weight_counts)
         microbatch = self._advance("forward_step", chunk)
         this = self._chunks[chunk]
-        received = this.inputs.popleft()
         with self._at(Action(this.stage.info.index, "F", microbatch)):
-            self._before_forward(chunk, microbatch)
-            if received is not None:
-                self._wait(received, "the forward input", microbatch, this.below)
-            output, in_flight = this.stage.forward(received, microbatch, *self._checkpoint_argument())
-        this.outputs.append(output)
-        if in_flight is not None:
-            this.in_flight.append(in_flight)
+            received = self._take_input(chunk, microbatch)
+            this.keep(*this.stage.forward(received, microbatch, *self._checkpoint_argument()))
 
     def send_forward(self, chunk: int = 0) -> None:
         self._advance("send_forward", chunk)
@@ -131,6 +132,7 @@ class Pipeline(Verbs):
             this.num_sent_early -= 1
         else:
             this.above.send_output(this.outputs.popleft())
+        this.below.post_ahead()
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -143,7 +145,8 @@ class Pipeline(Verbs):
     def backward_step(self, chunk: int = 0) -> None:
         if self._gradient_sync is None:
             return
-        self._run_weights_due()
+        if self._weight_counts is not None:
+            self._run_weights_due(self._weight_counts)
         microbatch = self._advance_backward(chunk, put_off=False)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "BW", microbatch)):
@@ -159,7 +162,8 @@ class Pipeline(Verbs):
     def backward_input_step(self, chunk: int = 0) -> None:
         if self.forward_only:
             return
-        self._run_weights_due()
+        if self._weight_counts is not None:
+            self._run_weights_due(self._weight_counts)
         microbatch = self._advance_backward(chunk, put_off=True)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "B", microbatch)):
@@ -178,8 +182,9 @@ class Pipeline(Verbs):
                 self._send_early(forward)
             self.backward_step(backward_chunk)
             return
-        for _ in range(2):  # the places before either
-            self._run_weights_due()
+        if self._weight_counts is not None:
+            for _ in range(2):  # the places before either
+                self._run_weights_due(self._weight_counts)
         begun = self._begin_forward(forward_chunk)
         microbatch = self._advance_backward(backward_chunk, put_off=False)
         action = Action(backward.stage.info.index, "BW", microbatch)
@@ -213,27 +218,27 @@ class Pipeline(Verbs):
         """The forward of an overlapped pair, up to where it is to be run. When done, it is sent at once."""
         microbatch = self._advance("forward_step", chunk)
         this = self._chunks[chunk]
-        received = this.inputs.popleft()
 
         def done(kept: tuple[Transfer | None, InFlight | None]) -> None:
-            output, in_flight = kept
-            this.outputs.append(output)
-            if in_flight is not None:
-                this.in_flight.append(in_flight)
+            this.keep(*kept)
             if len(this.outputs) == 1:
                 self._send_early(this)
 
         with self._at(Action(this.stage.info.index, "F", microbatch)):
-            self._before_forward(chunk, microbatch)
-            if received is not None:
-                self._wait(received, "the forward input", microbatch, this.below)
+            received = self._take_input(chunk, microbatch)
             return Forward(this.stage, received, microbatch, self._checkpoint_argument(), done)
 
-    def _before_forward(self, chunk: int, microbatch: int) -> None:
+    def _take_input(self, chunk: int, microbatch: int) -> Transfer | None:
+        """The input of a forward that is about to be run, arrived."""
         if self._sharded is not None:
             self._sharded.before_forward(chunk, microbatch)
         if self._gradient_sync is not None:
             self._gradient_sync.before_forward(chunk, microbatch, self.num_backwards_left(chunk))
+        this = self._chunks[chunk]
+        received = this.inputs.popleft()
+        if received is not None:
+            self._wait(received, "the forward input", microbatch, this.below)
+        return received
 
     def _send_early(self, chunk: Chunk) -> None:
         chunk.above.send_output(chunk.outputs.popleft())
@@ -245,11 +250,10 @@ class Pipeline(Verbs):
             if self._weight_counts is None:
                 self._run_weights(chunk)
 
-    def _run_weights_due(self) -> None:
+    def _run_weights_due(self, counts: Iterator[int]) -> None:
         """The Ws that have been given their place before the next F or B."""
-        if self._weight_counts is not None:
-            for _ in range(next(self._weight_counts)):
-                self._run_weights(self._put_off_in.popleft())
+        for _ in range(next(counts)):
+            self._run_weights(self._put_off_in.popleft())
 
     def _run_weights(self, chunk: int) -> None:
         this = self._chunks[chunk]
@@ -263,7 +267,7 @@ class Pipeline(Verbs):
         """Around what may be the last to come to the gradients of the chunk."""
         assert self._gradient_sync is not None
         if self.num_backwards_left(chunk) or self._chunks[chunk].put_off:
-            return nullcontext()
+            return NOTHING
         return self._gradient_sync.last_gradients(chunk, in_w)
 
     def send_backward(self, chunk: int = 0) -> None:
@@ -274,6 +278,7 @@ class Pipeline(Verbs):
                 this.num_grads_sent_early -= 1
             else:
                 this.below.send_gradient(this.input_grads.popleft())
+            this.above.post_ahead()
 
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
@@ -325,8 +330,8 @@ class Pipeline(Verbs):
         return tensors
 
     def _at(self, action: Action) -> AbstractContextManager[Any]:
-        self._position.action = name = str(action)
-        profiled = record_function(name) if self._profiling else nullcontext()
+        self._position.action = action
+        profiled = record_function(str(action)) if self._profiling else NOTHING
         return profiled if self._record is None else self._record.during(action, profiled)
 
     def _checkpoint_argument(self) -> tuple[bool, ...]:

@@ -22,7 +22,10 @@ from .p2p_communication import MessageSpec, TensorSpec, Transfer, pack, unpack
 from .placement import StageInfo
 from .weight_grad.putting_off import PutOff, putting_off
 
-__all__ = ["InFlight", "Stage", "StepArguments", "find_attribute", "run_backward"]
+__all__ = ["NOTHING", "InFlight", "Stage", "StepArguments", "find_attribute", "run_backward"]
+
+NOTHING = nullcontext()
+"""Where there is nothing to be around: one for all, since making them shows beside small layers."""
 
 
 @dataclass
@@ -86,7 +89,11 @@ class Stage:
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._received_tensor = False
-        self._model_config = find_attribute(self.module, "config")
+        self._around = [
+            around
+            for find in hooks.around_forwards
+            if (around := find(self.module, step.num_microbatches, step.device)) is not None
+        ]
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
         self._delayed = _innermost_with_backward_dw(self.module) if has_delayed else []
 
@@ -100,7 +107,7 @@ class Stage:
             extra: the third argument of forward_step_func, where the config asks for one.
         """
         inputs = self.take_input(received)
-        output, loss = self.run(microbatch, *extra, is_first_microbatch=self._is_first_microbatch(microbatch))
+        output, loss = self.run(microbatch, *extra)
         return self.keep(inputs, output, loss, microbatch)
 
     def keep(
@@ -116,16 +123,18 @@ class Stage:
             return sent, None
         return sent, InFlight(inputs, [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable])
 
-    def run(self, microbatch: int, *extra: bool, is_first_microbatch: bool) -> tuple[Any, Tensor | None]:
+    def run(self, microbatch: int, *extra: bool, is_first_microbatch: bool | None = None) -> tuple[Any, Tensor | None]:
         """The caller's forward_step_func, on the input set before, and on the last stage the loss function.
+
+        Args:
+            is_first_microbatch: whether the model is to take it for a step's first one; None to go by its number.
 
         Returns the output, and the loss where there is one to differentiate.
         """
-        step = self._step
         self._announce(microbatch, is_first_microbatch)
         with self._timed("forward-compute"):
             with self.autocast():
-                output, loss_func = self._call(step.forward_step_func, microbatch, extra)
+                output, loss_func = self._call(self._step.forward_step_func, microbatch, extra)
             loss = self._compute_loss(output, loss_func) if self.info.is_last else None
         self._conclude()
         return output, loss
@@ -140,7 +149,7 @@ class Stage:
 
         Returns what stands for the output, and what is to be called with the output itself: it computes the loss.
         """
-        self._announce(microbatch, self._is_first_microbatch(microbatch))
+        self._announce(microbatch)
         with self.autocast():
             stand_in, loss_func = self._call(partial(call, self._step.forward_step_func), microbatch, extra)
 
@@ -205,20 +214,19 @@ class Stage:
         self.set_input(received.tensors if structure == "tensor" else unpack(structure, received.tensors))
         return wanted
 
-    def _announce(self, microbatch: int, is_first_microbatch: bool) -> None:
-        if is_first_microbatch and self._set_is_first_microbatch is not None:
-            self._set_is_first_microbatch()
-        for before in hooks.before_forward:
-            before(self.module, microbatch)
+    def _announce(self, microbatch: int, is_first_microbatch: bool | None = None) -> None:
+        if self._set_is_first_microbatch is not None:
+            if is_first_microbatch is None:
+                is_validated = self._step.forward_only and self._step.first_val_step is False
+                is_first_microbatch = microbatch == 0 and not is_validated
+            if is_first_microbatch:
+                self._set_is_first_microbatch()
+        for around in self._around:
+            around.before(microbatch)
 
     def _conclude(self) -> None:
-        for after in hooks.after_forward:
-            after(self._model_config, self._step.num_microbatches, self._step.device)
-
-    def _is_first_microbatch(self, microbatch: int) -> bool:
-        if self._step.forward_only and self._step.first_val_step is not None:
-            return self._step.first_val_step and microbatch == 0
-        return microbatch == 0
+        for around in self._around:
+            around.after()
 
     # Output
 
@@ -320,12 +328,12 @@ class Stage:
     def autocast(self) -> AbstractContextManager[Any]:
         config = self._step.config
         if not config.enable_autocast:
-            return nullcontext()
+            return NOTHING
         return torch.autocast(self._step.device.type, dtype=config.autocast_dtype or config.pipeline_dtype)
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
         timers = self._step.config.timers
-        return nullcontext() if timers is None else _running(timers(name, log_level=2))
+        return NOTHING if timers is None else _running(timers(name, log_level=2))
 
 
 @contextmanager
@@ -358,11 +366,13 @@ def _edge(tensor: Tensor) -> GradientEdge | None:
     if not tensor.requires_grad:
         return None
     node: Any = tensor.grad_fn
+    if node is None:  # a leaf
+        return get_gradient_edge(tensor)
     if isinstance(node, torch._C._FunctionBase):
-        # Before torch 2.9 or so the node of a Python Function goes with its outputs, whoever holds an edge to it. The
-        # node of a view owns it.
+        # The node of a Python Function goes with its outputs, whoever holds an edge to it. The node of a view owns it.
         tensor = tensor.view_as(tensor)
-    return get_gradient_edge(tensor)
+        node = tensor.grad_fn
+    return GradientEdge(node, tensor.output_nr)
 
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

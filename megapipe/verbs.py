@@ -9,22 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .placement import Placement
 
 __all__ = ["Action", "ScheduleError", "Settings", "Verbs"]
 
-# What must have been called before a verb, as often as the verb itself. `backward_input_step` counts as
-# `backward_step`, since a microbatch's backward is one or the other, and `forward_backward_step` as both steps.
-REQUIRED = {
-    "recv_forward": (),
-    "forward_step": ("recv_forward",),
-    "send_forward": ("forward_step",),
-    "recv_backward": ("send_forward",),
-    "backward_step": ("recv_backward",),
-    "send_backward": ("backward_step",),
-}
+# What a microbatch goes through on a chunk, in this order. `backward_input_step` counts as `backward_step`, since a
+# microbatch's backward is one or the other, and `forward_backward_step` as both steps.
+COURSE = ("recv_forward", "forward_step", "send_forward", "recv_backward", "backward_step", "send_backward")
 
 
 # The two halves of a forward_backward_step in a plan: what either sends may come between them, nothing else.
@@ -98,7 +92,10 @@ class Verbs(ABC):
         self.forward_only = forward_only
         self.settings = settings or Settings()
         self.stages = placement.stages(pp_rank, pp_size, num_chunks)
-        self._counts = {verb: [0] * num_chunks for verb in REQUIRED}
+        self._counts = {verb: [0] * num_chunks for verb in COURSE}
+        counts = [[num_microbatches] * num_chunks, *self._counts.values()]
+        self._before_and_own = dict(zip(COURSE, pairwise(counts)))
+        """For each verb the counts, by chunk, of the one before it and its own."""
         self._put_off: list[deque[int]] = [deque() for _ in range(num_chunks)]
 
     # Facts
@@ -162,24 +159,26 @@ class Verbs(ABC):
 
     def _advance(self, verb: str, chunk: int) -> int:
         """Count one call of `verb` and return the microbatch that it is about."""
-        microbatch = self._check_ready(verb, chunk)
-        self._counts[verb][chunk] = microbatch + 1
+        before, own = self._before_and_own[verb]
+        microbatch = own[chunk]
+        if microbatch == before[chunk]:
+            self._check_ready(verb, chunk)
+        own[chunk] = microbatch + 1
         return microbatch
 
-    def _check_ready(self, verb: str, chunk: int) -> int:
-        """The microbatch that the next call of `verb` is about. Raises ScheduleError where that comes too early."""
-        microbatch = self._counts[verb][chunk]
-        if microbatch >= self.num_microbatches:
+    def _check_ready(self, verb: str, chunk: int) -> None:
+        """Raises ScheduleError where the next call of `verb` comes too early, or is one too many."""
+        before, own = self._before_and_own[verb]
+        if own[chunk] == self.num_microbatches:
             raise ScheduleError(
                 f"rank {self.pp_rank} calls {verb}({chunk}) more often than there are microbatches "
                 f"({self.num_microbatches})."
             )
-        for required in REQUIRED[verb]:
-            if self._counts[required][chunk] <= microbatch:
-                raise ScheduleError(
-                    f"rank {self.pp_rank} calls {verb}({chunk}) for microbatch {microbatch} before {required}({chunk})."
-                )
-        return microbatch
+        if own[chunk] == before[chunk]:
+            required = COURSE[COURSE.index(verb) - 1]
+            raise ScheduleError(
+                f"rank {self.pp_rank} calls {verb}({chunk}) for microbatch {own[chunk]} before {required}({chunk})."
+            )
 
     def _advance_backward(self, chunk: int, put_off: bool) -> int:
         microbatch = self._advance("backward_step", chunk)

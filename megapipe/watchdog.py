@@ -43,8 +43,8 @@ class WaitRanOut(Exception):  # noqa: N818 - never raised: it stands for itself 
 class Position:
     """Where a rank is in its step, kept up to date by its `Pipeline`."""
 
-    action: str = "the start of its step"
-    """The action begun last, like "2B1"."""
+    action: object = "the start of its step"
+    """The action begun last, which prints like "2B1"."""
     awaited: str | None = None
     """The message it waits for, like "the forward input of microbatch 3", if any."""
     peer: int | None = None
@@ -78,7 +78,7 @@ class Watchdog:
         self._exchange = 0  # the step of this rank's last exchange of arguments, which made them `_agreed`
         self._settled = 0  # the last step whose arguments are known to this object
         self._answered = 0  # how many of the requests for an exchange have been seen
-        self._seen: tuple[int, str, str | None] = (0, "", None)
+        self._seen: tuple[int, object, str | None] = (0, "", None)
         self._seen_since = 0.0
 
     @contextmanager
@@ -239,7 +239,8 @@ class Watchdog:
 
     def _hear(self, rank: int, kind: str, text: str) -> None:
         """Another rank has failed, or somebody's wait ran out."""
-        self._store.set(f"position {self._rank}", json.dumps(asdict(self.position)))
+        position = asdict(self.position) | {"action": str(self.position.action)}
+        self._store.set(f"position {self._rank}", json.dumps(position))
         if kind == WaitRanOut.__name__:
             self.failure = PipelineError(self._report(rank))
         elif rank == self._rank:

@@ -56,7 +56,7 @@ def send_after_the_peer_is_gone(rank: int) -> None:
     else:
         time.sleep(0.5)
         with pytest.raises(ConnectionLostError):
-            channels.send(channels.forward[0], [torch.ones(1)])
+            channels.forward[0].send([torch.ones(1)])
     channels.close()
 
 

@@ -283,8 +283,10 @@ def auxiliary_losses(rank: int) -> None:
     step(megapipe.get_forward_backward_func("1f1b"), [chunk], batches(4, 0))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale == 8
     config.mtp_num_layers, config.calculate_per_token_loss = 1, False
-    for after in megapipe.hooks.after_forward:
-        after(config, 2, torch.device("cpu"))
+    for find in megapipe.hooks.around_forwards:
+        around = find(chunk, 2, torch.device("cpu"))
+        assert around is not None
+        around.after()
     assert MTPLossAutoScaler.main_loss_backward_scale == 4
 
 

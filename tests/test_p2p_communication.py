@@ -57,7 +57,7 @@ def all_kinds_of_tensors(rank: int) -> None:
         tensors.append(torch.arange(6.0).view(2, 3).t())  # not contiguous
         spec = MessageSpec("list", tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors))
         if rank == 0:
-            channels.send(channels.forward[0], tensors)
+            channels.forward[0].send(tensors)
             channels.drain()
         else:
             inbox = Inbox(channels.forward[0], 2)
@@ -79,7 +79,7 @@ def posted_ahead(rank: int, lookahead: int) -> None:
     spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
     if rank == 0:
         for i in range(5):
-            channels.send(channel, [torch.full((4,), float(i))])
+            channel.send([torch.full((4,), float(i))])
         channels.drain()
     else:
         inbox = Inbox(channel, lookahead)
@@ -88,6 +88,8 @@ def posted_ahead(rank: int, lookahead: int) -> None:
             assert len(inbox._posted) == min(lookahead, 5 - i)
             (tensor,) = inbox.take().wait()
             assert torch.equal(tensor, torch.full((4,), float(i)))
+            assert len(inbox._posted) == max(min(lookahead, 5 - i) - 1, 0)  # whoever takes one is about to use it
+            inbox.post_ahead()
     channels.close()
 
 
@@ -104,7 +106,7 @@ def blocks_used_again(rank: int) -> None:
     num_messages, size = 12, LARGE // 4
     if rank == 0:
         for i in range(num_messages):
-            channels.send(channel, [torch.full((size,), float(i))])
+            channel.send([torch.full((size,), float(i))])
         channels.drain()
     else:
         inbox = Inbox(channel, 2)

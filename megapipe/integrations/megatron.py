@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,10 +76,17 @@ def _check_config(config: Any) -> None:
         raise ValueError("config.cuda_graph_impl='local' captures Megatron's own schedules: set it to 'none'.")
 
 
+def _around_forwards(model: nn.Module, num_microbatches: int, device: torch.device) -> hooks.AroundForward | None:
+    if _loaded("parallel_state") is None:
+        return None
+    config = find_attribute(model, "config")
+    return hooks.AroundForward(
+        partial(_set_current_microbatch, model), partial(_scale_auxiliary_losses, config, num_microbatches, device)
+    )
+
+
 def _set_current_microbatch(model: nn.Module, microbatch: int) -> None:
     """Megatron's layers keep per-microbatch state under this number."""
-    if _loaded("parallel_state") is None:
-        return
     decoder = find_attribute(model, "decoder")
     for layer in getattr(decoder, "layers", ()):
         layer.current_microbatch = microbatch
@@ -107,8 +115,7 @@ def _scale_auxiliary_losses(config: Any, num_microbatches: int, device: torch.de
 
 hooks.find_groups.append(_groups)
 hooks.check_config.append(_check_config)
-hooks.before_forward.append(_set_current_microbatch)
-hooks.after_forward.append(_scale_auxiliary_losses)
+hooks.around_forwards.append(_around_forwards)
 
 
 # Building the chunks of a rank

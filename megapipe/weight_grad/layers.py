@@ -93,21 +93,35 @@ def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] |
     return _GroupedLinear.apply(x, weight, counts)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own, used only where it has something to do: its contexts take longer than the backward of a small layer.
+    That is where the backward is to have a graph itself (`create_graph`)."""
+    with_graph = once_differentiable(backward)
+
+    def chosen(ctx: Any, grad: Tensor) -> Any:
+        return (with_graph if torch.is_grad_enabled() else backward)(ctx, grad)
+
+    return chosen
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
         x, cast_weight, bias = _as_autocast(x, weight, bias)
         ctx.save_for_backward(x, cast_weight)
+        output = F.linear(x, cast_weight, bias)
         # Detached from its base, a matrix: autograd refuses to change a view made in here in place, as ReLU may do.
-        return F.linear(x, cast_weight, bias).detach()
+        return output.detach() if output._is_view() else output
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x = rows(grad).mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_bias = rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        grad_rows = rows(grad)
+        grad_x = grad_rows.mm(weight).view(x.shape) if needs_x else None
+        grad_bias = grad_rows.sum(0) if needs_bias else None
         kept = keep(grad)
         x = x.detach()  # without the graph behind it
         compute = partial(_linear_gradient, x, kept, ctx.weight.dtype)
@@ -132,7 +146,7 @@ class _Embedding(Function):
         return F.embedding(tokens, weight, padding_idx)
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
         kept = keep(grad)
@@ -175,7 +189,7 @@ class _Convolution(Function):
         return torch.convolution(x, cast_weight, bias, *options)
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, grad_bias = None, None
@@ -258,7 +272,7 @@ class _GroupedLinear(Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = None
@@ -308,6 +322,8 @@ def _put_off(ctx: Any, compute: Callable[[], Tensor], add_to: Callable[[Tensor],
 def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What torch.autocast makes of the operands. Its own casts must not happen within a Function: it would remember
     that of the weight, which is without a graph there, for whatever else uses the weight."""
+    if not torch._C._is_any_autocast_enabled():
+        return x, weight, bias
     device_type = x.device.type
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return x, weight, bias

@@ -24,7 +24,7 @@ _APEX_FUNCTIONS = {
 
 def rows(tensor: Tensor) -> Tensor:
     """[..., n] as [tokens, n]; also where there are no tokens or no leading dimensions."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:

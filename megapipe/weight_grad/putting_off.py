@@ -69,16 +69,17 @@ class PutOff:
     def end_backward(self) -> None:
         """At the end of B: give the hooks back, and copy what others keep as well."""
         self.restore_hooks()
-        kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory
+        kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory that others have too
         for kept in filter(None, [reference() for reference in self._kept]):  # those that are still to be used
             storage = kept.tensor.untyped_storage()
-            kept_of.setdefault(storage._cdata, (storage, []))[1].append(kept)
+            if torch._C._storage_Use_Count(storage._cdata) > 2:  # one is `storage`
+                kept_of.setdefault(storage._cdata, (storage, []))[1].append(kept)
         self._kept.clear()
         for storage, all_kept in kept_of.values():
             tensors = [kept.tensor for kept in all_kept]
             ours = {id(tensor): tensor for tensor in tensors + [tensor._base for tensor in tensors]}
             ours.pop(id(None), None)  # what is no view has no base
-            if torch._C._storage_Use_Count(storage._cdata) > len(ours) + 1:  # one is `storage`
+            if torch._C._storage_Use_Count(storage._cdata) > len(ours) + 1:
                 for kept in all_kept:
                     kept.tensor = kept.tensor.clone()
 
@@ -121,7 +122,8 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
     def __exit__(self, *error: object) -> None:
         global _current, _stand_ins
         try:
-            _remove_stand_ins()
+            if _stand_ins:
+                _remove_stand_ins(_stand_ins)
             _current, _stand_ins = self._before
             if self._put_off is not None:
                 self._put_off.end_backward()
@@ -241,9 +243,9 @@ def _let_stand_in(weight: Tensor) -> None:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
-def _remove_stand_ins() -> None:
+def _remove_stand_ins(stand_ins: dict[Tensor, Tensor]) -> None:
     """Those that no hook has taken away."""
-    for weight, zeros in (_stand_ins or {}).items():
+    for weight, zeros in stand_ins.items():
         if weight.grad is zeros:
             weight.grad = None
 
