@@ -76,18 +76,19 @@ class End(Boundary):
 
 
 class Here(Boundary):
-    """Between two stages of this rank: tensors change hands without being copied."""
+    """Between two stages of this rank: tensors change hands without being copied, but leave their graph behind."""
 
     def __init__(self) -> None:
-        self._outputs: deque[Transfer | None] = deque()
+        self._outputs: deque[Transfer] = deque()
         self._gradients: deque[Transfer] = deque()
 
-    def take_input(self) -> Transfer | None:
+    def take_input(self) -> Transfer:
         assert self._outputs, "recv_forward before send_forward of the stage below, which is on the same rank"
         return self._outputs.popleft()
 
     def send_output(self, output: Transfer | None) -> None:
-        self._outputs.append(output)
+        assert output is not None
+        self._outputs.append(Transfer(output.spec, [tensor.detach() for tensor in output.tensors]))
 
     def take_gradient(self) -> Transfer:
         assert self._gradients, "recv_backward before send_backward of the stage above, which is on the same rank"

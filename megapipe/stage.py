@@ -117,8 +117,10 @@ class Stage:
         if self.info.is_last:
             return None, self._keep_loss(inputs, loss)
         structure, tensors = self._pack_output(output, microbatch)
-        spec = self._check_output(structure, tensors, microbatch)
-        sent = Transfer(spec, [tensor.detach() for tensor in tensors])
+        spec = self._output_spec
+        if spec is None or not _fits(structure, tensors, spec):
+            spec = self._check_output(structure, tensors, microbatch)
+        sent = Transfer(spec, tensors)
         if self._step.forward_only:
             return sent, None
         return sent, InFlight(inputs, [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable])
@@ -255,18 +257,9 @@ class Stage:
             ) from None
 
     def _check_output(self, structure: Any, tensors: list[Tensor], microbatch: int) -> MessageSpec:
-        expected = self._output_spec
-        if (
-            expected is not None
-            and structure == expected.structure
-            and len(tensors) == len(expected.tensors)
-            and all(
-                t.shape == s.shape and t.dtype == s.dtype and (s.differentiable or not t.requires_grad)
-                for t, s in zip(tensors, expected.tensors)
-            )
-        ):
-            return expected
+        """Its spec, where the next stage takes whatever comes."""
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+        expected = self._output_spec
         if expected is None:
             return spec
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
@@ -360,6 +353,15 @@ def _innermost_with_backward_dw(module: nn.Module) -> list[Any]:
     have it, as in Megatron, only passes the call on."""
     inner = [found for child in module.children() for found in _innermost_with_backward_dw(child)]
     return inner or ([module] if callable(getattr(module, "backward_dw", None)) else [])
+
+
+def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
+    if structure != spec.structure or len(tensors) != len(spec.tensors):
+        return False
+    for tensor, (shape, dtype, differentiable) in zip(tensors, spec.tensors):
+        if tensor.shape != shape or tensor.dtype != dtype or (tensor.requires_grad and not differentiable):
+            return False
+    return True
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
