@@ -17,6 +17,7 @@ import os
 import queue
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from .memory import Memory
+from .memory import LARGE, Memory
 from .placement import Placement
 
 __all__ = [
@@ -156,17 +157,20 @@ class Channel(NamedTuple):
     tag: int
     memory: Memory
     """What it receives into."""
-    outbox: PolledOutbox | WaitedOutbox
-    """What keeps a message that is sent until it has gone: it would be lost otherwise."""
+    outbox: Outbox
+    """What has the messages that are sent until they have gone."""
 
     def send(self, tensors: list[torch.Tensor]) -> None:
-        """Start sending. The caller may drop the tensors at once, but must not write to them."""
-        tensors = [tensor.contiguous() for tensor in tensors]
+        """Send a message, without waiting. The caller may drop the tensors at once, but must not write to them."""
+        self.outbox.send(self, [tensor.contiguous() for tensor in tensors])
+
+    def start_sending(self, tensors: list[torch.Tensor]) -> Transfer:
+        """The transfer must be kept until it has completed, or the message is lost."""
         try:
             works = [self.backend.send([tensor], self.peer, self.tag) for tensor in tensors]
         except RuntimeError as error:
             raise _lost(error) from error
-        self.outbox.add(Transfer(None, tensors, works))
+        return Transfer(None, tensors, works)
 
     def receive(self, spec: MessageSpec) -> Transfer:
         """Post the receive of one message."""
@@ -227,18 +231,32 @@ class DescribedTransfer(Transfer):
         return self.tensors
 
 
-class PolledOutbox:
-    """Sends under way, for transports that tell when a send has completed. Frees their tensors then."""
+class Outbox(ABC):
+    """Sends under way. Frees their tensors when they have completed."""
+
+    @abstractmethod
+    def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None: ...
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Called at the end of a step: nothing is to be under way any more that the host could wait for."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class PolledOutbox(Outbox):
+    """For transports that tell when a send has completed."""
 
     def __init__(self) -> None:
         self._pending: deque[Transfer] = deque()
 
-    def add(self, transfer: Transfer) -> None:
+    def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None:
         self.drain()
-        self._pending.append(transfer)
+        self._pending.append(channel.start_sending(tensors))
 
     def drain(self) -> None:
-        """Free what has been sent. Nothing is waited for: the device runs sends in order, and theirs are held here."""
+        # Nothing is waited for: the device runs sends in order, and theirs are held here.
         while self._pending and self._pending[0].is_completed():
             self._pending.popleft()
 
@@ -246,33 +264,58 @@ class PolledOutbox:
         self._pending.clear()
 
 
-class WaitedOutbox:
-    """Sends under way, for gloo, where only a blocking wait tells that a send has completed: a thread waits.
+class WaitedOutbox(Outbox):
+    """For gloo, which copies a message to the peer's socket in the time of whoever sends it, and where only a blocking
+    wait tells that a send has completed. So one thread starts the large ones, and another waits for all.
 
-    The thread does nothing else, and a blocked wait does not hold the interpreter.
+    Neither does anything else, and while they copy or wait they do not hold the interpreter. Small messages are started
+    by the caller: handing them over would take longer.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Transfer | threading.Event | None] = queue.SimpleQueue()
+        self._to_start: queue.SimpleQueue[tuple[Channel, list[torch.Tensor]] | threading.Event | None]
+        self._to_wait_for: queue.SimpleQueue[Transfer | threading.Event | None]
+        self._to_start, self._to_wait_for = queue.SimpleQueue(), queue.SimpleQueue()
+        self._num_handed_over = 0
+        self._num_started = 0  # of these
         self._error: ConnectionLostError | None = None
-        threading.Thread(target=self._run, name="megapipe-sends", daemon=True).start()
+        for run in (self._start_sends, self._wait_for_sends):
+            threading.Thread(target=run, name="megapipe-sends", daemon=True).start()
 
-    def add(self, transfer: Transfer) -> None:
-        self._queue.put(transfer)
+    def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None:
+        is_small = sum(tensor.nbytes for tensor in tensors) < LARGE
+        if is_small and self._num_started == self._num_handed_over:  # none that it could overtake
+            self._to_wait_for.put(channel.start_sending(tensors))
+        else:
+            self._num_handed_over += 1
+            self._to_start.put((channel, tensors))
 
     def drain(self) -> None:
         """Wait until all sends have completed. Raises what the first failed one raised."""
         drained = threading.Event()
-        self._queue.put(drained)
+        self._to_start.put(drained)
         drained.wait()
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._to_start.put(None)
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+    def _start_sends(self) -> None:
+        while (item := self._to_start.get()) is not None:
+            if isinstance(item, threading.Event):
+                self._to_wait_for.put(item)
+            else:
+                try:
+                    self._to_wait_for.put(item[0].start_sending(item[1]))
+                except ConnectionLostError as error:
+                    self._error = self._error or error
+                self._num_started += 1
+            del item  # nothing sent may stay alive while this waits for the next one
+        self._to_wait_for.put(None)
+
+    def _wait_for_sends(self) -> None:
+        while (item := self._to_wait_for.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
             else:
@@ -280,7 +323,7 @@ class WaitedOutbox:
                     item.wait()
                 except ConnectionLostError as error:
                     self._error = self._error or error
-            del item  # nothing sent may stay alive while this waits for the next one
+            del item
 
 
 class Communicator:
@@ -320,7 +363,7 @@ class Communicator:
         self._pair_backends: list[Any] = []
         on_cpu = device.type == "cpu"
         host_outbox = WaitedOutbox()
-        self._device_outbox: PolledOutbox | WaitedOutbox = host_outbox if on_cpu else PolledOutbox()
+        self._device_outbox = host_outbox if on_cpu else PolledOutbox()
         self._outboxes = {self._device_outbox, host_outbox}
         if on_cpu or with_descriptions:
             self._host_backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, pp_size, self._timeout)
@@ -340,7 +383,7 @@ class Communicator:
             if with_descriptions:
                 self.descriptions[boundary] = self._host_channel(peer, 3 * boundary + 2, host_outbox)
 
-    def _host_channel(self, peer: int, tag: int, outbox: WaitedOutbox) -> Channel:
+    def _host_channel(self, peer: int, tag: int, outbox: Outbox) -> Channel:
         return Channel(self._host_backend, peer, tag, Memory(torch.device("cpu")), outbox)
 
     def _pair_channel(self, name: str, sends: bool) -> Channel:
