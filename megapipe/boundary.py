@@ -12,7 +12,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .p2p_communication import DESCRIPTION, Communicator, DescribedTransfer, Inbox, MessageSpec, Transfer, describe
+from .p2p_communication import (
+    DESCRIPTION,
+    Communicator,
+    DescribedTransfer,
+    Inbox,
+    Lookahead,
+    MessageSpec,
+    Transfer,
+    describe,
+)
 from .placement import Placement, StageInfo
 
 __all__ = ["Boundary", "End", "Here", "Wire", "boundaries_around"]
@@ -36,9 +45,11 @@ class Boundary(ABC):
     @abstractmethod
     def send_gradient(self, grads: list[Tensor]) -> None: ...
 
-    @abstractmethod
-    def post_ahead(self) -> None:
-        """Post receives for what comes next. To be called after a send: that is, when nobody waits for this rank."""
+    def post_ahead(self) -> None:  # noqa: B027
+        """Post receives of what comes next. To be called after a send: that is, when nobody waits for this rank."""
+
+    def post_all(self) -> None:  # noqa: B027
+        """Post receives of all that may be posted. To be called when this rank waits for others."""
 
     @abstractmethod
     def is_empty(self) -> bool:
@@ -63,9 +74,6 @@ class End(Boundary):
         return None
 
     def send_gradient(self, grads: list[Tensor]) -> None:
-        pass
-
-    def post_ahead(self) -> None:
         pass
 
     def is_empty(self) -> bool:
@@ -97,9 +105,6 @@ class Here(Boundary):
     def send_gradient(self, grads: list[Tensor]) -> None:
         self._gradients.append(Transfer(None, grads))
 
-    def post_ahead(self) -> None:
-        pass
-
     def is_empty(self) -> bool:
         return not self._outputs and not self._gradients
 
@@ -115,6 +120,7 @@ class Wire(Boundary):
         index: the boundary's number, that of the stage below it.
         spec: the message that goes forward; None where each one is described ahead of it.
         num_inputs: how many messages will come from the stage below: 0 where this rank holds that stage.
+        num_gradients: how many will come from the stage above: 0 there, and where nothing is trained.
     """
 
     def __init__(
@@ -124,25 +130,27 @@ class Wire(Boundary):
         peer: int,
         spec: MessageSpec | None,
         num_inputs: int,
-        lookahead: int,
-        forward_only: bool,
+        num_gradients: int,
+        lookahead: Lookahead,
     ) -> None:
         self.peer = peer
         self._forward = communicator.forward[index]
         self._backward = communicator.backward[index]
         self._descriptions = communicator.descriptions[index] if spec is None else None
-        self._forward_only = forward_only
+        self._is_trained = num_gradients > 0
         if self._descriptions is None:
             self._inputs = Inbox(self._forward, lookahead)
         else:
             self._inputs = Inbox(self._descriptions, lookahead)
         self._input_spec = spec or DESCRIPTION
         self._inputs.expect(self._input_spec, num_inputs)
+        self._inputs.post_ahead()
         self._num_taken = 0
-        self._output_spec = self._gradient_spec = MessageSpec("list", ())  # of the last output, and of what comes back
         self._gradients = Inbox(self._backward, lookahead)
-        self._gradient_comes: deque[bool] = deque()  # for each output sent
-        self._num_expected_before = 0  # gradients of outputs that were sent in vain, and will be sent again
+        self._gradient_comes: deque[bool] = deque()  # for each output
+        if spec is not None:
+            self._expect_gradients(spec.gradient(), num_gradients)
+        self._num_to_come_again = 0  # outputs that were sent in vain: their gradients are expected already
 
     def take_input(self) -> Transfer:
         self._num_taken += 1
@@ -157,15 +165,16 @@ class Wire(Boundary):
         if self._descriptions is not None:
             self._descriptions.send([describe(output.spec)])
         self._forward.send(output.tensors)
-        if not self._forward_only:
-            if output.spec is not self._output_spec:
-                self._output_spec, self._gradient_spec = output.spec, output.spec.gradient()
-            gradient = self._gradient_spec
-            self._gradient_comes.append(bool(gradient.tensors))
-            if gradient.tensors and self._num_expected_before:
-                self._num_expected_before -= 1
-            elif gradient.tensors:
-                self._gradients.expect(gradient)
+        if self._num_to_come_again:
+            self._num_to_come_again -= 1
+        elif self._descriptions is not None and self._is_trained:
+            self._expect_gradients(output.spec.gradient(), 1)
+        self._gradients.post_ahead()
+
+    def _expect_gradients(self, spec: MessageSpec, count: int) -> None:
+        self._gradient_comes.extend([bool(spec.tensors)] * count)
+        if spec.tensors:
+            self._gradients.expect(spec, count)
 
     def take_gradient(self) -> Transfer:
         return self._gradients.take() if self._gradient_comes.popleft() else Transfer(None, [])
@@ -178,6 +187,10 @@ class Wire(Boundary):
         self._inputs.post_ahead()
         self._gradients.post_ahead()
 
+    def post_all(self) -> None:
+        self._inputs.post_all()
+        self._gradients.post_all()
+
     def is_empty(self) -> bool:
         return self._inputs.is_empty() and self._gradients.is_empty()
 
@@ -186,8 +199,8 @@ class Wire(Boundary):
         to_come = [self.take_input() for _ in range(num_sent - self._num_taken)]
         self._inputs.expect(self._input_spec, num_sent)
         self._num_taken = 0
-        self._num_expected_before += sum(self._gradient_comes)
-        self._gradient_comes.clear()
+        if self._descriptions is not None:
+            self._num_to_come_again = len(self._gradient_comes)
         return to_come
 
 
@@ -198,7 +211,7 @@ def boundaries_around(
     specs: Sequence[tuple[MessageSpec | None, MessageSpec | None]],
     communicator: Communicator | None,
     num_microbatches: int,
-    lookahead: int,
+    lookahead: Lookahead,
     forward_only: bool,
 ) -> list[tuple[Boundary, Boundary]]:
     """For each of a rank's stages, the boundary below it and the one above.
@@ -220,5 +233,6 @@ def boundaries_around(
             else:
                 assert communicator is not None
                 num_inputs = num_microbatches if neighbour < stage.index else 0
-                boundaries[index] = Wire(communicator, index, peer, spec, num_inputs, lookahead, forward_only)
+                num_gradients = 0 if forward_only else num_microbatches - num_inputs
+                boundaries[index] = Wire(communicator, index, peer, spec, num_inputs, num_gradients, lookahead)
     return [(boundaries[stage.index - 1], boundaries[stage.index]) for stage in stages]

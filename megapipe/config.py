@@ -32,8 +32,8 @@ class PipelineConfig:
     overlap_p2p_comm: bool = True
     """Post receives before they are asked for. False posts each one only when its turn comes."""
     p2p_lookahead: int | None = None
-    """How many receives each channel keeps posted ahead. None: 2 on CPU, 1 elsewhere, where a receive that waits
-    occupies the device."""
+    """How many receives each channel keeps posted ahead. None: 2 on CPU, and where a rank waits anyway as many as take
+    a MiB together; 1 elsewhere, where a receive that waits occupies the device."""
     deallocate_pipeline_outputs: bool = True
     """Accepted for Megatron's sake: a sent output is always freed as soon as it has left, only its graph is kept."""
     timeout: float = 600.0

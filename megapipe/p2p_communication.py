@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import functools
 import json
+import math
 import os
 import queue
 import threading
@@ -34,6 +35,7 @@ __all__ = [
     "Communicator",
     "ConnectionLostError",
     "Inbox",
+    "Lookahead",
     "Message",
     "MessageSpec",
     "TensorSpec",
@@ -73,6 +75,10 @@ class MessageSpec(NamedTuple):
 
     structure: Structure
     tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(t.shape) * t.dtype.itemsize for t in self.tensors)
 
     def gradient(self) -> MessageSpec:
         """The message that goes back for this one."""
@@ -182,10 +188,19 @@ class Channel(NamedTuple):
         return Transfer(spec, buffers, works)
 
 
-class Inbox:
-    """The receives of one channel during one step, up to `lookahead` of them posted before they are asked for."""
+class Lookahead(NamedTuple):
+    """How many receives of a channel are posted before they are asked for."""
 
-    def __init__(self, channel: Channel, lookahead: int) -> None:
+    messages: int
+    """That many at any time."""
+    idle_bytes: int = 0
+    """And as many as have this size together, when the rank has nothing better to do."""
+
+
+class Inbox:
+    """The receives of one channel during one step."""
+
+    def __init__(self, channel: Channel, lookahead: Lookahead) -> None:
         self._channel = channel
         self._lookahead = lookahead
         self._expected: deque[MessageSpec] = deque()
@@ -194,7 +209,6 @@ class Inbox:
     def expect(self, spec: MessageSpec, count: int = 1) -> None:
         """`count` such messages will come, after those expected already."""
         self._expected.extend([spec] * count)
-        self.post_ahead()
 
     def take(self) -> Transfer:
         """The oldest message not taken yet: posted by now, but perhaps not arrived. Nothing is posted in its place:
@@ -207,8 +221,16 @@ class Inbox:
         return not self._posted and not self._expected
 
     def post_ahead(self) -> None:
-        while self._expected and len(self._posted) < self._lookahead:
+        while self._expected and len(self._posted) < self._lookahead.messages:
             self._post()
+
+    def post_all(self) -> None:
+        """As many as may be. Each takes the host as long as sending a small message does."""
+        self.post_ahead()
+        room = self._lookahead.idle_bytes - sum(tensor.nbytes for one in self._posted for tensor in one.tensors)
+        while self._expected and room >= (size := self._expected[0].nbytes):
+            self._post()
+            room -= size
 
     def _post(self) -> None:
         self._posted.append(self._channel.receive(self._expected.popleft()))

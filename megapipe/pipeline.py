@@ -103,6 +103,7 @@ class Pipeline(Verbs):
         self._sharded = sharded
         self._partial_checkpoints = partial_checkpoints
         self._num_forwards = 0
+        self._has_waited = False
         self._weight_counts = None if weight_counts is None else iter(weight_counts)
         self._put_off_in: deque[int] = deque()  # the chunks whose Ws are to be run, in the order of the Bs
         self._record = record
@@ -321,6 +322,11 @@ class Pipeline(Verbs):
         position.peer = boundary.peer
         position.awaited = f"{what} of microbatch {microbatch}"
         since = None if self._record is None else self._record.now()
+        if not self._has_waited:  # that is while the pipeline fills, so there is time
+            self._has_waited = True
+            for chunk in self._chunks:
+                chunk.below.post_all()
+                chunk.above.post_all()
         tensors = transfer.wait()
         if self._record is not None:
             self._record.waited(since)

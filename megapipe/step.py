@@ -22,8 +22,9 @@ from .boundary import boundaries_around
 from .config import PipelineConfig
 from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
+from .memory import LARGE
 from .overlap.parts import find_forward_parts
-from .p2p_communication import MessageSpec
+from .p2p_communication import Lookahead, MessageSpec
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
 from .plan import Plan, make_plan
@@ -431,12 +432,12 @@ def _boundary_name(index: int) -> str:
     return f"the message from stage {index} to stage {index + 1}"
 
 
-def _lookahead(config: PipelineConfig, device: torch.device) -> int:
+def _lookahead(config: PipelineConfig, device: torch.device) -> Lookahead:
     if not config.overlap_p2p_comm:
-        return 0
+        return Lookahead(0)
     if config.p2p_lookahead is not None:
-        return config.p2p_lookahead
-    return 2 if device.type == "cpu" else 1
+        return Lookahead(config.p2p_lookahead)
+    return Lookahead(2, idle_bytes=LARGE) if device.type == "cpu" else Lookahead(1)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from models import communicator
 from ranks import RankPool
 
 from megapipe.memory import LARGE
-from megapipe.p2p_communication import Inbox, MessageSpec, TensorSpec, describe, pack, read_description
+from megapipe.p2p_communication import Inbox, Lookahead, MessageSpec, TensorSpec, describe, pack, read_description
 
 TENSOR = torch.ones(2, 3)
 
@@ -60,7 +60,7 @@ def all_kinds_of_tensors(rank: int) -> None:
             channels.forward[0].send(tensors)
             channels.drain()
         else:
-            inbox = Inbox(channels.forward[0], 2)
+            inbox = Inbox(channels.forward[0], Lookahead(2))
             inbox.expect(spec)
             received = inbox.take().wait()
             assert all(torch.equal(a, b) for a, b in zip(received, tensors))
@@ -82,8 +82,9 @@ def posted_ahead(rank: int, lookahead: int) -> None:
             channel.send([torch.full((4,), float(i))])
         channels.drain()
     else:
-        inbox = Inbox(channel, lookahead)
+        inbox = Inbox(channel, Lookahead(lookahead))
         inbox.expect(spec, 5)
+        inbox.post_ahead()
         for i in range(5):
             assert len(inbox._posted) == min(lookahead, 5 - i)
             (tensor,) = inbox.take().wait()
@@ -109,7 +110,7 @@ def blocks_used_again(rank: int) -> None:
             channel.send([torch.full((size,), float(i))])
         channels.drain()
     else:
-        inbox = Inbox(channel, 2)
+        inbox = Inbox(channel, Lookahead(2))
         inbox.expect(MessageSpec("tensor", (TensorSpec((size,), torch.float32, True),)), num_messages)
         blocks, in_flight = set(), []
         for i in range(num_messages):
