@@ -71,7 +71,9 @@ def check_norm(max_norm: float, norm_type: float) -> None:
 
 
 def as_list(model: Models) -> list[nn.Module]:
-    return [model] if isinstance(model, nn.Module) else list(model)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):  # which is a list of chunks
+        return [model]
+    return list(model)
 
 
 def trained_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -19,7 +19,11 @@ def named_parameters(chunk: nn.Module, remove_duplicate: bool = True) -> Iterato
 
 
 def unwrapped(chunk: nn.Module) -> nn.Module:
-    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+    while True:
+        inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk._modules.get("_orig_mod")
+        if inner is None:
+            return chunk
+        chunk = inner
 
 
 def without_wrappers(name: str) -> str:

@@ -230,9 +230,10 @@ def optimizer_of(models: Iterable[nn.Module]) -> PostValidatedOptimizer | None:
 
 
 def _with_inner(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """With the modules that wrappers hold as `module`."""
+    """With the modules that wrappers hold as `module`, and that torch.compile does."""
     for model in models:
         inner: Any = model
         while isinstance(inner, nn.Module):
             yield inner
-            inner = getattr(inner, "module", None)
+            original = inner._modules.get("_orig_mod")
+            inner = getattr(inner, "module", None) if original is None else original

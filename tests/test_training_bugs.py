@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from models import build, run
 from ranks import RankPool
 from restarts import counting_restarts
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from megapipe import (
@@ -35,6 +37,7 @@ from megapipe import (
 )
 from megapipe.checkpoint import Checkpointer
 from megapipe.plan import make_plan
+from megapipe.post_validation import optimizer_of
 from megapipe.weight_placement import place_weights
 
 
@@ -258,6 +261,39 @@ def compiled_names(rank: int) -> None:
     own = ["embedding.weight", "head.weight"][rank]
     assert own in seen
     TiedWeights(chunks, ["embedding.weight", "head.weight"])
+
+
+def given_otherwise(rank: int) -> None:
+    """Weights taken back where the schedule is given the chunks in another form than the optimizer."""
+    weights = []
+    for form in (list, nn.ModuleList):
+        chunks = build("1f1b", 2, 2)
+        optimizer = PostValidatedOptimizer(form(chunks), sgd, 1e-3)
+        for step in range(2):
+            run("1f1b", form(chunks), 2, seed=step)
+            optimizer._waits = False
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.settle()
+        weights.append(weights_of(chunks))
+    assert same(*weights)
+    optimizer = PostValidatedOptimizer(chunks, sgd, 1e-3)
+    wrapped = [torch.compile(chunk) for chunk in chunks]  # nothing is compiled before it is called
+    assert optimizer_of(wrapped) is optimizer
+    optimizer = PostValidatedOptimizer(wrapped, sgd, 1e-3)
+    assert optimizer_of(chunks) is optimizer_of(wrapped) is optimizer
+
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    wrapped = [torch.compile(DistributedDataParallel(chunk, process_group=alone)) for chunk in chunks]
+    seen: list[str] = []
+    PipelinedOptimizer(nn.ModuleList(wrapped), sgd, lambda name, _: seen.append(name) or {})
+    assert all(name.startswith(("embedding", "layers", "head")) for name in seen)
+
+
+def test_chunks_in_another_form(ranks: RankPool) -> None:
+    """The schedule did not find the PostValidatedOptimizer of chunks that were compiled after it was made, or that were
+    given to it as a ModuleList. Steps that should have been clipped stood for one step more, silently."""
+    ranks.run(2, given_otherwise)
 
 
 def test_names_of_wrapped_chunks(ranks: RankPool) -> None:
