@@ -43,7 +43,7 @@ class GradientReducer:
         bucket_cap_mb: a bucket is started with as many gradients as fit into this many MiB, or with a single one.
 
     Raises ValueError on all replicas of a stage where their parameters differ in name, shape, dtype or whether they are
-    trained.
+    trained; and in a step where some are trained that were not when it was made.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], bucket_cap_mb: float = 25.0) -> None:
@@ -68,6 +68,12 @@ class GradientReducer:
     def finish(self, models: Sequence[nn.Module], num_tokens: Tensor | None = None) -> None:
         """`finalize_model_grads_func`: wait until all gradients are averaged; starts those that have not been. With
         `calculate_per_token_loss` they are then divided by the tokens of all replicas instead of their number."""
+        for name, parameter in (named for chunk in models for named in chunk.named_parameters()):
+            if parameter.requires_grad and parameter not in self._buckets and not isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{name} has no part in the GradientReducer, since it was frozen or not there when that was made: "
+                    "make a new one after parameters have been unfrozen or added."
+                )
         buckets = list(dict.fromkeys(self._buckets.values()))
         for bucket in buckets:
             if bucket.work is None:

@@ -8,7 +8,7 @@ before anybody reads them (see `PostValidatedOptimizer`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .clipping import as_list, trained_parameters
+from .clipping import as_list, pipeline_group
+from .names import named_parameters
 
 __all__ = ["PipelinedGradScaler", "PipelinedLRScheduler", "PipelinedOptimizer"]
 
@@ -38,7 +39,10 @@ class PipelinedOptimizer(Optimizer):
             `lambda name, p: {"weight_decay": 0.0 if p.dim() < 2 else 0.1}`. Parameters with the same ones make up a
             group. None for one group of all.
 
-    Raises ValueError where there is nothing to train.
+    Parameters that are frozen when it is made are in it too, and are trained once they are not. A rank whose stages
+    have none at all, or only frozen ones, makes one that does nothing, for those around it.
+
+    Raises ValueError where there is nothing to train and no other rank in the pipeline.
     """
 
     _step_supports_amp_scaling = False  # fused optimizers unscale by themselves, but a scaler talks only to this one
@@ -52,15 +56,16 @@ class PipelinedOptimizer(Optimizer):
     ) -> None:
         self.models = as_list(model)
         groups: list[tuple[Hyperparameters, list[nn.Parameter]]] = []
-        for name, parameter in trained_parameters(self.models):
+        for name, parameter in _trainable_parameters(self.models):
             own = {} if group_of is None else group_of(name, parameter)
             parameters = next((parameters for others, parameters in groups if others == own), None)
             if parameters is None:
                 groups.append((own, parameters := []))
             parameters.append(parameter)
-        if not groups:
-            raise ValueError("no chunk of this rank has a parameter with requires_grad: there is nothing to optimize.")
-        self.optimizer = make([{**own, "params": parameters} for own, parameters in groups])
+        is_trained = any(parameter.requires_grad for _, parameters in groups for parameter in parameters)
+        if not is_trained and ((pipeline := pipeline_group()) is None or pipeline.size() == 1):
+            raise ValueError("no parameter of the model has requires_grad: there is nothing to optimize.")
+        self.optimizer = make([{**own, "params": parameters} for own, parameters in groups] or [{"params": []}])
         """The torch optimizer within."""
         self.num_steps = 0
         """How many steps have changed the weights. Steps that were skipped, or have been taken back, do not count."""
@@ -188,6 +193,17 @@ class PipelinedGradScaler(torch.amp.GradScaler):
         for one in found.values():
             one.copy_(anywhere)
         return found
+
+
+def _trainable_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """All that have a gradient or may have one later, each once. Quantized weights, which are integers, may not."""
+    seen: set[int] = set()
+    for model in models:
+        for name, parameter in named_parameters(model):
+            may_train = parameter.requires_grad or parameter.is_floating_point()
+            if may_train and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
 
 
 def copy_hyperparameters(optimizer: Optimizer) -> list[Hyperparameters]:

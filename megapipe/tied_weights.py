@@ -41,7 +41,8 @@ class TiedWeights:
         names: of the parameters, wherever they are.
         group: the pipeline's ranks; None takes that of `parallel_state`.
 
-    Raises ValueError on every rank where a name is on no stage or on several, or shapes or dtypes differ.
+    Raises ValueError on every rank where a name is on no stage or on several, or where they differ in shape, dtype or
+    whether they are trained.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class TiedWeights:
         self._copies = [parameter for _, parameter in found]
         group = group or pipeline_group()
         rank = 0 if group is None else group.rank()
-        own = [_Copy(name, rank, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in found]
+        own = [_Copy(name, rank, tuple(parameter.shape), _kind_of(parameter)) for name, parameter in found]
         everywhere = [own]
         if group is not None:
             everywhere = [[]] * group.size()
@@ -99,10 +100,14 @@ class _Copy(NamedTuple):
     name: str
     rank: int
     shape: tuple[int, ...]
-    dtype: str
+    kind: str
 
     def __str__(self) -> str:
-        return f"{self.name} is {self.dtype.removeprefix('torch.')}{list(self.shape)} on pipeline rank {self.rank}"
+        return f"{self.name} is {self.kind}{list(self.shape)} on pipeline rank {self.rank}"
+
+
+def _kind_of(parameter: nn.Parameter) -> str:
+    return ("" if parameter.requires_grad else "frozen ") + str(parameter.dtype).removeprefix("torch.")
 
 
 def _check(copies: list[_Copy], names: Sequence[str]) -> None:

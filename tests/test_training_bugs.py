@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import build, run
@@ -36,6 +37,7 @@ from megapipe import (
     weight_tuning,
 )
 from megapipe.checkpoint import Checkpointer
+from megapipe.data_parallel import GradientReducer
 from megapipe.plan import make_plan
 from megapipe.post_validation import optimizer_of
 from megapipe.weight_placement import place_weights
@@ -300,3 +302,58 @@ def test_names_of_wrapped_chunks(ranks: RankPool) -> None:
     """torch.compile puts `_orig_mod.` before every name, so tied weights were on no stage, and rules for parameters by
     their names applied to none."""
     ranks.run(2, compiled_names)
+
+
+def frozen(rank: int) -> None:
+    """A stage without anything to train, weights that are unfrozen later, and a tied weight frozen in one place."""
+    parameters = build("1f1b", 2, 4)
+    if rank == 0:
+        parameters[0].requires_grad_(False)
+    for make in (lambda: PipelinedOptimizer(parameters, sgd), lambda: PostValidatedOptimizer(parameters, sgd, 1e-3)):
+        optimizer = make()
+        scheduler = PipelinedLRScheduler(optimizer, lambda one: LambdaLR(one, lambda n: 0.5**n))
+        before = weights_of(parameters)
+        for step in range(2):
+            run("1f1b", parameters, 2, seed=step)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizer.settle()
+        assert same(weights_of(parameters), before) == (rank == 0)
+    parameters[0].requires_grad_(True)
+    before = weights_of(parameters)
+    run("1f1b", parameters, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.settle()
+    assert not any(same([one], [other]) for one, other in zip(weights_of(parameters), before))
+    assert all(parameter.grad is None for parameter in parameters[0].parameters())
+
+    if rank == 0:
+        parameters[0].embedding.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"tied parameters must be alike, but embedding.weight is frozen float32"):
+        TiedWeights(parameters, ["embedding.weight", "head.weight"])
+
+
+def test_frozen_stages(ranks: RankPool) -> None:
+    """A rank whose stages were all frozen could make no optimizer, and the others waited for it; what was unfrozen
+    later was never trained, silently. A tied weight that was frozen on one rank only made the other wait forever."""
+    ranks.run(2, frozen)
+
+
+def unfrozen_replicas(rank: int) -> None:
+    chunks = build("no_pipelining", 1, 2)
+    chunks[0].layers.requires_grad_(False)
+    reducer = GradientReducer(chunks)
+    chunks[0].config.grad_sync_func = reducer.start
+    chunks[0].config.finalize_model_grads_func = reducer.finish
+    run("no_pipelining", chunks, 2, seed=rank)
+    chunks[0].layers.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"has no part in the GradientReducer.*make a new one"):
+        run("no_pipelining", chunks, 2, seed=rank)
+
+
+def test_replicas_of_what_is_unfrozen_later(ranks: RankPool) -> None:
+    """A parameter that was frozen, or not there, when the GradientReducer was made was not averaged. The replicas
+    drifted apart, silently."""
+    ranks.run(2, unfrozen_replicas)
