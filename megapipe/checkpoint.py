@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.optim.lr_scheduler import LRScheduler
 
 from . import parallel_state
 from .checkpoint_files import (
@@ -40,6 +41,7 @@ from .checkpoint_files import (
     serialise,
 )
 from .clipping import as_list
+from .optimizer import load_scheduler
 from .post_validation import optimizer_of
 from .shared_names import check_tied, find_shared, sum_up, uses_of
 from .whole_state import GlobalName, Parts, WholeState
@@ -215,7 +217,10 @@ class Checkpointer:
             if is_training:
                 state.load_optimizers(reader, run["aliases"], run["options"], run["numbers"])
             for name, other in self._others.items():
-                other.load_state_dict(run["others"][name])
+                if isinstance(other, LRScheduler):
+                    load_scheduler(other, run["others"][name])
+                else:
+                    other.load_state_dict(run["others"][name])
             if is_training and fits:
                 _set_random_states(reader.read_value(f"rng.{self._rank}"))
             elif is_training:

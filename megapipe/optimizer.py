@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, ReduceLROnPlateau
 
 from .clipping import as_list, pipeline_group
 from .names import named_parameters
@@ -123,6 +123,8 @@ class PipelinedLRScheduler:
     Args:
         optimizer: its param_groups are what is scheduled.
         make: makes the scheduler of an optimizer: `lambda optimizer: LambdaLR(optimizer, factor)`.
+
+    Raises TypeError for a ReduceLROnPlateau, which is torch's to step with a metric.
     """
 
     def __init__(self, optimizer: PipelinedOptimizer, make: Callable[[Optimizer], LRScheduler]) -> None:
@@ -131,6 +133,11 @@ class PipelinedLRScheduler:
         self._before: tuple[dict[str, Any], list[Hyperparameters]] | None = None
         self.scheduler = make(optimizer)
         """The torch scheduler within."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "a ReduceLROnPlateau steps by a metric, which a PipelinedLRScheduler has not: make it of the optimizer "
+                "itself, and call its step(metric) with the same value on every rank."
+            )
         optimizer.when_taken_back.append(self._take_back)
 
     def step(self) -> None:
@@ -151,10 +158,7 @@ class PipelinedLRScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Call it after the optimizer's: that has the learning rates."""
-        self.scheduler.load_state_dict(state_dict)
-        for scheduler in _with_nested(self.scheduler):  # the groups of the rank that saved it may be others
-            scheduler.base_lrs = [group["initial_lr"] for group in self._optimizer.param_groups]
-            scheduler._last_lr = [group["lr"] for group in self._optimizer.param_groups]
+        load_scheduler(self.scheduler, state_dict)
         self._num_steps = self._optimizer.num_steps
         self._before = None
 
@@ -221,6 +225,25 @@ def set_hyperparameters(optimizer: Optimizer, hyperparameters: list[Hyperparamet
         group.update(copy.deepcopy(own))
 
 
-def _with_nested(scheduler: Any) -> list[Any]:
+def load_scheduler(scheduler: LRScheduler, state_dict: dict[str, Any]) -> None:
+    """`scheduler.load_state_dict`, of a state from a rank whose parameter groups may be others. What is said of each
+    group comes from the optimizer, which must have been loaded before, and from how the scheduler was made."""
+    made = [
+        (one, {name: getattr(one, name) for name in _OF_EACH_GROUP if hasattr(one, name)}) for one in _all(scheduler)
+    ]
+    scheduler.load_state_dict(state_dict)
+    for one, of_each_group in made:
+        vars(one).update(of_each_group)
+        groups: list[dict[str, Any]] = one.optimizer.param_groups
+        if hasattr(one, "base_lrs") and not isinstance(one, CyclicLR):  # whose are its lower bounds
+            one.base_lrs = [group["initial_lr"] for group in groups]
+        one._last_lr = [group["lr"] for group in groups]
+
+
+_OF_EACH_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "min_lrs")
+
+
+def _all(scheduler: Any) -> list[Any]:
+    """With those nested in it."""
     nested = getattr(scheduler, "_schedulers", ())
-    return [scheduler, *(inner for one in nested for inner in _with_nested(one))]
+    return [scheduler, *(inner for one in nested for inner in _all(one))]

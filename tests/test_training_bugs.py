@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 from megapipe import (
     PipelinedLRScheduler,
@@ -357,3 +357,62 @@ def test_replicas_of_what_is_unfrozen_later(ranks: RankPool) -> None:
     """A parameter that was frozen, or not there, when the GradientReducer was made was not averaged. The replicas
     drifted apart, silently."""
     ranks.run(2, unfrozen_replicas)
+
+
+def cyclic(optimizer: Any) -> CyclicLR:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return CyclicLR(optimizer, [rate / 10 for rate in rates], rates, step_size_up=3, cycle_momentum=False)
+
+
+def plateau(optimizer: Any) -> ReduceLROnPlateau:
+    minima = [group["lr"] / 4 for group in optimizer.param_groups]
+    return ReduceLROnPlateau(optimizer, patience=0, factor=0.7, min_lr=minima)
+
+
+def schedulers_resumed(rank: int, folder: str) -> None:
+    parallel_state.initialize_model_parallel(2)
+    kinds: list[tuple[Any, bool]] = [(lambda one: LambdaLR(one, lambda step: 0.5**step), False), (plateau, False)]
+    kinds += [(cyclic, is_pipelined) for is_pipelined in (False, True)]
+    kinds += [(lambda one: SequentialLR(one, [LinearLR(one, 0.1, total_iters=2), cyclic(one)], [2]), True)]
+    for number, (kind, is_pipelined) in enumerate(kinds):
+
+        def make(number: int = number, kind: Any = kind, is_pipelined: bool = is_pipelined) -> tuple[Any, ...]:
+            layer = nn.Linear(2, 2)
+            chunk = nn.ModuleDict({str(rank): layer})
+            optimizer = PipelinedOptimizer(
+                [chunk], sgd, lambda _, p: {"lr": 1e-4 if rank + p.dim() == 1 else 0.1 + rank}
+            )
+            scheduler = PipelinedLRScheduler(optimizer, kind) if is_pipelined else kind(optimizer)
+            return (
+                optimizer,
+                scheduler,
+                Checkpointer(f"{folder}/{number}", [chunk], optimizer, others={"lr": scheduler}),
+            )
+
+        def train(optimizer: Any, scheduler: Any, num_steps: int = 3, kind: Any = kind) -> list[list[float]]:
+            rates = []
+            for _ in range(num_steps):
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                scheduler.step(*([1.0] if kind is plateau else []))
+                rates.append([group["lr"] for group in optimizer.param_groups])
+            return rates
+
+        optimizer, scheduler, checkpointer = make()
+        train(optimizer, scheduler)
+        checkpointer.save(1)
+        expected = train(optimizer, scheduler)
+        optimizer, scheduler, checkpointer = make()
+        checkpointer.load()
+        assert train(optimizer, scheduler) == expected, number
+        assert len(expected[0]) == 2 - rank
+    with pytest.raises(TypeError, match="ReduceLROnPlateau steps by a metric"):
+        PipelinedLRScheduler(optimizer, plateau)
+
+
+def test_schedulers_of_other_groups_are_resumed(ranks: RankPool, tmp_path: Path) -> None:
+    """torch's own schedulers took over rank 0's learning rates for its groups on every rank, and so did a CyclicLR its
+    bounds; one behind another scheduler went on with a wrong lower bound. Later steps had wrong rates, or failed."""
+    ranks.run(2, schedulers_resumed, str(tmp_path))
