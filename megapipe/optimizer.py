@@ -186,7 +186,8 @@ class PipelinedGradScaler(torch.amp.GradScaler):
     def __init__(self, device: str = "cuda", group: dist.ProcessGroup | None = None, **options: Any) -> None:
         super().__init__(device, **options)
         self._group = group
-        self.scale(torch.zeros((), device=device))  # sets the scale up, where no loss will
+        if self.is_enabled():
+            self.scale(torch.zeros((), device=device))  # sets the scale up, where no loss will
 
     def _unscale_grads_(self, *args: Any, **keywords: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **keywords)

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 from megapipe import (
+    PipelinedGradScaler,
     PipelinedLRScheduler,
     PipelinedOptimizer,
     PostValidatedOptimizer,
@@ -416,3 +417,8 @@ def test_schedulers_of_other_groups_are_resumed(ranks: RankPool, tmp_path: Path)
     """torch's own schedulers took over rank 0's learning rates for its groups on every rank, and so did a CyclicLR its
     bounds; one behind another scheduler went on with a wrong lower bound. Later steps had wrong rates, or failed."""
     ranks.run(2, schedulers_resumed, str(tmp_path))
+
+
+def test_a_scaler_that_is_switched_off() -> None:
+    """It set up a scale on the device, though there is none where there is no such device."""
+    assert PipelinedGradScaler("cuda", enabled=False).get_scale() == 1.0
