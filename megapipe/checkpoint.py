@@ -14,6 +14,7 @@ is the same error on all, and a save in the background disturbs no other communi
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import sys
 import warnings
@@ -36,6 +37,7 @@ from .checkpoint_files import (
     Writer,
     checkpoints_in,
     find_checkpoint,
+    holds_checkpoint,
     latest_checkpoint,
     remove_incomplete,
     serialise,
@@ -191,7 +193,7 @@ class Checkpointer:
         start = self._folder if path is None else Path(path)
         found = self._agree(
             lambda: None,
-            lambda _: None if may_be_empty and latest_checkpoint(start) is None else find_checkpoint(start),
+            lambda _: None if may_be_empty and not holds_checkpoint(start) else find_checkpoint(start),
         )
         if found is None:
             return None
@@ -288,6 +290,7 @@ class Checkpointer:
             mine = work()
         except Exception as error:
             mine = error
+        mine = _sendable(mine)
         everybody: list[Any] = [mine] * self._world_size
         verdict: list[Any] = [None]
         if self._group is not None:
@@ -297,7 +300,7 @@ class Checkpointer:
                 failed = [value for value in everybody if isinstance(value, Exception)]
                 verdict = [failed[0] if failed else decide(everybody)]
             except Exception as error:
-                verdict = [error]
+                verdict = [_sendable(error)]
         if self._group is not None:
             dist.broadcast_object_list(verdict, src=0, group=self._group)
         if isinstance(verdict[0], Exception):
@@ -319,6 +322,22 @@ class Checkpointer:
                 save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
             except CheckpointException as error:
                 raise _failed_to_save(self._folder, error) from None
+
+
+def _sendable(value: T | Exception) -> T | Exception:
+    """The same, or an error that says why it cannot be sent: all ranks must hear of it, or they wait forever."""
+    try:
+        data = pickle.dumps(value)
+        if isinstance(value, Exception):
+            pickle.loads(data)
+    except Exception as error:
+        if isinstance(value, Exception):
+            return RuntimeError(f"{type(value).__name__}: {value}")
+        return TypeError(
+            f"what is to be saved cannot be sent to the other ranks ({error}): keep numbers, strings, lists, dicts and "
+            "tensors in the optimizer's groups and state."
+        )
+    return value
 
 
 def _optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:

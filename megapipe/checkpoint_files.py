@@ -28,6 +28,7 @@ __all__ = [
     "checkpoints_in",
     "deserialise",
     "find_checkpoint",
+    "holds_checkpoint",
     "latest_checkpoint",
     "remove_incomplete",
     "serialise",
@@ -49,9 +50,18 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return next(reversed(checkpoints_in(folder).values()), None)
 
 
+def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether `find_checkpoint` finds one."""
+    return _is_checkpoint(path) or latest_checkpoint(path) is not None
+
+
+def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    return (Path(path) / ".metadata").is_file()
+
+
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """`path` itself where it is a checkpoint, else the latest one in it. Raises ValueError where there is none."""
-    if (Path(path) / ".metadata").is_file():
+    if _is_checkpoint(path):
         return Path(path)
     if (latest := latest_checkpoint(path)) is not None:
         return latest
@@ -106,7 +116,8 @@ def _sync(folder: Path) -> None:
 class Reader(FileSystemReader):
     """Reads a checkpoint on this rank alone.
 
-    Raises ValueError where its list of contents is not what torch writes for tensors, or asks for anything else.
+    Raises ValueError where its list of contents is not what torch writes for tensors, or asks for anything else, and
+    where files are damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,10 +145,19 @@ class Reader(FileSystemReader):
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
         self.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self.read_data(planner.create_local_plan(), planner).wait()
+        try:
+            self.read_data(planner.create_local_plan(), planner).wait()
+        except Exception as error:
+            said = (str(error).splitlines() or [""])[0].partition(". ")[0]
+            raise ValueError(
+                f"{self.path} cannot be read ({type(error).__name__}: {said}): its files are damaged or missing. Load "
+                "another checkpoint."
+            ) from error
 
     def read_value(self, key: str) -> Any:
         """What `serialise` was given."""
+        if key not in self.contents:
+            raise ValueError(f"{self.path} has no {key}: it was not saved by a Checkpointer of megapipe.")
         what = self.contents[key]
         target = torch.empty(what.size, dtype=what.properties.dtype)
         self.read({key: target})

@@ -32,7 +32,7 @@ def save_safetensors(
 
     Returns the files with tensors. Of a tied parameter there is the first name only.
 
-    Raises ValueError where there is no checkpoint, ImportError without safetensors.
+    Raises ValueError where there is no checkpoint or no model in it, ImportError without safetensors.
     """
     save_file = _safetensors().save_file
     reader = Reader(find_checkpoint(checkpoint))
@@ -43,6 +43,8 @@ def save_safetensors(
         for key, what in reader.contents.items()
         if key.startswith("model.") and not key.endswith("_extra_state")
     }
+    if not sizes:
+        raise ValueError(f"{reader.path} holds no model: no key in it begins with 'model.'.")
     shares = _share_out(sizes, max_file_size)
     paths: list[Path] = []
     for number, keys in enumerate(shares, 1):

@@ -84,6 +84,7 @@ class WholeState:
         for name, parameter, state in self._optimizer_states():
             for key, value in state.items():
                 if isinstance(value, Tensor):
+                    self._check_divisible(key, name, parameter, value)
                     tensors |= {f"optimizer.{key}.{n}": t for n, t in self._divided(name, parameter, value)}
         return tensors
 
@@ -213,6 +214,16 @@ class WholeState:
                 "FSDP, or let `parts` keep it whole."
             )
         return divided
+
+    def _check_divisible(self, key: str, name: str, parameter: nn.Parameter, value: Tensor) -> None:
+        if value.shape == parameter.shape or value.numel() <= 1:  # the step's number is the same for all parts
+            return
+        if [part for part, _ in self._divided(name, parameter, parameter.detach())] != [name]:
+            raise ValueError(
+                f"the optimizer's {key} of {name} has shape {list(value.shape)}, unlike the parameter's "
+                f"{list(parameter.shape)}, so it cannot be saved in parts like that: use an optimizer whose state "
+                "has the parameters' shapes."
+            )
 
     def _saved_name(self, name: str, reader: Reader, aliases: Mapping[str, str]) -> str:
         """Of a tied parameter, the name that it was saved under."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from models import build, run
 from ranks import RankPool
 from restarts import counting_restarts
@@ -37,8 +38,9 @@ from megapipe import (
     parallel_state,
     weight_tuning,
 )
-from megapipe.checkpoint import Checkpointer
+from megapipe.checkpoint import Checkpointer, read_position
 from megapipe.data_parallel import GradientReducer
+from megapipe.export import save_safetensors
 from megapipe.plan import make_plan
 from megapipe.post_validation import optimizer_of
 from megapipe.weight_placement import place_weights
@@ -422,3 +424,75 @@ def test_schedulers_of_other_groups_are_resumed(ranks: RankPool, tmp_path: Path)
 def test_a_scaler_that_is_switched_off() -> None:
     """It set up a scale on the device, though there is none where there is no such device."""
     assert PipelinedGradScaler("cuda", enabled=False).get_scale() == 1.0
+
+
+def test_one_checkpoint_where_there_may_be_none(tmp_path: Path) -> None:
+    """Given one checkpoint and not its run's folder, `load` with `may_be_empty` looked for others in it and found none.
+    The run began anew, silently."""
+    layer = nn.Linear(2, 2)
+    Checkpointer(tmp_path, layer).save(1)
+    assert Checkpointer(tmp_path, layer).load(tmp_path / "step_00000001", may_be_empty=True) == (1, None)
+
+
+def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
+    """Damaged files raised an EOFError without a word, or torch's advice to let them execute code; a checkpoint of
+    somebody else's raised a KeyError. What was exported of one without a model was an empty file."""
+    layer = nn.Linear(2, 2)
+    Checkpointer(tmp_path, layer).save(1)
+    (data,) = (tmp_path / "step_00000001").glob("*.distcp")
+    whole = data.read_bytes()
+    for content in (whole[:100], b"x" * len(whole), None):
+        data.unlink() if content is None else data.write_bytes(content)
+        with pytest.raises(ValueError, match=r"step_00000001 cannot be read \(\w+.*\): its files are damaged"):
+            Checkpointer(tmp_path, layer).load()
+    foreign = tmp_path / "foreign"
+    torch.distributed.checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=str(foreign), no_dist=True)
+    for call in (lambda: Checkpointer(tmp_path, layer).load(foreign), lambda: read_position(foreign)):
+        with pytest.raises(ValueError, match=r"foreign has no run: .*Checkpointer"):
+            call()
+    with pytest.raises(ValueError, match=r"foreign holds no model"):
+        save_safetensors(foreign, tmp_path / "exported")
+
+
+class TwoArguments(Exception):  # noqa: N818
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} {other}")
+
+
+class Unloadable:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        if dist.get_rank():
+            raise TwoArguments(1, 2)
+
+
+def not_to_be_sent(rank: int, folder: str) -> None:
+    chunks = build("1f1b", 2, 2)
+    optimizer = PipelinedOptimizer(chunks, sgd)
+    Checkpointer(folder, chunks, others={"other": Unloadable()}).save(1)
+    with pytest.raises(RuntimeError, match=r"TwoArguments: 1 2"):
+        Checkpointer(folder, chunks, others={"other": Unloadable()}).load()
+    optimizer.param_groups[0]["rule"] = (lambda: 0) if rank else 0
+    with pytest.raises(TypeError, match=r"cannot be sent to the other ranks \(.*lambda"):
+        Checkpointer(folder, chunks, optimizer).save(2)
+
+
+def test_errors_that_cannot_be_sent(ranks: RankPool, tmp_path: Path) -> None:
+    """An exception that pickle cannot make again, or a setting that it cannot take, failed on one rank only. The others
+    waited for it until they were killed."""
+    ranks.run(2, not_to_be_sent, str(tmp_path))
+
+
+def test_factored_state_of_parameters_in_parts(tmp_path: Path) -> None:
+    """Optimizer state of another shape than its parameter is not cut into the parameter's parts, so every rank saved
+    its own experts' under one name. All but one were lost, silently."""
+    experts = nn.Module()
+    experts.weight = nn.Parameter(torch.ones(2, 4, 4))
+    optimizer = torch.optim.Adafactor(experts.parameters())
+    experts.weight.grad = torch.ones(2, 4, 4)
+    optimizer.step()
+    parts = lambda name, _, tensor: [(f"{name}.{n}", part) for n, part in enumerate(tensor)]  # noqa: E731
+    with pytest.raises(ValueError, match=r"row_var of weight .* \[2, 4, 1\].*cannot be saved in parts"):
+        Checkpointer(tmp_path, experts, optimizer, parts=parts).save(1)
