@@ -28,7 +28,7 @@ def save_safetensors(
         checkpoint: a run's folder, whose latest checkpoint is taken, or one checkpoint.
         folder: gets model.safetensors, or where that would be larger than `max_file_size` bytes,
             model-00001-of-00003.safetensors and so on, and model.safetensors.index.json, as transformers and others
-            read them. At most one file's tensors are in memory at a time.
+            read them. What an earlier export left there is removed. At most one file's tensors are in memory at a time.
 
     Returns the files with tensors. Of a tied parameter there is the first name only.
 
@@ -54,10 +54,13 @@ def save_safetensors(
         paths.append(folder / name)
         named = {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
         save_file(named, paths[-1], metadata={"format": "pt"})
+    index_path = folder / "model.safetensors.index.json"
+    for earlier in {folder / "model.safetensors", index_path, *folder.glob("model-*-of-*.safetensors")} - {*paths}:
+        earlier.unlink(missing_ok=True)
     if len(shares) > 1:
         where = {key.removeprefix("model."): path.name for keys, path in zip(shares, paths) for key in keys}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        index_path.write_text(json.dumps(index, indent=2, sort_keys=True))
     return paths
 
 

@@ -454,6 +454,17 @@ def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
         save_safetensors(foreign, tmp_path / "exported")
 
 
+def test_exporting_twice_into_one_folder(tmp_path: Path) -> None:
+    """The files of an earlier export in another number of files stayed. transformers reads model.safetensors first, and
+    so the old weights."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    Checkpointer(tmp_path / "run", layers).save(1)
+    for size in (10**9, 300, 600, 10**9):
+        paths = save_safetensors(tmp_path / "run", tmp_path / "model", max_file_size=size)
+        index = {tmp_path / "model" / "model.safetensors.index.json"} if len(paths) > 1 else set()
+        assert set((tmp_path / "model").iterdir()) == {*paths, *index}
+
+
 class TwoArguments(Exception):  # noqa: N818
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"{one} {other}")
