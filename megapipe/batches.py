@@ -6,6 +6,7 @@ most ranks need neither and never ask for a batch.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,8 +23,8 @@ def split_batch(batch: Any, num_microbatches: int, spec: Any = 0, *, uneven: boo
     """Cut the tensors of a batch into `num_microbatches` pieces, as views.
 
     Args:
-        batch: a tensor, or dicts, lists and tuples of tensors, nested as you like. What is no tensor goes into every
-            microbatch.
+        batch: a tensor, or dicts, lists and tuples of tensors, nested as you like. Numbers, strings and the like go
+            into every microbatch.
         spec: the dimension that counts samples; None puts the whole tensor into every microbatch. One for all tensors,
             or a tree like the batch, or like its upper levels: {"tokens": 1, "mask": None}.
         uneven: whether the first microbatches may have one sample more than the others.
@@ -73,10 +74,12 @@ def data_iterators(
         inputs, labels: names in each batch.
         spec: a dimension for all, or by name.
 
-    The iterators raise ValueError where a batch lacks a name or does not fit.
+    Raises ValueError where the spec lacks a name; the iterators do where a batch lacks a name or does not fit.
     """
     wanted = [[*(inputs if stage.is_first else ()), *(labels if stage.is_last else ())] for stage in stages]
     names = list(dict.fromkeys(itertools.chain(*wanted)))
+    if isinstance(spec, Mapping) and (unsaid := [name for name in names if name not in spec]):
+        raise ValueError(f"the spec {dict(spec)} has no {unsaid[0]!r}: give it every name of inputs and labels.")
     specs = {name: spec[name] for name in names} if isinstance(spec, Mapping) else spec
 
     def read() -> Iterator[dict[str, Any]]:
@@ -109,11 +112,17 @@ def _is_cut(value: Any, dim: int | None) -> bool:
 def _check(named: Sequence[tuple[str, Any, int | None]], num_microbatches: int, uneven: bool) -> None:
     first: tuple[str, int] | None = None
     for name, value, dim in named:
+        if not isinstance(value, Tensor) and dim is not None and _has_samples(value):
+            raise ValueError(
+                f"batch{name} is a {type(value).__name__}, which cannot be cut: make it a tensor, or a dict, list or "
+                "tuple of tensors, or say None in the spec to have all of it in every microbatch."
+            )
         if not _is_cut(value, dim):
             continue
         if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
             raise ValueError(
-                f"batch{name} has shape {list(value.shape)}, so dimension {dim} of it cannot count samples."
+                f"batch{name} has shape {list(value.shape)}, so dimension {dim} of it cannot count samples: name "
+                "another one in the spec, or None to have it in every microbatch."
             )
         num_samples = value.shape[dim]
         first = first or (name, num_samples)
@@ -128,6 +137,11 @@ def _check(named: Sequence[tuple[str, Any, int | None]], num_microbatches: int, 
                 f"microbatches: use a multiple of {num_microbatches}"
                 + (", or uneven=True." if num_samples > num_microbatches and not uneven else ".")
             )
+
+
+def _has_samples(value: Any) -> bool:
+    """Of what is no tensor: an array, or a container that is none to torch's pytrees."""
+    return bool(getattr(value, "shape", ())) or isinstance(value, Mapping) or dataclasses.is_dataclass(value)
 
 
 def _describe(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ from megapipe import (
     PipelinedLRScheduler,
     PipelinedOptimizer,
     PostValidatedOptimizer,
+    StageInfo,
     TiedWeights,
     clip_grad_norm_,
     parallel_state,
     weight_tuning,
 )
+from megapipe.batches import data_iterators, split_batch
 from megapipe.checkpoint import Checkpointer, read_position
 from megapipe.data_parallel import GradientReducer
 from megapipe.export import save_safetensors
@@ -507,3 +510,25 @@ def test_factored_state_of_parameters_in_parts(tmp_path: Path) -> None:
     parts = lambda name, _, tensor: [(f"{name}.{n}", part) for n, part in enumerate(tensor)]  # noqa: E731
     with pytest.raises(ValueError, match=r"row_var of weight .* \[2, 4, 1\].*cannot be saved in parts"):
         Checkpointer(tmp_path, experts, optimizer, parts=parts).save(1)
+
+
+@dataclasses.dataclass
+class Samples:
+    tokens: Tensor
+
+
+def test_batches_that_are_not_cut() -> None:
+    """Arrays, and containers that torch's pytrees do not know, went into every microbatch as a whole: each sample was
+    trained on once per microbatch. A name that the spec lacks was a KeyError."""
+    tokens = torch.arange(4)
+    for batch, what in (
+        (UserDict(tokens=tokens), "batch is a UserDict"),
+        ({"x": Samples(tokens)}, r"batch\['x'\] is a Samples"),
+        ([tokens.numpy()], r"batch\[0\] is a ndarray"),
+    ):
+        with pytest.raises(ValueError, match=rf"{what}, which cannot be cut.*None in the spec"):
+            split_batch(batch, 2)
+        assert split_batch(batch, 2, None) == [batch, batch]
+    assert split_batch({"x": tokens.numpy()[0], "y": tokens}, 2)[1]["x"] == 0
+    with pytest.raises(ValueError, match=r"spec .* has no 'labels'"):
+        data_iterators([], 2, [StageInfo(0, 1)], inputs=["tokens"], labels=["labels"], spec={"tokens": 0})
