@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from graphs import skip_without_tracer
@@ -185,3 +189,64 @@ def test_a_forward_of_its_own() -> None:
     module.forward = module.linear.forward
     with pytest.raises(ValueError, match="has a forward of its own"):
         graph.capture(module, (example(),))
+
+
+@dataclasses.dataclass
+class Output:
+    y: Tensor
+
+
+class ReturnsObject(Plain):
+    def forward(self, x: Tensor) -> tuple[Tensor, Output]:
+        y = self.linear(x)
+        return y, Output(y * 2)
+
+
+class DropsLayers(Plain):
+    """As LayerDrop does."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if self.draw() < 0.5 else x
+
+
+def test_what_a_graph_would_not_do() -> None:
+    """Tensors in an object that torch's pytrees do not know were those of the tracing, and Python's random numbers were
+    drawn once, for ever. Nothing was said of either."""
+    with pytest.raises(graph.CaptureError, match=r"returns a Output with tensors in it.*dict, list or tuple"):
+        graph.capture(ReturnsObject(), (example(),))
+    for draw in (random.random, numpy.random.rand):
+        before = random.getstate(), numpy.random.get_state()[2]
+        with pytest.raises(graph.CaptureError, match=r"draws random numbers of (Python|NumPy)"):
+            graph.capture(DropsLayers(draw), (example(),))
+        assert before == (random.getstate(), numpy.random.get_state()[2])
+
+
+class Scales(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scales", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scales.sum() / len(self.scales)
+
+
+def test_a_buffer_of_another_shape() -> None:
+    """The shapes of parameters and buffers are in the graph, and nobody looked whether they were still the same."""
+    stage = graph.capture(Scales(), (example(),))
+    stage.scales = torch.ones(4)
+    x = example()
+    assert torch.equal(stage(x), stage.linear(x))
+
+
+def test_captured_again_in_inference_mode() -> None:
+    """A mode that was first run in validation, under torch.inference_mode, was captured without a backward. Run in
+    training afterwards, it had none."""
+    stage = graph.capture(Plain(), (example(),)).eval()
+    with torch.inference_mode():
+        stage(example())
+    stage(example()).sum().backward()
+    assert stage.linear.weight.grad is not None

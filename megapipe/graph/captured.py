@@ -6,8 +6,10 @@ What a graph would do otherwise than the module is looked for while it is captur
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+import random
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -118,7 +120,7 @@ class _Mode(NamedTuple):
     """What a capture depends on besides the arguments."""
 
     training: tuple[bool, ...]
-    weights: tuple[tuple[type[Tensor], torch.dtype, torch.device, bool], ...]
+    weights: tuple[tuple[type[Tensor], torch.Size, torch.dtype, torch.device, bool], ...]
     autocast: torch.dtype | None
 
 
@@ -185,7 +187,7 @@ class _Stage:
         tensors = self._weights_and_buffers()
         mode = _Mode(
             tuple([module.training for module in self._modules]),
-            tuple([(type(tensor), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]),
+            tuple([(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
             autocast_dtype(tensors),
         )
         if mode not in self._graphs:
@@ -233,11 +235,20 @@ class _Stage:
             value = self._arguments.structure.fill(flat[len(self._names) :])
             output = torch.func.functional_call(_Holder(self._module, self._call), state, (value,))
             structure, flat_output = Structure.of(output)
+            opaque = next((leaf for leaf in structure.fixed.values() if Structure.of(_attributes(leaf))[1]), None)
+            if opaque is not None:
+                raise CaptureError(
+                    f"{self._what} cannot be captured: it returns a {type(opaque).__name__} with tensors in it, which "
+                    "torch's pytrees do not know: return a dict, list or tuple, or leave this stage eager."
+                )
             outputs.append(structure)
             return tuple(flat_output)
 
-        examples = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in Structure.of(self._example)[1]]
         with ExitStack() as around:
+            around.enter_context(torch.inference_mode(False))
+            examples = [
+                tensor.detach().requires_grad_(tensor.requires_grad) for tensor in Structure.of(self._example)[1]
+            ]
             around.enter_context(capturing())
             around.enter_context(torch.enable_grad())
             around.enter_context(torch.random.fork_rng())
@@ -264,7 +275,8 @@ class _Stage:
                 self._module.set_input_tensor(received)  # type: ignore[operator]
             taken = [(_tensors_kept(module), dict(module._buffers)) for module in self._modules]
             torch.manual_seed(_SEED)
-            output = self._module.forward(*args, **kwargs)
+            with _without_drawing(self._what):
+                output = self._module.forward(*args, **kwargs)
             if torch.initial_seed() != _SEED:
                 raise CaptureError(
                     f"{self._what} cannot be captured: its forward sets the seed of the random numbers, which a graph "
@@ -311,6 +323,29 @@ class _Holder(nn.Module):
 
 
 _SEED = 4_294_967_311  # nobody else's
+
+
+@contextmanager
+def _without_drawing(what: str) -> Iterator[None]:
+    """Raises CaptureError where random numbers of Python or NumPy are drawn, and puts these back."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    yield
+    drawn = ["Python"] if random.getstate() != python_state else []
+    if numpy is not None and numpy_state is not None:
+        keys, *rest = numpy.random.get_state()[1:]
+        drawn += ["NumPy"] if rest != [*numpy_state[2:]] or (keys != numpy_state[1]).any() else []
+        numpy.random.set_state(numpy_state)
+    random.setstate(python_state)
+    if drawn:
+        raise CaptureError(
+            f"{what} cannot be captured: its forward draws random numbers of {' and '.join(drawn)}, which would be the "
+            "same in every call of a graph. Draw them with torch, pass them in, or leave this stage eager."
+        )
+
+
+def _attributes(value: Any) -> Any:
+    return getattr(value, "__dict__", None)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
