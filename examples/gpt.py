@@ -47,6 +47,11 @@ class GPTConfig(PipelineConfig):
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={config.hidden_size} cannot be shared out evenly among {config.num_attention_heads} "
+                "attention heads: use a divisor of it."
+            )
         self.num_heads = config.num_attention_heads
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)

@@ -99,7 +99,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=None,
         help="folder to go on from, saved under any arrangement; that of --save may be empty, at the first start",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for option in ("micro_batch_size", "global_batch_size", "eval_iters", "log_interval", "save_interval"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            parser.error(f"--{option.replace('_', '-')} must be at least 1, got {value}")
+    return args
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module) -> tuple[Tensor, Any]:
@@ -119,6 +123,8 @@ class Trainer:
         self.args = args
         self.device = device
         self.forward_backward = megapipe.get_forward_backward_func(args.schedule)
+        if self.forward_backward.forward_only:
+            raise ValueError(f"--schedule {self.forward_backward.name} runs forwards only: choose another to train.")
         self.num_replicas = parallel_state.get_data_parallel_world_size()
         self.num_microbatches, rest = divmod(args.global_batch_size, args.micro_batch_size * self.num_replicas)
         if rest or not self.num_microbatches:
@@ -374,7 +380,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
         )
         if args.record_timeline is not None and dist.get_rank() == 0:
             timeline.save(args.record_timeline)
-    if args.save is not None:
+    if args.save is not None and first_iteration < args.train_iters:
         trainer.checkpointer.wait()
         console.print(f"saved to {args.save}")
     return logged

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import sys
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ from megapipe.export import save_safetensors
 from megapipe.plan import make_plan
 from megapipe.post_validation import optimizer_of
 from megapipe.weight_placement import place_weights
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:
@@ -532,3 +535,25 @@ def test_batches_that_are_not_cut() -> None:
     assert split_batch({"x": tokens.numpy()[0], "y": tokens}, 2)[1]["x"] == 0
     with pytest.raises(ValueError, match=r"spec .* has no 'labels'"):
         data_iterators([], 2, [StageInfo(0, 1)], inputs=["tokens"], labels=["labels"], spec={"tokens": 0})
+
+
+def pretrain_for_inference(rank: int) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    import pretrain_gpt
+
+    parallel_state.initialize_model_parallel()
+    args = pretrain_gpt.parse_args(["--schedule", "inference", "--hidden-size", "16", "--num-layers", "1"])
+    with pytest.raises(ValueError, match="--schedule inference runs forwards only"):
+        pretrain_gpt.Trainer(args, torch.device("cpu"))
+    args = pretrain_gpt.parse_args(["--num-attention-heads", "3", "--hidden-size", "16", "--num-layers", "1"])
+    with pytest.raises(ValueError, match="hidden_size=16 cannot be shared out evenly among 3 attention heads"):
+        pretrain_gpt.Trainer(args, torch.device("cpu"))
+    for option in ("eval-iters", "log-interval", "save-interval", "micro-batch-size"):
+        with pytest.raises(SystemExit):
+            pretrain_gpt.parse_args([f"--{option}", "0"])
+
+
+def test_options_of_the_example(ranks: RankPool) -> None:
+    """Sizes and intervals of 0 were divisions by zero, --eval-iters 0 only after a hundred steps. Under --schedule
+    inference nothing was trained, and what had not been trained was saved."""
+    ranks.run(1, pretrain_for_inference)
