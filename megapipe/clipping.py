@@ -51,8 +51,8 @@ def clip_grad_norm_(
 
     Returns the norm before clipping, a float64 tensor without dimensions, the same on every rank.
 
-    Raises ValueError for sizes that make no sense, and with `error_if_nonfinite` RuntimeError on every rank, which
-    names the parameters and the ranks that hold them.
+    Raises ValueError for sizes that make no sense and for gradients kept as `main_grad`, and with `error_if_nonfinite`
+    RuntimeError on every rank, which names the parameters and the ranks that hold them.
     """
     check_norm(max_norm, norm_type)
     models = as_list(model)
@@ -88,16 +88,27 @@ def trained_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Pa
 
 def gradients(models: Iterable[nn.Module]) -> list[Tensor]:
     """Every gradient there is, where sharded this rank's part of it."""
-    return [local(parameter.grad) for _, parameter in trained_parameters(models) if parameter.grad is not None]
+    found = (gradient_of(name, parameter) for name, parameter in trained_parameters(models))
+    return [local(grad) for grad in found if grad is not None]
+
+
+def gradient_of(name: str, parameter: nn.Parameter) -> Tensor | None:
+    """Raises ValueError where somebody else keeps it."""
+    if parameter.grad is None and getattr(parameter, "main_grad", None) is not None:
+        raise ValueError(
+            f"{name} has its gradient in main_grad, of another's making: leave clipping, dividing and tied weights to "
+            "those who made it, or let them set .grad first."
+        )
+    return parameter.grad
 
 
 def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     """The sum of |g|^p over the stages of this rank, or the largest |g|: float64, without dimensions. Collective over
     the ranks that hold the same stages, where these share out shards or experts."""
-    for _, parameter in trained_parameters(
-        models
-    ):  # the gradients of sequence-parallel parameters are yet to be summed
-        sharded, grad = as_sharded(parameter), None if parameter.grad is None else as_sharded(parameter.grad)
+    for name, parameter in trained_parameters(models):
+        own = gradient_of(name, parameter)
+        # The gradients of sequence-parallel parameters are yet to be summed.
+        sharded, grad = as_sharded(parameter), None if own is None else as_sharded(own)
         if sharded is not None and grad is not None and any(placed.is_partial() for placed in grad.placements):
             parameter.grad = grad.redistribute(placements=sharded.placements)
     everything = (parameter for model in models for parameter in model.parameters())  # all may be frozen here

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .clipping import as_list, local, pipeline_group
+from .clipping import as_list, gradient_of, local, pipeline_group
 from .names import named_parameters
 
 __all__ = ["TiedWeights"]
@@ -51,6 +51,7 @@ class TiedWeights:
         named = [item for chunk in as_list(model) for item in named_parameters(chunk, remove_duplicate=False)]
         found = [(name, parameter) for wanted in names for name, parameter in named if name == wanted]
         self._copies = [parameter for _, parameter in found]
+        self._names = {parameter: name for name, parameter in found}
         group = group or pipeline_group()
         rank = 0 if group is None else group.rank()
         own = [_Copy(name, rank, tuple(parameter.shape), _kind_of(parameter)) for name, parameter in found]
@@ -86,7 +87,7 @@ class TiedWeights:
         copies = {id(parameter): parameter for parameter in self._copies if parameter.requires_grad}.values()
         if not copies:
             return
-        grads = [_gradient(parameter) for parameter in copies]
+        grads = [_gradient(self._names[parameter], parameter) for parameter in copies]
         total = grads[0]
         for grad in grads[1:]:
             total += grad
@@ -138,7 +139,8 @@ def _group_of(holders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup
     return own
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
+def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
+    if gradient_of(name, parameter) is None:
         parameter.grad = torch.zeros_like(parameter)
+    assert parameter.grad is not None
     return local(parameter.grad)

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from megapipe import (
     StageInfo,
     TiedWeights,
     clip_grad_norm_,
+    divide_by_num_tokens,
     parallel_state,
     weight_tuning,
 )
@@ -557,3 +559,22 @@ def test_options_of_the_example(ranks: RankPool) -> None:
     """Sizes and intervals of 0 were divisions by zero, --eval-iters 0 only after a hundred steps. Under --schedule
     inference nothing was trained, and what had not been trained was saved."""
     ranks.run(1, pretrain_for_inference)
+
+
+def main_gradients(rank: int) -> None:
+    chunks = build("1f1b", 2, 2, deferred=True)
+    for parameter in chunks[0].parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float64)
+    run("1f1b", chunks, 2)
+    tied = TiedWeights(chunks, ["embedding.weight", "head.weight"])
+    calls: list[Callable[[], Any]] = [lambda: clip_grad_norm_(chunks, 1.0), tied.sum_gradients]
+    calls += [lambda: divide_by_num_tokens(chunks, torch.tensor(2)), PostValidatedOptimizer(chunks, sgd, 1.0).step]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"weight has its gradient in main_grad, of another's making"):
+            call()
+
+
+def test_gradients_that_others_accumulate(ranks: RankPool) -> None:
+    """Layers add to `main_grad` where there is one, which the norm, its clipping and the sums over tied weights passed
+    over. They took such a gradient for none, silently."""
+    ranks.run(2, main_gradients)
