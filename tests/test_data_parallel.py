@@ -171,7 +171,7 @@ def mistakes(rank: int) -> None:
     reducer = GradientReducer([model[1]])
     model[1](torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"shape \[3, 2\] is sparse"):
-        reducer.finish([model])
+        reducer.finish([model[1]])
 
 
 def per_token(rank: int) -> None:
