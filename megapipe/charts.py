@@ -246,7 +246,7 @@ def save_comparison_html(
             mode="markers",
             x=[time],
             y=[memory],
-            hovertext=f"<b>{label}</b><br>step {time:.4g} {unit}<br>{memory:.3g} microbatches in flight",
+            hovertext=f"<b>{label}</b><br>step {time:.4g} {unit}<br>{memory:.3g} microbatches held",
             hoverinfo="text",
             marker={"size": 12, "symbol": "circle" if fits else "x"},
         )
@@ -263,7 +263,7 @@ def save_comparison_html(
 
 
 def _axis_names(unit: str) -> tuple[str, str]:
-    return "time of a step" + (f", {unit}" if unit else ""), "microbatches in flight on the fullest rank"
+    return "time of a step" + (f", {unit}" if unit else ""), "microbatches held on the fullest rank"
 
 
 def _points(rows: Iterable[tuple[Plan, Simulation]], memory_limit: float | None) -> list[Point]:

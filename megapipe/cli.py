@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megapipe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="megapipe", description="Look at schedules, before they run and after.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     show = commands.add_parser("show", help="draw one schedule", description="Draw a schedule's timeline.")
@@ -41,14 +41,14 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("schedule", help=f"{', '.join(schedule_names())}, {files}")
     _add_sizes(show, required=False)
     _add_costs(show)
-    show.add_argument("--steps", type=int, default=1, help="training steps, one after the other without a barrier")
+    show.add_argument(
+        "--steps", type=int, default=1, metavar="N", help="training steps, one after the other without a barrier"
+    )
     show.add_argument("--comms", action="store_true", help="list what each rank does, messages included")
-    show.add_argument("--width", type=int, default=None, help="columns of the timeline; default: the terminal's")
+    show.add_argument("--width", type=int, metavar="N", help="columns of the timeline; default: the terminal's")
     show.add_argument("--csv", metavar="FILE", help="save the actions, a row per rank")
     show.add_argument("--json", metavar="FILE", help="save the actions")
-    show.add_argument("--svg", metavar="FILE", help="save the timeline as a picture")
-    show.add_argument("--png", metavar="FILE", help="save the timeline as a picture")
-    show.add_argument("--html", metavar="FILE", help="save the timeline as a page to zoom and point at")
+    _add_pictures(show, "the timeline")
     show.add_argument("--trace", metavar="FILE", help="save the timeline as a trace that Perfetto opens")
     show.set_defaults(run=_show)
 
@@ -66,9 +66,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Predict every schedule's step time from a measured timeline, and recommend one.",
     )
     tune.add_argument("timeline", help="the file that was recorded")
-    tune.add_argument("--microbatches", type=int, default=None, help="microbatches per step; default: as measured")
+    tune.add_argument("--microbatches", type=int, metavar="N", help="microbatches per step; default: as measured")
     tune.add_argument(
-        "--chunks", type=int, nargs="+", default=[2, 4], help="stages per rank, for schedules that leave it open"
+        "--chunks",
+        type=int,
+        nargs="+",
+        default=[2, 4],
+        metavar="N",
+        help="stages per rank to try, for schedules that leave it open; default: 2 4",
     )
     _add_choice(tune)
     tune.set_defaults(run=_tune)
@@ -77,28 +82,39 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--memory-limit", type=float, default=None, metavar="N", help="microbatches of a whole rank that fit in memory"
+        "--memory-limit", type=float, default=None, metavar="N", help="microbatches that a rank has memory for at once"
     )
-    for ending in ("svg", "png", "html"):
-        parser.add_argument(f"--{ending}", metavar="FILE", help="save a chart of time against memory")
+    _add_pictures(parser, "a chart of time against memory")
+
+
+def _add_pictures(parser: argparse.ArgumentParser, what: str) -> None:
+    for ending, form in (("svg", "a picture"), ("png", "a picture"), ("html", "a page to zoom and point at")):
+        parser.add_argument(f"--{ending}", metavar="FILE", help=f"save {what} as {form}")
 
 
 def _add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
-    parser.add_argument("--pp", type=int, required=required, help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, required=required, help="microbatches per step")
-    parser.add_argument("--chunks", type=int, default=None, help="stages per rank, for schedules that leave it open")
+    parser.add_argument("--pp", type=int, required=required, metavar="N", help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, required=required, metavar="N", help="microbatches per step")
+    parser.add_argument("--chunks", type=int, metavar="N", help="stages per rank, for schedules that leave it open")
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
     times = parser.add_argument_group("times", "of one microbatch on a whole rank, in any unit")
-    times.add_argument("--forward", type=float, default=1.0)
-    times.add_argument("--backward-input", type=float, default=1.0)
-    times.add_argument("--backward-weight", type=float, default=1.0)
-    times.add_argument("--p2p", type=float, default=0.0, help="latency of a message")
+    for name, default, what in (
+        ("--forward", 1.0, "F"),
+        ("--backward-input", 1.0, "B, the part of the backward for the input"),
+        ("--backward-weight", 1.0, "W, the part for the weights"),
+        ("--p2p", 0.0, "latency of a message"),
+        ("--optimizer", 0.0, "the optimizer's step, after each step"),
+    ):
+        times.add_argument(name, type=float, default=default, metavar="T", help=f"{what}; default: {default:g}")
     times.add_argument(
-        "--overlap", type=float, default=0.0, help="share of the shorter of an overlapped F and B that the longer hides"
+        "--overlap",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the shorter of an overlapped F and B, how much the longer hides; default: 0",
     )
-    times.add_argument("--optimizer", type=float, default=0.0, help="the optimizer's step, after each step")
 
 
 def _costs(args: argparse.Namespace) -> Costs:
@@ -207,9 +223,10 @@ def _console() -> Any:
 def _print_figures(plan: Plan, simulation: Simulation) -> None:
     print(f"step       {simulation.step_time:g}, of at least {simulation.lower_bound:g}")
     print(f"bubble     {_listed(simulation.bubble, '.1%')}")
-    print(f"in a span  {_listed(simulation.inner_bubble, '.1%')}")
+    print(f"in a span  {_listed(simulation.inner_bubble, '.1%')} (from a rank's first action to its last)")
     if not plan.forward_only:
-        print(f"held       {_listed(simulation.peak_activations, 'g')} (microbatches of a whole rank)")
+        share = f", a chunk's counted as 1/{plan.num_chunks}" if plan.num_chunks > 1 else ""
+        print(f"held       {_listed(simulation.peak_activations, 'g')} (microbatches at once{share})")
     print(f"messages   {plan.num_messages} per step")
 
 
@@ -224,6 +241,16 @@ def _print_measured(measured: Timeline, simulation: Simulation) -> None:
     for kind, times in measured.mean_times.items():
         print(f"{f'{kind} takes':<10} {_listed(times, '.3g', ' ms', 'stage')}")
     print(f"messages   {measured.plan.num_messages} per step, latency {measured.latency:.3g} ms")
+    _print_hint(measured)
+
+
+def _print_hint(measured: Timeline) -> None:
+    times = measured.mean_times
+    if "W" in times and sum(times["W"]) < 0.1 * sum(times["B"]):
+        print(
+            "hint       the Ws are all but empty: the layers compute their weight gradients in B. To have them "
+            "put off, see megapipe.weight_grad.convert"
+        )
 
 
 def _listed(values: Sequence[float], form: str, unit: str = "", what: str = "rank") -> str:
@@ -259,6 +286,7 @@ def _tune(args: argparse.Namespace) -> None:
     print(f"per microbatch on a rank (mean of all ranks), a message {costs.p2p:.3g} ms")
     if "W" not in measured.mean_times:
         print("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
+    _print_hint(measured)
     num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches
     rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs)
     _show_rows(rows, args, unit="ms")

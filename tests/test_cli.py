@@ -25,8 +25,8 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
         "rank 2 ........2F0 2B0     2F1 2B1     2F2 2B2     ................",
         "step       15, of at least 11",
         "bubble     40.0% on every rank",
-        "in a span  40.0% 25.0% 0.0%",
-        "held       3 2 1 (microbatches of a whole rank)",
+        "in a span  40.0% 25.0% 0.0% (from a rank's first action to its last)",
+        "held       3 2 1 (microbatches at once)",
         "messages   12 per step",
     ]
 
@@ -105,6 +105,14 @@ def test_show_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: 
         "BW takes   20 ms on every stage",
         "messages   8 per step, latency 2 ms",
     ]
+
+
+def test_layers_that_put_nothing_off_are_noticed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    for weight, is_noticed in ((0.1, True), (10.0, False)):
+        Timeline("zb1p", [as_measured(make_plan("zb1p", 2, 4).simulate(10.0, 10.0, weight))]).save(path)
+        for command in ("show", "tune"):
+            assert ("the Ws are all but empty" in output_of(capsys, command, str(path))) == is_noticed
 
 
 def test_files_of_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str) -> None:
