@@ -62,20 +62,20 @@ NOTES = {
         "p",
     ),
     "v_half": (
-        "Half of 1F1B's memory, for about half of its bubble.",
-        "about 1.5 (p - 1) / (3 m)",
+        "Half of 1F1B's memory, for little more than half of its bubble.",
+        "about (p - 1) / (1.75 m + p - 1)",
         "at most (p + 2) // 2",
     ),
     "v_min": (
         "A third of 1F1B's memory, for two thirds of its bubble.",
-        "about 2 (p - 1) / (3 m)",
+        "about (p - 1) / (1.5 m + p - 1)",
         "at most (p + 4) // 3",
     ),
     "dualpipev": (
         "Layers that communicate for long, as mixtures of experts do: forward and backward run in pairs (`F1B0`), each "
         "while the other's messages are under way, where the model can (see `forward_parts`). Where they run one "
         "after the other, zbv is as fast and holds less.",
-        "(p - 1) (F + B - W) / 2; F / 2 + (p - 1) (B - W) / 2 where a pair takes no longer than its longer half",
+        "(p - 1) / (6 m + p - 1), less where F and B overlap",
         "p + 1/2",
     ),
 }
@@ -84,25 +84,26 @@ HEAD = f"""# Schedules
 
 Made by `make docs` from the schedules themselves; a test keeps this page up to date.
 
-In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and a backward
-takes twice as long as a forward. Blue is forward, green backward, or its part for the input where yellow is the part
-for the weights; dark are the odd chunks. p are the ranks, m the microbatches, v the chunks per rank, r is the rank, and
-N the size of a group (`microbatch_group_size_per_vp_stage`, p if unsaid). Bubbles are shares of a step with F = B = W,
-all stages alike, and messages that take no time. A microbatch counts as held from its F to its W, in microbatches of a
-whole rank.
+[The README](../README.md#which-schedule) says which to choose.
+
+In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and F, B and W take as long
+as each other. Blue is the forward (F), green the backward, or where it is split its part for the input (B), yellow its
+part for the weights (W); dark are the odd chunks. p are the ranks, m the microbatches, v the chunks per rank, r is the
+rank, and N the size of a group (`microbatch_group_size_per_vp_stage`, p if unsaid). Bubbles are shares of a step with
+F = B = W, all stages alike, and messages that take no time. A microbatch counts as held from its F to its W, a chunk's
+as 1 / v of one.
 
 **Where the bubble comes from.** Without interleaving the last microbatch leaves the first rank after m forwards, goes
 down and up through the p - 1 other ranks, and meets m backwards on its way: a step takes (m + p - 1) (F + B + W), of
 which m (F + B + W) are work. With v chunks each stage takes 1 / v of that time, and so does each step of the way
 through the pipeline: (m + (p - 1) / v) (F + B + W).
 
-**What splitting the backward does to it.** W needs nothing from other ranks and nobody waits for it. On its way up and
-down the last microbatch then takes F + B per rank and not F + B + W, and while it is away, a rank does Ws that it has
-put off: (p - 1) (F + B - W) remain (zb1p), the same per chunk when interleaved. A rank can only start once the first
-microbatch has come up to it. What a step cannot avoid beyond that is nothing: a rank that starts r F later ends as much
-later, and begins its next step then (zb2p, zbv: a parallelogram). That needs enough microbatches in flight to last
-until the first one is back, 2 (p - 1) + 1 of them on one chunk (zb2p); in a V the last stage is on the first rank, each
-way is half as long in time, and p are enough (zbv).
+**What a split backward does to it.** No other rank waits for a W. So the way through the p - 1 other ranks takes F + B
+on each and not F + B + W, and meanwhile a rank does Ws that it has put off: (p - 1) (F + B - W) remain (zb1p), 1 / v of
+that when interleaved. With F = B = W no step is shorter, since rank r starts r F later than the first. But it may end
+that much later too, and begin its next step then: between its first and last action it waits for nothing (zb2p, zbv: a
+parallelogram). That needs enough microbatches in flight to last until the first one is back, 2 (p - 1) + 1 of them on
+one chunk (zb2p). In a V the last stage is on the first rank, each way is half as long in time, and p are enough (zbv).
 """
 
 
@@ -165,6 +166,7 @@ def peaks(plan: Plan) -> str:
 
 
 def generate(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for name in megapipe.schedule_names():
         plan = make_plan(name, pp_size_of(name), NUM_MICROBATCHES)
         save_picture(plan, plan.simulate(), folder / f"{name}.svg")
