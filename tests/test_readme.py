@@ -1,14 +1,18 @@
 """What the README shows is what there is."""
 
+import contextlib
 import inspect
+import io
 import re
 from pathlib import Path
 
 import pytest
+from ranks import RankPool
 
 import megapipe
 from megapipe.cli import main
 from megapipe.plan import make_plan
+from megapipe.timeline import load_timeline
 from megapipe.visualize import as_text
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +37,31 @@ def test_commands_exist() -> None:
     targets = (ROOT / "Makefile").read_text()
     for command in re.findall(r"^make (\w+)$", README, flags=re.MULTILINE):
         assert f"\n{command}: " in targets
+
+
+def run_script(rank: int, text: str, timeline: str) -> str:
+    """The script without the process group, which the worker has made, and its file elsewhere."""
+    text, num_group = re.subn(r"dist\.(init|destroy)_process_group\(.*\)", "", text)
+    text, num_files = re.subn(r"\btimeline\.json\b", timeline, text)
+    assert (num_group, num_files) == (2, 1)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_the_script_trains(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    (script,) = (block for block in re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL) if "SCHEDULE," in block)
+    assert '"1f1b"' in script
+    timeline = tmp_path / "timeline.json"
+    printed = ranks.run(4, run_script, script.replace('"1f1b"', f'"{schedule}"'), str(timeline))
+    has_loss = 0 if schedule == "zbv" else 3  # where the last stage is
+    losses = [float(line.split()[-1]) for line in printed[has_loss].splitlines() if line.startswith("step")]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert printed[0].splitlines()[-1].startswith("bubble ")
+    assert load_timeline(timeline).name == schedule
 
 
 def test_every_file_is_on_the_map() -> None:
