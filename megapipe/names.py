@@ -1,15 +1,30 @@
-"""What parameters are called, whatever a chunk is wrapped in."""
+"""What a chunk has and what its parameters are called, whatever it is wrapped in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["named_parameters", "unwrapped", "without_wrappers"]
+__all__ = ["find_attribute", "named_parameters", "unwrapped", "with_inner", "without_wrappers"]
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def with_inner(chunk: Any) -> Iterator[Any]:
+    """A chunk, and what its wrappers hold as `module`, and torch.compile's as `_orig_mod`, from the outside in."""
+    inner = chunk
+    while isinstance(inner, nn.Module):
+        yield inner
+        original = inner._modules.get("_orig_mod")
+        inner = getattr(inner, "module", None) if original is None else original
+
+
+def find_attribute(chunk: Any, name: str) -> Any:
+    """The attribute of `chunk`, or of the first module inside its wrappers that has it, or None."""
+    return next((getattr(inner, name) for inner in with_inner(chunk) if hasattr(inner, name)), None)
 
 
 def named_parameters(chunk: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .clipping import check_norm, gather_power_sums, gradients, local, norm_of, power_sum, scale_gradients
+from .names import with_inner
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
 
 __all__ = ["PostValidatedOptimizer", "optimizer_of"]
@@ -82,8 +83,8 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self._is_finite = True
         self._waits = False
         """Whether the last step was not one to guess: the next one waits for its norm."""
-        for chunk in _with_inner(self.models):
-            _optimizers[chunk] = ref(self)
+        for chunk in self.models:
+            _optimizers.update((inner, ref(self)) for inner in with_inner(chunk))
 
     @property
     def is_open(self) -> bool:
@@ -225,15 +226,5 @@ _optimizers: WeakKeyDictionary[nn.Module, ref[PostValidatedOptimizer]] = WeakKey
 
 def optimizer_of(models: Iterable[nn.Module]) -> PostValidatedOptimizer | None:
     """The optimizer that trains any of `models`, or what they wrap."""
-    found = (_optimizers.get(model) for model in _with_inner(models))
+    found = (_optimizers.get(inner) for model in models for inner in with_inner(model))
     return next((optimizer for one in found if one is not None and (optimizer := one()) is not None), None)
-
-
-def _with_inner(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """With the modules that wrappers hold as `module`, and that torch.compile does."""
-    for model in models:
-        inner: Any = model
-        while isinstance(inner, nn.Module):
-            yield inner
-            original = inner._modules.get("_orig_mod")
-            inner = getattr(inner, "module", None) if original is None else original

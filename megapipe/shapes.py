@@ -11,9 +11,9 @@ from torch import nn
 
 from .config import PipelineConfig
 from .fsdp import output_dtype
+from .names import find_attribute
 from .p2p_communication import MessageSpec, TensorSpec, pack
 from .placement import StageInfo
-from .stage import find_attribute
 
 __all__ = ["ShapeArguments", "message_specs"]
 

@@ -18,11 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import hooks
 from .config import PipelineConfig
+from .names import find_attribute
 from .p2p_communication import MessageSpec, TensorSpec, Transfer, pack, unpack
 from .placement import StageInfo
 from .weight_grad.putting_off import PutOff, putting_off
 
-__all__ = ["NOTHING", "InFlight", "Stage", "StepArguments", "find_attribute", "run_backward"]
+__all__ = ["NOTHING", "InFlight", "Stage", "StepArguments", "run_backward"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
@@ -336,15 +337,6 @@ def _running(timer: Any) -> Iterator[None]:
         yield
     finally:
         timer.stop()
-
-
-def find_attribute(module: Any, name: str) -> Any:
-    """The attribute of `module`, or of the first module inside its wrappers (`.module`) that has it, or None."""
-    while not hasattr(module, name):
-        module = getattr(module, "module", None)
-        if module is None:
-            return None
-    return getattr(module, name)
 
 
 def _innermost_with_backward_dw(module: nn.Module) -> list[Any]:

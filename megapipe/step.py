@@ -23,6 +23,7 @@ from .config import PipelineConfig
 from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
 from .memory import LARGE
+from .names import find_attribute
 from .overlap.parts import find_forward_parts
 from .p2p_communication import Lookahead, MessageSpec
 from .pipeline import Chunk, Pipeline
@@ -34,7 +35,7 @@ from .registry import Schedule, find_schedule, register
 from .session import Session
 from .shapes import ShapeArguments, message_specs
 from .speculation import WeightsTakenBack, speculate
-from .stage import Stage, StepArguments, find_attribute
+from .stage import Stage, StepArguments
 from .verbs import ScheduleError, Settings, Verbs
 from .weight_tuning import WeightTuner
 

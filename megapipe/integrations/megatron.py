@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from .. import hooks
 from ..config import PipelineConfig
+from ..names import find_attribute
 from ..placement import StageInfo
 from ..registry import Schedule, find_schedule
-from ..stage import Stage, StepArguments, find_attribute, run_backward
+from ..stage import Stage, StepArguments, run_backward
 from ..step import stages_for_rank
 
 __all__ = [

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..names import with_inner
+
 __all__ = ["Parts", "find_forward_parts", "in_parts", "run_parts"]
 
 Result = TypeVar("Result")
@@ -78,13 +80,13 @@ class Parts:
 
 
 def find_forward_parts(module: Any) -> Callable[..., Generator[None, None, Any]] | None:
-    while module is not None and not _has_hooks(module):
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            return None  # its forward prepares the reduction of the gradients
-        forward_parts = getattr(module, "forward_parts", None)
+    for inner in with_inner(module):
+        # DistributedDataParallel's forward prepares the reduction of the gradients.
+        if _has_hooks(inner) or isinstance(inner, nn.parallel.DistributedDataParallel):
+            return None
+        forward_parts = getattr(inner, "forward_parts", None)
         if forward_parts is not None:
             return forward_parts  # type: ignore[no-any-return]
-        module = getattr(module, "module", None)
     return None
 
 
