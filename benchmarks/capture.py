@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from megapipe.overlap import start_all_to_all
 from megapipe.weight_grad.putting_off import PutOff, putting_off
 
 from .launching import be_undisturbed, gather, launch
+from .memory import live_bytes
 from .tables import FOLDER, median_and_spread, save_table
 
 NUM_HEADS = 4
@@ -158,11 +158,6 @@ def kept(stage: nn.Module, x: Tensor, grad: Tensor) -> tuple[int, int]:
     held = live_bytes() - before - x.nbytes
     put_off.run()
     return saved, held
-
-
-def live_bytes() -> int:
-    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def capture_of(num_layers: int) -> list[str]:

@@ -1,7 +1,8 @@
-"""What a function allocates on a device, as torch's allocator counts it."""
+"""What a function allocates on a device, as torch's allocator counts it, and what tensors hold."""
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -41,3 +43,9 @@ def memory_of(device: torch.device | str, function: Callable[[], Any]) -> Memory
         return Memory(0, 0)
     before = totals[0] - events[0]["args"]["Bytes"]
     return Memory(max(totals) - before, totals[-1] - before)
+
+
+def live_bytes() -> int:
+    """Of all tensors on the CPU that Python knows, each storage once."""
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

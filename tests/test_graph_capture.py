@@ -16,6 +16,7 @@ from graphs import skip_without_tracer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.memory import live_bytes
 from megapipe import graph, weight_grad
 from megapipe.weight_grad.putting_off import PutOff, putting_off
 
@@ -288,16 +289,6 @@ def test_what_a_backward_keeps_for_the_weights() -> None:
     output.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="run a second time"):
         output.sum().backward()
-
-
-def live_bytes() -> int:
-    import gc
-
-    storages = {}
-    for tensor in gc.get_objects():
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
 
 
 class Refused(nn.Module):
