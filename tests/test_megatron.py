@@ -22,6 +22,7 @@ from megapipe import StageInfo
 from megapipe.placement import v_shape
 from megapipe.step import ForwardBackward
 from megapipe.verbs import Verbs
+from megapipe.weight_grad.putting_off import PutOff, putting_off
 
 pytest.importorskip(
     "megatron.core", reason="make test installs megatron-core; pip install --no-deps megatron-core==0.16.1"
@@ -266,6 +267,38 @@ def variable_lengths(rank: int) -> None:
 
 def test_pp2_vpp2_with_variable_lengths(ranks: RankPool) -> None:
     ranks.run(2, variable_lengths, timeout=40)
+
+
+def put_off(rank: int) -> None:
+    """In B the layers' weights have no gradient yet; after W all have the same as without."""
+    plain = provider(megatron(1))()
+    (model,) = copy_of([plain])
+    assert megapipe.integrations.megatron.put_off_weight_gradients(model) is model
+    losses = [forward_step(iter(batches(1, 0)), one)[0].mean() for one in (plain, model)]
+    assert torch.equal(*losses)
+    losses[0].backward()
+    later = PutOff()
+    with putting_off(later):
+        losses[1].backward()
+    waiting = {name for name, p in model.named_parameters() if p.grad is None}
+    assert waiting == {name for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name}
+    later.run()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
+        assert torch.equal(p.grad, q.grad), name
+    for schedule, vp_size in (("zb1p", None), ("zbv", 2)):
+        chunks = megapipe.integrations.megatron.build_model_chunks(provider(megatron(2, vp_size)), schedule)
+        both = [chunks, copy_of(chunks)]
+        for chunk in both[1]:
+            megapipe.integrations.megatron.put_off_weight_gradients(chunk)
+        reports = [step(megapipe.get_forward_backward_func(schedule), one, batches(4, 0)) for one in both]
+        assert reports[0] == reports[1]
+        for a, b in zip(*both):
+            for (name, p), q in zip(a.named_parameters(), b.parameters()):
+                assert torch.equal(p.grad, q.grad), f"{schedule} {name}"
+
+
+def test_layers_that_leave_their_weight_gradients_to_w(ranks: RankPool) -> None:
+    ranks.run(2, put_off)
 
 
 def auxiliary_losses(rank: int) -> None:

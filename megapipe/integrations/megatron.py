@@ -5,16 +5,17 @@ A trainer changes one import:
     from megapipe import get_forward_backward_func   # was: from megatron.core.pipeline_parallel import ...
 
 and may then name any schedule. `megatron.core.parallel_state` is used where it is initialised, `model.config` may be
-Megatron's own, and the scales of auxiliary losses are set as Megatron's schedules set them.
+Megatron's own, and the scales of auxiliary losses are set as Megatron's schedules set them. For schedules that split
+the backward there is `put_off_weight_gradients`, and for those in a V `build_model_chunks`.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from ..placement import StageInfo
 from ..registry import Schedule, find_schedule
 from ..stage import Stage, StepArguments, run_backward
 from ..step import stages_for_rank
+from ..weight_grad.layers import linear
 
 __all__ = [
     "backward_step",
@@ -35,7 +37,10 @@ __all__ = [
     "forward_step",
     "get_schedule_table",
     "get_tensor_shapes",
+    "put_off_weight_gradients",
 ]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 # What the core asks for
@@ -82,7 +87,8 @@ def _around_forwards(model: nn.Module, num_microbatches: int, device: torch.devi
         return None
     config = find_attribute(model, "config")
     return hooks.AroundForward(
-        partial(_set_current_microbatch, model), partial(_scale_auxiliary_losses, config, num_microbatches, device)
+        functools.partial(_set_current_microbatch, model),
+        functools.partial(_scale_auxiliary_losses, config, num_microbatches, device),
     )
 
 
@@ -181,6 +187,35 @@ def _pretend_rank(parallel_state: Any, rank: int) -> Any:
     finally:
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = group
         parallel_state.set_pipeline_model_parallel_rank(None)
+
+
+# Layers that leave their weight gradients to W
+
+
+def put_off_weight_gradients(module: Module) -> Module:
+    """Make the layers that Megatron builds without transformer-engine leave their weight gradients to W: its
+    ColumnParallelLinear and RowParallelLinear, as `weight_grad.convert` does with torch's. Call it before the model is
+    wrapped or after.
+
+    Returns `module`. A layer's class is swapped and nothing else. Under tensor parallelism a layer whose backward
+    communicates between its two products (a ColumnParallelLinear, or any with sequence parallelism) stays as it is:
+    what Megatron hides there is its weight gradient.
+    """
+    layers = sys.modules["megatron.core.tensor_parallel.layers"]
+    for layer in module.modules():
+        if type(layer) in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+            layer.__class__ = _deferring_class(type(layer))
+    return module
+
+
+@functools.cache
+def _deferring_class(original: Any) -> Any:
+    def _forward_impl(self: Any, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        if options["allreduce_dgrad"] or options["sequence_parallel"]:
+            return original._forward_impl(self, input, weight, **options)  # type: ignore[no-any-return]
+        return linear(input, weight, options["bias"])
+
+    return type(original.__name__, (original,), {"__module__": original.__module__, "_forward_impl": _forward_impl})
 
 
 # Functions that trainers import from Megatron's schedules, with Megatron's arguments
