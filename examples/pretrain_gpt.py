@@ -142,18 +142,7 @@ class Trainer:
             "num_experts": args.num_experts,
             "moe_topk": args.moe_topk,
         }
-        config = GPTConfig(
-            **self.model,
-            dropout=args.dropout,
-            seed=args.seed,
-            moe_aux_loss_coeff=args.moe_aux_loss_coeff,
-            moe_aux_loss_scale=1 / self.num_microbatches,
-            expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
-            enable_autocast=args.bf16,
-            autocast_dtype=torch.bfloat16,
-            finalize_model_grads_func=self.finalize_gradients,
-            record_timeline=self.recorder,
-        )
+        config = self.make_config()
         # The schedule decides which stages this rank holds. Only their layers are ever built here.
         self.chunks = [GPTStage(config, stage).to(device) for stage in megapipe.stages_for_rank(self.forward_backward)]
         # Only the stages at the ends read data: tokens and labels.
@@ -163,11 +152,7 @@ class Trainer:
                 self.capture(chunk)
         self.reducer = None
         if args.data_parallel_shard_size > 1:
-            mesh = parallel_state.get_data_parallel_mesh()
-            for chunk in self.chunks:
-                for layer in chunk.layers.values() if args.stage_backend == "eager" else ():  # a graph is one module
-                    fully_shard(layer, mesh=mesh)
-                fully_shard(chunk, mesh=mesh)
+            self.shard()
         elif self.num_replicas > 1:
             self.reducer = GradientReducer(self.chunks)
             config.grad_sync_func = self.reducer.start
@@ -197,6 +182,29 @@ class Trainer:
         if self.reads_data:
             text = read_text(args.data_path)
             self.samples = TextSamples(text, args.seq_length, args.micro_batch_size, args.seed, device)
+
+    def make_config(self) -> GPTConfig:
+        args = self.args
+        return GPTConfig(
+            **self.model,
+            dropout=args.dropout,
+            seed=args.seed,
+            moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+            moe_aux_loss_scale=1 / self.num_microbatches,
+            expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
+            enable_autocast=args.bf16,
+            autocast_dtype=torch.bfloat16,
+            finalize_model_grads_func=self.finalize_gradients,
+            record_timeline=self.recorder,
+        )
+
+    def shard(self) -> None:
+        """Share the parameters out among replicas (FSDP2)."""
+        mesh = parallel_state.get_data_parallel_mesh()
+        for chunk in self.chunks:
+            for layer in chunk.layers.values() if self.args.stage_backend == "eager" else ():  # a graph is one module
+                fully_shard(layer, mesh=mesh)
+            fully_shard(chunk, mesh=mesh)
 
     def capture(self, chunk: GPTStage) -> None:
         """Let a stage run as graphs, for microbatches of the size that all have here."""

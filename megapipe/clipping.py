@@ -105,9 +105,9 @@ def gradient_of(name: str, parameter: nn.Parameter) -> Tensor | None:
 def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     """The sum of |g|^p over the stages of this rank, or the largest |g|: float64, without dimensions. Collective over
     the ranks that hold the same stages, where these share out shards or experts."""
+    # The gradients of sequence-parallel parameters are yet to be summed.
     for name, parameter in trained_parameters(models):
         own = gradient_of(name, parameter)
-        # The gradients of sequence-parallel parameters are yet to be summed.
         sharded, grad = as_sharded(parameter), None if own is None else as_sharded(own)
         if sharded is not None and grad is not None and any(placed.is_partial() for placed in grad.placements):
             parameter.grad = grad.redistribute(placements=sharded.placements)
