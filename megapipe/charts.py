@@ -22,6 +22,7 @@ COLOURS = {
 }
 KINDS = {"F": "forward", "BW": "backward", "B": "input gradient", "W": "weight gradient"}
 WAIT_COLOUR = "#e9e9e9"
+TITLES = ("measured: waits for messages in grey, the host in white", "by the plan")
 LIMIT_COLOUR = "#c0504d"
 BEYOND_COLOUR = "#b0b0b0"
 
@@ -48,7 +49,7 @@ def save_picture(
     size = (max(6.0, min(40.0, 0.3 * columns)), len(rows) * (0.5 + 0.42 * plan.pp_size))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
-    for axes, ranks, title in zip(panels, rows, ("measured", "by the plan")):
+    for axes, ranks, title in zip(panels, rows, TITLES):
         _draw_timeline(axes, plan, ranks)
         axes.set_xlim(min(spans[0].start for spans in ranks), max(ends))
         if measured is not None:
@@ -89,7 +90,7 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path, measured: Se
     _needed("plotly")
     from plotly.subplots import make_subplots
 
-    titles = [] if measured is None else ["measured", "by the plan"]
+    titles = [] if measured is None else list(TITLES)
     figure = make_subplots(
         max(1, len(titles)), 1, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.3 / (plan.pp_size + 2)
     )

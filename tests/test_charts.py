@@ -71,7 +71,7 @@ def test_a_measured_step_above_its_plan(tmp_path: Path) -> None:
     save_html(plan, plan.simulate(), page, measured)
     save_picture(plan, plan.simulate(), picture, measured)
     assert "waits 1.375 for what 1F0 needs" in page.read_text()
-    for title in ("measured", "by the plan"):
+    for title in ("measured: waits for messages in grey, the host in white", "by the plan"):
         assert f'"text":"{title}"' in page.read_text()
         assert f">{title}</text>" in picture.read_text()
     assert picture.read_text().count(">rank 2</text>") == 2
