@@ -203,8 +203,9 @@ def put_off_weight_gradients(module: Module) -> Module:
     """
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
     for layer in module.modules():
-        if type(layer) in (layers.ColumnParallelLinear, layers.RowParallelLinear):
-            layer.__class__ = _deferring_class(type(layer))
+        original: Any = type(layer)
+        if original in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+            layer.__class__ = _deferring_class(original)
     return module
 
 
