@@ -1,9 +1,10 @@
-"""Worker processes shared by all tests: started once, since importing torch takes seconds, and lent to one test at a
-time. A test runs a function on some ranks; each run has process groups of its own."""
+"""Worker processes shared by all tests, and lent to one test at a time: a test runs a function on some ranks, and each
+run has process groups of its own. They are forks of a process that has imported what takes seconds."""
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 from torch.distributed import TCPStore
 
 MAX_RANKS = 4
+# torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
+IMPORTED_ONCE = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "megatron.core"]
 
 
 class RankError(AssertionError):
@@ -75,7 +78,8 @@ class RankPool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)  # what is not installed is passed over
         for _ in range(MAX_RANKS):
             jobs, jobs_end = context.Pipe()
             control, control_end = context.Pipe()
@@ -102,6 +106,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
 
     import megapipe
 
+    gc.freeze()  # what is imported stays: tests that collect garbage need not search it
     torch.set_num_threads(1)
     megapipe.watchdog.PATIENCE = 1.0  # on one machine news travels fast
     server = dist.TCPStore("localhost", port)
