@@ -35,8 +35,9 @@ pretrain: $(INSTALLED)
 generate: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(NPROC) examples/generate.py --load $(SAVED)
 
+# Tests that need ranks run one after the other, with the others beside them on the second core.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/soak_restart.py --kills 50

@@ -16,6 +16,7 @@ extras = {
     "test": [
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.5",
         "rich>=13",
         "numpy",
         "matplotlib>=3.8",
