@@ -1,3 +1,4 @@
+import time
 from typing import Any
 
 import pytest
@@ -7,7 +8,16 @@ from models import communicator
 from ranks import RankPool
 
 from megapipe.memory import LARGE
-from megapipe.p2p_communication import Inbox, Lookahead, MessageSpec, TensorSpec, describe, pack, read_description
+from megapipe.p2p_communication import (
+    ConnectionLostError,
+    Inbox,
+    Lookahead,
+    MessageSpec,
+    TensorSpec,
+    describe,
+    pack,
+    read_description,
+)
 
 TENSOR = torch.ones(2, 3)
 
@@ -98,6 +108,70 @@ def posted_ahead(rank: int, lookahead: int) -> None:
 def test_receives_are_posted_ahead(ranks: RankPool, lookahead: int) -> None:
     """No more than `lookahead` buffers wait, whatever the number of messages."""
     ranks.run(2, posted_ahead, lookahead)
+
+
+def posted_while_idle(rank: int) -> None:
+    channels = communicator(rank, 2)
+    spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
+    if rank == 0:
+        for i in range(8):
+            channels.forward[0].send([torch.full((4,), float(i))])
+        channels.drain()
+    else:
+        inbox = Inbox(channels.forward[0], Lookahead(2, idle_bytes=5 * spec.nbytes))
+        inbox.expect(spec, 8)
+        inbox.post_ahead()
+        assert len(inbox._posted) == 2
+        inbox.post_all()
+        assert len(inbox._posted) == 5
+        assert [inbox.take().wait()[0][0].item() for _ in range(8)] == list(range(8))
+        assert inbox.is_empty()
+    channels.close()
+
+
+def test_more_receives_are_posted_while_a_rank_is_idle(ranks: RankPool) -> None:
+    ranks.run(2, posted_while_idle)
+
+
+SIZES = [4, 4 * LARGE, 4, 8, LARGE, 4, LARGE, LARGE, 4, 8]
+
+
+def large_and_small(rank: int) -> None:
+    """A thread starts the large ones: small ones must not overtake them."""
+    channels = communicator(rank, 2)
+    for _ in range(5):
+        if rank == 0:
+            for number, size in enumerate(SIZES):
+                channels.forward[0].send([torch.full((size,), number, dtype=torch.uint8)])
+            channels.drain()
+        else:
+            inbox = Inbox(channels.forward[0], Lookahead(2))
+            for size in SIZES:
+                inbox.expect(MessageSpec("tensor", (TensorSpec((size,), torch.uint8, False),)))
+            for number, size in enumerate(SIZES):
+                (tensor,) = inbox.take().wait()
+                assert torch.equal(tensor, torch.full((size,), number, dtype=torch.uint8))
+    channels.close()
+
+
+def test_messages_of_all_sizes_arrive_in_order(ranks: RankPool) -> None:
+    ranks.run(2, large_and_small, timeout=20)
+
+
+def large_send_after_the_peer_is_gone(rank: int) -> None:
+    channels = communicator(rank, 2)
+    if rank == 1:
+        channels.abort()
+    else:
+        time.sleep(0.5)
+        channels.forward[0].send([torch.ones(LARGE)])
+        with pytest.raises(ConnectionLostError):
+            channels.drain()
+    channels.close()
+
+
+def test_a_large_send_that_fails_is_told_at_the_end_of_the_step(ranks: RankPool) -> None:
+    ranks.run(2, large_send_after_the_peer_is_gone, timeout=20)
 
 
 def blocks_used_again(rank: int) -> None:

@@ -544,14 +544,13 @@ def test_messages_of_several_tensors(ranks: RankPool, kind: str, infer: bool, sc
     ranks.run(3, messages, kind, infer, schedule)
 
 
-def variable_lengths(rank: int, schedule: str, pp_size: int) -> None:
-    lengths = [4, 9, 9, 2, 7, 9]
-    chunks = build(schedule, pp_size, 8, variable_seq_lengths=True)
+def variable_lengths(rank: int, schedule: str, pp_size: int, num_layers: int, lengths: list[int]) -> None:
+    chunks = build(schedule, pp_size, num_layers, variable_seq_lengths=True)
     for _ in range(2):
         for chunk in chunks:
             chunk.zero_grad()
         run(schedule, chunks, 6, data_iterator=batches(6, seq_lengths=lengths))
-    model = Stage(StageInfo(0, 1), 8)
+    model = Stage(StageInfo(0, 1), num_layers)
     for batch in batches(6, seq_lengths=lengths):
         (loss_of(model(batch["tokens"]), batch["labels"]) / 6).backward()
     assert_same_gradients(chunks, model)
@@ -560,7 +559,13 @@ def variable_lengths(rank: int, schedule: str, pp_size: int) -> None:
 @pytest.mark.parametrize("pp_size", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_variable_sequence_lengths(ranks: RankPool, schedule: str, pp_size: int) -> None:
-    ranks.run(pp_size, variable_lengths, schedule, pp_size)
+    ranks.run(pp_size, variable_lengths, schedule, pp_size, 8, [4, 9, 9, 2, 7, 9])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_large_messages_between_small_ones(ranks: RankPool, schedule: str) -> None:
+    """Of a MiB and more, which are sent by a thread."""
+    ranks.run(2, variable_lengths, schedule, 2, 4, [8200, 4, 8192, 2, 7, 8200])
 
 
 def lookahead(rank: int, options: dict[str, Any]) -> None:
