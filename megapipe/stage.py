@@ -21,7 +21,7 @@ from .config import PipelineConfig
 from .names import find_attribute
 from .p2p_communication import MessageSpec, TensorSpec, Transfer, pack, unpack
 from .placement import StageInfo
-from .weight_grad.putting_off import PutOff, putting_off
+from .weight_grad.putting_off import PutOff, putting_off, unshared
 
 __all__ = ["NOTHING", "InFlight", "Stage", "StepArguments", "run_backward"]
 
@@ -71,7 +71,7 @@ class InFlight(NamedTuple):
 
     def input_grads(self) -> list[Tensor]:
         """What goes to the previous stage after backward."""
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.inputs]
+        return [torch.zeros_like(leaf) if leaf.grad is None else unshared(leaf.grad) for leaf in self.inputs]
 
 
 class Stage:

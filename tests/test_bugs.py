@@ -6,6 +6,7 @@ import random
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
-from megapipe import PipelineError, parallel_state, weight_grad
+from megapipe import PipelineError, StageInfo, parallel_state, weight_grad
 from megapipe.overlap import run_parts
 from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorSpec, pack, unpack
 from megapipe.placement import v_shape
@@ -455,3 +456,47 @@ def test_a_hook_that_insists_on_a_gradient_finds_one(ranks: RankPool) -> None:
     """Megatron's hooks, with reductions that overlap, fail where they find no gradient when autograd has passed by. So
     every step of a model whose weight gradients are put off, or added to `main_grad` at once, ended there."""
     ranks.run(2, a_hook_insists_on_a_gradient, timeout=20)
+
+
+class Shifted(torch.nn.Module):
+    """Scales its input, or shifts it, both seen as matrices: then the shift's gradient is a view, and the input's."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        self.info = info
+        self.config = SimpleNamespace(hidden_size=3)
+        self.weight = torch.nn.Parameter(torch.arange(12.0 if info.index % 2 else 3.0))
+        self.input: Any = None
+
+    def set_input_tensor(self, tensors: list[Tensor]) -> None:
+        self.input = tensors[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.info.is_first else self.input
+        if self.info.index % 2:
+            return (x.view(4, 3) + self.weight.view(4, 3)).view(2, 2, 3)
+        return x * self.weight
+
+
+def gradients_that_share_memory(rank: int) -> None:
+    parallel_state.initialize_model_parallel(1)
+    inputs = [torch.full((2, 2, 3), float(number)) for number in range(1, 5)]
+    stages = [StageInfo(0, 2), StageInfo(1, 2)]
+    chunks, expected = ([Shifted(info) for info in stages] for _ in range(2))
+    megapipe.get_forward_backward_func("looped_bfs")(
+        forward_step_func=lambda data, model: (model(next(data)), lambda out: (out.square().sum(), None)),
+        data_iterator=iter(inputs),
+        model=chunks,
+        num_microbatches=4,
+    )
+    for x in inputs:
+        expected[1].input = expected[0](x)
+        (expected[1](x).square().sum() / 4).backward()
+    for chunk, whole in zip(chunks, expected):
+        assert torch.equal(chunk.weight.grad, whole.weight.grad)
+
+
+def test_an_input_gradient_shares_no_memory_with_a_parameters(ranks: RankPool) -> None:
+    """Autograd may make a view of one and the same tensor a parameter's `.grad` and another one the input's gradient.
+    The next microbatch was then added to both, and what was on its way to the stage below was silently wrong."""
+    ranks.run(1, gradients_that_share_memory)

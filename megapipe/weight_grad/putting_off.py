@@ -30,6 +30,7 @@ __all__ = [
     "keep",
     "one_backward_at_a_time",
     "putting_off",
+    "unshared",
     "visit_gradient_nodes",
 ]
 
@@ -76,10 +77,7 @@ class PutOff:
                 kept_of.setdefault(storage._cdata, (storage, []))[1].append(kept)
         self._kept.clear()
         for storage, all_kept in kept_of.values():
-            tensors = [kept.tensor for kept in all_kept]
-            ours = {id(tensor): tensor for tensor in tensors + [tensor._base for tensor in tensors]}
-            ours.pop(id(None), None)  # what is no view has no base
-            if torch._C._storage_Use_Count(storage._cdata) > len(ours) + 1:
+            if _is_shared(storage, [kept.tensor for kept in all_kept]):
                 for kept in all_kept:
                     kept.tensor = kept.tensor.clone()
 
@@ -218,6 +216,18 @@ def keep(grad: Tensor) -> Kept:
     if _current is not None:
         _current.keep(kept)
     return kept
+
+
+def unshared(grad: Tensor) -> Tensor:
+    """`grad`, or a copy where others hold its memory: see `keep`. For an input's gradient, which is yet to be sent."""
+    return grad.clone() if _is_shared(grad.untyped_storage(), [grad]) else grad
+
+
+def _is_shared(storage: torch.UntypedStorage, tensors: list[Tensor]) -> bool:
+    """Whether anybody but these tensors, and those that they are views of, holds this memory of theirs."""
+    ours = {id(tensor): tensor for tensor in tensors + [tensor._base for tensor in tensors]}
+    ours.pop(id(None), None)  # what is no view has no base
+    return torch._C._storage_Use_Count(storage._cdata) > len(ours) + 1  # one is `storage`
 
 
 def visit_gradient_nodes(weights: list[Tensor]) -> None:
