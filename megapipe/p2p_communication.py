@@ -168,7 +168,8 @@ class Channel(NamedTuple):
 
     def send(self, tensors: list[torch.Tensor]) -> None:
         """Send a message, without waiting. The caller may drop the tensors at once, but must not write to them."""
-        self.outbox.send(self, [tensor.contiguous() for tensor in tensors])
+        # As they read: a conjugate or a negative may be but a mark on other numbers, which a transport does not see.
+        self.outbox.send(self, [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors])
 
     def start_sending(self, tensors: list[torch.Tensor]) -> Transfer:
         """The transfer must be kept until it has completed, or the message is lost."""

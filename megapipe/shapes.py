@@ -40,7 +40,7 @@ def message_specs(
     The model decides where it has `infer_stage_inputs_from_pipeline_inputs(inputs, n_microbatches)` and
     `infer_stage_outputs_from_pipeline_inputs(inputs, n_microbatches)`. They are called on the meta device, in every
     step, and return a tensor, or a list, tuple or dict of tensors, of which only shapes and dtypes matter. Of their
-    floating-point tensors all have gradients, unless some are marked by `requires_grad`: then only those.
+    floating-point and complex tensors all have gradients, unless some are marked by `requires_grad`: then only those.
     """
     infer_inputs = find_attribute(model, "infer_stage_inputs_from_pipeline_inputs")
     infer_outputs = find_attribute(model, "infer_stage_outputs_from_pipeline_inputs")
@@ -84,14 +84,19 @@ def _spec_of(message: Any, source: str, is_end: bool) -> MessageSpec:
     return MessageSpec(
         structure,
         tuple(
-            TensorSpec(tuple(t.shape), t.dtype, t.requires_grad if marked else t.is_floating_point()) for t in tensors
+            TensorSpec(tuple(t.shape), t.dtype, t.requires_grad if marked else _can_have_gradient(t.dtype))
+            for t in tensors
         ),
     )
 
 
 def _spec_of_shapes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> MessageSpec:
-    tensors = tuple(TensorSpec(tuple(shape), dtype, dtype.is_floating_point) for shape in shapes)
+    tensors = tuple(TensorSpec(tuple(shape), dtype, _can_have_gradient(dtype)) for shape in shapes)
     return MessageSpec("tensor" if len(tensors) == 1 else "list", tensors)
+
+
+def _can_have_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Bugs that were there once. Each test tells the story of its bug."""
 
 import contextlib
+import copy
 import itertools
 import random
 import time
@@ -500,3 +501,81 @@ def test_an_input_gradient_shares_no_memory_with_a_parameters(ranks: RankPool) -
     """Autograd may make a view of one and the same tensor a parameter's `.grad` and another one the input's gradient.
     The next microbatch was then added to both, and what was on its way to the stage below was silently wrong."""
     ranks.run(1, gradients_that_share_memory)
+
+
+def test_embeddings_of_32_bit_tokens_and_complex_layers() -> None:
+    """From the second microbatch on the gradient of an embedding with 32-bit tokens and more rows than tokens was added
+    by an operation for 64 bits, which failed. Gradients of complex layers lacked the conjugate and were silently
+    wrong."""
+    tokens = torch.tensor([1, 7, 7, 0], dtype=torch.int32)
+    x = torch.randn(5, 3, dtype=torch.complex64)
+    for layer, data in ((torch.nn.Embedding(9, 4), tokens), (torch.nn.Linear(3, 4, dtype=torch.complex64), x)):
+        deferring = weight_grad.convert(copy.deepcopy(layer))
+        for _ in range(2):
+            layer(data).abs().square().sum().backward()
+            put_off = PutOff()
+            with putting_off(put_off):
+                deferring(data).abs().square().sum().backward()
+            put_off.run()
+        for ours, torchs in zip(deferring.parameters(), layer.parameters()):
+            assert torch.equal(ours.grad, torchs.grad)
+
+
+class Phases(torch.nn.Module):
+    """Its output is a conjugate that nobody has computed yet, or a negative, and so is the gradient of its input."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        self.info = info
+        self.config = SimpleNamespace()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+        self.input: Any = None
+
+    def infer_stage_inputs_from_pipeline_inputs(self, inputs: Any, num_microbatches: int) -> tuple[Tensor, Tensor]:
+        return torch.empty(2, dtype=torch.complex64), torch.empty(2)
+
+    infer_stage_outputs_from_pipeline_inputs = infer_stage_inputs_from_pipeline_inputs
+
+    def set_input_tensor(self, message: Any) -> None:
+        self.input = message
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.info.is_first:
+            phases, sizes = self.input
+            x = phases.conj() * torch._neg_view(sizes)
+        x = x * self.weight
+        return x if self.info.is_last else (x.conj(), torch._neg_view(x.abs()))
+
+
+def views_that_are_not_what_memory_holds(rank: int) -> None:
+    parallel_state.initialize_model_parallel(3)
+    model = Phases(StageInfo(rank, 3))
+    inputs = [torch.tensor([1.0 + 1.0j, 2.0j]), torch.tensor([2.0 - 1.0j, 1.0 + 0.0j])]
+
+    def loss_func(output: Tensor) -> tuple[Tensor, Tensor]:
+        loss = (output * torch.tensor([1.0 + 3.0j, 2.0])).real.sum()
+        return loss, loss.detach()
+
+    losses = megapipe.get_forward_backward_func("1f1b")(
+        forward_step_func=lambda data, model: (model(next(data)), loss_func),
+        data_iterator=iter(inputs),
+        model=model,
+        num_microbatches=2,
+    )
+    stages = [Phases(StageInfo(index, 3)) for index in range(3)]
+    expected = []
+    for x in inputs:
+        for stage in stages:
+            stage.input = x
+            x = stage(x)
+        loss, report = loss_func(x)
+        (loss / 2).backward()
+        expected.append(report)
+    assert rank < 2 or losses == expected
+    assert torch.equal(model.weight.grad, stages[rank].weight.grad)
+
+
+def test_conjugates_and_negatives_are_sent_as_they_read(ranks: RankPool) -> None:
+    """torch keeps a conjugate or a negative as a mark on the numbers it was made from, and these were sent without the
+    mark. Where the model computes its shapes, complex tensors were taken for some that have no gradient."""
+    ranks.run(3, views_that_are_not_what_memory_holds)

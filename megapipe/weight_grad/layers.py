@@ -5,8 +5,9 @@ saves what torch saves; what it puts off refers to the layer's input and output 
 of biases are sums, cheap beside the rest, so they are returned in B.
 
 Where there is nothing to defer, torch's layer runs: the weight is frozen, or was computed from other tensors (weight
-norm, parametrizations, `functional_call`), which autograd must then carry its gradient on to. So it does under
-torch.compile and torch.func's transforms, which cannot leave anything to W, and while a stage is captured as a graph.
+norm, parametrizations, `functional_call`), which autograd must then carry its gradient on to. So it does for complex
+weights, whose gradients take conjugates; under torch.compile and torch.func's transforms, which cannot leave anything
+to W; and while a stage is captured as a graph.
 """
 
 from __future__ import annotations
@@ -169,13 +170,14 @@ def _add_embedding(tokens: Tensor, kept: Kept, padding: int, target: Tensor) -> 
     if tokens.numel() >= len(target):
         target.add_(_sum_rows(tokens, grad, len(target), padding))
         return
-    in_order, order = tokens.reshape(-1).sort()
+    tokens = tokens.reshape(-1).long()
+    in_order, order = tokens.sort()
     num_tokens = len(order)
     is_new = in_order[1:] != in_order[:-1]
     sums_of = torch.zeros_like(order)  # which sum each token belongs to
     sums_of[order[1:]] = is_new.cumsum(0)
-    rows_of = torch.zeros_like(order).scatter_(0, sums_of, tokens.reshape(-1))  # unused sums are 0: any row will do
-    sums_of = sums_of.masked_fill_(tokens.reshape(-1) == padding, num_tokens)
+    rows_of = torch.zeros_like(order).scatter_(0, sums_of, tokens)  # unused sums are 0: any row will do
+    sums_of = sums_of.masked_fill_(tokens == padding, num_tokens)
     sums = _sum_rows(sums_of, rows(grad), num_tokens + 1, num_tokens)
     target.index_add_(0, rows_of, sums[:-1])
 
@@ -300,7 +302,7 @@ def _add_grouped(x: Tensor, kept: Kept, counts: list[int], target: Tensor) -> No
 
 
 def _can_defer(weight: Tensor) -> bool:
-    if not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
+    if not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled() or weight.is_complex():
         return False
     return not is_capturing() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
