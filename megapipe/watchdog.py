@@ -77,7 +77,9 @@ class Watchdog:
         self._agreed_before: dict[str, str] = {}
         self._exchange = 0  # the step of this rank's last exchange of arguments, which made them `_agreed`
         self._settled = 0  # the last step whose arguments are known to this object
-        self._answered = 0  # how many of the requests for an exchange have been seen
+        self._posted: list[int] = []  # the steps whose arguments this rank has in the store
+        self._num_requests = 0  # how many requests for an exchange have been answered
+        self._requested: dict[int, int] = {}  # by rank, the step of the last of them
         self._seen: tuple[int, object, str | None] = (0, "", None)
         self._seen_since = 0.0
 
@@ -107,19 +109,19 @@ class Watchdog:
         Costs nothing while the arguments stay as they were. When they change, the ranks exchange them; a rank where
         they did not change is made to take part by its helper thread. On disagreement, raises ValueError everywhere.
         """
-        step, previous = self._num_steps, self._exchange
+        step = self._num_steps
         with self._lock:
             self._settled = step
             if arguments == self._agreed:
                 return
             self._agreed_before, self._agreed, self._exchange = self._agreed, arguments, step
-            self._store.set(f"arguments {step} {self._rank}", json.dumps(arguments))
-            self._store.set(f"request {self._store.add('number of requests', 1)}", str(step))
+            self._post_arguments(step, arguments)
+            self._store.set(f"request {self._rank}", str(step))  # all have answered the one before
+            self._store.add("number of requests", 1)
         self._await_all(f"arguments {step}", f"began step {step}")
         with self._lock:
             everybody = [json.loads(self._store.get(f"arguments {step} {rank}")) for rank in range(self._size)]
-            if previous:  # everybody has come to this exchange, so nobody still reads the one before
-                self._store.delete_key(f"arguments {previous} {self._rank}")
+            self._forget_arguments(before=step)  # everybody has come to this exchange
         for name in sorted({name for one in everybody for name in one}):
             ranks_by_value: dict[str, list[int]] = {}
             for rank, one in enumerate(everybody):
@@ -204,17 +206,33 @@ class Watchdog:
 
     def _answer_requests(self) -> None:
         """Tell ranks whose arguments changed in a step that here they did not."""
-        while self._answered < self._store.add("number of requests", 0):
-            key = f"request {self._answered + 1}"
-            if not self._has(key):
-                return  # counted, but not written yet
-            step = int(self._store.get(key))
+        num_requests = self._store.add("number of requests", 0)
+        if num_requests == self._num_requests:
+            return
+        is_ahead = False
+        for rank in range(self._size):
+            step = int(self._store.get(f"request {rank}")) if self._has(f"request {rank}") else 0
+            before = self._requested.get(rank, 0)
             if step > self._settled:
-                return  # this rank has still to come to that step
-            if step != self._exchange:
-                arguments = self._agreed if step > self._exchange else self._agreed_before
-                self._store.set(f"arguments {step} {self._rank}", json.dumps(arguments))
-            self._answered += 1
+                is_ahead = True  # this rank has still to come to that step
+            elif step > before:
+                if step not in self._posted:
+                    self._post_arguments(step, self._agreed if step > self._exchange else self._agreed_before)
+                self._requested[rank] = step
+                self._forget_arguments(before)  # all had come to that exchange before this one was asked for
+        if not is_ahead:
+            self._num_requests = num_requests
+
+    def _post_arguments(self, step: int, arguments: dict[str, str]) -> None:
+        self._store.set(f"arguments {step} {self._rank}", json.dumps(arguments))
+        self._posted.append(step)
+
+    def _forget_arguments(self, before: int) -> None:
+        """Delete what this rank has posted for steps before one that all ranks have come to: nobody still reads it."""
+        for step in self._posted:
+            if step < before:
+                self._store.delete_key(f"arguments {step} {self._rank}")
+        self._posted = [step for step in self._posted if step >= before]
 
     def _look(self) -> None:
         """One look at the store."""

@@ -26,7 +26,7 @@ from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorS
 from megapipe.placement import v_shape
 from megapipe.plan import make_plan
 from megapipe.verbs import ScheduleError, Settings, Verbs
-from megapipe.watchdog import TICK
+from megapipe.watchdog import TICK, Watchdog
 from megapipe.weight_grad.putting_off import PutOff, putting_off
 
 TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
@@ -579,3 +579,23 @@ def test_conjugates_and_negatives_are_sent_as_they_read(ranks: RankPool) -> None
     """torch keeps a conjugate or a negative as a mark on the numbers it was made from, and these were sent without the
     mark. Where the model computes its shapes, complex tensors were taken for some that have no gradient."""
     ranks.run(3, views_that_are_not_what_memory_holds)
+
+
+def keys_after_exchanges(rank: int) -> list[int]:
+    store = _get_default_store()
+    watchdog = Watchdog(dist.PrefixStore("exchanges", store), rank, 3)
+    num_keys = []
+    for step in range(12):
+        with watchdog.step():
+            watchdog.agree({} if rank == 2 else {"the message from stage 0 to stage 1": str(step)})
+        num_keys.append(store.num_keys())
+    dist.barrier()
+    watchdog.close()
+    return num_keys
+
+
+def test_exchanged_arguments_do_not_stay_in_the_store(ranks: RankPool) -> None:
+    """Each exchange of arguments left its requests in the store, and what ranks had answered whose own arguments had
+    stayed the same. Runs whose arguments change from step to step filled the store."""
+    num_keys = ranks.run(3, keys_after_exchanges)[0]
+    assert num_keys[-1] <= num_keys[3] + 3
