@@ -11,7 +11,8 @@ from typing import Any
 
 from .bubble import split_bubble
 from .charts import save_comparison, save_comparison_html, save_html, save_picture
-from .plan import Plan, load_plan, make_plan
+from .plan import Plan, make_plan
+from .plan_files import load_plan
 from .registry import find_schedule, schedule_names
 from .simulation import Costs, Simulation, Span, simulate
 from .timeline import Timeline, load_timeline
@@ -118,9 +119,9 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def _costs(args: argparse.Namespace) -> Costs:
-    if not 0.0 <= args.overlap <= 1.0:
-        raise ValueError(f"--overlap is a share between 0 and 1, got {args.overlap:g}.")
     times = (args.forward, args.backward_input, args.backward_weight, args.p2p)
+    if not any(times[:3]):
+        raise ValueError("--forward, --backward-input and --backward-weight are all 0: there is nothing to draw.")
     return Costs(*times, optimizer=args.optimizer, overlap=args.overlap)
 
 
@@ -128,8 +129,6 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 
 def _show(args: argparse.Namespace) -> None:
-    if args.steps < 1:
-        raise ValueError(f"--steps must be at least 1, got {args.steps}.")
     measured = load_timeline(args.schedule) if args.schedule.endswith(".json") else None
     plan = _find_plan(args) if measured is None else measured.plan
     plan.check()

@@ -20,7 +20,7 @@ from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, peak_memory, play, simulate
 from .verbs import PAIR, Action, ScheduleError, Settings, Verbs
 
-__all__ = ["Event", "Plan", "PlanRecorder", "load_plan", "make_plan", "plan_of"]
+__all__ = ["Event", "Plan", "PlanRecorder", "make_plan", "plan_of"]
 
 ACTION_KINDS = {
     "forward_step": "F",
@@ -227,7 +227,8 @@ class Plan:
                 communicator, which runs them one at a time in the order of the calls and pairs them by rank alone.
                 Most schedules hang or mix messages up there: it is why channels exist.
 
-        Raises ScheduleError that says which rank would wait where, and for what.
+        Raises ScheduleError that says which rank would wait where, and for what; and where something is missing, there
+        twice, or comes before what it needs on the same rank.
         """
         if shared_communicator:
             check_shared_communicator(self)
@@ -241,6 +242,20 @@ class Plan:
         if stuck:
             waits = "; ".join(self._describe_wait(rank, stuck) for rank in stuck)
             raise ScheduleError(f"{self.name} would hang: {waits}.")
+        self._check_order()
+
+    def _check_order(self) -> None:
+        """Each rank does everything once, in an order that makes sense, and one microbatch after the other. That is so
+        of what a schedule says, but not of every file."""
+        verbs = {PAIR[0]: "forward_step", PAIR[1]: "backward_step"}
+        sizes = (self.pp_size, self.num_microbatches, self.num_chunks, self.forward_only)
+        for rank, events in enumerate(self.events):
+            recorder = PlanRecorder(self.placement, rank, *sizes)
+            for event in events:
+                getattr(recorder, verbs.get(event.verb, event.verb))(self.chunk_of(event.stage))
+                if recorder.events[-1].microbatch != event.microbatch:
+                    raise ScheduleError(f"{self.name} has {event} on rank {rank} where {recorder.events[-1]} is next.")
+            recorder.finish()
 
     def _check_messages(self) -> None:
         """What a channel carries must be what its receiver takes, in the same order."""
@@ -371,25 +386,6 @@ def make_plan(
     return plan
 
 
-def load_plan(path: str | Path) -> Plan:
-    """A plan from a file that `save_csv` or `save_json` wrote, or that torch.distributed.pipelining did.
-
-    Overlapped pairs are in no file: they come back as a forward and a backward.
-
-    Raises ValueError where the file does not hold a plan.
-    """
-    text = Path(path).read_text()
-    name = Path(path).stem
-    if text.lstrip().startswith("{"):
-        content = json.loads(text)
-        if not {"name", "actions"} <= content.keys():
-            raise ValueError(f"{path} holds no plan: it lacks a name or actions.")
-        name, rows = content["name"], content["actions"]
-    else:
-        rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.splitlines())]
-    return plan_of(name, [_parse_row(row) for row in rows if row])
-
-
 def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
     """The plan in which each rank runs these actions: each receives what it needs just before and sends what it made
     just after."""
@@ -404,21 +400,6 @@ def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
         kinds == {"F"},
         [[event for action in row for event in _events_around(action)] for row in actions],
     )
-
-
-def _parse_row(cells: Sequence[str]) -> list[Action]:
-    """A backward is a whole one unless there is a W for it."""
-    row = [_parse_action(cell) for cell in cells]
-    put_off = {action._replace(kind="BW") for action in row if action.kind == "W"}
-    return [action._replace(kind="B") if action in put_off else action for action in row]
-
-
-def _parse_action(cell: str) -> Action:
-    for letter, kind in (("F", "F"), ("B", "BW"), ("I", "BW"), ("W", "W")):
-        stage, found, microbatch = cell.partition(letter)
-        if found and stage.isdigit() and microbatch.isdigit():
-            return Action(int(stage), kind, int(microbatch))
-    raise ValueError(f"{cell!r} is not an action like 2F0, 2B0 or 2W0.")
 
 
 def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int]:

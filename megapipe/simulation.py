@@ -6,8 +6,9 @@ can hold it up: a channel carries one kind of message one way, in order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from .verbs import PAIR, Action
@@ -41,6 +42,16 @@ class Costs:
     message: float = 0.0
     optimizer: float = 0.0
     overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no time can be."""
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            for time in [value] if isinstance(value, (int, float)) else value:
+                if not (math.isfinite(time) and time >= 0):
+                    raise ValueError(f"{field_.name} must be a finite number from 0 on, got {time:g}.")
+        if self.overlap > 1:
+            raise ValueError(f"overlap is a share between 0 and 1, got {self.overlap:g}.")
 
     def of(self, kind: str, num_stages: int, num_chunks: int) -> list[float]:
         """The time of an action of this kind on each stage."""
@@ -94,13 +105,13 @@ class Simulation:
 
     @property
     def bubble(self) -> list[float]:
-        """Share of the makespan in which the rank computes nothing."""
-        return [1 - _busy(rank) / self.makespan for rank in self.spans]
+        """Share of the makespan in which the rank computes nothing; 0 where nothing takes any time."""
+        return [_idle_share(rank, self.makespan) for rank in self.spans]
 
     @property
     def inner_bubble(self) -> list[float]:
         """The same between the rank's own first and last action: what is left when steps follow without a pause."""
-        return [1 - _busy(rank) / (rank[-1].end - rank[0].start) for rank in self.spans]
+        return [_idle_share(rank, rank[-1].end - rank[0].start) for rank in self.spans]
 
     @property
     def step_time(self) -> float:
@@ -148,6 +159,8 @@ def simulate(
     Steps follow each other without a barrier: a rank goes on to the next as soon as its own optimizer step is done.
     With `synchronize` the optimizer waits for all ranks' gradients, as it does to clip them by their common norm.
     """
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
     num_stages = plan.pp_size * plan.num_chunks
     times = {kind: costs.of(kind, num_stages, plan.num_chunks) for kind in ("F", "BW", "B", "W")}
     activation, put_off = (
@@ -283,5 +296,5 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
     return max(*bounds, (1 - overlap / 2) * latency)
 
 
-def _busy(spans: list[Span]) -> float:
-    return sum(span.end - span.start for span in spans)
+def _idle_share(spans: list[Span], duration: float) -> float:
+    return 1 - sum(span.end - span.start for span in spans) / duration if duration else 0.0

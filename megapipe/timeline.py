@@ -185,7 +185,7 @@ class Timeline:
 def load_timeline(path: str | Path) -> Timeline | None:
     """A timeline that was saved; None where the file is something else.
 
-    Raises ValueError where the steps in it are not of one plan.
+    Raises ValueError where its steps cannot be read, or are not of one plan.
     """
     try:
         content: Any = json.loads(Path(path).read_text())
@@ -193,25 +193,29 @@ def load_timeline(path: str | Path) -> Timeline | None:
         return None
     if not isinstance(content, dict) or "timeline" not in content:
         return None
-    steps = [
-        [
-            RankStep(
-                rank["begin"],
-                rank["end"],
-                [Span(Action(*action), start, end) for *action, start, end in rank["actions"]],
-                [
-                    Wait(None if action[0] is None else Action(*action), start, end)
-                    for *action, start, end in rank["waits"]
-                ],
-            )
-            for rank in step
-        ]
-        for step in content["steps"]
-    ]
+    try:
+        steps = [[_read_rank(rank) for rank in step] for step in content["steps"]]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} does not hold a timeline as it was recorded: record a new one.") from None
     plans = [[[span.action for span in rank.spans] for rank in step] for step in steps]
-    if not plans or any(plan != plans[0] for plan in plans) or not all(plans[0]):
+    if not plans or not plans[0] or not all(plans[0]) or any(plan != plans[0] for plan in plans):
         raise ValueError(f"{path} does not hold steps of one and the same plan: record a new one.")
     return Timeline(content["timeline"], steps)
+
+
+def _read_rank(rank: dict[str, Any]) -> RankStep:
+    spans = [Span(_read_action(*action), float(start), float(end)) for *action, start, end in rank["actions"]]
+    waits = [
+        Wait(None if action[0] is None else _read_action(*action), float(start), float(end))
+        for *action, start, end in rank["waits"]
+    ]
+    return RankStep(float(rank["begin"]), float(rank["end"]), spans, waits)
+
+
+def _read_action(stage: Any, kind: Any, microbatch: Any) -> Action:
+    if kind not in ("F", "BW", "B", "W"):
+        raise ValueError
+    return Action(int(stage), kind, int(microbatch))
 
 
 def messages(plan: Plan, step: Sequence[RankStep]) -> Iterator[Message]:

@@ -7,6 +7,7 @@ import random
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,6 +26,8 @@ from megapipe.overlap import run_parts
 from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorSpec, pack, unpack
 from megapipe.placement import v_shape
 from megapipe.plan import make_plan
+from megapipe.plan_files import load_plan
+from megapipe.timeline import load_timeline
 from megapipe.verbs import ScheduleError, Settings, Verbs
 from megapipe.watchdog import TICK, Watchdog
 from megapipe.weight_grad.putting_off import PutOff, putting_off
@@ -599,3 +602,47 @@ def test_exchanged_arguments_do_not_stay_in_the_store(ranks: RankPool) -> None:
     stayed the same. Runs whose arguments change from step to step filled the store."""
     num_keys = ranks.run(3, keys_after_exchanges)[0]
     assert num_keys[-1] <= num_keys[3] + 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0F0,0B0\n", "recv_forward.0. more often than there are microbatches .1."),
+        ("0F0,0F2,0B0,0B2\n", "0RECV_F2 on rank 0 where 0RECV_F1 is next"),
+        ("0F0,0F1,0B0\n", "after 1 calls of recv_backward.0.; there are 2 microbatches"),
+        ("0B0,0F0\n", "recv_backward.0. for microbatch 0 before send_forward.0."),
+        ("0F0,0W0,0B0\n", "has put no weight gradient of that chunk off"),
+        ("\n,\n", "it has no row of actions"),
+        ('{"name": "", "actions": 3}', "it has no row of actions"),
+        ('{"name": "", "actions": [[1]]}', "1 is not an action like"),
+    ],
+)
+def test_files_whose_plans_cannot_work(text: str, message: str, tmp_path: Path) -> None:
+    """The check of plans trusted that a rank does everything once and a backward after its forward, which is so of
+    schedules but not of files. Those without a plan raised whatever the reader stumbled over."""
+    path = tmp_path / "plan.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_plan(path).check()
+
+
+@pytest.mark.parametrize("steps", ["3", "[]", "[[]]", "[[{}]]", '[[{"begin": 0, "end": 1, "actions": [[0, "Q", 0]]}]]'])
+def test_files_whose_timelines_cannot_be_read(steps: str, tmp_path: Path) -> None:
+    """A damaged timeline made the command fail with a traceback."""
+    path = tmp_path / "timeline.json"
+    path.write_text(f'{{"timeline": "1f1b", "steps": {steps}}}')
+    with pytest.raises(ValueError, match=r"timeline.json does not hold .*: record a new one."):
+        load_timeline(path)
+
+
+def test_times_that_cannot_be() -> None:
+    """Where nothing takes any time, the bubble was a division by zero. Negative times, and those that are no numbers,
+    were simulated without a word, to bubbles above 100% and steps shorter than nothing."""
+    plan = make_plan("1f1b", 2, 3)
+    nothing = plan.simulate(0.0, 0.0, 0.0)
+    assert nothing.bubble == nothing.inner_bubble == [0.0, 0.0]
+    for name, value in (("forward", -1.0), ("p2p", float("nan")), ("backward_weight", [1.0, float("inf")])):
+        with pytest.raises(ValueError, match=f"{name} must be a finite number from 0 on"):
+            plan.simulate(**{name: value})
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+        plan.simulate(num_steps=0)

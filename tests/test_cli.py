@@ -160,7 +160,7 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
         (["show", "1f1b"], "--pp and --microbatches are needed"),
         (["compare", "--pp", "2", "--microbatches", "4", "--overlap", "2"], "between 0 and 1, got 2"),
         (["show", "1f1b", "--pp", "0", "--microbatches", "4"], "at least 1 rank and 1 microbatch, got 0 and 4"),
-        (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--steps", "0"], "num_steps must be at least 1, got 0"),
         (["show", "nothing.csv"], "No such file"),
         (["show", "nothing.json"], "No such file"),
         (["tune", "nothing.json"], "No such file"),

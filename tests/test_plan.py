@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as theirs
 
-from megapipe.plan import Event, Plan, load_plan, make_plan
+from megapipe.plan import Event, Plan, make_plan
+from megapipe.plan_files import load_plan
 from megapipe.verbs import Action, ScheduleError
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
