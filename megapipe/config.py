@@ -6,6 +6,7 @@ of yours, a namespace); those it lacks take the defaults below.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,23 @@ class PipelineConfig:
     """Where schedules with a split backward run their Ws. "static": where the schedule says. "tuned": where the times
     measured in the last steps say that a step becomes shortest; gradients stay the same to the bit. Then a rank may
     hold a quarter of a pipeline's microbatches more than by the schedule, or `max_in_flight` where that is set."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError or TypeError for what cannot be, before a rank waits for another one."""
+        for name, least in (("p2p_lookahead", 0), ("microbatch_group_size_per_vp_stage", 1)):
+            number = getattr(self, name)
+            if number is not None and not (isinstance(number, int) and number >= least):
+                raise ValueError(f"config.{name} must be a whole number from {least} on, or None, got {number!r}.")
+        for name, number in (("timeout", self.timeout), ("max_in_flight", self.max_in_flight)):
+            is_number = isinstance(number, (int, float)) and math.isfinite(number)
+            if not is_number and (number is not None or name == "timeout"):
+                raise ValueError(f"config.{name} must be a finite number, got {number!r}.")
+        if self.timeout <= 0:
+            raise ValueError(f"config.timeout must be more than 0 seconds, got {self.timeout:g}.")
+        for name in ("pipeline_dtype", "autocast_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"config.{name} must be a torch.dtype, like torch.bfloat16, or None, got {dtype!r}.")
 
     @property
     def settings(self) -> Settings:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import random
+import re
 import time
 import weakref
 from collections.abc import Iterator
@@ -646,3 +647,30 @@ def test_times_that_cannot_be() -> None:
             plan.simulate(**{name: value})
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         plan.simulate(num_steps=0)
+
+
+SETTINGS_THAT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
+    ({"timeout": None}, "config.timeout must be a finite number, got None"),
+    ({"timeout": -5.0}, "config.timeout must be more than 0 seconds, got -5"),
+    ({"p2p_lookahead": -1}, "config.p2p_lookahead must be a whole number from 0 on, or None, got -1"),
+    ({"p2p_lookahead": 1.5}, "config.p2p_lookahead must be a whole number from 0 on, or None, got 1.5"),
+    ({"max_in_flight": float("inf")}, "config.max_in_flight must be a finite number, got inf"),
+    ({"microbatch_group_size_per_vp_stage": 2.5}, "must be a whole number from 1 on, or None, got 2.5"),
+    ({"pipeline_dtype": "float32"}, "config.pipeline_dtype must be a torch.dtype, like torch.bfloat16, or None"),
+    ({"no_sync_func": [contextlib.nullcontext]}, "config.no_sync_func is a list of 1 but there are 2 chunks"),
+    ({"grad_sync_func": []}, "config.grad_sync_func is a list of 0 but there are 2 chunks"),
+    ({"param_sync_func": [list] * 3}, "config.param_sync_func is a list of 3 but there are 2 chunks"),
+]
+
+
+def settings_that_cannot_be(rank: int) -> None:
+    for options, message in SETTINGS_THAT_CANNOT_BE:
+        chunks = build("zbv", 2, 4, **options)
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            run("zbv", chunks, 2)
+
+
+def test_settings_that_cannot_be(ranks: RankPool) -> None:
+    """A list with a function too few failed in the middle of the step, or held back the synchronisation of the wrong
+    chunk. A negative time limit left ranks waiting while they connected; others failed in words that named no setting."""
+    ranks.run(2, settings_that_cannot_be)
