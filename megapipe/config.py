@@ -38,7 +38,8 @@ class PipelineConfig:
     deallocate_pipeline_outputs: bool = True
     """Accepted for Megatron's sake: a sent output is always freed as soon as it has left, only its graph is kept."""
     timeout: float = 600.0
-    """Seconds a rank may wait for one message before the step fails with a report of where every rank is."""
+    """Seconds a rank may wait for one message before the step fails with a report of where every rank is. The same on
+    all ranks; another one than in the step before takes new connections."""
 
     # Sequence and tensor parallelism divide the sequence length of the tensor between stages
     sequence_parallel: bool = False

@@ -39,7 +39,7 @@ class Session:
         self.watchdog.abort = self._abort
         self.watchdog.has_ended = self.has_ended
         self._world = dist.group.WORLD
-        self._communicators: dict[tuple[str, int, str, bool], Communicator] = {}
+        self._communicators: dict[tuple[str, int, str, bool, float], Communicator] = {}
         self._tuners: dict[tuple[str, int, int, Settings], WeightTuner] = {}
 
     @classmethod
@@ -72,7 +72,8 @@ class Session:
         self, placement: Placement, num_chunks: int, device: torch.device, described: bool
     ) -> Communicator:
         """The channels for this placement, built at the first step that needs them. Collective over the pipeline."""
-        key = (placement.name, num_chunks, device.type, described)
+        # A transport keeps its time limit for good, so another limit takes another transport.
+        key = (placement.name, num_chunks, device.type, described, self.watchdog.timeout)
         if key not in self._communicators:
             self._communicators[key] = Communicator(
                 PrefixStore(f"channels {key}", self._store),

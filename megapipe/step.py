@@ -419,6 +419,7 @@ def _arguments(schedule: Schedule, step: StepArguments, stages: Sequence[StageIn
         "max_in_flight": str(step.config.max_in_flight),
         "weight_grad_placement": step.config.weight_grad_placement,
         "the type of device": step.device.type,
+        "timeout": str(step.config.timeout),
         "whether a PostValidatedOptimizer trains the model": str(optimizer_of(step.models) is not None),
     }
     for stage, (received, sent) in zip(stages, specs):

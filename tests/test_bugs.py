@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import megapipe
 from megapipe import PipelineError, StageInfo, parallel_state, weight_grad
 from megapipe.overlap import run_parts
-from megapipe.p2p_communication import ConnectionLostError, MessageSpec, TensorSpec, pack, unpack
+from megapipe.p2p_communication import Communicator, ConnectionLostError, MessageSpec, TensorSpec, pack, unpack
 from megapipe.placement import v_shape
 from megapipe.plan import make_plan
 from megapipe.plan_files import load_plan
@@ -672,5 +673,26 @@ def settings_that_cannot_be(rank: int) -> None:
 
 def test_settings_that_cannot_be(ranks: RankPool) -> None:
     """A list with a function too few failed in the middle of the step, or held back the synchronisation of the wrong
-    chunk. A negative time limit left ranks waiting while they connected; others failed in words that named no setting."""
+    chunk. A negative time limit left ranks waiting while they connected, others failed in words that named none."""
     ranks.run(2, settings_that_cannot_be)
+
+
+def a_longer_time_limit(rank: int) -> None:
+    def impatient(*args: Any) -> Communicator:  # its time limit is the watchdog's, and not a minute more
+        return Communicator(*args[:-1], args[-1] - 60)
+
+    def slow_step(data_iterator: Any, model: Any) -> Any:
+        time.sleep(2 if rank == 0 else 0)
+        return forward_step(data_iterator, model)
+
+    with mock.patch("megapipe.session.Communicator", impatient):
+        chunks = build("1f1b", 2, 4, timeout=1.0)
+        run("1f1b", chunks, 1)
+        chunks[0].config.timeout = 20.0
+        run("1f1b", chunks, 1, forward_step_func=slow_step)
+
+
+def test_a_time_limit_may_be_raised(ranks: RankPool) -> None:
+    """The transport kept the time limit of the first step. A wait that a later step allowed was then reported as a
+    process that had ended without a word."""
+    ranks.run(2, a_longer_time_limit)
