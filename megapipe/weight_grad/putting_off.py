@@ -73,7 +73,7 @@ class PutOff:
         kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory that others have too
         for kept in filter(None, [reference() for reference in self._kept]):  # those that are still to be used
             storage = kept.tensor.untyped_storage()
-            if torch._C._storage_Use_Count(storage._cdata) > 2:  # one is `storage`
+            if _may_be_shared(storage):
                 kept_of.setdefault(storage._cdata, (storage, []))[1].append(kept)
         self._kept.clear()
         for storage, all_kept in kept_of.values():
@@ -220,7 +220,13 @@ def keep(grad: Tensor) -> Kept:
 
 def unshared(grad: Tensor) -> Tensor:
     """`grad`, or a copy where others hold its memory: see `keep`. For an input's gradient, which is yet to be sent."""
-    return grad.clone() if _is_shared(grad.untyped_storage(), [grad]) else grad
+    storage = grad.untyped_storage()
+    return grad.clone() if _may_be_shared(storage) and _is_shared(storage, [grad]) else grad
+
+
+def _may_be_shared(storage: torch.UntypedStorage) -> bool:
+    """Not where there is but one tensor, which is quickly told."""
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # one is `storage`
 
 
 def _is_shared(storage: torch.UntypedStorage, tensors: list[Tensor]) -> bool:
