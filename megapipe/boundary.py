@@ -12,16 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .p2p_communication import (
-    DESCRIPTION,
-    Communicator,
-    DescribedTransfer,
-    Inbox,
-    Lookahead,
-    MessageSpec,
-    Transfer,
-    describe,
-)
+from .messages import DESCRIPTION, MessageSpec, describe
+from .p2p_communication import Communicator, DescribedTransfer, Inbox, Lookahead, Transfer
 from .placement import Placement, StageInfo
 
 __all__ = ["Boundary", "End", "Here", "Wire", "boundaries_around"]

@@ -11,8 +11,8 @@ from torch import nn
 
 from .config import PipelineConfig
 from .fsdp import output_dtype
+from .messages import MessageSpec, TensorSpec, pack
 from .names import find_attribute
-from .p2p_communication import MessageSpec, TensorSpec, pack
 from .placement import StageInfo
 
 __all__ = ["ShapeArguments", "message_specs"]

@@ -18,8 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import hooks
 from .config import PipelineConfig
+from .messages import MessageSpec, TensorSpec, pack, unpack
 from .names import find_attribute
-from .p2p_communication import MessageSpec, TensorSpec, Transfer, pack, unpack
+from .p2p_communication import Transfer
 from .placement import StageInfo
 from .weight_grad.putting_off import PutOff, putting_off, unshared
 

@@ -23,9 +23,10 @@ from .config import PipelineConfig
 from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
 from .memory import LARGE
+from .messages import MessageSpec
 from .names import find_attribute
 from .overlap.parts import find_forward_parts
-from .p2p_communication import Lookahead, MessageSpec
+from .p2p_communication import Lookahead
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
 from .plan import Plan, make_plan

@@ -24,8 +24,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
 from megapipe import PipelineError, StageInfo, parallel_state, weight_grad
+from megapipe.messages import MessageSpec, TensorSpec, pack, unpack
 from megapipe.overlap import run_parts
-from megapipe.p2p_communication import Communicator, ConnectionLostError, MessageSpec, TensorSpec, pack, unpack
+from megapipe.p2p_communication import Communicator, ConnectionLostError
 from megapipe.placement import v_shape
 from megapipe.plan import make_plan
 from megapipe.plan_files import load_plan

@@ -8,16 +8,8 @@ from models import communicator
 from ranks import RankPool
 
 from megapipe.memory import LARGE
-from megapipe.p2p_communication import (
-    ConnectionLostError,
-    Inbox,
-    Lookahead,
-    MessageSpec,
-    TensorSpec,
-    describe,
-    pack,
-    read_description,
-)
+from megapipe.messages import MessageSpec, TensorSpec, describe, pack, read_description
+from megapipe.p2p_communication import ConnectionLostError, Inbox, Lookahead
 
 TENSOR = torch.ones(2, 3)
 

@@ -1,0 +1,126 @@
+"""Messages as such: what may travel between stages, and what a receiver must know about it before it arrives."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from typing import NamedTuple
+
+import torch
+
+__all__ = [
+    "DESCRIPTION",
+    "Message",
+    "MessageSpec",
+    "TensorSpec",
+    "describe",
+    "pack",
+    "read_description",
+    "unpack",
+]
+
+# What a stage hands to the next one. Containers hold tensors only, no further containers.
+Message = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
+
+# "tensor", "list", "tuple", or the keys of a dict.
+Structure = str | tuple[str, ...]
+
+
+class TensorSpec(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    """Whether a gradient comes back for it."""
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class MessageSpec(NamedTuple):
+    """Everything a receiver must know about a message before it arrives."""
+
+    structure: Structure
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(t.shape) * t.dtype.itemsize for t in self.tensors)
+
+    def gradient(self) -> MessageSpec:
+        """The message that goes back for this one."""
+        return MessageSpec("list", tuple(t for t in self.tensors if t.differentiable))
+
+    def matches(self, other: MessageSpec) -> bool:
+        """Same structure, shapes and dtypes."""
+        return self.structure == other.structure and [t[:2] for t in self.tensors] == [t[:2] for t in other.tensors]
+
+    def __str__(self) -> str:
+        tensors = [str(t) for t in self.tensors]
+        if self.structure == "tensor":
+            return tensors[0]
+        if isinstance(self.structure, tuple):
+            return "{" + ", ".join(f"{key}: {t}" for key, t in zip(self.structure, tensors)) + "}"
+        return f"{self.structure} of " + (", ".join(tensors) or "nothing")
+
+
+def pack(message: object) -> tuple[Structure, list[torch.Tensor]]:
+    """A message as its structure and its tensors. A list of one tensor counts as that tensor."""
+    structure: Structure
+    if isinstance(message, torch.Tensor):
+        return "tensor", [message]
+    if isinstance(message, dict):
+        structure, tensors = tuple(message), list(message.values())
+    elif isinstance(message, tuple):
+        structure, tensors = "tuple", list(message)
+    elif isinstance(message, list):
+        structure, tensors = "tensor" if len(message) == 1 else "list", list(message)
+    else:
+        raise TypeError(f"it is a {type(message).__name__}")
+    for item in tensors:
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(f"it is a {type(message).__name__} that holds a {type(item).__name__}")
+    return structure, tensors
+
+
+def unpack(structure: Structure, tensors: list[torch.Tensor]) -> Message:
+    """The inverse of `pack`."""
+    if structure == "tensor":
+        return tensors[0]
+    if structure == "list":
+        return tensors
+    if structure == "tuple":
+        return tuple(tensors)
+    return dict(zip(structure, tensors))
+
+
+# Describing a message ahead of it: its spec as JSON in a buffer of fixed size, always on CPU, so that reading it
+# never makes the host wait for a device.
+
+DESCRIPTION = MessageSpec("tensor", (TensorSpec((1024,), torch.uint8, False),))
+
+
+@functools.lru_cache(maxsize=256)
+def describe(spec: MessageSpec) -> torch.Tensor:
+    tensors = [(t.shape, str(t.dtype).removeprefix("torch."), t.differentiable) for t in spec.tensors]
+    text = json.dumps([spec.structure, tensors], separators=(",", ":")).encode()
+    (size,) = DESCRIPTION.tensors[0].shape
+    if len(text) > size:
+        raise ValueError(
+            f"a message of {len(tensors)} tensors takes {len(text)} bytes to describe, more than the {size} there are "
+            "for variable_seq_lengths: send fewer tensors, or name them shorter."
+        )
+    return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
+
+
+def read_description(description: torch.Tensor) -> MessageSpec:
+    return _parse_description(bytes(description.tolist()))
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_description(text: bytes) -> MessageSpec:
+    structure, tensors = json.loads(text)
+    return MessageSpec(
+        tuple(structure) if isinstance(structure, list) else structure,
+        tuple(TensorSpec(tuple(shape), getattr(torch, dtype), diff) for shape, dtype, diff in tensors),
+    )
