@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .arguments import StepArguments
 from .plan import Event, Plan
 from .post_validation import optimizer_of
-from .stage import StepArguments
 from .watchdog import Watchdog
 
 __all__ = ["Speculation", "WeightsTakenBack", "speculate", "validation_points"]

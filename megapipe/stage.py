@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,41 +16,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import hooks
-from .config import PipelineConfig
+from .arguments import StepArguments
 from .messages import MessageSpec, TensorSpec, pack, unpack
 from .names import find_attribute
 from .p2p_communication import Transfer
 from .placement import StageInfo
 from .weight_grad.putting_off import PutOff, putting_off, unshared
 
-__all__ = ["NOTHING", "InFlight", "Stage", "StepArguments", "run_backward"]
+__all__ = ["NOTHING", "InFlight", "Stage", "run_backward"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
-
-
-@dataclass
-class StepArguments:
-    """What the caller of a schedule passed for one step, checked; and what the step reports back."""
-
-    forward_step_func: Callable[..., Any]
-    data_iterators: list[Any]
-    models: list[nn.Module]
-    num_microbatches: int
-    config: PipelineConfig
-    device: torch.device
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
-    needs_loss: bool = True
-    """Whether a last stage without a loss function is an error, where something is to be trained."""
-    results: list[Any] = field(default_factory=list)
-    """What the loss function reported, in microbatch order. Stays empty without the last stage."""
-    num_tokens: Tensor = field(init=False)
-    """Sum of the token counts of 3-tuple loss functions."""
-
-    def __post_init__(self) -> None:
-        self.num_tokens = torch.zeros((), dtype=torch.int, device=self.device)
 
 
 class InFlight(NamedTuple):

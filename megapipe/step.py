@@ -1,48 +1,49 @@
 """The door: one call of a schedule, from the caller's arguments to the losses.
 
-Everything the caller can get wrong is checked here, once. Then the schedule's loops run on a `Pipeline`.
+It checks what it was given (arguments.py), connects the stages, and runs the schedule's loops on a `Pipeline`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from . import hooks, parallel_state
+from . import parallel_state
+from .arguments import (
+    StepArguments,
+    check_arguments,
+    config_of,
+    device_of,
+    iterator_per_chunk,
+    pipeline_group,
+    specs_of,
+    to_agree_on,
+)
 from .boundary import boundaries_around
 from .config import PipelineConfig
 from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
 from .memory import LARGE
-from .messages import MessageSpec
-from .names import find_attribute
 from .overlap.parts import find_forward_parts
 from .p2p_communication import Lookahead
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
 from .plan import Plan, make_plan
-from .post_validation import optimizer_of
 from .recording import StepRecord, clock_of
 from .registry import Schedule, find_schedule, register
 from .session import Session
-from .shapes import ShapeArguments, message_specs
+from .shapes import ShapeArguments
 from .speculation import WeightsTakenBack, speculate
-from .stage import Stage, StepArguments
+from .stage import Stage
 from .verbs import ScheduleError, Settings, Verbs
 from .weight_tuning import WeightTuner
 
 __all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
-
-Specs = list[tuple[MessageSpec | None, MessageSpec | None]]
 
 
 class ForwardBackward(Schedule):
@@ -102,17 +103,17 @@ class ForwardBackward(Schedule):
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
             PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
         """
-        group = _pipeline_group(pg_collection, p2p_communicator)
+        group = pipeline_group(pg_collection, p2p_communicator)
         session = None if group is None or group.size() == 1 else Session.of(group)
         with session.step() if session is not None else nullcontext():
             models = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
             step = StepArguments(
                 forward_step_func=forward_step_func,
-                data_iterators=_iterator_per_chunk(data_iterator, len(models)),
+                data_iterators=iterator_per_chunk(data_iterator, len(models)),
                 models=models,
                 num_microbatches=num_microbatches,
-                config=_config_of(models, pg_collection),
-                device=_device_of(models),
+                config=config_of(models, pg_collection),
+                device=device_of(models),
                 forward_only=forward_only or self.forward_only,
                 collect_non_loss_data=collect_non_loss_data,
                 first_val_step=first_val_step,
@@ -130,18 +131,18 @@ class ForwardBackward(Schedule):
         config = step.config
         pp_rank, pp_size = (0, 1) if session is None else (session.pp_rank, len(session.ranks))
         stages = self.stages(pp_rank, pp_size, len(step.models))
-        _check(step, stages)
+        check_arguments(step, stages)
         if config.max_in_flight is not None:
             _plan(self, pp_size, step.num_microbatches, len(stages), config.settings)  # refuses what it cannot keep to
         is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
         sharded = ShardedChunks.find(step.models, step.forward_only, is_reduced)
-        specs = _specs(step, shapes, stages, self.placement, pp_rank, pp_size)
+        specs = specs_of(step, shapes, stages, self.placement, pp_rank, pp_size)
         tuner = self._begin_tuning(step, session)
         settings = config.settings if tuner is None else tuner.settings
         communicator = None
         if session is not None:
             session.watchdog.timeout = config.timeout
-            session.watchdog.agree(_arguments(self, step, stages, specs) | {"the places of the Ws": str(tuner)})
+            session.watchdog.agree(to_agree_on(self, step, stages, specs) | {"the places of the Ws": str(tuner)})
             described = config.variable_seq_lengths
             communicator = session.communicator(self.placement, len(stages), step.device, described)
         around = boundaries_around(
@@ -309,130 +310,12 @@ def stages_for_rank(
     return found.stages(pp_rank, pp_size, num_chunks)
 
 
-# What the caller passed
-
-
 def _num_peers(config: PipelineConfig) -> int:
     """How many pipelines communicate with each other within a forward or backward."""
     num_experts = config.expert_model_parallel_size
     if parallel_state.model_parallel_is_initialized():
         num_experts = max(num_experts, parallel_state.get_expert_model_parallel_world_size())
     return num_experts * config.tensor_model_parallel_size * config.context_parallel_size
-
-
-def _pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
-    group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)
-    if group is not None:
-        return group  # type: ignore[no-any-return]
-    return parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
-
-
-def _config_of(models: Sequence[nn.Module], pg_collection: Any) -> PipelineConfig:
-    configs = (find_attribute(model, "config") for model in models)
-    config = next((config for config in configs if config is not None), None)
-    for check in hooks.check_config:
-        check(config)
-    sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
-    groups = {name: getattr(pg_collection, short, None) for name, short in sizes.items()}
-    return PipelineConfig.of(config, **{name: group.size() for name, group in groups.items() if group is not None})
-
-
-def _device_of(models: Sequence[nn.Module]) -> torch.device:
-    # Not model.buffers(): wrappers for data parallelism keep gradient buffers under that name.
-    tensors = itertools.chain.from_iterable((*model.parameters(), *nn.Module.buffers(model)) for model in models)
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def _iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
-    if isinstance(data_iterator, (list, tuple)):
-        if len(data_iterator) != num_chunks:
-            raise ValueError(
-                f"data_iterator is a list of {len(data_iterator)} but there are {num_chunks} chunks: pass one iterator "
-                "for each, or a single one for all."
-            )
-        return list(data_iterator)
-    if data_iterator is None or num_chunks == 1:
-        return [data_iterator] * num_chunks
-    return list(itertools.tee(data_iterator, num_chunks))
-
-
-def _check(step: StepArguments, stages: Sequence[StageInfo]) -> None:
-    try:
-        is_valid = operator.index(step.num_microbatches) >= 1
-    except TypeError:
-        is_valid = False
-    if not is_valid:
-        raise ValueError(f"num_microbatches must be a whole number from 1 on, got {step.num_microbatches!r}.")
-    if step.config.weight_grad_placement not in ("static", "tuned"):
-        raise ValueError(
-            f"config.weight_grad_placement must be 'static' or 'tuned', got {step.config.weight_grad_placement!r}."
-        )
-    for model, stage in zip(step.models, stages):
-        if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
-            raise TypeError(
-                f"the model of stage {stage.index} ({type(model).__name__}) has no set_input_tensor(input): give it "
-                "one that keeps the input for the next forward, to be used instead of the embedding's output."
-            )
-    if not callable(step.forward_step_func):
-        raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
-    is_pipelined = len(stages) < stages[0].num_stages
-    if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
-        try:
-            inspect.signature(step.forward_step_func).bind(None, None, None)
-        except TypeError:
-            raise TypeError(
-                "config.num_microbatches_with_partial_activation_checkpoints passes forward_step_func a third "
-                "argument, checkpoint_activations_microbatch: let it take one, or leave the setting None."
-            ) from None
-
-
-def _specs(
-    step: StepArguments,
-    shapes: ShapeArguments,
-    stages: Sequence[StageInfo],
-    placement: Placement,
-    pp_rank: int,
-    pp_size: int,
-) -> Specs:
-    """Per stage, the messages from and to other ranks, where they are known beforehand."""
-    specs: Specs = []
-    for model, stage in zip(step.models, stages):
-        last = stage.num_stages - 1
-        receives = stage.index > 0 and placement.rank(stage.index - 1, pp_size) != pp_rank
-        sends = stage.index < last and placement.rank(stage.index + 1, pp_size) != pp_rank
-        if step.config.variable_seq_lengths or not (receives or sends):
-            specs.append((None, None))
-        else:
-            received, sent = message_specs(model, stage, shapes, step.config)
-            specs.append((received if receives else None, sent if sends else None))
-    return specs
-
-
-def _arguments(schedule: Schedule, step: StepArguments, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
-    """What the ranks must agree on. Of a message, both ends tell what they think it is."""
-    arguments = {
-        "the schedule": schedule.name,
-        "the number of chunks per rank": str(len(stages)),
-        "num_microbatches": str(step.num_microbatches),
-        "forward_only": str(step.forward_only),
-        "variable_seq_lengths": str(step.config.variable_seq_lengths),
-        "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
-        "max_in_flight": str(step.config.max_in_flight),
-        "weight_grad_placement": step.config.weight_grad_placement,
-        "the type of device": step.device.type,
-        "timeout": str(step.config.timeout),
-        "whether a PostValidatedOptimizer trains the model": str(optimizer_of(step.models) is not None),
-    }
-    for stage, (received, sent) in zip(stages, specs):
-        if received is not None:
-            arguments[_boundary_name(stage.index - 1)] = str(received)
-        if sent is not None:
-            arguments[_boundary_name(stage.index)] = str(sent)
-    return arguments
-
-
-def _boundary_name(index: int) -> str:
-    return f"the message from stage {index} to stage {index + 1}"
 
 
 def _lookahead(config: PipelineConfig, device: torch.device) -> Lookahead:

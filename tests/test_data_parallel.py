@@ -66,9 +66,9 @@ def buckets_and_overlap(rank: int) -> None:
         assert log.sizes == [sum(one) + len(one) for one in sizes]
         assert counts == [2]
 
+        chunks, _ = replicated("zbv", 2, bucket_cap_mb=2**-10)  # 1 KiB: 256 numbers
         log.sizes.clear()
-        _, reducer = replicated("zbv", 2, bucket_cap_mb=2**-10)  # 1 KiB: 256 numbers
-        reducer.finish(chunks)
+        run("zbv", chunks, 3)
         assert max(log.sizes) == 512 + 1  # a matrix by itself
         assert sum(log.sizes) == sum(sum(one) + len(one) for one in sizes)
 

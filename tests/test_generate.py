@@ -14,7 +14,7 @@ from test_pretrain import text as text  # the fixture
 
 from megapipe import StageInfo, parallel_state
 
-PROMPTS = ["def f(x", "i", "import torch, and far more than the model can look back at"]
+PROMPTS = ["7 times", "i", "12 times 12 is 144, and far more than the model can look back at"]
 
 
 def outputs_in_order(rank: int) -> None:
@@ -70,7 +70,9 @@ def greedily(rank: int, folder: Path) -> list[bytes]:
 def test_generates_what_the_whole_model_would(ranks: RankPool, text: str, tmp_path: Path) -> None:
     for name, options in (("dense", ""), ("experts", "--num-experts 4")):
         folder = tmp_path / name
-        ranks.run(4, pretrain, 2, f"{text} {options} --dropout 0.1 --schedule zbv --save {folder}")
+        ranks.run(
+            4, pretrain, 2, f"{text} {options} --lr 1e-6 --train-iters 1 --dropout 0.1 --schedule zbv --save {folder}"
+        )
         (expected,) = ranks.run(1, greedily, folder)
         assert len({one[-12:] for one in expected}) == 3
         greedy = f"--load {folder} --max-new-bytes 12 --temperature 0"

@@ -35,7 +35,7 @@ def pretrain(rank: int, pp_size: int, arguments: str) -> list[float]:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((EXAMPLES / "pretrain_gpt.py").read_text())
+    path.write_text("".join(f"{n} times {n} is {n * n}, and {n} more is {n * n + n}.\n" for n in range(400)))
     return f"--data-path {path}"
 
 

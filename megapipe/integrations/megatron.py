@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import hooks
+from ..arguments import StepArguments
 from ..config import PipelineConfig
 from ..names import find_attribute
 from ..placement import StageInfo
 from ..registry import Schedule, find_schedule
-from ..stage import Stage, StepArguments, run_backward
+from ..stage import Stage, run_backward
 from ..step import stages_for_rank
 from ..weight_grad.layers import linear
 
