@@ -279,6 +279,9 @@ class Stage:
                 loss = loss * step.config.context_parallel_size
             return loss / step.num_microbatches
         num_tokens = torch.as_tensor(returned[1], device=loss.device)
+        if num_tokens.numel() != 1:
+            raise TypeError(f"loss_func must return one number of tokens, but it is {_describe(num_tokens)}.")
+        num_tokens = num_tokens.reshape(())
         step.num_tokens += num_tokens.detach().to(torch.int)
         if step.config.calculate_per_token_loss:
             return loss

@@ -240,6 +240,8 @@ def three_tuple(rank: int, per_token: bool) -> None:
     def step(data_iterator: Any, model: Any) -> Any:
         batch = next(data_iterator)
         count = torch.tensor(tokens[batch["seed"]])
+        if batch["seed"] == 2:
+            count = count.reshape(1)
 
         def loss_func(output: Tensor) -> Any:
             loss = loss_of(output, batch["labels"])

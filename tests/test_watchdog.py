@@ -187,6 +187,12 @@ def bad_input(rank: int, what: str) -> str:
             arguments["forward_step_func"] = lambda it, model: (forward_step(it, model)[0], lambda output: output)
         elif what == "loss shape":
             arguments["forward_step_func"] = lambda it, model: (forward_step(it, model)[0], lambda out: (out, {}))
+        elif what == "tokens":
+            counts = torch.ones(3)
+            arguments["forward_step_func"] = lambda it, model: (
+                forward_step(it, model)[0],
+                lambda out: (out.sum(), counts, {}),
+            )
         elif what == "num_microbatches":
             return error_of(lambda: run("1f1b", model, 4, num_microbatches=0), model)
     elif what == "shape":
@@ -212,6 +218,7 @@ def error_of(function: Any, model: Any) -> str:
         ("loss func", 1, "on the last stage its loss_func is None, which cannot be called"),
         ("loss", 1, "loss_func must return (loss, report) or (loss, num_tokens, report), but it returned a tensor"),
         ("loss shape", 1, "must return a loss of one element first, but it is a tensor of shape [5, 2, 11]"),
+        ("tokens", 1, "loss_func must return one number of tokens, but it is a tensor of shape [3]"),
         ("shape", 0, "stage 0 returned float32[7, 2, 16] for microbatch 2, but stage 1 expects float32[5, 2, 16]"),
         ("type", 0, "the output of stage 0 for microbatch 0 cannot be sent on: it is a list that holds a str"),
     ],
