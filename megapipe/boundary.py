@@ -129,7 +129,6 @@ class Wire(Boundary):
         self._forward = communicator.forward[index]
         self._backward = communicator.backward[index]
         self._descriptions = communicator.descriptions[index] if spec is None else None
-        self._is_trained = num_gradients > 0
         if self._descriptions is None:
             self._inputs = Inbox(self._forward, lookahead)
         else:
@@ -140,7 +139,9 @@ class Wire(Boundary):
         self._num_taken = 0
         self._gradients = Inbox(self._backward, lookahead)
         self._gradient_comes: deque[bool] = deque()  # for each output
-        if spec is not None:
+        # A receive that occupies a device must not be launched there before what is to bring its message about.
+        self._expects_each = num_gradients > 0 and (spec is None or not lookahead.idle_bytes)
+        if spec is not None and not self._expects_each:
             self._expect_gradients(spec.gradient(), num_gradients)
         self._num_to_come_again = 0  # outputs that were sent in vain: their gradients are expected already
 
@@ -159,7 +160,7 @@ class Wire(Boundary):
         self._forward.send(output.tensors)
         if self._num_to_come_again:
             self._num_to_come_again -= 1
-        elif self._descriptions is not None and self._is_trained:
+        elif self._expects_each:
             self._expect_gradients(output.spec.gradient(), 1)
         self._gradients.post_ahead()
 
@@ -191,7 +192,7 @@ class Wire(Boundary):
         to_come = [self.take_input() for _ in range(num_sent - self._num_taken)]
         self._inputs.expect(self._input_spec, num_sent)
         self._num_taken = 0
-        if self._descriptions is not None:
+        if self._expects_each:
             self._num_to_come_again = len(self._gradient_comes)
         return to_come
 
