@@ -96,7 +96,9 @@ def train(
 ) -> tuple[list[Any], list[dict[str, Tensor]], Counter[str]]:
     """The reports of all steps, and the weights, states and buffers at the end."""
     accident = Accident(pp_size)
-    chunks = build(schedule, pp_size, 2 * pp_size, deferred=True, finalize_model_grads_func=accident)
+    lookahead = 1 if disturb else None  # with a number, gradients are expected one by one, as on devices
+    options = {"finalize_model_grads_func": accident, "p2p_lookahead": lookahead}
+    chunks = build(schedule, pp_size, 2 * pp_size, deferred=True, **options)
     for chunk in chunks:
         chunk.register_buffer("count", torch.zeros(()))
     if is_post_validated:
