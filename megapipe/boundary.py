@@ -129,10 +129,7 @@ class Wire(Boundary):
         self._forward = communicator.forward[index]
         self._backward = communicator.backward[index]
         self._descriptions = communicator.descriptions[index] if spec is None else None
-        if self._descriptions is None:
-            self._inputs = Inbox(self._forward, lookahead)
-        else:
-            self._inputs = Inbox(self._descriptions, lookahead)
+        self._inputs = Inbox(self._descriptions or self._forward, lookahead)
         self._input_spec = spec or DESCRIPTION
         self._inputs.expect(self._input_spec, num_inputs)
         self._inputs.post_ahead()

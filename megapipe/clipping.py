@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import parallel_state
-from .names import named_parameters
+from .names import each_parameter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -78,12 +78,7 @@ def as_list(model: Models) -> list[nn.Module]:
 
 def trained_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """The trained parameters of all chunks with their names, each once."""
-    seen: set[int] = set()
-    for model in models:
-        for name, parameter in named_parameters(model):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
+    return ((name, parameter) for name, parameter in each_parameter(models) if parameter.requires_grad)
 
 
 def gradients(models: Iterable[nn.Module]) -> list[Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["find_attribute", "named_parameters", "unwrapped", "with_inner", "without_wrappers"]
+__all__ = ["each_parameter", "find_attribute", "named_parameters", "unwrapped", "with_inner", "without_wrappers"]
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -31,6 +31,16 @@ def named_parameters(chunk: nn.Module, remove_duplicate: bool = True) -> Iterato
     """As the chunk itself names them, without what torch.compile, checkpoints and DistributedDataParallel add."""
     for name, parameter in unwrapped(chunk).named_parameters(remove_duplicate=remove_duplicate):
         yield without_wrappers(name), parameter
+
+
+def each_parameter(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of all chunks with their names, each once."""
+    seen: set[int] = set()
+    for chunk in chunks:
+        for name, parameter in named_parameters(chunk):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
 
 
 def unwrapped(chunk: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, ReduceLROnPlateau
 
 from .clipping import as_list, pipeline_group
-from .names import named_parameters
+from .names import each_parameter
 
 __all__ = ["PipelinedGradScaler", "PipelinedLRScheduler", "PipelinedOptimizer"]
 
@@ -202,13 +202,9 @@ class PipelinedGradScaler(torch.amp.GradScaler):
 
 def _trainable_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """All that have a gradient or may have one later, each once. Quantized weights, which are integers, may not."""
-    seen: set[int] = set()
-    for model in models:
-        for name, parameter in named_parameters(model):
-            may_train = parameter.requires_grad or parameter.is_floating_point()
-            if may_train and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
+    for name, parameter in each_parameter(models):
+        if parameter.requires_grad or parameter.is_floating_point():
+            yield name, parameter
 
 
 def copy_hyperparameters(optimizer: Optimizer) -> list[Hyperparameters]:

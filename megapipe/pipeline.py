@@ -7,7 +7,7 @@ between F and B, gradients both ways. A message in a queue is a `Transfer`; the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -118,8 +118,7 @@ class Pipeline(Verbs):
         this.inputs.append(this.below.take_input())
 
     def forward_step(self, chunk: int = 0) -> None:
-        if self._weight_counts is not None:
-            self._run_weights_due(self._weight_counts)
+        self._run_weights_due()
         microbatch = self._advance("forward_step", chunk)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "F", microbatch)):
@@ -146,8 +145,7 @@ class Pipeline(Verbs):
     def backward_step(self, chunk: int = 0) -> None:
         if self._gradient_sync is None:
             return
-        if self._weight_counts is not None:
-            self._run_weights_due(self._weight_counts)
+        self._run_weights_due()
         microbatch = self._advance_backward(chunk, put_off=False)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "BW", microbatch)):
@@ -163,8 +161,7 @@ class Pipeline(Verbs):
     def backward_input_step(self, chunk: int = 0) -> None:
         if self.forward_only:
             return
-        if self._weight_counts is not None:
-            self._run_weights_due(self._weight_counts)
+        self._run_weights_due()
         microbatch = self._advance_backward(chunk, put_off=True)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "B", microbatch)):
@@ -183,9 +180,8 @@ class Pipeline(Verbs):
                 self._send_early(forward)
             self.backward_step(backward_chunk)
             return
-        if self._weight_counts is not None:
-            for _ in range(2):  # the places before either
-                self._run_weights_due(self._weight_counts)
+        for _ in range(2):  # the places before either
+            self._run_weights_due()
         begun = self._begin_forward(forward_chunk)
         microbatch = self._advance_backward(backward_chunk, put_off=False)
         action = Action(backward.stage.info.index, "BW", microbatch)
@@ -251,10 +247,11 @@ class Pipeline(Verbs):
             if self._weight_counts is None:
                 self._run_weights(chunk)
 
-    def _run_weights_due(self, counts: Iterator[int]) -> None:
+    def _run_weights_due(self) -> None:
         """The Ws that have been given their place before the next F or B."""
-        for _ in range(next(counts)):
-            self._run_weights(self._put_off_in.popleft())
+        if self._weight_counts is not None:
+            for _ in range(next(self._weight_counts)):
+                self._run_weights(self._put_off_in.popleft())
 
     def _run_weights(self, chunk: int) -> None:
         this = self._chunks[chunk]
