@@ -36,7 +36,7 @@ TINY = (
 # Otherwise torchrun keeps one store for all restarts, and ranks that start anew may find the addresses of dead ones
 # there (https://github.com/pytorch/pytorch/issues/135712).
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-PATIENCE = 60  # seconds without a new checkpoint: then restarting does not work
+PATIENCE = 240  # seconds without a new checkpoint: then restarting does not work
 
 
 def start(folder: Path, num_steps: int, options: str, max_restarts: int) -> subprocess.Popen[bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import PATIENCE, RankPool
 
 from megapipe import parallel_state
 from megapipe.plan import plan_of
@@ -24,7 +24,7 @@ def test_schedules_on_emulated_compute(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", *command.split(), "--runners", runners, "--folder", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     (table,) = tmp_path.glob("*.md")

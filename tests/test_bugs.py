@@ -54,7 +54,7 @@ def abort_after_a_peer_is_gone(rank: int) -> None:
 def test_abort_reaches_past_a_closed_connection(ranks: RankPool) -> None:
     """Aborting posted a receive that timed out, always from the first rank of the pipeline. Where that rank had gone
     already, its closed connection refused the receive, nothing was aborted, and ranks further on waited for ever."""
-    ranks.run(3, abort_after_a_peer_is_gone, timeout=20)
+    ranks.run(3, abort_after_a_peer_is_gone)
 
 
 def send_after_the_peer_is_gone(rank: int) -> None:
@@ -71,7 +71,7 @@ def send_after_the_peer_is_gone(rank: int) -> None:
 def test_sending_to_a_lost_peer_is_a_lost_connection(ranks: RankPool) -> None:
     """A broken connection was recognised where a message was waited for, but not where one was posted. The rank then
     showed the transport's own words instead of saying which rank had failed and why."""
-    ranks.run(2, send_after_the_peer_is_gone, timeout=20)
+    ranks.run(2, send_after_the_peer_is_gone)
 
 
 def one_rank_missed_a_session(rank: int) -> None:
@@ -92,7 +92,7 @@ def one_rank_missed_a_session(rank: int) -> None:
 def test_ranks_meet_again_after_one_missed_a_session(ranks: RankPool) -> None:
     """Each process counted its own sessions, and the count named their meeting place in the store. A rank that had
     missed one waited at another place than the others ever after, even in a process group made anew."""
-    ranks.run(2, one_rank_missed_a_session, timeout=20)
+    ranks.run(2, one_rank_missed_a_session)
 
 
 def one_rank_is_slow_to_change(rank: int) -> None:
@@ -118,7 +118,7 @@ class SlowConfig:
 def test_the_watchdog_does_not_answer_before_the_arguments_are_known(ranks: RankPool) -> None:
     """Asked for its arguments by another rank, a watchdog published those of the step before, though the main thread
     was only about to look at the new ones. The other rank then saw a disagreement where there was none."""
-    ranks.run(2, one_rank_is_slow_to_change, timeout=20)
+    ranks.run(2, one_rank_is_slow_to_change)
 
 
 def ranks_are_in_different_numbers_of_groups(rank: int) -> None:
@@ -132,7 +132,7 @@ def test_ranks_may_be_in_different_numbers_of_groups(ranks: RankPool) -> None:
     """The channels were made by `dist.new_group(use_local_synchronization=True)`, which names the new group by the
     number of groups that the process is in. Where ranks differ in that, as Megatron's first and last do with their
     embedding groups, each waited for the others under a name of its own, for ever."""
-    ranks.run(3, ranks_are_in_different_numbers_of_groups, timeout=20)
+    ranks.run(3, ranks_are_in_different_numbers_of_groups)
 
 
 class WrapperWithBuffers(torch.nn.Module):
@@ -154,7 +154,7 @@ def a_wrapper_has_buffers_of_its_own(rank: int) -> None:
 def test_a_wrapper_may_call_something_else_buffers(ranks: RankPool) -> None:
     """The device was found by asking the model for its buffers. Megatron's DistributedDataParallel keeps a list of
     gradient buffers under that name, and every step of a wrapped model failed."""
-    ranks.run(2, a_wrapper_has_buffers_of_its_own, timeout=20)
+    ranks.run(2, a_wrapper_has_buffers_of_its_own)
 
 
 def many_short_waits(rank: int) -> None:
@@ -172,7 +172,7 @@ def many_short_waits(rank: int) -> None:
 def test_waits_of_different_steps_are_not_one_long_wait(ranks: RankPool) -> None:
     """The watchdog took a wait for the same message, seen at the same place, for one and the same wait. A healthy rank
     that waits for its first input in every step was given up once the steps added up to the time limit."""
-    ranks.run(2, many_short_waits, timeout=20)
+    ranks.run(2, many_short_waits)
 
 
 def early_leaver(rank: int) -> str:
@@ -195,7 +195,7 @@ def early_leaver(rank: int) -> str:
 def test_a_rank_that_has_left_its_step_still_answers(ranks: RankPool) -> None:
     """Asked for its arguments in a step, a rank answered only as long as it was in that step. One that had left it
     before the question came was then reported as never having begun it, and the disagreement was not."""
-    ranks.run(3, early_leaver, timeout=30)
+    ranks.run(3, early_leaver)
 
 
 def user_times_out(rank: int) -> str:
@@ -214,7 +214,7 @@ def user_times_out(rank: int) -> str:
 def test_a_time_out_of_the_caller_is_the_callers(ranks: RankPool) -> None:
     """The watchdog wrote its own time-out into the store under the name of Python's TimeoutError. When the caller's
     code raised one, the other ranks reported a message that had not come, and not what had really happened."""
-    messages = ranks.run(2, user_times_out, timeout=20)
+    messages = ranks.run(2, user_times_out)
     assert messages == ["storage does not answer", "rank 0 failed at 0F0: TimeoutError: storage does not answer"]
 
 
@@ -245,7 +245,7 @@ def timers_after_a_failure(rank: int) -> None:
 def test_timers_are_stopped_by_a_failure(ranks: RankPool) -> None:
     """A step that failed left its timers running. Megatron's refuse to be started twice, so the next step failed on
     them."""
-    ranks.run(2, timers_after_a_failure, timeout=20)
+    ranks.run(2, timers_after_a_failure)
 
 
 def wrapped_by_torch(rank: int) -> int:
@@ -272,7 +272,7 @@ def wrapped_by_torch(rank: int) -> int:
 def test_no_sync_of_torchs_data_parallelism(ranks: RankPool) -> None:
     """The last forward ran without synchronisation, and only the last backward with it. torch's
     DistributedDataParallel prepares its reduction in the forward, so that nothing was ever reduced."""
-    assert ranks.run(2, wrapped_by_torch, timeout=20) == [1, 1]
+    assert ranks.run(2, wrapped_by_torch) == [1, 1]
 
 
 class Double(torch.autograd.Function):
@@ -299,7 +299,7 @@ def output_of_a_python_function(rank: int) -> None:
 def test_a_stage_may_end_in_a_python_function(ranks: RankPool) -> None:
     """A stage is kept as the edges of its graph. On torch 2.6 an edge does not keep the node of a Python Function
     alive, so that the backward of a stage that ends in one found no graph any more."""
-    ranks.run(2, output_of_a_python_function, timeout=20)
+    ranks.run(2, output_of_a_python_function)
 
 
 def torch_distributed_is_shut_down(rank: int) -> None:
@@ -314,7 +314,7 @@ def torch_distributed_is_shut_down(rank: int) -> None:
 def test_the_watchdog_ends_with_torch_distributed(ranks: RankPool) -> None:
     """The watchdog went on asking the store after torch.distributed had been shut down. When the process that held the
     store ended first, the others printed a page of warnings at the end of every run."""
-    ranks.run(2, torch_distributed_is_shut_down, timeout=20)
+    ranks.run(2, torch_distributed_is_shut_down)
 
 
 class Outputs(list):  # type: ignore[type-arg]
@@ -339,7 +339,7 @@ def a_frozen_chunk(rank: int) -> None:
 def test_a_chunk_without_trainable_parameters_under_no_sync(ranks: RankPool) -> None:
     """After a chunk's last W autograd passes by its parameters once more, for those who watch its nodes. With nothing
     to train in a chunk there was nothing to pass by, and the step failed with autograd's words for that."""
-    ranks.run(1, a_frozen_chunk, timeout=20)
+    ranks.run(1, a_frozen_chunk)
 
 
 class SeesAutocast(Stage):
@@ -363,7 +363,7 @@ def autocast_in_pairs(rank: int) -> None:
 def test_autocast_in_overlapped_forwards(ranks: RankPool) -> None:
     """A forward in parts takes autocast along from where it is made, which was behind the end of the stage's. So
     forwards of overlapped pairs ran in float32, and all others in half precision."""
-    ranks.run(2, autocast_in_pairs, timeout=20)
+    ranks.run(2, autocast_in_pairs)
 
 
 def test_bounds_and_paths_of_overlapped_pairs() -> None:
@@ -462,7 +462,7 @@ def a_hook_insists_on_a_gradient(rank: int) -> None:
 def test_a_hook_that_insists_on_a_gradient_finds_one(ranks: RankPool) -> None:
     """Megatron's hooks, with reductions that overlap, fail where they find no gradient when autograd has passed by. So
     every step of a model whose weight gradients are put off, or added to `main_grad` at once, ended there."""
-    ranks.run(2, a_hook_insists_on_a_gradient, timeout=20)
+    ranks.run(2, a_hook_insists_on_a_gradient)
 
 
 class Shifted(torch.nn.Module):

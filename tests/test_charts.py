@@ -10,6 +10,7 @@ import pytest
 from matplotlib.image import imread
 from matplotlib.text import Annotation, Text
 from measured import as_measured
+from ranks import PATIENCE
 
 from megapipe.charts import COLOURS, save_comparison, save_html, save_picture
 from megapipe.plan import make_plan
@@ -38,7 +39,7 @@ def browse(page: Path, screenshot: Path) -> str:
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,500"]
     command += [f"--user-data-dir={screenshot.parent / 'profile'}", "--virtual-time-budget=3000"]
     command += ["--dump-dom", f"--screenshot={screenshot}", page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
 def share_of(colour: str, screenshot: Path) -> float:

@@ -90,7 +90,7 @@ def hybrid(rank: int) -> None:
 
 @pytest.mark.parametrize("kind", [full_shard, hybrid])
 def test_training_is_that_of_one_process(ranks: RankPool, kind: Callable[[int], None]) -> None:
-    ranks.run(4, kind, timeout=100)
+    ranks.run(4, kind)
 
 
 class Counts:

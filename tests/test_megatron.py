@@ -171,7 +171,7 @@ def copy_of(chunks: list[nn.Module]) -> list[nn.Module]:
 )
 def test_same_training_as_megatron(ranks: RankPool, pp_size: int, vp_size: int | None, num_microbatches: int) -> None:
     """Megatron's replicas fill the 4 ranks up; the last stage's ranks report the losses."""
-    losses = ranks.run(4, train_with_both, pp_size, vp_size, num_microbatches, 20, timeout=40)
+    losses = ranks.run(4, train_with_both, pp_size, vp_size, num_microbatches, 20)
     assert losses[-1] > 0
 
 
@@ -222,7 +222,7 @@ def megatron_chunks_in_v_placement(rank: int) -> None:
 
 
 def test_chunks_for_v_placement(ranks: RankPool) -> None:
-    ranks.run(2, megatron_chunks_in_v_placement, timeout=40)
+    ranks.run(2, megatron_chunks_in_v_placement)
 
 
 def variable_lengths(rank: int) -> None:
@@ -266,7 +266,7 @@ def variable_lengths(rank: int) -> None:
 
 
 def test_pp2_vpp2_with_variable_lengths(ranks: RankPool) -> None:
-    ranks.run(2, variable_lengths, timeout=40)
+    ranks.run(2, variable_lengths)
 
 
 def put_off(rank: int) -> None:
@@ -324,7 +324,7 @@ def auxiliary_losses(rank: int) -> None:
 
 
 def test_scales_of_auxiliary_losses(ranks: RankPool) -> None:
-    ranks.run(2, auxiliary_losses, timeout=40)
+    ranks.run(2, auxiliary_losses)
 
 
 def refused(rank: int) -> None:
@@ -336,7 +336,7 @@ def refused(rank: int) -> None:
 
 
 def test_what_is_not_supported_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, refused, timeout=40)
+    ranks.run(2, refused)
 
 
 def same_functions(rank: int) -> None:
@@ -378,7 +378,7 @@ def same_functions(rank: int) -> None:
 
 
 def test_functions_that_trainers_import(ranks: RankPool) -> None:
-    ranks.run(1, same_functions, timeout=40)
+    ranks.run(1, same_functions)
 
 
 def their_data_parallelism(rank: int) -> None:
@@ -408,7 +408,7 @@ def their_data_parallelism(rank: int) -> None:
 
 
 def test_gradients_in_their_data_parallelism(ranks: RankPool) -> None:
-    ranks.run(4, their_data_parallelism, timeout=40)
+    ranks.run(4, their_data_parallelism)
 
 
 def test_only_the_integration_knows_the_package() -> None:

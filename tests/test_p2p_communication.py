@@ -147,7 +147,7 @@ def large_and_small(rank: int) -> None:
 
 
 def test_messages_of_all_sizes_arrive_in_order(ranks: RankPool) -> None:
-    ranks.run(2, large_and_small, timeout=20)
+    ranks.run(2, large_and_small)
 
 
 def large_send_after_the_peer_is_gone(rank: int) -> None:
@@ -163,7 +163,7 @@ def large_send_after_the_peer_is_gone(rank: int) -> None:
 
 
 def test_a_large_send_that_fails_is_told_at_the_end_of_the_step(ranks: RankPool) -> None:
-    ranks.run(2, large_send_after_the_peer_is_gone, timeout=20)
+    ranks.run(2, large_send_after_the_peer_is_gone)
 
 
 def blocks_used_again(rank: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import PATIENCE, RankPool
 
 from megapipe.plan import make_plan
 from megapipe.timeline import load_timeline
@@ -102,7 +102,12 @@ def test_through_torchrun(text: str, tmp_path: Path) -> None:
     command += [str(EXAMPLES / "pretrain_gpt.py"), *SMALL.split(), *text.split(), "--pipeline-model-parallel-size", "2"]
     command += ["--record-timeline", str(tmp_path / "timeline.json")]
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -262,7 +262,7 @@ def gradient_nodes(rank: int, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["zb1p", "zbv"])
 def test_those_who_watch_gradient_nodes_see_them_once_and_complete(ranks: RankPool, schedule: str) -> None:
     """As Megatron's DistributedDataParallel does."""
-    ranks.run(2, gradient_nodes, schedule, timeout=20)
+    ranks.run(2, gradient_nodes, schedule)
 
 
 # Ws where measured times want them

@@ -107,7 +107,7 @@ def tuned_and_taken_back(rank: int) -> int:
 def test_a_tuned_step_that_is_taken_back(ranks: RankPool) -> None:
     """Where to stop was read from the plan of the config, though the tuner had chosen another warmup. The ranks then
     waited for messages that were never to come."""
-    assert ranks.run(2, tuned_and_taken_back, timeout=60) == [1, 1]
+    assert ranks.run(2, tuned_and_taken_back) == [1, 1]
 
 
 def rates_resumed(rank: int, folder: str) -> None:

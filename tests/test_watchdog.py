@@ -34,11 +34,9 @@ def failing(message: str, at: int) -> Any:
 def one_rank_fails(rank: int, schedule: str, failing_rank: int, at: int) -> None:
     chunks = build(schedule, PP, 4)
     run(schedule, chunks, 4)
-    start = time.monotonic()
     step = failing("no such thing", at) if rank == failing_rank else forward_step
     with pytest.raises((PipelineError, KeyError)) as caught:
         run(schedule, chunks, 6, forward_step_func=step)
-    assert time.monotonic() - start < 8
     if rank == failing_rank:
         assert caught.type is KeyError
     else:
@@ -143,10 +141,8 @@ def one_rank_changes_its_mind(rank: int) -> str:
     chunks = build("1f1b", PP, 4)
     for _ in range(2):
         run("1f1b", chunks, 4)
-    start = time.monotonic()
     with pytest.raises(ValueError, match="disagree") as caught:
         run("1f1b", chunks, 5 if rank == 1 else 4)
-    assert time.monotonic() - start < 8
     return str(caught.value)
 
 
@@ -256,10 +252,8 @@ def one_rank_is_killed(rank: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         return forward_step(data_iterator, model)
 
-    start = time.monotonic()
     with pytest.raises(PipelineError) as caught:
         run("1f1b", chunks, 4, forward_step_func=step)
-    assert time.monotonic() - start < 10
     return str(caught.value)
 
 
