@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import random
 import re
@@ -16,9 +17,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stage, assert_same_gradients, build, communicator, forward_step, reference, run
+from models import BATCH, SEQUENCE, Stage, assert_same_gradients, build, communicator, forward_step, reference, run
 from ranks import RankPool
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -697,3 +698,24 @@ def test_a_time_limit_may_be_raised(ranks: RankPool) -> None:
     """The transport kept the time limit of the first step. A wait that a later step allowed was then reported as a
     process that had ended without a word."""
     ranks.run(2, a_longer_time_limit)
+
+
+def recycled_inputs(rank: int) -> None:
+    """As many buffers as microbatches are in flight in 1F1B."""
+    chunks = build("zb1p", 2, 4, deferred=True)
+
+    def recycle(buffers: Iterator[Tensor], layer: nn.Module, args: tuple[Tensor]) -> Tensor:
+        return next(buffers).detach_().copy_(args[0])
+
+    for layer in (module for module in chunks[0].modules() if isinstance(module, nn.Linear)):
+        buffers = itertools.cycle([torch.empty(SEQUENCE, BATCH, layer.in_features) for _ in range(2 - rank)])
+        layer.register_forward_pre_hook(functools.partial(recycle, buffers))
+    run("1f1b", chunks, 8)
+    with pytest.raises((RuntimeError, PipelineError), match="was changed in place between its B and its W"):
+        run("zb1p", chunks, 8)
+
+
+def test_inputs_that_are_written_over_between_b_and_w(ranks: RankPool) -> None:
+    """Autograd watches what it needs until B, and nobody watched it from there to W. A layer whose inputs lie in
+    buffers, used again once B is done with them, had the weight gradient of another microbatch added to its own."""
+    ranks.run(2, recycled_inputs)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megapipe import weight_grad
 from megapipe.weight_grad import products
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.weight_grad.putting_off import Kept, PutOff, putting_off
 
 TOKENS, IN, OUT = 6, 8, 12
 
@@ -701,8 +701,7 @@ def test_only_inputs_and_output_gradients_are_held_between_b_and_w() -> None:
     hold = PutOff.add
 
     def watch(self: PutOff, weight: Tensor, compute: Any, add_to: Any = None) -> None:
-        parts = [getattr(part, "tensor", part) for part in compute.args]
-        held.extend(part for part in parts if isinstance(part, Tensor))
+        held.extend(part.get() for part in compute.args if isinstance(part, Kept))
         hold(self, weight, compute, add_to)
 
     put_off = PutOff()
@@ -720,6 +719,29 @@ def test_only_inputs_and_output_gradients_are_held_between_b_and_w() -> None:
     put_off.run()
     gc.collect()
     assert kept["2"]() is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments"),
+    [
+        (weight_grad.Linear(IN, OUT), (torch.randn(TOKENS, IN),)),
+        (weight_grad.Embedding(20, IN), (torch.randint(20, (TOKENS,)),)),
+        (weight_grad.Conv1d(IN, OUT, 3), (torch.randn(2, IN, 9),)),
+        (weight_grad.GroupedLinear(3, IN, OUT), (torch.randn(6, IN), [1, 2, 3])),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_an_input_changed_between_b_and_w(layer: nn.Module, arguments: tuple[Any, ...], num_before: int) -> None:
+    """Autograd no longer watches it then."""
+    for _ in range(num_before):  # then there is a gradient to add to
+        backward(layer(*arguments).sum())
+    put_off = PutOff()
+    with putting_off(put_off):
+        layer(*arguments).sum().backward()
+    arguments[0].zero_()
+    with pytest.raises(RuntimeError, match="was changed in place between its B and its W"):
+        put_off.run()
 
 
 def test_w_frees_what_it_has_done() -> None:

@@ -205,9 +205,8 @@ def _put_off(
 ) -> list[Tensor | None]:
     """B. What it leaves to W is handed to `defer`, one weight at a time."""
     split = graphs.split
-    held: dict[int, Tensor | Kept] = {n: arguments[n] for n in split.held}
+    held = {n: keep(arguments[n]) if n >= graphs.first_tangent else Kept(arguments[n]) for n in split.held}
     first_kept = len(arguments)
-    held.update((n, keep(arguments[n])) for n in split.held if n >= graphs.first_tangent)
     results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
     grads = list(results[: split.num_outputs])
     held.update((n, keep(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
@@ -222,9 +221,8 @@ def _put_off(
     return grads
 
 
-def _weight_gradient(graphs: Graphs, graph: GraphModule, held: list[Tensor | Kept]) -> Tensor:
-    tensors = [value.tensor if isinstance(value, Kept) else value for value in held]
-    (gradient,) = graphs.run(graph, "a weight gradient", tensors)
+def _weight_gradient(graphs: Graphs, graph: GraphModule, held: list[Kept]) -> Tensor:
+    (gradient,) = graphs.run(graph, "a weight gradient", [kept.get() for kept in held])
     return gradient  # type: ignore[no-any-return]
 
 

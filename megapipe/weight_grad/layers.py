@@ -123,19 +123,18 @@ class _Linear(Function):
         grad_rows = rows(grad)
         grad_x = grad_rows.mm(weight).view(x.shape) if needs_x else None
         grad_bias = grad_rows.sum(0) if needs_bias else None
-        kept = keep(grad)
-        x = x.detach()  # without the graph behind it
-        compute = partial(_linear_gradient, x, kept, ctx.weight.dtype)
-        grad_weight = _put_off(ctx, compute, partial(_add_linear, x, kept))
+        both = Kept(x.detach()), keep(grad)  # without the graph behind it
+        compute = partial(_linear_gradient, *both, ctx.weight.dtype)
+        grad_weight = _put_off(ctx, compute, partial(_add_linear, *both))
         return grad_x, grad_weight, grad_bias
 
 
-def _linear_gradient(x: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
-    return weight_gradient(rows(x), rows(kept.tensor)).to(dtype)
+def _linear_gradient(x: Kept, grad: Kept, dtype: torch.dtype) -> Tensor:
+    return weight_gradient(rows(x.get()), rows(grad.get())).to(dtype)
 
 
-def _add_linear(x: Tensor, kept: Kept, target: Tensor) -> None:
-    add_weight_gradient(target, rows(x), rows(kept.tensor))
+def _add_linear(x: Kept, grad: Kept, target: Tensor) -> None:
+    add_weight_gradient(target, rows(x.get()), rows(grad.get()))
 
 
 class _Embedding(Function):
@@ -150,23 +149,23 @@ class _Embedding(Function):
     @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        kept = keep(grad)
-        compute = partial(_embedding_gradient, tokens, kept, len(ctx.weight), ctx.padding)
-        return None, _put_off(ctx, compute, partial(_add_embedding, tokens, kept, ctx.padding)), None
+        both = Kept(tokens), keep(grad)
+        compute = partial(_embedding_gradient, *both, len(ctx.weight), ctx.padding)
+        return None, _put_off(ctx, compute, partial(_add_embedding, *both, ctx.padding)), None
 
 
-def _embedding_gradient(tokens: Tensor, kept: Kept, num_rows: int, padding: int) -> Tensor:
-    return _sum_rows(tokens, kept.tensor, num_rows, padding)
+def _embedding_gradient(tokens: Kept, grad: Kept, num_rows: int, padding: int) -> Tensor:
+    return _sum_rows(tokens.get(), grad.get(), num_rows, padding)
 
 
 def _sum_rows(tokens: Tensor, grad: Tensor, num_rows: int, padding: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(grad, tokens, num_rows, padding, False)  # type: ignore[no-any-return]
 
 
-def _add_embedding(tokens: Tensor, kept: Kept, padding: int, target: Tensor) -> None:
+def _add_embedding(kept_tokens: Kept, kept_grad: Kept, padding: int, target: Tensor) -> None:
     """First the sums over equal tokens, as autograd has them, then to their rows: a temporary as large as the output
     instead of the weight. No size here depends on the tokens' values, so an accelerator need not be waited for."""
-    grad = kept.tensor.to(target.dtype)
+    tokens, grad = kept_tokens.get(), kept_grad.get().to(target.dtype)
     if tokens.numel() >= len(target):
         target.add_(_sum_rows(tokens, grad, len(target), padding))
         return
@@ -199,7 +198,7 @@ class _Convolution(Function):
             grad_x = _convolution_backward(grad, x, weight, ctx.options, [True, False, False])[0]
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum([0, *range(2, grad.dim())])
-        compute = partial(_convolution_gradient, x.detach(), keep(grad), ctx.weight, ctx.options)
+        compute = partial(_convolution_gradient, Kept(x.detach()), keep(grad), ctx.weight, ctx.options)
         grad_weight = _put_off(ctx, compute, partial(_add_convolution, compute))
         return grad_x, grad_weight, grad_bias, *[None] * len(ctx.options)
 
@@ -252,10 +251,11 @@ def _convolution_backward(
     return backward(grad, x, weight, None, *options, mask)  # type: ignore[no-any-return]
 
 
-def _convolution_gradient(x: Tensor, kept: Kept, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
+def _convolution_gradient(x: Kept, kept_grad: Kept, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
     """The weight gives its shape and layout, not its values."""
-    same_dtype = weight.detach().to(kept.tensor.dtype)
-    return _convolution_backward(kept.tensor, x, same_dtype, options, [False, True, False])[1].to(weight.dtype)
+    grad = kept_grad.get()
+    same_dtype = weight.detach().to(grad.dtype)
+    return _convolution_backward(grad, x.get(), same_dtype, options, [False, True, False])[1].to(weight.dtype)
 
 
 def _add_convolution(compute: Callable[[], Tensor], target: Tensor) -> None:
@@ -282,21 +282,21 @@ class _GroupedLinear(Function):
             grad_x = torch.empty_like(x)
             for part, matrix, out in zip(torch.split(grad, ctx.counts), weight, torch.split(grad_x, ctx.counts)):
                 torch.mm(part, matrix, out=out)
-        kept = keep(grad)
-        x = x.detach()
-        compute = partial(_grouped_gradient, x, kept, ctx.counts, ctx.weight.dtype)
-        return grad_x, _put_off(ctx, compute, partial(_add_grouped, x, kept, ctx.counts)), None
+        both = Kept(x.detach()), keep(grad)
+        compute = partial(_grouped_gradient, *both, ctx.counts, ctx.weight.dtype)
+        return grad_x, _put_off(ctx, compute, partial(_add_grouped, *both, ctx.counts)), None
 
 
-def _grouped_gradient(x: Tensor, kept: Kept, counts: list[int], dtype: torch.dtype) -> Tensor:
-    result = x.new_empty(len(counts), kept.tensor.shape[1], x.shape[1])
-    for part, part_grad, out in zip(torch.split(x, counts), torch.split(kept.tensor, counts), result):
+def _grouped_gradient(kept_x: Kept, kept_grad: Kept, counts: list[int], dtype: torch.dtype) -> Tensor:
+    x, grad = kept_x.get(), kept_grad.get()
+    result = x.new_empty(len(counts), grad.shape[1], x.shape[1])
+    for part, part_grad, out in zip(torch.split(x, counts), torch.split(grad, counts), result):
         torch.mm(part_grad.t(), part, out=out)
     return result.to(dtype)
 
 
-def _add_grouped(x: Tensor, kept: Kept, counts: list[int], target: Tensor) -> None:
-    for part, part_grad, out in zip(torch.split(x, counts), torch.split(kept.tensor, counts), target):
+def _add_grouped(x: Kept, grad: Kept, counts: list[int], target: Tensor) -> None:
+    for part, part_grad, out in zip(torch.split(x.get(), counts), torch.split(grad.get(), counts), target):
         if len(part):
             add_weight_gradient(out, part, part_grad)
 

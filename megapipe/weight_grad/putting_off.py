@@ -72,14 +72,14 @@ class PutOff:
         self.restore_hooks()
         kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory that others have too
         for kept in filter(None, [reference() for reference in self._kept]):  # those that are still to be used
-            storage = kept.tensor.untyped_storage()
+            storage = kept.get().untyped_storage()
             if _may_be_shared(storage):
                 kept_of.setdefault(storage._cdata, (storage, []))[1].append(kept)
         self._kept.clear()
         for storage, all_kept in kept_of.values():
-            if _is_shared(storage, [kept.tensor for kept in all_kept]):
+            if _is_shared(storage, [kept.get() for kept in all_kept]):
                 for kept in all_kept:
-                    kept.tensor = kept.tensor.clone()
+                    kept.copy()
 
     def restore_hooks(self) -> None:
         for weight, hooks in self._silenced.items():
@@ -199,10 +199,24 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
 
 
 class Kept:
-    """The output gradient that a layer keeps until W."""
+    """A tensor that a layer keeps until W. As in autograd, it is an error to change it in place before."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self._tensor.shape)}, which a layer needs for its weight gradient, was "
+                "changed in place between its B and its W: give each microbatch in flight memory of its own, or use a "
+                "layer that defers nothing."
+            )
+        return self._tensor
+
+    def copy(self) -> None:
+        self._tensor = self.get().clone()
+        self._version = self._tensor._version
 
 
 def keep(grad: Tensor) -> Kept:
