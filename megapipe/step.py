@@ -15,6 +15,7 @@ from torch import nn
 
 from . import parallel_state
 from .arguments import (
+    Specs,
     StepArguments,
     check_arguments,
     config_of,
@@ -30,7 +31,7 @@ from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
 from .memory import LARGE
 from .overlap.parts import find_forward_parts
-from .p2p_communication import Lookahead
+from .p2p_communication import Communicator, Lookahead
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
 from .plan import Plan, make_plan
@@ -139,12 +140,7 @@ class ForwardBackward(Schedule):
         specs = specs_of(step, shapes, stages, self.placement, pp_rank, pp_size)
         tuner = self._begin_tuning(step, session)
         settings = config.settings if tuner is None else tuner.settings
-        communicator = None
-        if session is not None:
-            session.watchdog.timeout = config.timeout
-            session.watchdog.agree(to_agree_on(self, step, stages, specs) | {"the places of the Ws": str(tuner)})
-            described = config.variable_seq_lengths
-            communicator = session.communicator(self.placement, len(stages), step.device, described)
+        communicator = None if session is None else self._connect(step, session, stages, specs, tuner)
         around = boundaries_around(
             stages,
             self.placement,
@@ -193,6 +189,14 @@ class ForwardBackward(Schedule):
         if record is not None:
             _end_record(record, config, tuner)
         return step.results
+
+    def _connect(
+        self, step: StepArguments, session: Session, stages: list[StageInfo], specs: Specs, tuner: WeightTuner | None
+    ) -> Communicator:
+        """The channels of this step, once all ranks agree what it is."""
+        session.watchdog.timeout = step.config.timeout
+        session.watchdog.agree(to_agree_on(self, step, stages, specs) | {"the places of the Ws": str(tuner)})
+        return session.communicator(self.placement, len(stages), step.device, step.config.variable_seq_lengths)
 
     def _gradient_sync(self, step: StepArguments, pp_size: int, sharded: ShardedChunks | None) -> GradientSync | None:
         """None where nothing is trained."""
