@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import hooks, parallel_state
-from .config import PipelineConfig
+from .config import PER_CHUNK, PipelineConfig, check_whole_number
 from .messages import MessageSpec
 from .names import find_attribute
 from .placement import Placement, StageInfo
@@ -102,16 +101,14 @@ def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
 
 
 def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
-    try:
-        is_valid = operator.index(step.num_microbatches) >= 1
-    except TypeError:
-        is_valid = False
-    if not is_valid:
-        raise ValueError(f"num_microbatches must be a whole number from 1 on, got {step.num_microbatches!r}.")
-    if step.config.weight_grad_placement not in ("static", "tuned"):
-        raise ValueError(
-            f"config.weight_grad_placement must be 'static' or 'tuned', got {step.config.weight_grad_placement!r}."
-        )
+    check_whole_number("num_microbatches", step.num_microbatches, 1)
+    for name in PER_CHUNK:
+        functions = getattr(step.config, name)
+        if isinstance(functions, (list, tuple)) and len(functions) != len(step.models):
+            raise ValueError(
+                f"config.{name} is a list of {len(functions)} but there are {len(step.models)} chunks: give one for "
+                "each, or a single one for all."
+            )
     for model, stage in zip(step.models, stages):
         if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
             raise TypeError(

@@ -7,6 +7,7 @@ of yours, a namespace); those it lacks take the defaults below.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,10 @@ from .verbs import Settings
 if TYPE_CHECKING:
     from .recording import TimelineRecorder
 
-__all__ = ["PipelineConfig"]
+__all__ = ["PER_CHUNK", "PipelineConfig", "check_whole_number"]
+
+PER_CHUNK = ("no_sync_func", "grad_sync_func", "param_sync_func")
+"""Settings that may be lists, with one function per chunk."""
 
 
 @dataclass
@@ -64,10 +68,10 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError or TypeError for what cannot be, before a rank waits for another one."""
-        for name, least in (("p2p_lookahead", 0), ("microbatch_group_size_per_vp_stage", 1)):
-            number = getattr(self, name)
-            if number is not None and not (isinstance(number, int) and number >= least):
-                raise ValueError(f"config.{name} must be a whole number from {least} on, or None, got {number!r}.")
+        for name, least in (("hidden_size", 1), ("p2p_lookahead", 0), ("microbatch_group_size_per_vp_stage", 1)):
+            check_whole_number(f"config.{name}", getattr(self, name), least, or_none=True)
+        for kind in ("tensor_model", "context", "expert_model"):
+            check_whole_number(f"config.{kind}_parallel_size", getattr(self, f"{kind}_parallel_size"), 1)
         for name, number in (("timeout", self.timeout), ("max_in_flight", self.max_in_flight)):
             is_number = isinstance(number, (int, float)) and math.isfinite(number)
             if not is_number and (number is not None or name == "timeout"):
@@ -78,6 +82,19 @@ class PipelineConfig:
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"config.{name} must be a torch.dtype, like torch.bfloat16, or None, got {dtype!r}.")
+        if self.weight_grad_placement not in ("static", "tuned"):
+            raise ValueError(
+                f"config.weight_grad_placement must be 'static' or 'tuned', got {self.weight_grad_placement!r}."
+            )
+        for name in ("grad_scale_func", "finalize_model_grads_func", *PER_CHUNK):
+            value = getattr(self, name)
+            for function in value if name in PER_CHUNK and isinstance(value, (list, tuple)) else [value]:
+                if function is not None and not callable(function):
+                    raise TypeError(f"config.{name} must be a function, or None, got {function!r}.")
+        if self.record_timeline is not None and not hasattr(self.record_timeline, "begin"):
+            raise TypeError(
+                f"config.record_timeline must be a megapipe.TimelineRecorder, or None, got {self.record_timeline!r}."
+            )
 
     @property
     def settings(self) -> Settings:
@@ -118,3 +135,16 @@ class PipelineConfig:
     def of(cls, config: object, **overrides: Any) -> PipelineConfig:
         """A config with the fields of `config`, defaults where it has none, and `overrides` in any case."""
         return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)} | overrides)
+
+
+def check_whole_number(name: str, value: Any, least: int, or_none: bool = False) -> None:
+    """Raises ValueError where `value` is none."""
+    if or_none and value is None:
+        return
+    try:
+        is_valid = operator.index(value) >= least
+    except TypeError:
+        is_valid = False
+    if not is_valid:
+        alternative = ", or None" if or_none else ""
+        raise ValueError(f"{name} must be a whole number from {least} on{alternative}, got {value!r}.")

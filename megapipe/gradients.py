@@ -40,13 +40,6 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         is_split: bool,
         sharded: ShardedChunks | None = None,
     ) -> None:
-        for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
-            functions = getattr(config, name)
-            if isinstance(functions, (list, tuple)) and len(functions) != len(models):
-                raise ValueError(
-                    f"config.{name} is a list of {len(functions)} but there are {len(models)} chunks: give one for "
-                    "each, or a single one for all."
-                )
         self._models = models
         self._sharded = sharded
         self._is_split = is_split

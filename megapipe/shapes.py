@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import PipelineConfig
+from .config import PipelineConfig, check_whole_number
 from .fsdp import output_dtype
 from .messages import MessageSpec, TensorSpec, pack
 from .names import find_attribute
@@ -30,6 +30,10 @@ class ShapeArguments:
     num_microbatches: int
     pipeline_inputs: Any
     adjust_tensor_shapes_fn: Callable[[Shapes, Shapes], tuple[Shapes, Shapes]] | None
+
+    def __post_init__(self) -> None:
+        for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
+            check_whole_number(name, getattr(self, name), 1, or_none=True)
 
 
 def message_specs(
@@ -109,10 +113,14 @@ def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[in
             "infer_stage_outputs_from_pipeline_inputs, or set config.variable_seq_lengths."
         )
     seq_length = arguments.decoder_seq_length or arguments.seq_length
-    seq_length //= config.context_parallel_size
-    if config.sequence_parallel:
-        seq_length //= config.tensor_model_parallel_size
-    return seq_length, arguments.micro_batch_size, config.hidden_size
+    num_parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    if seq_length % num_parts:
+        raise ValueError(
+            f"a sequence of {seq_length} cannot be shared by {num_parts} ranks (context_parallel_size "
+            f"{config.context_parallel_size}, sequence_parallel {config.sequence_parallel}, tensor_model_parallel_size "
+            f"{config.tensor_model_parallel_size}): choose a seq_length that is a multiple of {num_parts}."
+        )
+    return seq_length // num_parts, arguments.micro_batch_size, config.hidden_size
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

@@ -294,6 +294,8 @@ class Stage:
             return InFlight(inputs, [], [])
         if self._step.config.grad_scale_func is not None:
             loss = self._step.config.grad_scale_func(loss)
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {_describe(loss)}.")
         return InFlight(inputs, [_edge(loss)], [torch.ones_like(loss)])
 
     # Around both

@@ -660,6 +660,14 @@ SETTINGS_THAT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
     ({"max_in_flight": float("inf")}, "config.max_in_flight must be a finite number, got inf"),
     ({"microbatch_group_size_per_vp_stage": 2.5}, "must be a whole number from 1 on, or None, got 2.5"),
     ({"pipeline_dtype": "float32"}, "config.pipeline_dtype must be a torch.dtype, like torch.bfloat16, or None"),
+    ({"hidden_size": 16.0}, "config.hidden_size must be a whole number from 1 on, or None, got 16.0"),
+    ({"tensor_model_parallel_size": 0}, "config.tensor_model_parallel_size must be a whole number from 1 on, got 0"),
+    ({"context_parallel_size": None}, "config.context_parallel_size must be a whole number from 1 on, got None"),
+    ({"context_parallel_size": 2}, "a sequence of 5 cannot be shared by 2 ranks (context_parallel_size 2"),
+    ({"grad_scale_func": 2.0}, "config.grad_scale_func must be a function, or None, got 2.0"),
+    ({"grad_scale_func": float}, "config.grad_scale_func must return the scaled loss, but it is a float"),
+    ({"no_sync_func": [True, None]}, "config.no_sync_func must be a function, or None, got True"),
+    ({"record_timeline": True}, "config.record_timeline must be a megapipe.TimelineRecorder, or None, got True"),
     ({"no_sync_func": [contextlib.nullcontext]}, "config.no_sync_func is a list of 1 but there are 2 chunks"),
     ({"grad_sync_func": []}, "config.grad_sync_func is a list of 0 but there are 2 chunks"),
     ({"param_sync_func": [list] * 3}, "config.param_sync_func is a list of 3 but there are 2 chunks"),
@@ -668,14 +676,17 @@ SETTINGS_THAT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
 
 def settings_that_cannot_be(rank: int) -> None:
     for options, message in SETTINGS_THAT_CANNOT_BE:
-        chunks = build("zbv", 2, 4, **options)
-        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        chunks = build("zbv", 2, 4)
+        for chunk in chunks:
+            vars(chunk.config).update(options)
+        with pytest.raises((ValueError, TypeError, PipelineError), match=re.escape(message)):
             run("zbv", chunks, 2)
 
 
 def test_settings_that_cannot_be(ranks: RankPool) -> None:
     """A list with a function too few failed in the middle of the step, or held back the synchronisation of the wrong
-    chunk. A negative time limit left ranks waiting while they connected, others failed in words that named none."""
+    chunk. A negative time limit left ranks waiting while they connected, others failed in words that named none; and
+    a sequence that its ranks cannot share was cut short."""
     ranks.run(2, settings_that_cannot_be)
 
 
