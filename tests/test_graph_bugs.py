@@ -250,3 +250,30 @@ def test_captured_again_in_inference_mode() -> None:
         stage(example())
     stage(example()).sum().backward()
     assert stage.linear.weight.grad is not None
+
+
+def test_copies_of_a_captured_stage() -> None:
+    """Which modules a stage has was kept by where they lie in memory, so a copy, as averages of weights are kept in,
+    was refused: it had "other modules"."""
+    module = nn.Sequential(Plain(), nn.GELU(), Plain(), nn.Dropout(0.5))
+    plain, captured = copy.deepcopy(module), graph.capture(module, (example(),))
+    captured(example())
+    copied = copy.deepcopy(captured)
+    for one in (plain, copied):
+        torch.manual_seed(3)
+        for parameter in one.parameters():
+            nn.init.normal_(parameter)
+    for is_training in (True, False):  # evaluation is captured after it was copied
+        for x in (example(), example()):
+            results = []
+            for one in (plain, copied):
+                torch.manual_seed(4)
+                one.train(is_training)(x).sin().sum().backward()
+                results.append([x.grad, *(parameter.grad for parameter in one.parameters())])
+                x.grad = None
+            assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert all(parameter.grad is None for parameter in captured.parameters())
+    copied[0] = Plain()
+    with pytest.raises(RuntimeError, match="has other modules"):
+        copied(example())
+    captured(example())

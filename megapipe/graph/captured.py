@@ -5,6 +5,7 @@ What a graph would do otherwise than the module is looked for while it is captur
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import sys
@@ -144,6 +145,7 @@ class _Stage:
         self._cut = cut_to_recompute if recomputes else partition
         self._compiles = compiles
         self._modules = list(module.modules())
+        self._numbers = {id(module): number for number, module in enumerate(self._modules)}
         weights = {parameter: name for name, parameter in module.named_parameters()}
         named: list[tuple[str, Tensor]] = [(name, weight) for weight, name in weights.items()]
         named += [(name, buffer) for name, buffer in module.named_buffers() if buffer not in weights]
@@ -161,6 +163,14 @@ class _Stage:
         self._example = (_as_set(input_tensor), *self._bind(example, {}))
         self._arguments = Arguments(self._example, self._what)
         self._graphs: dict[_Mode, Graphs] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Stage:
+        """For a copy of the module. The graphs serve both: they are given their weights."""
+        memo[id(self)] = copied = object.__new__(_Stage)
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | {"input_tensor": None, "_graphs": {}}, memo))
+        copied._graphs.update(self._graphs)
+        copied._numbers = {id(module): number for number, module in enumerate(copied._modules)}
+        return copied
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graphs, list[Tensor]]:
         """The graphs for a call, and their inputs."""
@@ -203,7 +213,7 @@ class _Stage:
         found: dict[int, int] = {}
         look: list[Any] = []
         for module in self._modules:
-            look += map(id, module._modules.values())
+            look += [self._numbers.get(id(child)) for child in module._modules.values()]
             for tensors in (module._parameters, module._buffers):
                 look += [(name, found.setdefault(id(tensor), len(found))) for name, tensor in tensors.items()]
         return look
