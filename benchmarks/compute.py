@@ -209,7 +209,7 @@ def build(name: str, args: argparse.Namespace) -> Runner:
     make_stage: Any = functools.partial(Part, args)
     options: dict[str, Any] = {"loss": own_loss, "width": args.hidden_size}
     if name == "own work":
-        return OwnWork(name, args.microbatches, make_stage, args.seq_length, **options)
+        return OwnWork("1f1b", args.microbatches, make_stage, args.seq_length, **options)
     plain_name = name.removesuffix(CONVERTED)
     if plain_name != name:
         make_stage = lambda index, num_stages, how, config: Part(args, index, num_stages, "deferring", config)  # noqa: E731

@@ -34,6 +34,7 @@ RUNNERS = [
     "torch 1F1B",
     "megatron-core 1f1b",
     "megapipe zb1p",
+    "by-hand zbv",
     "megapipe zbv",
     "torch ZBVZeroBubble",
 ]
@@ -41,7 +42,7 @@ HEADER = ["runner", "chunks", "wall", "own work", "net wall", "net CPU, main thr
 NOTES = """Microseconds per microbatch and rank, mean of the ranks, medians of interleaved steps, in brackets the middle
 half of the steps. *own work*: the rank's chunks, forward and backward, called by hand; *net* is without it. The wall
 includes waiting for the other rank, the main thread's CPU does not, the process's has gloo's threads in it as well.
-*by-hand*: the bare loop, which no package can beat by much."""
+*by-hand*: the same actions over bare `isend` and `irecv`, which no package can beat by much."""
 
 
 class Layer(nn.Module):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megapipe import get_forward_backward_func, parallel_state, stages_for_rank
 from megapipe.config import PipelineConfig
 from megapipe.plan import make_plan
+from megapipe.weight_grad.putting_off import PutOff, putting_off
 
 MEGAPIPE = [
     "gpipe",
@@ -38,7 +39,7 @@ MEGAPIPE = [
 TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 MEGATRON = ["1f1b", "interleaved"]
 ALL = (
-    ["by-hand 1f1b"]
+    ["by-hand 1f1b", "by-hand zbv"]
     + [f"megapipe {n}" for n in MEGAPIPE]
     + [f"torch {n}" for n in TORCH]
     + [f"megatron-core {n}" for n in MEGATRON]
@@ -48,6 +49,8 @@ ALL = (
 MakeStage = Callable[[int, int, str, Any], nn.Module]
 """(stage, number of stages, how its backward is written, config) -> module. The second but last is "whole", "deferring"
 for megapipe, "splitting" for torch, or "storing" for DualPipe."""
+Arriving = tuple[Tensor, Any]
+"""A tensor, and what to wait for before it is there; None where it comes from the same rank."""
 Loss = Callable[..., Tensor]
 """(output, target or nothing) -> the loss of a microbatch."""
 
@@ -210,66 +213,90 @@ class Megatron(Runner):
 
 
 class ByHand(Runner):
-    """1F1B with nothing around it: no checks, no errors told, nothing but what every runner has to do. The floor."""
+    """The actions of one of megapipe's schedules over isend and irecv, in their order and with nothing around them: no
+    checks, no errors told, nothing but what every runner has to do. The floor."""
 
     def __init__(self, schedule: str, m: int, make_stage: MakeStage, num_rows: int, loss: Loss, **config: Any) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self.num_chunks, self.splits, self.num_rows, self._m = 1, False, num_rows, m
-        self.modules = [make_stage(rank, size, "whole", None)]
-        self._is_first, self._is_last = rank == 0, rank == size - 1
+        self._rank, size = dist.get_rank(), dist.get_world_size()
+        infos = stages_for_rank(schedule, self._rank, size)
+        plan = make_plan(schedule, size, m, len(infos))
+        self._actions = plan.actions[self._rank]
+        self._rank_of = [plan.rank_of(stage) for stage in range(size * len(infos))]
+        self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m
+        self.splits = any(action.kind == "W" for action in self._actions)
+        how = "deferring" if self.splits else "whole"
+        self._modules = {info.index: make_stage(info.index, info.num_stages, how, None) for info in infos}
+        self.modules = list(self._modules.values())
         self._loss = loss
         self._shape = (num_rows, 1, config.get("width", 1024))
         self._sends: list[Any] = []
-        self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
-        self._inputs: deque[tuple[Tensor, Any]] = deque()
-        self._grads: deque[tuple[Tensor, Any]] = deque()
+        self._inputs: dict[int, deque[Arriving]] = {stage: deque() for stage in self._modules}
+        self._grads: dict[int, deque[Arriving]] = {stage: deque() for stage in self._modules}
+        self._in_flight: dict[int, deque[tuple[Tensor, Tensor]]] = {stage: deque() for stage in self._modules}
+        self._put_off: dict[int, deque[PutOff]] = {stage: deque() for stage in self._modules}
 
     def step(self) -> None:
-        rank, m = dist.get_rank(), self._m
-        num_warmup = min(dist.get_world_size() - rank - 1, m)
-        if not self._is_first:
-            self._post(self._inputs, rank - 1, m)  # all at once: there are few, and small
-        for _ in range(num_warmup):
-            self._forward()
-        for _ in range(m - num_warmup):
-            self._forward()
-            self._backward()
-        for _ in range(num_warmup):
-            self._backward()
+        for stage in self._modules:
+            for _ in range(self._m):  # all at once: there are few, and small
+                self._post(self._inputs, stage, stage - 1)
+        for stage, kind, _ in self._actions:
+            if kind == "F":
+                self._forward(stage)
+            elif kind == "W":
+                self._put_off[stage].popleft().run()
+            else:
+                self._backward(stage, PutOff() if kind == "B" else None)
         for work in self._sends:
             work.wait()
-        for transfers in (self._inputs, self._grads):
-            assert not transfers
         self._sends.clear()
 
-    def _forward(self) -> None:
-        x = torch.empty(0) if self._is_first else self._receive(self._inputs)
-        if not self._is_first:
-            self.modules[0].set_input_tensor(x.requires_grad_())
-        y = self.modules[0]()
-        if self._is_last:
+    def _forward(self, stage: int) -> None:
+        x = torch.empty(0)
+        if stage > 0:
+            x = self._take(self._inputs[stage]).requires_grad_()
+            self._modules[stage].set_input_tensor(x)
+        y = self._modules[stage]()
+        if stage == len(self._rank_of) - 1:
             y = self._loss(y)
         else:
-            self._sends.append(dist.isend(y.detach(), dist.get_rank() + 1, tag=1))
-            self._post(self._grads, dist.get_rank() + 1, 1)
-        self._in_flight.append((x, y))
+            self._hand_over(y.detach(), self._inputs, stage + 1, stage)
+            self._post(self._grads, stage, stage + 1)
+        self._in_flight[stage].append((x, y))
 
-    def _backward(self) -> None:
-        x, y = self._in_flight.popleft()
-        y.backward(None if self._is_last else self._receive(self._grads))
-        if not self._is_first:
-            self._sends.append(dist.isend(x.grad, dist.get_rank() - 1, tag=2))
+    def _backward(self, stage: int, put_off: PutOff | None) -> None:
+        x, y = self._in_flight[stage].popleft()
+        grad = self._take(self._grads[stage]) if stage < len(self._rank_of) - 1 else None
+        if put_off is None:
+            y.backward(grad)
+        else:
+            with putting_off(put_off):
+                y.backward(grad)
+            self._put_off[stage].append(put_off)
+        if stage > 0:
+            assert x.grad is not None
+            self._hand_over(x.grad, self._grads, stage - 1, stage)
 
-    def _receive(self, transfers: deque[tuple[Tensor, Any]]) -> Tensor:
-        buffer, work = transfers.popleft()
-        work.wait()
-        return buffer
+    def _hand_over(self, tensor: Tensor, to: dict[int, deque[Arriving]], stage: int, source: int) -> None:
+        if self._rank_of[stage] == self._rank:
+            to[stage].append((tensor, None))
+        else:
+            self._sends.append(dist.isend(tensor, self._rank_of[stage], tag=_tag(stage, source)))
 
-    def _post(self, transfers: deque[tuple[Tensor, Any]], peer: int, count: int) -> None:
-        for _ in range(count):
+    def _post(self, to: dict[int, deque[Arriving]], stage: int, source: int) -> None:
+        if source >= 0 and self._rank_of[source] != self._rank:
             buffer = torch.empty(self._shape)
-            tag = 1 if transfers is self._inputs else 2
-            transfers.append((buffer, dist.irecv(buffer, peer, tag=tag)))
+            to[stage].append((buffer, dist.irecv(buffer, self._rank_of[source], tag=_tag(stage, source))))
+
+    def _take(self, arriving: deque[Arriving]) -> Tensor:
+        tensor, work = arriving.popleft()
+        if work is not None:
+            work.wait()
+        return tensor
+
+
+def _tag(stage: int, source: int) -> int:
+    """Of what `source` sends to `stage`, its neighbour."""
+    return 2 * max(stage, source) + (stage > source)
 
 
 class Dual(Runner):

@@ -64,6 +64,7 @@ def real_compute(rank: int, names: list[str]) -> list[list[str]]:
 def test_real_compute(ranks: RankPool) -> None:
     names = [
         "own work",
+        "by-hand zbv",
         "megapipe gpipe",
         "megapipe 1f1b (deferring layers)",
         "torch 1F1B",
