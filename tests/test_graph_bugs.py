@@ -277,3 +277,14 @@ def test_copies_of_a_captured_stage() -> None:
     with pytest.raises(RuntimeError, match="has other modules"):
         copied(example())
     captured(example())
+
+
+def test_an_input_changed_between_b_and_w() -> None:
+    """Autograd watches what a stage saved until B, and nobody watched it from there to W: the gradient was wrong."""
+    stage, x, put_off = graph.capture(Plain(), (example(),)), example(), PutOff()
+    output = stage(x)
+    with putting_off(put_off):
+        output.sum().backward()
+    x.detach().zero_()
+    with pytest.raises(RuntimeError, match="was changed in place between its B and its W"):
+        put_off.run()
