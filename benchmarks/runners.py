@@ -249,6 +249,8 @@ class ByHand(Runner):
         for work in self._sends:
             work.wait()
         self._sends.clear()
+        for transfers in (*self._inputs.values(), *self._grads.values()):
+            assert not transfers
 
     def _forward(self, stage: int) -> None:
         x = torch.empty(0)

@@ -68,7 +68,7 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError or TypeError for what cannot be, before a rank waits for another one."""
-        for name, least in (("hidden_size", 1), ("p2p_lookahead", 0), ("microbatch_group_size_per_vp_stage", 1)):
+        for name, least in (("p2p_lookahead", 0), ("microbatch_group_size_per_vp_stage", 1)):
             check_whole_number(f"config.{name}", getattr(self, name), least, or_none=True)
         for kind in ("tensor_model", "context", "expert_model"):
             check_whole_number(f"config.{kind}_parallel_size", getattr(self, f"{kind}_parallel_size"), 1)

@@ -31,10 +31,6 @@ class ShapeArguments:
     pipeline_inputs: Any
     adjust_tensor_shapes_fn: Callable[[Shapes, Shapes], tuple[Shapes, Shapes]] | None
 
-    def __post_init__(self) -> None:
-        for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
-            check_whole_number(name, getattr(self, name), 1, or_none=True)
-
 
 def message_specs(
     model: nn.Module, stage: StageInfo, arguments: ShapeArguments, config: PipelineConfig
@@ -105,6 +101,9 @@ def _can_have_gradient(dtype: torch.dtype) -> bool:
 
 def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[int, ...]:
     """Megatron's: sequence first, and only this rank's part of it."""
+    check_whole_number("config.hidden_size", config.hidden_size, 1, or_none=True)
+    for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
+        check_whole_number(name, getattr(arguments, name), 1, or_none=True)
     if config.hidden_size is None or arguments.seq_length is None or arguments.micro_batch_size is None:
         raise ValueError(
             "the shape of the tensor between stages is not known: it takes seq_length and micro_batch_size "

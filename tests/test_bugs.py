@@ -665,7 +665,6 @@ SETTINGS_THAT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
     ({"context_parallel_size": None}, "config.context_parallel_size must be a whole number from 1 on, got None"),
     ({"context_parallel_size": 2}, "a sequence of 5 cannot be shared by 2 ranks (context_parallel_size 2"),
     ({"grad_scale_func": 2.0}, "config.grad_scale_func must be a function, or None, got 2.0"),
-    ({"grad_scale_func": float}, "config.grad_scale_func must return the scaled loss, but it is a float"),
     ({"no_sync_func": [True, None]}, "config.no_sync_func must be a function, or None, got True"),
     ({"record_timeline": True}, "config.record_timeline must be a megapipe.TimelineRecorder, or None, got True"),
     ({"no_sync_func": [contextlib.nullcontext]}, "config.no_sync_func is a list of 1 but there are 2 chunks"),
@@ -679,7 +678,7 @@ def settings_that_cannot_be(rank: int) -> None:
         chunks = build("zbv", 2, 4)
         for chunk in chunks:
             vars(chunk.config).update(options)
-        with pytest.raises((ValueError, TypeError, PipelineError), match=re.escape(message)):
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
             run("zbv", chunks, 2)
 
 

@@ -189,6 +189,8 @@ def bad_input(rank: int, what: str) -> str:
                 forward_step(it, model)[0],
                 lambda out: (out.sum(), counts, {}),
             )
+        elif what == "scaled loss":
+            chunks[0].config.grad_scale_func = float
         elif what == "num_microbatches":
             return error_of(lambda: run("1f1b", model, 4, num_microbatches=0), model)
     elif what == "shape":
@@ -215,6 +217,7 @@ def error_of(function: Any, model: Any) -> str:
         ("loss", 1, "loss_func must return (loss, report) or (loss, num_tokens, report), but it returned a tensor"),
         ("loss shape", 1, "must return a loss of one element first, but it is a tensor of shape [5, 2, 11]"),
         ("tokens", 1, "loss_func must return one number of tokens, but it is a tensor of shape [3]"),
+        ("scaled loss", 1, "config.grad_scale_func must return the scaled loss, but it is a float"),
         ("shape", 0, "stage 0 returned float32[7, 2, 16] for microbatch 2, but stage 1 expects float32[5, 2, 16]"),
         ("type", 0, "the output of stage 0 for microbatch 0 cannot be sent on: it is a list that holds a str"),
     ],

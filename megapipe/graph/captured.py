@@ -145,7 +145,7 @@ class _Stage:
         self._cut = cut_to_recompute if recomputes else partition
         self._compiles = compiles
         self._modules = list(module.modules())
-        self._numbers = {id(module): number for number, module in enumerate(self._modules)}
+        self._numbers = _numbers_of(self._modules)
         weights = {parameter: name for name, parameter in module.named_parameters()}
         named: list[tuple[str, Tensor]] = [(name, weight) for weight, name in weights.items()]
         named += [(name, buffer) for name, buffer in module.named_buffers() if buffer not in weights]
@@ -169,7 +169,7 @@ class _Stage:
         memo[id(self)] = copied = object.__new__(_Stage)
         copied.__dict__.update(copy.deepcopy(self.__dict__ | {"input_tensor": None, "_graphs": {}}, memo))
         copied._graphs.update(self._graphs)
-        copied._numbers = {id(module): number for number, module in enumerate(copied._modules)}
+        copied._numbers = _numbers_of(copied._modules)
         return copied
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graphs, list[Tensor]]:
@@ -318,6 +318,11 @@ class _Stage:
                         f"{self._what} cannot be captured: its forward replaces the buffer {name} of "
                         f"{type(module).__name__}, which a graph would not do. Change it in place (copy_)."
                     )
+
+
+def _numbers_of(modules: Sequence[nn.Module]) -> dict[int, int]:
+    """By the id of each."""
+    return {id(module): number for number, module in enumerate(modules)}
 
 
 class _Holder(nn.Module):
