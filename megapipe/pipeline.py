@@ -293,6 +293,7 @@ class Pipeline(Verbs):
             if self._record is not None:
                 self._record.waited(since)
             self._position.awaited = None
+            self._check_failures()
         return self._results
 
     def discard_forwards(self, num_sent: Mapping[int, int]) -> None:
@@ -328,11 +329,15 @@ class Pipeline(Verbs):
         if self._record is not None:
             self._record.waited(since)
         position.awaited = None
-        if self._watchdog is not None:
-            self._watchdog.check()
+        self._check_failures()
         return tensors
 
+    def _check_failures(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.check()
+
     def _at(self, action: Action) -> AbstractContextManager[Any]:
+        self._check_failures()
         self._position.action = action
         profiled = record_function(str(action)) if self._profiling else NOTHING
         return profiled if self._record is None else self._record.during(action, profiled)

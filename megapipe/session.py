@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
+from .meeting import Meeting
 from .p2p_communication import Communicator
 from .placement import Placement
 from .registry import Schedule
@@ -24,49 +29,68 @@ class Session:
     """One pipeline on one rank, for as long as its steps succeed.
 
     A failed step leaves messages under way that nobody will take, so it ends the session: the next step begins
-    another, with channels of its own. A rank that had left the step before it failed elsewhere raises in its next one.
+    another, with channels of its own. A rank that had left the step before it failed elsewhere raises before its next
+    step, where it clips or steps, or else in its next one. So every rank sees every session fail, and none is skipped.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.pp_rank = group.rank()
-        name = f"megapipe {'-'.join(map(str, self.ranks))}"
+        name = f"megapipe {'-'.join(map(str, self.ranks))} {_number_of(group)}"
         store = _get_default_store()
         # Counted in the store, which may outlive this process group or have known others before.
         number = store.add(f"{name} sessions of {self.pp_rank}", 1)
-        self._store = PrefixStore(f"{name} {number}", store)
+        self._store = Meeting(PrefixStore(f"{name} {number}", store), self.pp_rank, len(self.ranks))
         self.watchdog = Watchdog(self._store, self.pp_rank, len(self.ranks))
         self.watchdog.abort = self._abort
         self.watchdog.has_ended = self.has_ended
-        self._world = dist.group.WORLD
+        self._store.check_failure = self.watchdog.check
+        self._is_in_step = False
+        self._told: set[str] = set()
         self._communicators: dict[tuple[str, int, str, bool, float], Communicator] = {}
         self._tuners: dict[tuple[str, int, int, Settings], WeightTuner] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:
         """The session of the pipeline that `group` is, begun if there is none."""
-        ranks = tuple(dist.get_process_group_ranks(group))
-        session = _sessions.get(ranks)
-        if session is None or session.has_ended():
-            if session is not None:
-                session._close()
-            session = _sessions[ranks] = cls(group)
-        return session
+        for session in list(_sessions.values()):
+            if session.has_ended() or (session._group is group and session.watchdog.has_raised):
+                session._end()
+        if group not in _sessions:
+            _sessions[group] = cls(group)
+        return _sessions[group]
 
     def has_ended(self) -> bool:
-        """Whether torch.distributed was shut down, or initialised anew."""
-        return self._world is not dist.group.WORLD
+        """Whether the process group was destroyed."""
+        return self._group not in _world.pg_map
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around everything that one step does."""
+        if self._is_in_step or getattr(_this_thread, "is_in_step", False):
+            raise ValueError(
+                "a schedule was called while another call of it is under way, where other ranks cannot follow: call it "
+                "before or after, not in forward_step_func, and in several threads with a process group for each."
+            )
+        self._is_in_step = _this_thread.is_in_step = True
         try:
             with self.watchdog.step():
                 yield
         except BaseException:
-            del _sessions[tuple(self.ranks)]
-            self._close()
+            self._end()
             raise
+        finally:
+            self._is_in_step = _this_thread.is_in_step = False
+
+    def tell_once(self, name: str, own: Any) -> list[Any] | None:
+        """What every rank of the pipeline tells under `name`, at the first call in this session; after it None.
+        Collective."""
+        if name in self._told:
+            return None
+        self._told.add(name)
+        self.watchdog.post(name, json.dumps(own))
+        return [json.loads(text) for text in self.watchdog.collect(name)]
 
     def communicator(
         self, placement: Placement, num_chunks: int, device: torch.device, described: bool
@@ -75,6 +99,8 @@ class Session:
         # A transport keeps its time limit for good, so another limit takes another transport.
         key = (placement.name, num_chunks, device.type, described, self.watchdog.timeout)
         if key not in self._communicators:
+            position = self.watchdog.position
+            position.action, position.awaited = "the connecting of its channels", "the others to connect"
             self._communicators[key] = Communicator(
                 PrefixStore(f"channels {key}", self._store),
                 self.pp_rank,
@@ -85,6 +111,7 @@ class Session:
                 described,
                 self.watchdog.timeout + 60,  # the watchdog comes first: it says where everybody is
             )
+            position.awaited = None
         return self._communicators[key]
 
     def tuner(self, schedule: Schedule, num_microbatches: int, num_chunks: int, settings: Settings) -> WeightTuner:
@@ -99,13 +126,30 @@ class Session:
         for communicator in list(self._communicators.values()):
             communicator.abort()
 
+    def _end(self) -> None:
+        if _sessions.get(self._group) is self:
+            del _sessions[self._group]
+        self._close()
+        if not self.has_ended():  # with the group the store may be gone
+            with contextlib.suppress(RuntimeError):
+                self._store.leave()
+
     def _close(self) -> None:
         self.watchdog.close()
         for communicator in self._communicators.values():
             communicator.close()
 
 
-_sessions: dict[tuple[int, ...], Session] = {}
+def _number_of(group: dist.ProcessGroup) -> int:
+    """Of the groups of the same ranks, which one this is: the same on all of these, who made them in one order. The
+    name of a group need not be."""
+    ranks = dist.get_process_group_ranks(group)
+    alike = [other for other, members in list(_world.pg_group_ranks.items()) if list(members) == ranks]
+    return alike.index(group)
+
+
+_sessions: dict[dist.ProcessGroup, Session] = {}
+_this_thread = threading.local()
 
 
 @atexit.register

@@ -2,8 +2,9 @@
 
 The ranks of a pipeline meet in the store that torch.distributed was set up with. A rank that fails in a step says so
 there; so does one whose wait ran out. A helper thread looks at the store a few times a second: when it finds a failure
-it notes down where its own rank is and aborts the communication that holds the main thread, which then raises an error
-that names the failing rank. The main thread does not touch the store while all is well.
+it notes down where its own rank is, so that silence tells who is dead, and aborts the communication that holds the main
+thread, which then raises an error that names the failing rank. The main thread does not touch the store while all is
+well.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import Store
 
 from .p2p_communication import ConnectionLostError
 
-__all__ = ["PipelineError", "Position", "Watchdog"]
+__all__ = ["PipelineError", "Position", "Watchdog", "check_failures"]
 
 TICK = 0.25  # seconds between two looks at the store
 PATIENCE = 3.0  # seconds given to the other ranks to say, or to read, what happened
+GRACE = 1.0  # seconds given to the main thread to raise by itself, before its transport is aborted under it
 
 
 class PipelineError(RuntimeError):
@@ -35,16 +37,18 @@ class DisagreementError(ValueError):
     """The ranks of a pipeline were called with different arguments."""
 
 
-class WaitRanOut(Exception):  # noqa: N818 - never raised: it stands for itself in the store
-    """The watchdog's own word for a message that did not come in time."""
+class _UnansweredError(PipelineError):
+    """Somebody did not come, or went. Every rank adds where all of them are."""
 
 
 @dataclass(slots=True)
 class Position:
     """Where a rank is in its step, kept up to date by its `Pipeline`."""
 
+    step: int = 0
+    """Its number in the session."""
     action: object = "the start of its step"
-    """The action begun last, which prints like "2B1"."""
+    """The action begun last, which prints like "2B1". None when the step has ended."""
     awaited: str | None = None
     """The message it waits for, like "the forward input of microbatch 3", if any."""
     peer: int | None = None
@@ -55,11 +59,11 @@ class Watchdog:
     """Watches over the steps of one pipeline on one of its ranks.
 
     Args:
-        store: any torch.distributed store that all ranks of the pipeline share, and nobody else.
+        store: any torch.distributed store that all ranks of the session share, and nobody else.
         pp_rank, pp_size: this rank's number in the pipeline, and how many there are.
     """
 
-    def __init__(self, store: PrefixStore, pp_rank: int, pp_size: int) -> None:
+    def __init__(self, store: Store, pp_rank: int, pp_size: int) -> None:
         self.position = Position()
         self.timeout = 600.0
         self.abort: Callable[[], None] = lambda: None
@@ -72,27 +76,37 @@ class Watchdog:
         self._rank = pp_rank
         self._size = pp_size
         self._lock = threading.RLock()
+        self._has_raised = threading.Event()
+        self._has_aborted = False
         self._num_steps = 0
         self._agreed: dict[str, str] = {}
         self._agreed_before: dict[str, str] = {}
         self._exchange = 0  # the step of this rank's last exchange of arguments, which made them `_agreed`
         self._settled = 0  # the last step whose arguments are known to this object
         self._posted: list[int] = []  # the steps whose arguments this rank has in the store
-        self._num_requests = 0  # how many requests for an exchange have been answered
+        self._news = 0  # how many failures and requests for an exchange have been dealt with
         self._requested: dict[int, int] = {}  # by rank, the step of the last of them
         self._seen: tuple[int, object, str | None] = (0, "", None)
         self._seen_since = 0.0
 
+    @property
+    def has_raised(self) -> bool:
+        """Whether the main thread knows of the failure. After it nothing of the session is of use."""
+        return self._has_raised.is_set()
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Watch over one step. Any exception in it makes the other ranks fail too."""
+        if self._num_steps == 0:
+            self._store.set(f"begun {self._rank}", "1")
         self._num_steps += 1
-        self.position = Position()
+        self.position = Position(self._num_steps)
         _start_watching(self)
         try:
             yield
         except BaseException as error:
             self._fail(error)
+        self.position = Position(self._num_steps, None)
 
     def close(self) -> None:
         """Stop watching."""
@@ -101,6 +115,7 @@ class Watchdog:
     def check(self) -> None:
         """Raise what another rank's failure has left for this one."""
         if self.failure is not None:
+            self._has_raised.set()
             raise self.failure
 
     def agree(self, arguments: dict[str, str]) -> None:
@@ -117,7 +132,7 @@ class Watchdog:
             self._agreed_before, self._agreed, self._exchange = self._agreed, arguments, step
             self._post_arguments(step, arguments)
             self._store.set(f"request {self._rank}", str(step))  # all have answered the one before
-            self._store.add("number of requests", 1)
+            self._store.add("news", 1)
         self._await_all(f"arguments {step}", f"began step {step}")
         with self._lock:
             everybody = [json.loads(self._store.get(f"arguments {step} {rank}")) for rank in range(self._size)]
@@ -158,34 +173,39 @@ class Watchdog:
             self.check()
             if time.monotonic() > end:
                 missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
-                raise PipelineError(
-                    f"rank {self._rank} {reached} and waited {self.timeout:g} s for {_ranks(missing)} to do so too: "
-                    "does every rank call the schedule equally often?"
+                raise _UnansweredError(
+                    f"rank {self._rank} {reached} and waited {self.timeout:g} s for {_ranks(missing)} to do so too"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        self._look()  # others may have posted it, and then have given this rank up
+        self.check()
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Raise what this rank should show for `error`, once the other ranks know of it."""
         if isinstance(error, ConnectionLostError):
-            # The other end is gone. Give it the time to say why.
-            end = time.monotonic() + PATIENCE
-            while self.failure is None and time.monotonic() < end:
-                self._look()
-                time.sleep(0.01)
-            error = PipelineError(
-                f"rank {self._rank} lost its connection at {self.position.action} ({error}): a process of this "
-                "pipeline ended without a word (killed, or out of memory?)."
-            )
-        if self.failure is None and self._publish(error):
-            self.abort()
+            error = _UnansweredError(f"rank {self._rank} lost its connection at {self.position.action} ({error})")
+        is_news = self.failure is None and self._publish(error)
+        self._news = -1  # whatever there is
+        self._look()  # lets the others know that this rank has heard
+        self._has_raised.set()
+        self._abort()
+        if is_news and self.failure is None:
             # The others may need this process, which may hold the store, until they have read why.
             self._await_positions()
-        else:
-            self._look()  # lets the others know that this rank has heard
         if self.failure is not None and isinstance(error, PipelineError):
             raise self.failure from None  # what the transport says of it only hides the reason
+        if isinstance(error, _UnansweredError):
+            raise PipelineError(
+                f"{error}, and so is torch.distributed's store: its process ended without a word (killed, or out of "
+                "memory?)."
+            ) from None
         raise error
+
+    def _abort(self) -> None:
+        if not self._has_aborted:
+            self._has_aborted = True
+            self.abort()
 
     def _has(self, *keys: str) -> bool:
         with self._lock:  # not every store may be used by two threads at once
@@ -195,20 +215,20 @@ class Watchdog:
 
     def _publish(self, error: BaseException) -> bool:
         """Tell the others why the step fails. Returns False where somebody else has told them already."""
-        text = str(error)
+        text = _text_of(error)
         if not isinstance(error, (PipelineError, DisagreementError)):
             text = f"rank {self._rank} failed at {self.position.action}: {type(error).__name__}: {text}"
         record = json.dumps({"rank": self._rank, "kind": type(error).__name__, "text": text})
-        try:
-            return bool(self._store.compare_set("failure", "", record) == record.encode())
-        except RuntimeError:
-            return False  # the store is gone, and with it the process that held it
+        with self._lock:
+            try:
+                is_first = bool(self._store.compare_set("failure", "", record) == record.encode())
+                self._store.add("news", 1)
+            except RuntimeError:
+                return False  # the store is gone, and with it the process that held it
+        return is_first
 
-    def _answer_requests(self) -> None:
-        """Tell ranks whose arguments changed in a step that here they did not."""
-        num_requests = self._store.add("number of requests", 0)
-        if num_requests == self._num_requests:
-            return
+    def _answer_requests(self) -> bool:
+        """Tell ranks whose arguments changed in a step that here they did not. Returns whether that is done."""
         is_ahead = False
         for rank in range(self._size):
             step = int(self._store.get(f"request {rank}")) if self._has(f"request {rank}") else 0
@@ -220,8 +240,7 @@ class Watchdog:
                     self._post_arguments(step, self._agreed if step > self._exchange else self._agreed_before)
                 self._requested[rank] = step
                 self._forget_arguments(before)  # all had come to that exchange before this one was asked for
-        if not is_ahead:
-            self._num_requests = num_requests
+        return not is_ahead
 
     def _post_arguments(self, step: int, arguments: dict[str, str]) -> None:
         self._store.set(f"arguments {step} {self._rank}", json.dumps(arguments))
@@ -234,15 +253,30 @@ class Watchdog:
                 self._store.delete_key(f"arguments {step} {self._rank}")
         self._posted = [step for step in self._posted if step >= before]
 
+    def watch(self) -> None:
+        """What the helper thread does again and again."""
+        self._look()
+        if self.failure is not None:
+            if self.position.action is not None and self.position.awaited is None:
+                self._has_raised.wait(GRACE)  # it does not wait, and looks at each of its verbs
+            self._abort()
+
     def _look(self) -> None:
-        """One look at the store."""
+        """One look at the store: one request, where there are no news."""
         with self._lock:
             try:
-                self._answer_requests()
-                if self.failure is None and self._has("failure"):
-                    self._hear(**json.loads(self._store.get("failure")))
-                elif self._seconds_waited() > self.timeout:
-                    self._publish(WaitRanOut())
+                has_waited_too_long = self._seconds_waited() > self.timeout
+                news = self._store.add("news", 0)
+                if news != self._news:
+                    is_answered = self._answer_requests()
+                    if self.failure is None and self._has("failure"):
+                        self._hear(**json.loads(self._store.get("failure")))
+                    if is_answered:
+                        self._news = news
+                elif has_waited_too_long and self.failure is None:
+                    what = self.position.awaited if self.position.peer is None else "a message"
+                    text = f"rank {self._rank} waited longer than {self.timeout:g} s for {what}"
+                    self._publish(_UnansweredError(text))
             except RuntimeError:
                 # The store is gone, and with it the process that held it: the main thread will find its connections
                 # closed.
@@ -257,42 +291,66 @@ class Watchdog:
 
     def _hear(self, rank: int, kind: str, text: str) -> None:
         """Another rank has failed, or somebody's wait ran out."""
-        position = asdict(self.position) | {"action": str(self.position.action)}
+        position = asdict(self.position)
+        if position["action"] is not None:
+            position["action"] = str(position["action"])
         self._store.set(f"position {self._rank}", json.dumps(position))
-        if kind == WaitRanOut.__name__:
-            self.failure = PipelineError(self._report(rank))
+        if kind == _UnansweredError.__name__:
+            self.failure = PipelineError(f"{text}: {self._report()}")
         elif rank == self._rank:
             return  # the main thread is about to raise it
         elif kind == DisagreementError.__name__:
             self.failure = DisagreementError(text)
         else:
             self.failure = PipelineError(text)
-        self.abort()
 
     def _await_positions(self) -> None:
-        end = time.monotonic() + PATIENCE
-        keys = [f"position {rank}" for rank in range(self._size) if rank != self._rank]
+        """Wait until all ranks that have begun a step in this session have said where they are."""
         try:
-            while not self._has(*keys) and time.monotonic() < end:
+            others = [rank for rank in range(self._size) if rank != self._rank and self._has(f"begun {rank}")]
+            keys = [f"position {rank}" for rank in others]
+            end = time.monotonic() + PATIENCE
+            while keys and not self._has(*keys) and time.monotonic() < end:
                 time.sleep(0.02)
         except RuntimeError:
             pass  # the store is gone, and nobody to wait for
 
-    def _report(self, timed_out: int) -> str:
-        """Where every rank was when the wait of one ran out."""
+    def _report(self) -> str:
+        """Where every rank is."""
         self._await_positions()
         positions: list[Position | None] = []
         for rank in range(self._size):
             key = f"position {rank}"
             positions.append(Position(**json.loads(self._store.get(key))) if self._has(key) else None)
-        places = ["outside any step" if one is None else f"at {one.action}" for one in positions]
-        lines = [
-            f"rank {rank} waits for {one.awaited} from rank {one.peer}, which is {places[one.peer]}"
-            if one is not None and one.awaited is not None and one.peer is not None
-            else f"rank {rank} is {places[rank]}"
-            for rank, one in enumerate(positions)
-        ]
-        return f"rank {timed_out} waited longer than {self.timeout:g} s for a message: " + "; ".join(lines) + "."
+        places = [self._place(rank, position) for rank, position in enumerate(positions)]
+        lines = []
+        for rank, one in enumerate(positions):
+            if one is None or one.awaited is None:
+                lines.append(f"rank {rank} is {places[rank]}")
+            elif one.peer is None:
+                lines.append(f"rank {rank} waits for {one.awaited}")
+            else:
+                lines.append(f"rank {rank} waits for {one.awaited} from rank {one.peer}, which is {places[one.peer]}")
+        is_outside = any("any step" in place for place in places)
+        question = " Does every rank call the schedule equally often?" if is_outside else ""
+        return "; ".join(lines) + "." + question
+
+    def _place(self, rank: int, position: Position | None) -> str:
+        if position is None:
+            # A living process would have answered, whatever its main thread does.
+            has_begun = self._has(f"begun {rank}")
+            silent = "silent: its process ended without a word (killed, or out of memory?), or stands still"
+            return silent if has_begun else "still to begin any step"
+        if position.action is None:
+            return f"outside any step, after {position.step} of them"
+        return f"at {position.action}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(no text: its __str__ raises {type(another).__name__})"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -331,4 +389,12 @@ def _watch() -> None:
             if watchdog.has_ended():
                 watchdog.close()
             else:
-                watchdog._look()
+                watchdog.watch()
+
+
+def check_failures() -> None:
+    """Raise what any pipeline of this process has left for its main thread. To be called before what changes weights,
+    or waits for all ranks: the gradients of a step that failed elsewhere may be garbage, and a rank that failed does
+    not come."""
+    for watchdog in list(_watched):
+        watchdog.check()

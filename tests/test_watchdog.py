@@ -2,17 +2,25 @@
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import SEQUENCE, assert_same_gradients, batches, build, forward_step, reference, run
+from models import SEQUENCE, Stage, assert_same_gradients, batches, build, forward_step, reference, run
 from ranks import RankPool
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
-from megapipe import PipelineError
+from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_, parallel_state
+from megapipe.data_parallel import GradientReducer
+from megapipe.session import Session, _sessions
+from megapipe.tied_weights import TiedWeights
 
 PP = 4
 
@@ -97,6 +105,7 @@ def test_a_rank_that_does_not_call_the_schedule(ranks: RankPool) -> None:
     messages = ranks.run(PP, one_rank_does_not_come)
     for message in messages[:3]:
         assert "waited 1 s for rank 3 to do so too" in message
+        assert "rank 3 is still to begin any step. Does every rank call the schedule equally often?" in message
 
 
 def ranks_disagree(rank: int, what: str) -> str:
@@ -265,4 +274,190 @@ def test_a_killed_rank_reaches_all(ranks: RankPool) -> None:
     assert messages[1] is None
     for rank in (0, 2, 3):
         assert "lost its connection" in messages[rank]
-        assert "ended without a word" in messages[rank]
+        assert "rank 1 is silent: its process ended without a word (killed, or out of memory?)" in messages[rank]
+        assert "rank 2 is at" in messages[rank] or "rank 2 waits for" in messages[rank]
+
+
+def wait_for_failure() -> None:
+    """Until this rank's helper thread has heard of one."""
+    (session,) = _sessions.values()
+    while session.watchdog.failure is None:
+        time.sleep(0.01)
+
+
+def one_rank_dies_while_connecting(rank: int) -> str:
+    chunks = build("1f1b", 2, 4, timeout=0.5)
+    store = _get_default_store()
+
+    def dead(session: Session, *args: object) -> None:
+        session.watchdog.close()  # no thread of its process looks at the store any more
+        store.wait(["told"])
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(Session, "communicator", dead if rank == 1 else Session.communicator),
+        pytest.raises((PipelineError, KeyboardInterrupt)) as caught,
+    ):
+        run("1f1b", chunks, 2)
+    store.set("told", "1")
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_while_connecting(ranks: RankPool) -> None:
+    """The others waited for it inside the transport, which gave up a minute after `config.timeout`, in words of its
+    own: nothing could end that wait, and meanwhile nobody else got at the store."""
+    message = ranks.run(2, one_rank_dies_while_connecting)[0]
+    assert message.startswith("rank 0 waited longer than 0.5 s for the others to connect: ")
+    assert "rank 1 is silent: its process ended without a word" in message
+
+
+def one_rank_is_slow(rank: int) -> None:
+    chunks = build("1f1b", 2, 4, timeout=1.0)
+    steps = iter([2.5 * rank])
+
+    def slow_step(data_iterator: Any, model: Any) -> Any:
+        time.sleep(next(steps, 0.0))
+        return forward_step(data_iterator, model)
+
+    num_failures = 0
+    while True:
+        for chunk in chunks:
+            chunk.zero_grad()
+        try:
+            run("1f1b", chunks, 4, forward_step_func=slow_step)
+        except PipelineError:
+            num_failures += 1
+        else:
+            break
+    assert num_failures > 0
+    assert_same_gradients(chunks, reference(4, 4)[0])
+
+
+def test_a_slow_rank_meets_the_others_again(ranks: RankPool) -> None:
+    """A rank that was slower than the time limit came to sessions that the others had given up, found their arguments
+    there and looked no further. In each it waited for a minute to connect to nobody, and was ever further behind."""
+    ranks.run(2, one_rank_is_slow)
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def an_error_has_no_text(rank: int) -> str:
+    def step(data_iterator: Any, model: Any) -> Any:
+        raise SilentError
+
+    with pytest.raises((SilentError, PipelineError)) as caught:
+        run("1f1b", build("1f1b", 2, 4), 2, forward_step_func=step if rank == 0 else forward_step)
+    return "" if rank == 0 else str(caught.value)
+
+
+def test_an_error_without_a_text_is_told(ranks: RankPool) -> None:
+    """What a rank tells of its exception has the exception's text. Where asking for that raised, nobody was told."""
+    assert ranks.run(2, an_error_has_no_text)[1] == (
+        "rank 0 failed at 0F0: SilentError: (no text: its __str__ raises RuntimeError)"
+    )
+
+
+def two_groups_in_two_threads(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2)
+    results: list[Any] = [None, None]
+
+    def train(number: int, group: dist.ProcessGroup) -> None:
+        chunks = build("1f1b", 2, 4)
+        for _ in range(2):
+            run("1f1b", chunks, 4, pg_collection=SimpleNamespace(pp=group))
+        results[number] = chunks
+
+    groups = [dist.new_group([0, 1]) for _ in results]
+    threads = [threading.Thread(target=train, args=item, daemon=True) for item in enumerate(groups)]
+    for thread in threads[:: 1 if rank else -1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for chunks in results:
+        assert_same_gradients(chunks, reference(4, 4, seeds=(0, 0))[0])
+
+
+def test_two_groups_of_the_same_ranks(ranks: RankPool) -> None:
+    """Sessions were found by the ranks of a process group. Pipelines with a group each, of the same ranks, then shared
+    one: they took each other's messages, and the end of either was a KeyError in the other."""
+    ranks.run(2, two_groups_in_two_threads)
+
+
+def a_step_within_a_step(rank: int) -> str:
+    chunks = build("1f1b", 2, 4)
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        run("1f1b", chunks, 1, forward_only=True)
+        return forward_step(data_iterator, model)
+
+    with pytest.raises((ValueError, PipelineError), match="a schedule was called while another call") as caught:
+        run("1f1b", chunks, 2, forward_step_func=step)
+    return caught.type.__name__
+
+
+def test_a_schedule_called_within_a_step_is_refused(ranks: RankPool) -> None:
+    """The next rank's forward needs what this one's returns, so it cannot come to the call within that: a hang."""
+    assert ranks.run(2, a_step_within_a_step) == ["ValueError", "PipelineError"]
+
+
+def keys_after_failures(rank: int) -> list[int]:
+    chunks = build("1f1b", 2, 4)
+    num_keys = []
+    for _ in range(4):
+        with pytest.raises((KeyError, PipelineError)):
+            run("1f1b", chunks, 3, forward_step_func=failing("no such thing", 1) if rank == 1 else forward_step)
+        dist.barrier()
+        num_keys.append(_get_default_store().num_keys())
+        dist.barrier()
+    return num_keys
+
+
+def test_failed_steps_leave_nothing_in_the_store(ranks: RankPool) -> None:
+    """Each failed session left what its ranks had told each other, and the addresses of its connections."""
+    for first, *others in ranks.run(2, keys_after_failures):
+        assert others == [first] * 3
+
+
+def one_rank_skips_a_step(rank: int) -> str:
+    chunks = build("1f1b", 2, 4, timeout=1.0)
+    run("1f1b", chunks, 2)
+    if rank == 1:
+        dist.barrier()
+        return ""
+    with pytest.raises(PipelineError) as caught:
+        run("1f1b", chunks, 2)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_skips_a_step(ranks: RankPool) -> None:
+    """It was reported as being at the end of its step, as if that were still under way."""
+    message = ranks.run(2, one_rank_skips_a_step)[0]
+    assert message.startswith("rank 0 waited longer than 1 s for a message: rank 0 waits for ")
+    assert "rank 1 is outside any step, after 1 of them. Does every rank call the schedule equally often?" in message
+
+
+def no_more_forwards(rank: int) -> int:
+    num_forwards = 0
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        nonlocal num_forwards
+        num_forwards += 1
+        if rank == 1:
+            raise KeyError("no such thing")
+        if num_forwards == 2:
+            wait_for_failure()
+        return forward_step(data_iterator, model)
+
+    with pytest.raises((KeyError, PipelineError)):
+        run("gpipe", build("gpipe", 2, 4), 8, forward_step_func=step)
+    return num_forwards
+
+
+def test_a_rank_that_has_heard_of_a_failure_computes_no_further(ranks: RankPool) -> None:
+    """Failures were looked at in waits only. A rank that had nothing to wait for went on with what was in vain."""
+    assert ranks.run(2, no_more_forwards) == [2, 1]
+

@@ -1,0 +1,98 @@
+"""Where the ranks of one session meet: their part of the store that torch.distributed was set up with.
+
+A wait in it ends when the session fails, also that of a transport that looks for its peers here: torch's own waits end
+when their time is up, and keep all other threads from the store until then. And it is left as it was found.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+__all__ = ["Meeting"]
+
+TIMEOUT = datetime.timedelta(minutes=5)  # as in torch's own stores
+
+_lock = threading.RLock()  # not every store may be used by two threads at once
+
+
+class Meeting(Store):
+    """A store that all ranks of a session share, and nobody else.
+
+    Args:
+        store: what it is kept in.
+        rank, size: this rank's number in the session, and how many there are.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        super().__init__()
+        self.check_failure: Callable[[], None] = lambda: None
+        """Called while somebody waits; raises where that is in vain."""
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._keys: set[str] = set()  # what this rank has put there
+        self._has_left = False
+
+    def set(self, key: str, value: Any) -> None:
+        with self._open(key) as store:
+            store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._open(key) as store:
+            return store.add(key, amount)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        with self._open(key) as store:
+            return store.compare_set(key, expected, desired)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._open() as store:
+            return store.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        with self._open() as store:
+            self._keys.discard(key)
+            return store.delete_key(key)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        with self._open() as store:
+            return store.get(key)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        end = time.monotonic() + (timeout or TIMEOUT).total_seconds()
+        pause = 0.0005
+        while not self.check(keys):
+            self.check_failure()
+            if time.monotonic() > end:
+                raise DistStoreError(f"nobody has put {', '.join(keys)} into the store in time.")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def leave(self) -> None:
+        """This rank will not use it any more. The last one to leave deletes what all have put there."""
+        own, count = f"left behind by {self._rank}", "number of ranks that left"
+        with self._open(own, count) as store:
+            store.set(own, json.dumps(sorted(self._keys)))
+            if store.add(count, 1) == self._size:
+                left_behind = [json.loads(store.get(f"left behind by {rank}")) for rank in range(self._size)]
+                for key in {key for keys in left_behind for key in keys}:
+                    store.delete_key(key)
+            self._has_left = True
+
+    @contextmanager
+    def _open(self, *keys: str) -> Iterator[Store]:
+        with _lock:
+            if self._has_left:
+                raise DistStoreError("this rank has left the meeting.")
+            self._keys.update(keys)
+            yield self._store
