@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from . import parallel_state
 from .names import each_parameter
+from .watchdog import check_failures
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -55,6 +56,7 @@ def clip_grad_norm_(
     RuntimeError on every rank, which names the parameters and the ranks that hold them.
     """
     check_norm(max_norm, norm_type)
+    check_failures()
     models = as_list(model)
     norm = norm_of(gather_power_sums(power_sum(models, norm_type), group)[0], norm_type)
     if error_if_nonfinite and not norm.isfinite():
@@ -106,8 +108,7 @@ def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
         sharded, grad = as_sharded(parameter), None if own is None else as_sharded(own)
         if sharded is not None and grad is not None and any(placed.is_partial() for placed in grad.placements):
             parameter.grad = grad.redistribute(placements=sharded.placements)
-    everything = (parameter for model in models for parameter in model.parameters())  # all may be frozen here
-    device = next((local(parameter).device for parameter in everything), torch.device("cpu"))
+    device = device_of(models)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, parameters in _by_holders(models).items():
         part = _power_sum([local(p.grad) for _, p in parameters if p.grad is not None], norm_type, device)
@@ -118,6 +119,12 @@ def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
             dist.all_reduce(part, op, group=group)
         total = _combine(torch.stack([total, part]), norm_type)
     return total
+
+
+def device_of(models: Iterable[nn.Module]) -> torch.device:
+    """Of their parameters, which may all be frozen."""
+    everything = (parameter for model in models for parameter in model.parameters())
+    return next((local(parameter).device for parameter in everything), torch.device("cpu"))
 
 
 def gather_power_sums(own: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, Any]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from . import parallel_state
 from .gradients import divide_by_num_tokens
+from .watchdog import check_failures
 
 __all__ = ["GradientReducer"]
 
@@ -68,6 +69,7 @@ class GradientReducer:
     def finish(self, models: Sequence[nn.Module], num_tokens: Tensor | None = None) -> None:
         """`finalize_model_grads_func`: wait until all gradients are averaged; starts those that have not been. With
         `calculate_per_token_loss` they are then divided by the tokens of all replicas instead of their number."""
+        check_failures()
         for name, parameter in (named for chunk in models for named in chunk.named_parameters()):
             if parameter.requires_grad and parameter not in self._buckets and not isinstance(parameter, DTensor):
                 raise ValueError(

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, ReduceLROnPlateau
 
 from .clipping import as_list, pipeline_group
 from .names import each_parameter
+from .watchdog import check_failures
 
 __all__ = ["PipelinedGradScaler", "PipelinedLRScheduler", "PipelinedOptimizer"]
 
@@ -92,6 +93,7 @@ class PipelinedOptimizer(Optimizer):
         """One step of all chunks. There are no closures: to compute the loss again takes the whole pipeline."""
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: run the schedule again instead.")
+        check_failures()
         self.optimizer.step()
         self.num_steps += 1
 
@@ -190,6 +192,7 @@ class PipelinedGradScaler(torch.amp.GradScaler):
             self.scale(torch.zeros((), device=device))  # sets the scale up, where no loss will
 
     def _unscale_grads_(self, *args: Any, **keywords: Any) -> dict[torch.device, Tensor]:
+        check_failures()
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **keywords)
         if not found:  # no parameter here has a gradient
             found = {torch.device(self._device): torch.zeros(1, device=self._device)}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .clipping import as_list, gradient_of, local, pipeline_group
 from .names import named_parameters
+from .watchdog import check_failures
 
 __all__ = ["TiedWeights"]
 
@@ -84,6 +85,7 @@ class TiedWeights:
 
         It may be the `finalize_model_grads_func` itself, whose arguments it ignores, or be called by it.
         """
+        check_failures()
         copies = {id(parameter): parameter for parameter in self._copies if parameter.requires_grad}.values()
         if not copies:
             return

@@ -461,3 +461,49 @@ def test_a_rank_that_has_heard_of_a_failure_computes_no_further(ranks: RankPool)
     """Failures were looked at in waits only. A rank that had nothing to wait for went on with what was in vain."""
     assert ranks.run(2, no_more_forwards) == [2, 1]
 
+
+def behind_the_step(chunks: list[Stage]) -> list[Callable[[], Any]]:
+    """What changes weights or waits for other ranks once a step is through."""
+    optimizer = PipelinedOptimizer(chunks, torch.optim.SGD)
+    reducer = GradientReducer(chunks)
+    scaler = PipelinedGradScaler("cpu")
+    return [
+        lambda: clip_grad_norm_(chunks, 1.0),
+        TiedWeights(chunks, ["layers.0.norm.weight"]).sum_gradients,
+        lambda: reducer.finish(chunks),
+        optimizer.step,
+        lambda: scaler.unscale_(optimizer),
+    ]
+
+
+def fails_behind_the_others(rank: int, number: int) -> None:
+    def finalize(*args: object) -> None:
+        if rank == 0:
+            dist.barrier()  # rank 1 has left its step
+            raise KeyError("no such thing")
+
+    chunks = build("1f1b", 2, 4, finalize_model_grads_func=finalize)
+    call = behind_the_step(chunks)[number]
+    weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+    if rank == 0:
+        with pytest.raises(KeyError):
+            run("1f1b", chunks, 4)
+    else:
+        run("1f1b", chunks, 4)
+        dist.barrier()
+        wait_for_failure()
+        with pytest.raises(PipelineError, match="rank 0 failed at the end of its step: KeyError: 'no such thing'"):
+            call()
+    assert all(torch.equal(p, q) for p, q in zip(weights, [p for chunk in chunks for p in chunk.parameters()]))
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = None
+        chunk.zero_grad()
+    run("1f1b", chunks, 4)  # on both ranks: no other call has to fail first
+    assert_same_gradients(chunks, reference(4, 4)[0])
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_no_optimizer_step_after_a_failure_elsewhere(ranks: RankPool, number: int) -> None:
+    """A rank that had left the step before another failed in it heard of that in its next one only. Until then it
+    stepped its optimizer, alone, or waited in a collective for the one that had failed."""
+    ranks.run(2, fails_behind_the_others, number)
