@@ -24,6 +24,8 @@ __all__ = ["PER_CHUNK", "PipelineConfig", "check_whole_number"]
 PER_CHUNK = ("no_sync_func", "grad_sync_func", "param_sync_func")
 """Settings that may be lists, with one function per chunk."""
 
+LONGEST = 1e9  # seconds: transports count nanoseconds in 64 bits
+
 
 @dataclass
 class PipelineConfig:
@@ -78,6 +80,8 @@ class PipelineConfig:
                 raise ValueError(f"config.{name} must be a finite number, got {number!r}.")
         if self.timeout <= 0:
             raise ValueError(f"config.timeout must be more than 0 seconds, got {self.timeout:g}.")
+        if self.timeout > LONGEST:
+            raise ValueError(f"config.timeout must be at most {LONGEST:g} seconds (30 years), got {self.timeout:g}.")
         for name in ("pipeline_dtype", "autocast_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
