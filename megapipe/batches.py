@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -74,6 +74,9 @@ def data_iterators(
         inputs, labels: names in each batch.
         spec: a dimension for all, or by name.
 
+    After a step that failed, the next one begins with the next batch, the same on all ranks; a batch whose reading
+    raised counts as one. So `batches` should go on after it has raised, as a DataLoader does and a generator cannot.
+
     Raises ValueError where the spec lacks a name; the iterators do where a batch lacks a name or does not fit.
     """
     wanted = [[*(inputs if stage.is_first else ()), *(labels if stage.is_last else ())] for stage in stages]
@@ -82,18 +85,88 @@ def data_iterators(
         raise ValueError(f"the spec {dict(spec)} has no {unsaid[0]!r}: give it every name of inputs and labels.")
     specs = {name: spec[name] for name in names} if isinstance(spec, Mapping) else spec
 
-    def read() -> Iterator[dict[str, Any]]:
-        for batch in batches:
-            yield from split_batch(
-                {name: _look_up(batch, name) for name in names}, num_microbatches, specs, uneven=uneven
-            )
+    def cut(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return split_batch({name: _look_up(batch, name) for name in names}, num_microbatches, specs, uneven=uneven)
 
-    readers = iter(itertools.tee(read(), sum(map(bool, wanted))))  # the two ends of a V read the same batch
-    return [_only(next(readers), own) if own else None for own in wanted]
+    reader = _Reader(batches, cut)  # the two ends of a V read the same batch
+    return [_Microbatches(reader, own) if own else None for own in wanted]
 
 
-def _only(microbatches: Iterator[dict[str, Any]], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    return ({name: microbatch[name] for name in names} for microbatch in microbatches)
+class _Reader:
+    """The batches of one rank, each kept until all iterators over its microbatches are past it."""
+
+    def __init__(self, batches: Iterable[Mapping[str, Any]], cut: Callable[[Any], list[dict[str, Any]]]) -> None:
+        self.iterators: list[_Microbatches] = []
+        self._batches = batches
+        self._cut = cut
+        self._source: Iterator[Any] | None = None
+        self._num_read = 0
+        self._kept: dict[int, list[dict[str, Any]] | Exception] = {}
+
+    def batch(self, number: int) -> list[dict[str, Any]]:
+        """Its microbatches. Raises what reading it raised, for each iterator."""
+        while self._num_read <= number:
+            self._read(is_wanted=self._num_read == number)
+        found = self._kept[number]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def forget(self) -> None:
+        first = min(iterator.batch for iterator in self.iterators)
+        self._kept = {number: found for number, found in self._kept.items() if number >= first}
+
+    def _read(self, is_wanted: bool) -> None:
+        if self._source is None:
+            self._source = iter(self._batches)
+        found: list[dict[str, Any]] | Exception = []
+        try:
+            batch = next(self._source)
+            if is_wanted:
+                found = self._cut(batch)
+        except StopIteration:
+            raise
+        except Exception as error:
+            found = error
+        self._kept[self._num_read] = found
+        self._num_read += 1
+
+
+class _Microbatches(Iterator[dict[str, Any]]):
+    """What one chunk takes of each microbatch."""
+
+    def __init__(self, reader: _Reader, names: Sequence[str]) -> None:
+        self.batch = 0
+        """The number of the batch that comes next, or that it is in."""
+        self._num_taken = 0  # of its microbatches
+        self._reader = reader
+        self._names = names
+        reader.iterators.append(self)
+
+    def __next__(self) -> dict[str, Any]:
+        try:
+            microbatches = self._reader.batch(self.batch)
+        except StopIteration:
+            raise
+        except Exception:
+            self.skip_to(self.batch + 1)
+            raise
+        microbatch = microbatches[self._num_taken]
+        self._num_taken += 1
+        if self._num_taken == len(microbatches):
+            self.skip_to(self.batch + 1)
+        return {name: microbatch[name] for name in self._names}
+
+    @property
+    def next_batch(self) -> int:
+        """The number of the first batch of which nothing has been taken."""
+        return self.batch + (self._num_taken > 0)
+
+    def skip_to(self, batch: int) -> None:
+        """Go on with the first microbatch of a batch, of this number, or stay where that is passed already."""
+        if batch > self.batch:
+            self.batch, self._num_taken = batch, 0
+            self._reader.forget()
 
 
 def _look_up(batch: Mapping[str, Any], name: str) -> Any:

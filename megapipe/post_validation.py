@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .clipping import check_norm, gather_power_sums, gradients, local, norm_of, power_sum, scale_gradients
+from .clipping import check_norm, device_of, gather_power_sums, gradients, local, norm_of, power_sum, scale_gradients
 from .names import with_inner
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
+from .watchdog import check_failures
 
 __all__ = ["PostValidatedOptimizer", "optimizer_of"]
 
@@ -81,6 +82,8 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self._pending: _Pending | None = None
         self._was_taken_back = False  # where this rank was asked to settle before the others
         self._is_finite = True
+        self.num_gathers = 0
+        """How many norms this rank has had a part in, finished or not."""
         self._waits = False
         """Whether the last step was not one to guess: the next one waits for its norm."""
         for chunk in self.models:
@@ -94,11 +97,12 @@ class PostValidatedOptimizer(PipelinedOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: run the schedule again instead.")
+        check_failures()
         self.settle_everywhere()
-        sums, work = gather_power_sums(power_sum(self.models, self.norm_type), self._group, async_op=True)
+        sums, work = self._gather(power_sum(self.models, self.norm_type))
         if work is None or self._waits:
             if work is not None:
-                work.wait()
+                _await(work, check_failures)
             self._conclude(sums)
             if self._is_finite:
                 self._step(gradients(self.models), sums)
@@ -124,6 +128,14 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self.settle()
         self._was_taken_back = False
 
+    def catch_up(self, num_gathers: int) -> None:
+        """Make the weights final on all ranks after a step that failed, where one of them has had a part in
+        `num_gathers` norms. A norm that this rank had no part in is of a step that it did not make: nobody does."""
+        while self.num_gathers < num_gathers:
+            _, work = self._gather(torch.full((), math.nan, dtype=torch.float64, device=device_of(self.models)))
+            work.wait()
+        self.settle_everywhere()
+
     def validate(self, check: Callable[[], None]) -> bool:
         """`settle` for a schedule. Returns whether weights have changed since the last `step`, on all ranks alike.
 
@@ -137,10 +149,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         pending = self._pending
         if pending is None:
             return False
-        while not pending.work.is_completed():
-            check()
-            time.sleep(POLL)
-        pending.work.wait()
+        _await(pending.work, check)
         self._pending = None
         self._conclude(pending.sums)
         if not self._waits:
@@ -155,6 +164,11 @@ class PostValidatedOptimizer(PipelinedOptimizer):
             self.num_steps -= 1
         return True
 
+    def _gather(self, own: Tensor) -> tuple[Tensor, Any]:
+        """What each rank adds to the norm, and what to wait for; None for a pipeline of one rank."""
+        self.num_gathers += 1
+        return gather_power_sums(own, self._group, async_op=True)
+
     def _conclude(self, sums: Tensor) -> None:
         """What the norm says of the step that it belongs to."""
         self.grad_norm = norm_of(sums, self.norm_type).item()
@@ -166,6 +180,13 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         scale_gradients(grads, norm_of(sums, self.norm_type), self.max_norm)
         self.optimizer.step()
         self.num_steps += 1
+
+
+def _await(work: dist.Work, check: Callable[[], None]) -> None:
+    while not work.is_completed():
+        check()
+        time.sleep(POLL)
+    work.wait()
 
 
 class _Pending:

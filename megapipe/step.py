@@ -27,6 +27,7 @@ from .arguments import (
 )
 from .boundary import boundaries_around
 from .config import PipelineConfig
+from .fresh_start import leave_batch, start_together
 from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
 from .memory import LARGE
@@ -121,7 +122,11 @@ class ForwardBackward(Schedule):
             )
             lengths = (seq_length, micro_batch_size, decoder_seq_length)
             shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
-            reports = self._run(step, shapes, session)
+            try:
+                reports = self._run(step, shapes, session)
+            except BaseException:
+                leave_batch(step.data_iterators)
+                raise
             if not step.forward_only:
                 keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
                 finalize_gradients(step.config, models, step.num_tokens, keywords)
@@ -196,6 +201,7 @@ class ForwardBackward(Schedule):
         """The channels of this step, once all ranks agree what it is."""
         session.watchdog.timeout = step.config.timeout
         session.watchdog.agree(to_agree_on(self, step, stages, specs) | {"the places of the Ws": str(tuner)})
+        start_together(step, session)
         return session.communicator(self.placement, len(stages), step.device, step.config.variable_seq_lengths)
 
     def _gradient_sync(self, step: StepArguments, pp_size: int, sharded: ShardedChunks | None) -> GradientSync | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from megapipe import (
     parallel_state,
 )
 from megapipe.plan import make_plan
+from megapipe.session import _sessions
 from megapipe.speculation import validation_points
 
 MAX_NORM = 0.5
@@ -238,6 +240,79 @@ def on_one_rank(rank: int) -> None:
 
 def test_every_rank_or_none_validates_afterwards(ranks: RankPool) -> None:
     ranks.run(2, on_one_rank)
+
+
+def after_a_failure(rank: int, is_post_validated: bool, failing_rank: int, at: int) -> list[Tensor]:
+    """Every step is to be clipped. One rank fails in the next one, before it has heard of that."""
+
+    def bad(data_iterator: Any) -> Iterator[Any]:
+        for number, batch in enumerate(data_iterator):
+            if rank == failing_rank and number == at:
+                raise OSError("bad sample")
+            yield batch
+
+    chunks = build("1f1b", 2, 4, deferred=True)
+    if is_post_validated:
+        optimizer: Any = PostValidatedOptimizer(chunks, momentum, 0.01)
+    else:
+        optimizer = PipelinedOptimizer(chunks, momentum)
+    for step in range(3):
+        if step:
+            optimizer._waits = False  # so that every step is open to be taken back
+            with pytest.raises((OSError, megapipe.PipelineError)):
+                run("1f1b", chunks, 4, data_iterator=bad(batches(4, step)))
+            optimizer.zero_grad()
+        run("1f1b", chunks, 4, seed=step)
+        if not is_post_validated:
+            clip_grad_norm_(chunks, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.settle()
+    return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+
+
+def both_after_a_failure(rank: int, failing_rank: int, at: int) -> None:
+    expected, weights = (after_a_failure(rank, is_post_validated, failing_rank, at) for is_post_validated in (0, 1))
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected))
+
+
+@pytest.mark.parametrize(("failing_rank", "at"), [(1, 0), (0, 1)])
+def test_a_failure_before_the_validation(ranks: RankPool, failing_rank: int, at: int) -> None:
+    """One rank had validated its last step when another failed, which had not. In the step after that, the one began
+    again and the other did not: each waited for the other until the time limit, from then on in every step."""
+    ranks.run(2, both_after_a_failure, failing_rank, at)
+
+
+def one_rank_has_not_stepped(rank: int) -> None:
+    chunks = build("zbv", 2, 4, deferred=True)
+    optimizer = PostValidatedOptimizer(chunks, momentum, MAX_NORM)
+    weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+    run("zbv", chunks, 4)
+    if rank == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(ValueError, match="data_iterator ended"):
+            run("zbv", chunks, 4, data_iterator=iter([]))
+    else:
+        (session,) = _sessions.values()
+        while session.watchdog.failure is None:
+            time.sleep(0.01)
+        with pytest.raises(megapipe.PipelineError):
+            optimizer.step()
+    optimizer.zero_grad()
+    run("zbv", chunks, 4, forward_only=True)
+    assert optimizer.num_steps == 0
+    assert all(torch.equal(one, p) for one, p in zip(weights, (p for chunk in chunks for p in chunk.parameters())))
+    run("zbv", chunks, 4)
+    optimizer.step()
+    optimizer.settle()
+    assert optimizer.num_steps == 1
+
+
+def test_a_step_that_not_all_ranks_have_made_is_taken_back(ranks: RankPool) -> None:
+    """A rank that heard of a failure before its optimizer step did not make it, and the others waited for its part in
+    the norm."""
+    ranks.run(2, one_rank_has_not_stepped)
 
 
 # Several chunks as one
