@@ -17,7 +17,7 @@ from ranks import RankPool
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_, parallel_state
+from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
 from megapipe.data_parallel import GradientReducer
 from megapipe.session import Session, _sessions
 from megapipe.tied_weights import TiedWeights
@@ -361,22 +361,19 @@ def test_an_error_without_a_text_is_told(ranks: RankPool) -> None:
 
 
 def two_groups_in_two_threads(rank: int) -> None:
-    parallel_state.initialize_model_parallel(2)
-    results: list[Any] = [None, None]
+    models = [build("1f1b", 2, 4) for _ in range(2)]
+    groups = [dist.new_group([0, 1]) for _ in models]
 
-    def train(number: int, group: dist.ProcessGroup) -> None:
-        chunks = build("1f1b", 2, 4)
+    def train(number: int) -> None:
         for _ in range(2):
-            run("1f1b", chunks, 4, pg_collection=SimpleNamespace(pp=group))
-        results[number] = chunks
+            run("1f1b", models[number], 4, pg_collection=SimpleNamespace(pp=groups[number]))
 
-    groups = [dist.new_group([0, 1]) for _ in results]
-    threads = [threading.Thread(target=train, args=item, daemon=True) for item in enumerate(groups)]
+    threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
     for thread in threads[:: 1 if rank else -1]:
         thread.start()
     for thread in threads:
         thread.join()
-    for chunks in results:
+    for chunks in models:
         assert_same_gradients(chunks, reference(4, 4, seeds=(0, 0))[0])
 
 
