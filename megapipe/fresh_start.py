@@ -43,4 +43,4 @@ def leave_batch(data_iterators: Sequence[Any]) -> None:
 
 def _readers(data_iterators: Sequence[Any]) -> list[Any]:
     """Those that know of batches, as those of `megapipe.batches.data_iterators` do."""
-    return [iterator for iterator in data_iterators if hasattr(iterator, "skip_to")]
+    return [one for one in data_iterators if hasattr(one, "next_batch") and hasattr(one, "skip_to")]

@@ -287,7 +287,8 @@ class Pipeline(Verbs):
         for chunk in self._chunks:
             chunk.stage.forget_input()
         if self._communicator is not None:
-            self._position.action, self._position.awaited = "the end of its step", "its last messages to be taken"
+            self._position.action, self._position.peer = "the end of its step", None
+            self._position.awaited = "its last messages to be taken"
             since = None if self._record is None else self._record.now()
             self._communicator.drain()
             if self._record is not None:

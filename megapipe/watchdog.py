@@ -103,6 +103,7 @@ class Watchdog:
         self.position = Position(self._num_steps)
         _start_watching(self)
         try:
+            self.check()
             yield
         except BaseException as error:
             self._fail(error)
@@ -197,8 +198,8 @@ class Watchdog:
             raise self.failure from None  # what the transport says of it only hides the reason
         if isinstance(error, _UnansweredError):
             raise PipelineError(
-                f"{error}, and so is torch.distributed's store: its process ended without a word (killed, or out of "
-                "memory?)."
+                f"{error}, and torch.distributed's store does not answer: the process that held it ended without a "
+                "word (killed, or out of memory?)."
             ) from None
         raise error
 
@@ -256,7 +257,7 @@ class Watchdog:
     def watch(self) -> None:
         """What the helper thread does again and again."""
         self._look()
-        if self.failure is not None:
+        if self.failure is not None and not self._has_aborted:
             if self.position.action is not None and self.position.awaited is None:
                 self._has_raised.wait(GRACE)  # it does not wait, and looks at each of its verbs
             self._abort()
@@ -273,7 +274,7 @@ class Watchdog:
                         self._hear(**json.loads(self._store.get("failure")))
                     if is_answered:
                         self._news = news
-                elif has_waited_too_long and self.failure is None:
+                if has_waited_too_long and self.failure is None:
                     what = self.position.awaited if self.position.peer is None else "a message"
                     text = f"rank {self._rank} waited longer than {self.timeout:g} s for {what}"
                     self._publish(_UnansweredError(text))
