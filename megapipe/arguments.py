@@ -162,6 +162,7 @@ def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageI
         "max_in_flight": str(step.config.max_in_flight),
         "weight_grad_placement": step.config.weight_grad_placement,
         "the type of device": step.device.type,
+        "p2p_transport": str(step.config.p2p_transport),
         "timeout": str(step.config.timeout),
         "whether a PostValidatedOptimizer trains the model": str(optimizer_of(step.models) is not None),
     }

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .messages import DESCRIPTION, MessageSpec, describe
-from .p2p_communication import Communicator, DescribedTransfer, Inbox, Lookahead, Transfer
+from .p2p_communication import Communicator, Lookahead, Transfer
 from .placement import Placement, StageInfo
+from .plan import ChannelName
 
 __all__ = ["Boundary", "End", "Here", "Wire", "boundaries_around"]
 
@@ -126,28 +127,27 @@ class Wire(Boundary):
         lookahead: Lookahead,
     ) -> None:
         self.peer = peer
-        self._forward = communicator.forward[index]
-        self._backward = communicator.backward[index]
-        self._descriptions = communicator.descriptions[index] if spec is None else None
-        self._inputs = Inbox(self._descriptions or self._forward, lookahead)
+        forward, backward = ChannelName("forward", index), ChannelName("backward", index)
+        self._forward = communicator.outgoing(forward, peer)
+        self._backward = communicator.outgoing(backward, peer)
+        self._inputs = communicator.incoming(forward, peer, lookahead, is_described=spec is None)
         self._input_spec = spec or DESCRIPTION
         self._inputs.expect(self._input_spec, num_inputs)
         self._inputs.post_ahead()
         self._num_taken = 0
-        self._gradients = Inbox(self._backward, lookahead)
-        self._gradient_comes: deque[bool] = deque()  # for each output
-        # A receive that occupies a device must not be launched there before what is to bring its message about.
-        self._expects_each = num_gradients > 0 and (spec is None or not lookahead.idle_bytes)
-        if spec is not None and not self._expects_each:
-            self._expect_gradients(spec.gradient(), num_gradients)
+        self._gradients = communicator.incoming(backward, peer, lookahead, is_described=False)
+        self._descriptions = None
         self._num_to_come_again = 0  # outputs that were sent in vain: their gradients are expected already
+        if spec is None:
+            self._descriptions = communicator.outgoing(ChannelName("description", index), peer)
+        else:
+            self._gradients.expect(spec.gradient(), num_gradients)
+        self._expects_each = spec is None and num_gradients > 0
+        self._num_expected = 0  # of those that are expected one by one, as many as have not been taken
 
     def take_input(self) -> Transfer:
         self._num_taken += 1
-        transfer = self._inputs.take()
-        if self._descriptions is not None:
-            return DescribedTransfer(transfer, self._forward)
-        return transfer
+        return self._inputs.take()
 
     def send_output(self, output: Transfer | None) -> None:
         assert output is not None
@@ -158,20 +158,16 @@ class Wire(Boundary):
         if self._num_to_come_again:
             self._num_to_come_again -= 1
         elif self._expects_each:
-            self._expect_gradients(output.spec.gradient(), 1)
+            self._gradients.expect(output.spec.gradient())
+            self._num_expected += 1
         self._gradients.post_ahead()
 
-    def _expect_gradients(self, spec: MessageSpec, count: int) -> None:
-        self._gradient_comes.extend([bool(spec.tensors)] * count)
-        if spec.tensors:
-            self._gradients.expect(spec, count)
-
     def take_gradient(self) -> Transfer:
-        return self._gradients.take() if self._gradient_comes.popleft() else Transfer(None, [])
+        self._num_expected -= 1
+        return self._gradients.take()
 
     def send_gradient(self, grads: list[Tensor]) -> None:
-        if grads:
-            self._backward.send(grads)
+        self._backward.send(grads)
 
     def post_ahead(self) -> None:
         self._inputs.post_ahead()
@@ -190,7 +186,7 @@ class Wire(Boundary):
         self._inputs.expect(self._input_spec, num_sent)
         self._num_taken = 0
         if self._expects_each:
-            self._num_to_come_again = len(self._gradient_comes)
+            self._num_to_come_again = self._num_expected
         return to_come
 
 

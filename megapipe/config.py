@@ -39,8 +39,12 @@ class PipelineConfig:
     overlap_p2p_comm: bool = True
     """Post receives before they are asked for. False posts each one only when its turn comes."""
     p2p_lookahead: int | None = None
-    """How many receives each channel keeps posted ahead. None: 2 on CPU, and where a rank waits anyway as many as take
-    a MiB together; 1 elsewhere, where a receive that waits occupies the device."""
+    """How many receives each channel keeps posted ahead, on CPU and with p2p_transport="host". None: 2, and where a
+    rank waits anyway as many as take a MiB together. Over NCCL, where a receive that waits occupies the device, each is
+    posted when a step waits for it."""
+    p2p_transport: str | None = None
+    """How messages travel between GPUs. "nccl", or "host": by way of host memory and gloo, where GPUs cannot reach each
+    other, or several ranks share one. None: "host" where two ranks of the pipeline are on one GPU, otherwise "nccl"."""
     deallocate_pipeline_outputs: bool = True
     """Accepted for Megatron's sake: a sent output is always freed as soon as it has left, only its graph is kept."""
     timeout: float = 600.0
@@ -86,6 +90,8 @@ class PipelineConfig:
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"config.{name} must be a torch.dtype, like torch.bfloat16, or None, got {dtype!r}.")
+        if self.p2p_transport not in (None, "nccl", "host"):
+            raise ValueError(f"config.p2p_transport must be 'nccl', 'host' or None, got {self.p2p_transport!r}.")
         if self.weight_grad_placement not in ("static", "tuned"):
             raise ValueError(
                 f"config.weight_grad_placement must be 'static' or 'tuned', got {self.weight_grad_placement!r}."

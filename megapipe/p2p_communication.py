@@ -4,48 +4,43 @@ A channel carries one kind of message one way, and every chunk handles its micro
 sends and receives on a channel always matches, whatever the schedule does in between; a late receiver delays that
 channel only. A step can therefore wait only for data, and data dependencies have no cycle.
 
-Gloo honours tags, so all channels share one communicator there. NCCL does not: each channel has one of its own.
+Where a transport knows messages by their order alone (NCCL), the channels from one rank to another share a
+communicator, and their receives are posted in the order in which the sender sends, which the plan tells.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import os
-import queue
-import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
-from .memory import LARGE, Memory
-from .messages import MessageSpec, TensorSpec, read_description
+from .messages import MessageSpec, read_description
 from .placement import Placement
+from .plan import ChannelName, Plan
 
 __all__ = [
     "Channel",
     "Communicator",
     "ConnectionLostError",
-    "DescribedTransfer",
     "Inbox",
     "Lookahead",
     "Transfer",
+    "Transport",
+    "edges_in_rounds",
 ]
 
 
 class ConnectionLostError(RuntimeError):
     """The transport gave up on a message: its other end is gone, or the connection was aborted."""
 
-
-def _lost(error: RuntimeError) -> ConnectionLostError:
-    """What the transport says, in a line."""
-    return ConnectionLostError(str(error).partition("\n")[0])
+    @classmethod
+    def of(cls, error: RuntimeError) -> ConnectionLostError:
+        """What the transport says, in a line."""
+        return cls(str(error).partition("\n")[0])
 
 
 class Transfer:
@@ -66,48 +61,20 @@ class Transfer:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise ConnectionLostError.of(error) from error
         return self.tensors
 
-    def is_completed(self) -> bool:
-        """Never true on gloo before somebody waits."""
-        return all(work.is_completed() for work in self._works)
 
-
-class Channel(NamedTuple):
+class Channel(ABC):
     """One way from this rank to a peer, or from the peer to this rank."""
 
-    backend: Any
-    """The transport itself: torch.distributed's functions around it cost more than a small message."""
-    peer: int
-    """Its rank in the backend."""
-    tag: int
-    memory: Memory
-    """What it receives into."""
-    outbox: Outbox
-    """What has the messages that are sent until they have gone."""
-
+    @abstractmethod
     def send(self, tensors: list[torch.Tensor]) -> None:
         """Send a message, without waiting. The caller may drop the tensors at once, but must not write to them."""
-        # As they read: a conjugate or a negative may be but a mark on other numbers, which a transport does not see.
-        self.outbox.send(self, [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors])
 
-    def start_sending(self, tensors: list[torch.Tensor]) -> Transfer:
-        """The transfer must be kept until it has completed, or the message is lost."""
-        try:
-            works = [self.backend.send([tensor], self.peer, self.tag) for tensor in tensors]
-        except RuntimeError as error:
-            raise _lost(error) from error
-        return Transfer(None, tensors, works)
-
+    @abstractmethod
     def receive(self, spec: MessageSpec) -> Transfer:
         """Post the receive of one message."""
-        buffers = [self.memory.empty(t.shape, t.dtype) for t in spec.tensors]
-        try:
-            works = [self.backend.recv([buffer], self.peer, self.tag) for buffer in buffers]
-        except RuntimeError as error:
-            raise _lost(error) from error
-        return Transfer(spec, buffers, works)
 
 
 class Lookahead(NamedTuple):
@@ -119,8 +86,34 @@ class Lookahead(NamedTuple):
     """And as many as have this size together, when the rank has nothing better to do."""
 
 
-class Inbox:
+DESCRIPTIONS_AHEAD = Lookahead(2)
+"""Where messages travel between devices, and nothing of them is posted ahead."""
+
+
+class Inbox(ABC):
     """The receives of one channel during one step."""
+
+    @abstractmethod
+    def expect(self, spec: MessageSpec, count: int = 1) -> None:
+        """`count` such messages will come, after those expected already."""
+
+    @abstractmethod
+    def take(self) -> Transfer:
+        """The oldest message not taken yet. It may not have arrived."""
+
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether everything expected has been taken, and waited for."""
+
+    def post_ahead(self) -> None:  # noqa: B027
+        """Post receives of what comes next, as many as are always posted."""
+
+    def post_all(self) -> None:  # noqa: B027
+        """Post as many as may be. Each takes the host as long as sending a small message does."""
+
+
+class PostedInbox(Inbox):
+    """Where channels do not get in each other's way: receives are posted ahead of their use."""
 
     def __init__(self, channel: Channel, lookahead: Lookahead) -> None:
         self._channel = channel
@@ -129,12 +122,11 @@ class Inbox:
         self._posted: deque[Transfer] = deque()
 
     def expect(self, spec: MessageSpec, count: int = 1) -> None:
-        """`count` such messages will come, after those expected already."""
         self._expected.extend([spec] * count)
 
     def take(self) -> Transfer:
-        """The oldest message not taken yet: posted by now, but perhaps not arrived. Nothing is posted in its place:
-        who takes a message is about to use it, and others wait for what comes of it."""
+        """Posted by now, if not before. Nothing is posted in its place: who takes a message is about to use it, and
+        others wait for what comes of it."""
         if not self._posted:
             self._post()
         return self._posted.popleft()
@@ -147,15 +139,25 @@ class Inbox:
             self._post()
 
     def post_all(self) -> None:
-        """As many as may be. Each takes the host as long as sending a small message does."""
         self.post_ahead()
-        room = self._lookahead.idle_bytes - sum(tensor.nbytes for one in self._posted for tensor in one.tensors)
+        room = self._lookahead.idle_bytes - sum(one.spec.nbytes for one in self._posted if one.spec)
         while self._expected and room >= (size := self._expected[0].nbytes):
             self._post()
             room -= size
 
     def _post(self) -> None:
         self._posted.append(self._channel.receive(self._expected.popleft()))
+
+
+class DescribedInbox(PostedInbox):
+    """Each message is described ahead of it. What is posted ahead, and expected, are the descriptions."""
+
+    def __init__(self, descriptions: Channel, messages: Channel, lookahead: Lookahead) -> None:
+        super().__init__(descriptions, lookahead)
+        self._messages = messages
+
+    def take(self) -> Transfer:
+        return DescribedTransfer(super().take(), self._messages)
 
 
 class DescribedTransfer(Transfer):
@@ -175,209 +177,238 @@ class DescribedTransfer(Transfer):
         return self.tensors
 
 
-class Outbox(ABC):
-    """Sends under way. Frees their tensors when they have completed."""
+class Arrivals:
+    """The messages of one step from one peer, where all of them share a communicator that matches by order alone.
 
-    @abstractmethod
-    def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None: ...
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Called at the end of a step: nothing is to be under way any more that the host could wait for."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class PolledOutbox(Outbox):
-    """For transports that tell when a send has completed."""
-
-    def __init__(self) -> None:
-        self._pending: deque[Transfer] = deque()
-
-    def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None:
-        self.drain()
-        self._pending.append(channel.start_sending(tensors))
-
-    def drain(self) -> None:
-        # Nothing is waited for: the device runs sends in order, and theirs are held here.
-        while self._pending and self._pending[0].is_completed():
-            self._pending.popleft()
-
-    def close(self) -> None:
-        self._pending.clear()
-
-
-class WaitedOutbox(Outbox):
-    """For gloo, which copies a message to the peer's socket in the time of whoever sends it, and where only a blocking
-    wait tells that a send has completed. So one thread starts the large ones, and another waits for all.
-
-    Neither does anything else, and while they copy or wait they do not hold the interpreter. Small messages are started
-    by the caller: handing them over would take longer.
+    A receive is posted when a step waits for it, behind those of all messages that the peer sends before it. So nothing
+    waits for a message that is not sent yet but those that need it, and no receive occupies a device for longer.
     """
 
-    def __init__(self) -> None:
-        self._to_start: queue.SimpleQueue[tuple[Channel, list[torch.Tensor]] | threading.Event | None]
-        self._to_wait_for: queue.SimpleQueue[Transfer | threading.Event | None]
-        self._to_start, self._to_wait_for = queue.SimpleQueue(), queue.SimpleQueue()
-        self._num_handed_over = 0
-        self._num_started = 0  # of these
-        self._error: ConnectionLostError | None = None
-        for run in (self._start_sends, self._wait_for_sends):
-            threading.Thread(target=run, name="megapipe-sends", daemon=True).start()
+    def __init__(self, order: Sequence[ChannelName]) -> None:
+        self._order = order
+        self._to_come = deque(order)
+        self._inboxes: dict[ChannelName, OrderedInbox] = {}
 
-    def send(self, channel: Channel, tensors: list[torch.Tensor]) -> None:
-        is_small = sum(tensor.nbytes for tensor in tensors) < LARGE
-        if is_small and self._num_started == self._num_handed_over:  # none that it could overtake
-            self._to_wait_for.put(channel.start_sending(tensors))
-        else:
-            self._num_handed_over += 1
-            self._to_start.put((channel, tensors))
+    def inbox(self, name: ChannelName, channel: Channel, descriptions: PostedInbox | None) -> OrderedInbox:
+        inbox = self._inboxes[name] = OrderedInbox(self, channel, descriptions)
+        return inbox
 
+    def post_until(self, inbox: OrderedInbox) -> None:
+        """Post the next receive of `inbox`, and before it those that come before it."""
+        while True:
+            first = self._inboxes[self._to_come.popleft()]
+            first.post()
+            if first is inbox:
+                return
+
+    def begin_again(self) -> None:
+        """The peer begins the step again. All that it sent before has been taken."""
+        self._to_come = deque(self._order)
+
+
+class OrderedInbox(Inbox):
+    """One channel of those that share a communicator."""
+
+    def __init__(self, arrivals: Arrivals, channel: Channel, descriptions: PostedInbox | None) -> None:
+        self._arrivals = arrivals
+        self._channel = channel
+        self._descriptions = descriptions
+        self._expected: deque[MessageSpec] = deque()
+        self._posted: deque[Transfer] = deque()
+
+    def expect(self, spec: MessageSpec, count: int = 1) -> None:
+        if self._descriptions is not None:
+            self._descriptions.expect(spec, count)
+        self._expected.extend([spec] * count)
+
+    def take(self) -> Transfer:
+        return OrderedTransfer(self)
+
+    def is_empty(self) -> bool:
+        return not self._posted and not self._expected
+
+    def post_ahead(self) -> None:
+        if self._descriptions is not None:
+            self._descriptions.post_ahead()
+
+    def post(self) -> None:
+        spec = self._expected.popleft()
+        if self._descriptions is not None:
+            (description,) = self._descriptions.take().wait()
+            spec = read_description(description)
+        self._posted.append(self._channel.receive(spec))
+
+    def next_posted(self) -> Transfer:
+        if not self._posted:
+            self._arrivals.post_until(self)
+        return self._posted.popleft()
+
+
+class OrderedTransfer(Transfer):
+    """A message whose receive is posted when it is waited for."""
+
+    __slots__ = ("_inbox",)
+
+    def __init__(self, inbox: OrderedInbox) -> None:
+        super().__init__(None, [])
+        self._inbox = inbox
+
+    def wait(self) -> list[torch.Tensor]:
+        transfer = self._inbox.next_posted()
+        self.spec = transfer.spec
+        self.tensors = transfer.wait()
+        return self.tensors
+
+
+class OrderedChannel(Channel):
+    """To a peer that receives in the order of the plan: a message out of turn would be taken for another one."""
+
+    def __init__(self, name: ChannelName, channel: Channel, turns: deque[ChannelName]) -> None:
+        self._name = name
+        self._channel = channel
+        self._turns = turns
+
+    def send(self, tensors: list[torch.Tensor]) -> None:
+        turn = self._turns.popleft()
+        assert turn == self._name, f"{self._name} is sent where the plan has {turn}"
+        self._channel.send(tensors)
+
+    def receive(self, spec: MessageSpec) -> Transfer:
+        return self._channel.receive(spec)
+
+
+class Transport(ABC):
+    """What channels are made of: it carries the messages of one rank of a pipeline."""
+
+    lookahead = Lookahead(0)
+    """What is posted ahead where the config does not say."""
+    matches_by_order = False
+    """Whether messages from one rank to another are told apart by their order alone."""
+
+    @abstractmethod
+    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Called once, on all ranks of the pipeline at the same time.
+
+        Args:
+            edges: (sender, receiver), in an order in which all ranks can connect them one after the other.
+        """
+
+    @abstractmethod
+    def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
+        """Descriptions travel between hosts, everything else between devices."""
+
+    @abstractmethod
     def drain(self) -> None:
-        """Wait until all sends have completed. Raises what the first failed one raised."""
-        drained = threading.Event()
-        self._to_start.put(drained)
-        drained.wait()
-        if self._error is not None:
-            raise self._error
+        """Called at the end of a step: wait until nothing sent is under way any more that the host could wait for.
+        Raises ConnectionLostError where a message was lost."""
 
+    @abstractmethod
+    def abort(self) -> None:
+        """Make every operation under way fail, here and on the peers. Called from any thread, also while others connect
+        or send. The transport is of no use afterwards."""
+
+    @abstractmethod
     def close(self) -> None:
-        self._to_start.put(None)
-
-    def _start_sends(self) -> None:
-        while (item := self._to_start.get()) is not None:
-            if isinstance(item, threading.Event):
-                self._to_wait_for.put(item)
-            else:
-                try:
-                    self._to_wait_for.put(item[0].start_sending(item[1]))
-                except ConnectionLostError as error:
-                    self._error = self._error or error
-                self._num_started += 1
-            del item  # nothing sent may stay alive while this waits for the next one
-        self._to_wait_for.put(None)
-
-    def _wait_for_sends(self) -> None:
-        while (item := self._to_wait_for.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                try:
-                    item.wait()
-                except ConnectionLostError as error:
-                    self._error = self._error or error
-            del item
+        """Stop helper threads, and give connections back."""
 
 
 class Communicator:
     """The channels of one rank, built once per pipeline and kept between steps.
 
-    Every rank of the pipeline must build it at the same time. The backends are made here and not by `dist.new_group`,
-    which names a group of some ranks only by how many groups the process is in already: ranks that are in different
-    numbers of groups then wait for each other for ever.
-
     Args:
-        store: where the ranks of this pipeline find each other. Used for one communicator only.
-        with_descriptions: also build the channels that describe messages ahead of them (`variable_seq_lengths`).
-        timeout: seconds after which the transport itself gives up: a safety net behind the watchdog's.
+        with_descriptions: also make the channels that describe messages ahead of them (`variable_seq_lengths`).
     """
 
     def __init__(
         self,
-        store: PrefixStore,
+        transport: Transport,
+        placement: Placement,
         pp_rank: int,
         pp_size: int,
-        placement: Placement,
         num_chunks: int,
-        device: torch.device,
         with_descriptions: bool,
-        timeout: float,
     ) -> None:
-        self.device = device
-        self.forward: dict[int, Channel] = {}
-        self.backward: dict[int, Channel] = {}
-        self.descriptions: dict[int, Channel] = {}
-        self._store = store
-        self._timeout = datetime.timedelta(seconds=timeout)
+        self._transport = transport
+        self._placement = placement
         self._pp_rank = pp_rank
         self._pp_size = pp_size
         self._num_stages = pp_size * num_chunks
-        self._host_backend: Any = None
-        self._pair_backends: list[Any] = []
-        on_cpu = device.type == "cpu"
-        host_outbox = WaitedOutbox()
-        self._device_outbox = host_outbox if on_cpu else PolledOutbox()
-        self._outboxes = {self._device_outbox, host_outbox}
-        if on_cpu or with_descriptions:
-            self._host_backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, pp_size, self._timeout)
-        if not on_cpu:
-            _check_connections()
-        for boundary in range(self._num_stages - 1):  # boundary b lies between the stages b and b + 1
-            lower, upper = (placement.rank(stage, pp_size) for stage in (boundary, boundary + 1))
-            if pp_rank not in (lower, upper) or lower == upper:
+        self._kinds = ("forward", "backward", *(["description"] if with_descriptions else []))
+        self._channels: dict[ChannelName, Channel] = {}
+        self._peers: set[int] = set()
+        self._traffic: dict[tuple[int, int], list[ChannelName]] = {}
+        self._arrivals: dict[int, Arrivals] = {}
+        self._turns: dict[int, deque[ChannelName]] = {}
+        self.drain = transport.drain
+        self.abort = transport.abort
+        self.close = transport.close
+
+    @property
+    def lookahead(self) -> Lookahead:
+        return self._transport.lookahead
+
+    def connect(self) -> None:
+        """Every rank of the pipeline must call it at the same time."""
+        self._transport.connect(edges_in_rounds(self._placement, self._pp_size, self._num_stages))
+        for boundary in range(self._num_stages - 1):
+            lower, upper = (self._placement.rank(stage, self._pp_size) for stage in (boundary, boundary + 1))
+            if self._pp_rank not in (lower, upper) or lower == upper:
                 continue
-            peer = upper if pp_rank == lower else lower
-            if on_cpu:
-                self.forward[boundary] = self._host_channel(peer, 3 * boundary, host_outbox)
-                self.backward[boundary] = self._host_channel(peer, 3 * boundary + 1, host_outbox)
-            else:
-                self.forward[boundary] = self._pair_channel(f"forward {boundary}", pp_rank == lower)
-                self.backward[boundary] = self._pair_channel(f"backward {boundary}", pp_rank == upper)
-            if with_descriptions:
-                self.descriptions[boundary] = self._host_channel(peer, 3 * boundary + 2, host_outbox)
+            peer = upper if self._pp_rank == lower else lower
+            self._peers.add(peer)
+            for name in (ChannelName(kind, boundary) for kind in self._kinds):
+                sends = (name.kind == "backward") == (self._pp_rank == upper)
+                self._channels[name] = self._transport.channel(name, peer, sends)
 
-    def _host_channel(self, peer: int, tag: int, outbox: Outbox) -> Channel:
-        return Channel(self._host_backend, peer, tag, Memory(torch.device("cpu")), outbox)
+    def begin_step(self, plan: Callable[[], Plan], forward_only: bool) -> None:
+        """`plan` says in which order messages travel, for transports that need to know."""
+        if self._transport.matches_by_order:
+            traffic = plan().traffic
+            if forward_only:
+                traffic = {edge: [name for name in names if name.kind == "forward"] for edge, names in traffic.items()}
+            self._traffic = traffic
+            self._arrivals = {peer: Arrivals(traffic.get((peer, self._pp_rank), [])) for peer in self._peers}
+            self._turns = {peer: deque(traffic.get((self._pp_rank, peer), [])) for peer in self._peers}
 
-    def _pair_channel(self, name: str, sends: bool) -> Channel:
-        """A channel with a communicator of its own, warmed up: communicators set up in the first step, in whatever
-        order it reaches them, can wait for each other for ever. Here all ranks go through the boundaries in order."""
-        if self.device.type != "cuda":
-            raise ValueError(f"pipelines run on cpu (gloo) and cuda (nccl) devices, but the model is on {self.device}.")
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        backend = dist.ProcessGroupNCCL(PrefixStore(name, self._store), 0 if sends else 1, 2, options)
-        self._pair_backends.append(backend)
-        channel = Channel(backend, 1 if sends else 0, 0, Memory(self.device), self._device_outbox)
-        if sends:
-            channel.send([torch.zeros(1, device=self.device)])
-        else:
-            channel.receive(MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))).wait()
-        return channel
+    def outgoing(self, name: ChannelName, peer: int) -> Channel:
+        """A channel to send over in this step."""
+        channel = self._channels[name]
+        return OrderedChannel(name, channel, self._turns[peer]) if self._matches_by_order(name) else channel
 
-    def drain(self) -> None:
-        """Wait until nothing sent is under way any more."""
-        for outbox in self._outboxes:
-            outbox.drain()
-        for channel in (*self.forward.values(), *self.backward.values()):
-            channel.memory.trim()
+    def incoming(self, name: ChannelName, peer: int, lookahead: Lookahead, is_described: bool) -> Inbox:
+        """What is received over a channel in this step."""
+        channel = self._channels[name]
+        descriptions = self._channels[ChannelName("description", name.boundary)] if is_described else None
+        if self._matches_by_order(name):
+            posted = None if descriptions is None else PostedInbox(descriptions, DESCRIPTIONS_AHEAD)
+            return self._arrivals[peer].inbox(name, channel, posted)
+        if descriptions is not None:
+            return DescribedInbox(descriptions, channel, lookahead)
+        return PostedInbox(channel, lookahead)
 
-    def abort(self) -> None:
-        """Make every operation under way fail, here and on the peers. The communicator is of no use afterwards."""
-        for backend in self._pair_backends:
-            backend.abort()
-        if self._host_backend is not None:
-            # Gloo has no abort, but a wait that times out closes all pairs of its group. A pair may be closed already,
-            # and then refuses the receive.
-            for peer in range(self._pp_size):
-                if peer != self._pp_rank:
-                    with contextlib.suppress(RuntimeError):
-                        probe = self._host_backend.recv([torch.empty(1)], peer, 3 * self._num_stages)
-                        probe.wait(datetime.timedelta(milliseconds=1))
+    def begin_again(self) -> None:
+        """The step begins again, on all ranks. Everything sent before has been taken."""
+        for arrivals in self._arrivals.values():
+            arrivals.begin_again()
+        for peer, turns in self._turns.items():
+            turns.clear()
+            turns.extend(self._traffic.get((self._pp_rank, peer), []))
 
-    def close(self) -> None:
-        """Stop the helper thread and give the communicators back."""
-        for outbox in self._outboxes:
-            outbox.close()
-        for backend in self._pair_backends:
-            backend.shutdown()
+    def _matches_by_order(self, name: ChannelName) -> bool:
+        return self._transport.matches_by_order and name.kind != "description"
 
 
-def _check_connections() -> None:
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        warnings.warn(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 makes all communicators and the computation share one hardware queue: "
-            "pipeline stages will wait for each other. Unset it, or set it to 8 or more.",
-            stacklevel=2,
-        )
+def edges_in_rounds(placement: Placement, pp_size: int, num_stages: int) -> list[tuple[int, int]]:
+    """The (sender, receiver) pairs of ranks that exchange messages, in an order in which all ranks can connect them one
+    after the other. Pairs without a rank in common take the same round, so that there are two or three and no chain."""
+    ranks = [placement.rank(stage, pp_size) for stage in range(num_stages)]
+    pairs = sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b})
+    busy: list[set[int]] = []
+    rounds: dict[tuple[int, int], int] = {}
+    for pair in pairs:
+        number = next((k for k, taken in enumerate(busy) if not taken & set(pair)), len(busy))
+        busy[number:number] = [set()] if number == len(busy) else []
+        busy[number] |= set(pair)
+        rounds[pair] = number
+    in_order = sorted(pairs, key=lambda pair: (rounds[pair], pair))
+    return [edge for low, high in in_order for edge in ((low, high), (high, low))]

@@ -310,6 +310,8 @@ class Pipeline(Verbs):
             for transfer in to_come:
                 self._wait(transfer, "an input that does not count", 0, chunk.below)
             chunk.above.begin_again(0)
+        if self._communicator is not None:
+            self._communicator.begin_again()
 
     def _wait_for_gradient(self, chunk: Chunk, microbatch: int) -> list[Tensor] | None:
         received = chunk.output_grads.popleft()

@@ -20,7 +20,7 @@ from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, peak_memory, play, simulate
 from .verbs import PAIR, Action, ScheduleError, Settings, Verbs
 
-__all__ = ["Event", "Plan", "PlanRecorder", "make_plan", "plan_of"]
+__all__ = ["ChannelName", "Event", "Plan", "PlanRecorder", "make_plan", "plan_of"]
 
 ACTION_KINDS = {
     "forward_step": "F",
@@ -60,6 +60,15 @@ class Event(NamedTuple):
             return str(action)
         letter = "F" if self.is_forward else "B"
         return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{self.microbatch}"
+
+
+class ChannelName(NamedTuple):
+    """One way over one boundary, as both of its ends call it."""
+
+    kind: str
+    """"forward" for outputs, "backward" for their gradients, "description" for what describes an output ahead of it."""
+    boundary: int
+    """Boundary b lies between the stages b and b + 1."""
 
 
 class Instruction(NamedTuple):
@@ -163,6 +172,20 @@ class Plan:
     def messages(self, rank: int) -> list[Event]:
         """The sends and receives of a rank that go to, or come from, another one."""
         return [event for event in self.events[rank] if self.peer(rank, event) is not None]
+
+    @cached_property
+    def traffic(self) -> dict[tuple[int, int], list[ChannelName]]:
+        """By sender and receiver, the channels of the messages that travel between them in one step, in the order in
+        which they are sent."""
+        traffic: dict[tuple[int, int], list[ChannelName]] = {}
+        for rank in range(self.pp_size):
+            for event in self.messages(rank):
+                peer = self.peer(rank, event)
+                if event.sends and peer is not None:
+                    up = ChannelName("forward", event.stage)
+                    name = up if event.is_forward else ChannelName("backward", event.stage - 1)
+                    traffic.setdefault((rank, peer), []).append(name)
+        return traffic
 
     def peer(self, rank: int, event: Event) -> int | None:
         """The other rank that an event of `rank` sends to or receives from; None where there is none."""

@@ -15,14 +15,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
 from .meeting import Meeting
-from .p2p_communication import Communicator
+from .p2p_communication import Communicator, Transport
 from .placement import Placement
 from .registry import Schedule
+from .staging import STAGINGS, StagedTransport
+from .transports import GlooTransport, Members, NcclTransport
 from .verbs import Settings
 from .watchdog import Watchdog
 from .weight_tuning import WeightTuner
 
 __all__ = ["Session"]
+
+SAFETY = 60  # seconds that a transport waits longer than the watchdog, which says where everybody is
 
 
 class Session:
@@ -48,7 +52,7 @@ class Session:
         self._store.check_failure = self.watchdog.check
         self._is_in_step = False
         self._told: set[str] = set()
-        self._communicators: dict[tuple[str, int, str, bool, float], Communicator] = {}
+        self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
         self._tuners: dict[tuple[str, int, int, Settings], WeightTuner] = {}
 
     @classmethod
@@ -93,26 +97,49 @@ class Session:
         return [json.loads(text) for text in self.watchdog.collect(name)]
 
     def communicator(
-        self, placement: Placement, num_chunks: int, device: torch.device, described: bool
+        self, placement: Placement, num_chunks: int, device: torch.device, described: bool, transport: str | None
     ) -> Communicator:
-        """The channels for this placement, built at the first step that needs them. Collective over the pipeline."""
+        """The channels for this placement, built at the first step that needs them. Collective over the pipeline.
+
+        Args:
+            transport: `config.p2p_transport`.
+        """
         # A transport keeps its time limit for good, so another limit takes another transport.
-        key = (placement.name, num_chunks, device.type, described, self.watchdog.timeout)
+        key = (placement.name, num_chunks, device.type, described, transport, self.watchdog.timeout)
         if key not in self._communicators:
-            position = self.watchdog.position
-            position.action, position.awaited = "the connecting of its channels", "the others to connect"
-            self._communicators[key] = Communicator(
-                PrefixStore(f"channels {key}", self._store),
+            members = Members(
+                PrefixStore(f"channels {key}", self._store), self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY
+            )
+            communicator = Communicator(
+                self._transport(transport, members, device, described),
+                placement,
                 self.pp_rank,
                 len(self.ranks),
-                placement,
                 num_chunks,
-                device,
                 described,
-                self.watchdog.timeout + 60,  # the watchdog comes first: it says where everybody is
             )
+            self._communicators[key] = communicator
+            position = self.watchdog.position
+            position.action, position.awaited = "the connecting of its channels", "the others to connect"
+            communicator.connect()
             position.awaited = None
         return self._communicators[key]
+
+    def _transport(self, name: str | None, members: Members, device: torch.device, described: bool) -> Transport:
+        if device.type == "cpu":
+            return GlooTransport(members)
+        if device.type not in STAGINGS:
+            raise ValueError(f"pipelines run on cpu and cuda devices, but the model is on {device}.")
+        if name is None:
+            name = "nccl" if device.type == "cuda" and not self._shares_a_device(device) else "host"
+        if name == "nccl":
+            return NcclTransport(members, device, GlooTransport(members) if described else None)
+        return StagedTransport(GlooTransport(members), STAGINGS[device.type](device))
+
+    def _shares_a_device(self, device: torch.device) -> bool:
+        """Whether two ranks of this pipeline are on one GPU."""
+        self.watchdog.post("GPU", str(torch.cuda.get_device_properties(device).uuid))
+        return len(set(self.watchdog.collect("GPU"))) < len(self.ranks)
 
     def tuner(self, schedule: Schedule, num_microbatches: int, num_chunks: int, settings: Settings) -> WeightTuner:
         """What places the Ws of such steps by what was measured in those before."""

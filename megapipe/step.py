@@ -30,7 +30,6 @@ from .config import PipelineConfig
 from .fresh_start import leave_batch, start_together
 from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
-from .memory import LARGE
 from .overlap.parts import find_forward_parts
 from .p2p_communication import Communicator, Lookahead
 from .pipeline import Chunk, Pipeline
@@ -146,6 +145,9 @@ class ForwardBackward(Schedule):
         tuner = self._begin_tuning(step, session)
         settings = config.settings if tuner is None else tuner.settings
         communicator = None if session is None else self._connect(step, session, stages, specs, tuner)
+        plan = functools.partial(_plan, self, pp_size, step.num_microbatches, len(stages), settings)
+        if communicator is not None:
+            communicator.begin_step(plan, step.forward_only)
         around = boundaries_around(
             stages,
             self.placement,
@@ -153,11 +155,10 @@ class ForwardBackward(Schedule):
             specs,
             communicator,
             step.num_microbatches,
-            _lookahead(config, step.device),
+            _lookahead(config, communicator),
             step.forward_only,
         )
         gradient_sync = self._gradient_sync(step, pp_size, sharded)
-        plan = functools.partial(_plan, self, pp_size, step.num_microbatches, len(stages), settings)
         speculation = speculate(step, plan, pp_rank, None if session is None else session.watchdog)
         while True:
             record = self._begin_record(step, tuner)
@@ -202,7 +203,10 @@ class ForwardBackward(Schedule):
         session.watchdog.timeout = step.config.timeout
         session.watchdog.agree(to_agree_on(self, step, stages, specs) | {"the places of the Ws": str(tuner)})
         start_together(step, session)
-        return session.communicator(self.placement, len(stages), step.device, step.config.variable_seq_lengths)
+        config = step.config
+        return session.communicator(
+            self.placement, len(stages), step.device, config.variable_seq_lengths, config.p2p_transport
+        )
 
     def _gradient_sync(self, step: StepArguments, pp_size: int, sharded: ShardedChunks | None) -> GradientSync | None:
         """None where nothing is trained."""
@@ -328,12 +332,10 @@ def _num_peers(config: PipelineConfig) -> int:
     return num_experts * config.tensor_model_parallel_size * config.context_parallel_size
 
 
-def _lookahead(config: PipelineConfig, device: torch.device) -> Lookahead:
-    if not config.overlap_p2p_comm:
+def _lookahead(config: PipelineConfig, communicator: Communicator | None) -> Lookahead:
+    if communicator is None or not config.overlap_p2p_comm:
         return Lookahead(0)
-    if config.p2p_lookahead is not None:
-        return Lookahead(config.p2p_lookahead)
-    return Lookahead(2, idle_bytes=LARGE) if device.type == "cpu" else Lookahead(1)
+    return communicator.lookahead if config.p2p_lookahead is None else Lookahead(config.p2p_lookahead)
 
 
 @contextmanager

@@ -9,9 +9,11 @@ from ranks import RankPool
 
 from megapipe.memory import LARGE
 from megapipe.messages import MessageSpec, TensorSpec, describe, pack, read_description
-from megapipe.p2p_communication import ConnectionLostError, Inbox, Lookahead
+from megapipe.p2p_communication import ConnectionLostError, Lookahead, PostedInbox
+from megapipe.plan import ChannelName
 
 TENSOR = torch.ones(2, 3)
+FORWARD = ChannelName("forward", 0)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +61,10 @@ def all_kinds_of_tensors(rank: int) -> None:
         tensors.append(torch.arange(6.0).view(2, 3).t())  # not contiguous
         spec = MessageSpec("list", tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors))
         if rank == 0:
-            channels.forward[0].send(tensors)
+            channels.outgoing(FORWARD, 1 - rank).send(tensors)
             channels.drain()
         else:
-            inbox = Inbox(channels.forward[0], Lookahead(2))
+            inbox = PostedInbox(channels.outgoing(FORWARD, 1 - rank), Lookahead(2))
             inbox.expect(spec)
             received = inbox.take().wait()
             assert all(torch.equal(a, b) for a, b in zip(received, tensors))
@@ -77,14 +79,14 @@ def test_tensors_of_every_kind_travel(ranks: RankPool) -> None:
 
 def posted_ahead(rank: int, lookahead: int) -> None:
     channels = communicator(rank, 2)
-    channel = channels.forward[0]
+    channel = channels.outgoing(FORWARD, 1 - rank)
     spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
     if rank == 0:
         for i in range(5):
             channel.send([torch.full((4,), float(i))])
         channels.drain()
     else:
-        inbox = Inbox(channel, Lookahead(lookahead))
+        inbox = PostedInbox(channel, Lookahead(lookahead))
         inbox.expect(spec, 5)
         inbox.post_ahead()
         for i in range(5):
@@ -107,10 +109,10 @@ def posted_while_idle(rank: int) -> None:
     spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
     if rank == 0:
         for i in range(8):
-            channels.forward[0].send([torch.full((4,), float(i))])
+            channels.outgoing(FORWARD, 1 - rank).send([torch.full((4,), float(i))])
         channels.drain()
     else:
-        inbox = Inbox(channels.forward[0], Lookahead(2, idle_bytes=5 * spec.nbytes))
+        inbox = PostedInbox(channels.outgoing(FORWARD, 1 - rank), Lookahead(2, idle_bytes=5 * spec.nbytes))
         inbox.expect(spec, 8)
         inbox.post_ahead()
         assert len(inbox._posted) == 2
@@ -134,10 +136,10 @@ def large_and_small(rank: int) -> None:
     for _ in range(5):
         if rank == 0:
             for number, size in enumerate(SIZES):
-                channels.forward[0].send([torch.full((size,), number, dtype=torch.uint8)])
+                channels.outgoing(FORWARD, 1 - rank).send([torch.full((size,), number, dtype=torch.uint8)])
             channels.drain()
         else:
-            inbox = Inbox(channels.forward[0], Lookahead(2))
+            inbox = PostedInbox(channels.outgoing(FORWARD, 1 - rank), Lookahead(2))
             for size in SIZES:
                 inbox.expect(MessageSpec("tensor", (TensorSpec((size,), torch.uint8, False),)))
             for number, size in enumerate(SIZES):
@@ -156,7 +158,7 @@ def large_send_after_the_peer_is_gone(rank: int) -> None:
         channels.abort()
     else:
         time.sleep(0.5)
-        channels.forward[0].send([torch.ones(LARGE)])
+        channels.outgoing(FORWARD, 1 - rank).send([torch.ones(LARGE)])
         with pytest.raises(ConnectionLostError):
             channels.drain()
     channels.close()
@@ -169,14 +171,14 @@ def test_a_large_send_that_fails_is_told_at_the_end_of_the_step(ranks: RankPool)
 def blocks_used_again(rank: int) -> None:
     """A large block is used again once nobody holds it: neither a tensor, nor a view of it, nor a graph."""
     channels = communicator(rank, 2)
-    channel = channels.forward[0]
+    channel = channels.outgoing(FORWARD, 1 - rank)
     num_messages, size = 12, LARGE // 4
     if rank == 0:
         for i in range(num_messages):
             channel.send([torch.full((size,), float(i))])
         channels.drain()
     else:
-        inbox = Inbox(channel, Lookahead(2))
+        inbox = PostedInbox(channel, Lookahead(2))
         inbox.expect(MessageSpec("tensor", (TensorSpec((size,), torch.float32, True),)), num_messages)
         blocks, in_flight = set(), []
         for i in range(num_messages):
@@ -191,8 +193,8 @@ def blocks_used_again(rank: int) -> None:
                 squares.backward()  # of what the graph has kept
         assert len(blocks) <= 3 + 2 + 1  # in flight, posted ahead, and one to come back
         del in_flight, view, squares
-        channel.memory.trim()
-        assert len(channel.memory._blocks) == channel.memory.NUM_KEPT
+        channel._memory.trim()
+        assert len(channel._memory._blocks) == channel._memory.NUM_KEPT
     channels.close()
 
 
