@@ -53,8 +53,9 @@ class RankPool:
             ready = wait(list(open_jobs), max(0.0, end - time.monotonic()))
             if not ready:
                 where = "\n".join(f"rank {rank}: {self._where(rank)}" for rank in open_jobs.values())
+                failed = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(texts.items()))
                 self.stop()
-                raise RankError(f"{function.__name__} took longer than {PATIENCE} s.\n{where}")
+                raise RankError(f"{function.__name__} took longer than {PATIENCE} s.\n{where}\n{failed}")
             for connection in ready:
                 rank = open_jobs.pop(connection)
                 try:

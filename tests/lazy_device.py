@@ -1,0 +1,257 @@
+"""An asynchronous device in Python, for what a GPU would show and a CPU hides.
+
+Operators on its tensors are put on a stream, a thread that runs them on the CPU one after the other, while the host
+goes on. Autograd uses a device thread, as for CUDA. Host waits for the device are counted, with their stacks.
+So a test sees host waits within a step, reads of messages that have not arrived, memory that is held too long, and
+ranks that wait for each other because a device does.
+
+Needs torch's backends in Python (PrivateUse1), from torch 2.10 on. Registered once per process, for good.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from megapipe.staging import STAGINGS, Staging
+
+DEVICE = torch.device("lazy", 0)
+SYNCS: list[str] = []
+"""The stacks of host waits for the device, since it was last cleared."""
+
+
+class Module(_DummyBackendModule):
+    """torch.lazy"""
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+class Stream:
+    """Runs what is put on it in order, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        STREAMS.append(self)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, work: Callable[[], Any]) -> None:
+        self._queue.put(work)
+
+    def record(self) -> threading.Event:
+        """Set once all that was put before has run."""
+        event = threading.Event()
+        self.put(event.set)
+        return event
+
+    def synchronize(self) -> None:
+        self.record().wait()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        while True:
+            work = self._queue.get()
+            try:
+                work()
+            except BaseException as error:
+                self.error = self.error or error
+            del work  # nothing may stay alive while this waits
+
+
+STREAMS: list[Stream] = []
+
+
+def synchronize() -> None:
+    """Wait for all streams, as torch.cuda.synchronize does."""
+    for stream in list(STREAMS):
+        stream.synchronize()
+
+
+class Cell:
+    """Where the numbers will be."""
+
+    __slots__ = ("cpu",)
+    cpu: Tensor
+
+
+class LazyTensor(Tensor):
+    cell: Cell
+    meta: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, cell: Cell) -> LazyTensor:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            dtype=meta.dtype,
+            device=DEVICE,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+        )
+        made.cell, made.meta = cell, meta
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"LazyTensor{list(self.shape)}"
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return enqueue(op, args, kwargs or {})
+
+
+def to_device(tensor: Tensor) -> LazyTensor:
+    """Without waiting, as from pinned memory."""
+    cell = Cell()
+    cell.cpu = tensor.detach().clone()
+    return LazyTensor(tensor.detach().to("meta"), cell)
+
+
+def to_host(tensor: Any) -> Tensor:
+    """For a test that wants to see it when all is done: not counted."""
+    synchronize()
+    return tensor.cell.cpu.clone()
+
+
+def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
+    """Compute the result's shape now and its numbers on the stream."""
+    device = kwargs.get("device")
+    to_cpu = op is torch.ops.aten._to_copy.default and device is not None and torch.device(device).type == "cpu"
+    from_cpu = op is torch.ops.aten._to_copy.default and not isinstance(args[0], LazyTensor)
+    if op is torch.ops.aten._local_scalar_dense.default or to_cpu or from_cpu:
+        SYNCS.append("".join(traceback.format_stack(limit=12)[:-3]))
+        COMPUTE.synchronize()
+        if not from_cpu:
+            return op(args[0].cell.cpu, *args[1:], **kwargs)
+    results, cells, spec = _shapes(op, args, kwargs, device)
+    on_cpu = kwargs | ({"device": torch.device("cpu")} if device is not None else {})
+    # What is queued holds memory, as on a device, but no tensor.
+    given = pytree.tree_map(lambda value: value.cell if isinstance(value, LazyTensor) else value, (args, on_cpu))
+
+    def work() -> None:
+        real_args, real_kwargs = pytree.tree_map(lambda one: one.cpu if isinstance(one, Cell) else one, given)
+        with torch.no_grad():
+            numbers = pytree.tree_leaves(op(*real_args, **real_kwargs))
+        for cell, value in zip(cells, numbers):
+            if cell is not None:
+                cell.cpu = value
+
+    COMPUTE.put(work)
+    return pytree.tree_unflatten(results, spec)
+
+
+def _shapes(op: Any, args: Any, kwargs: Any, device: Any) -> tuple[list[Any], list[Cell | None], Any]:
+    """The results of an operator, and the cells of those that are new."""
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    copies = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+    if op not in copies and any(t.dim() and not isinstance(t, LazyTensor) for t in inputs):
+        raise RuntimeError(f"{op}: tensors on lazy and cpu")
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, LazyTensor):
+            return value.meta
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    on_meta = kwargs | ({"device": torch.device("meta")} if device is not None else {})
+    meta_args, meta_kwargs = pytree.tree_map(meta, (args, on_meta))
+    leaves, spec = pytree.tree_flatten(op(*meta_args, **meta_kwargs))
+    results: list[Any] = []
+    cells: list[Cell | None] = []
+    for leaf in leaves:
+        written = next((t for t in inputs if isinstance(t, LazyTensor) and t.meta is leaf), None)
+        if isinstance(leaf, Tensor) and written is None:
+            cells.append(Cell())
+            results.append(LazyTensor(leaf, cells[-1]))
+        else:
+            cells.append(None)
+            results.append(leaf if written is None else written)
+    return results, cells, spec
+
+
+class Factories(TorchDispatchMode):
+    """Makes torch.zeros(device="lazy") and copies to the device."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        is_lazy = device is not None and torch.device(device).type == DEVICE.type
+        if is_lazy or any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return enqueue(op, args, kwargs)
+        return op(*args, **kwargs)
+
+
+class LazyStaging(Staging):
+    """Copies to and from host memory, in the order of the one stream there is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrivals: deque[threading.Event] = deque()
+
+    def copy_out(self, tensors: Sequence[Any]) -> tuple[list[Tensor], Callable[[], None]]:
+        copies = [self.buffer(tensor.shape, tensor.dtype) for tensor in tensors]
+        cells = [tensor.cell for tensor in tensors]
+        COMPUTE.put(lambda: [copy.copy_(cell.cpu) for copy, cell in zip(copies, cells)])
+        is_copied = COMPUTE.record()
+        return copies, lambda: (is_copied.wait(), None)[1]
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def copy_in(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        arrived = threading.Event()
+        self._arrivals.append(arrived)
+        cells = [Cell() for _ in buffers]
+
+        def work() -> None:
+            arrived.wait()
+            for cell, buffer in zip(cells, buffers):
+                cell.cpu = buffer.clone()
+
+        COMPUTE.put(work)
+        return [LazyTensor(buffer.to("meta"), cell) for buffer, cell in zip(buffers, cells)]
+
+    def arrive(self) -> None:
+        self._arrivals.popleft().set()
+
+
+@contextmanager
+def lazily() -> Iterator[None]:
+    """Around what uses the device."""
+    SYNCS.clear()
+    with Factories():
+        yield
+
+
+_setup_privateuseone_for_python_backend("lazy", Module())
+COMPUTE = Stream()
+STAGINGS["lazy"] = LazyStaging

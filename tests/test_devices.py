@@ -1,0 +1,248 @@
+"""Pipelines on an asynchronous device: what they compute, when the host waits, what hangs, what is held."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank, weight_grad
+
+pytest.importorskip("torch.utils.backend_registration")
+HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
+pytestmark = pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has no devices in Python")
+
+WIDTH = 4
+SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
+TRANSPORTS = ["host", "nccl"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Processes of their own: a device that is registered stays so."""
+    pool = RankPool()
+    yield pool
+    pool.stop()
+
+
+class Stage(nn.Module):
+    """Whole numbers and float64: every sum is exact, in whatever order it is added up."""
+
+    def __init__(self, config: PipelineConfig, info: StageInfo) -> None:
+        super().__init__()
+        self.config = config
+        self.info = info
+        generator = torch.Generator().manual_seed(info.index)
+        self.layer = weight_grad.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        for parameter in self.layer.parameters():
+            parameter.data.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+        self.received: Tensor | None = None
+        self.disturb: Any = lambda: None
+
+    def set_input_tensor(self, received: list[Tensor]) -> None:
+        self.received = received[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.disturb()
+        y = torch.relu(self.layer(x if self.info.is_first else self.received))
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.disturb())
+        return y
+
+
+def step(
+    schedule: str, chunks: list[Stage], place: Any, num_microbatches: int = 8, length: int = 3, **options: Any
+) -> Any:
+    generator = torch.Generator().manual_seed(9)
+    inputs = [torch.randint(-1, 2, (length, 1, WIDTH), generator=generator).double() for _ in range(num_microbatches)]
+    placed = [place(x) for x in inputs]  # before the step, as a data loader does
+    numbers = iter(placed)
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        def loss_func(output: Tensor) -> Any:
+            loss = output.sum()
+            return loss, {"loss": loss.detach()}
+
+        return model(next(data_iterator)), loss_func
+
+    return megapipe.get_forward_backward_func(schedule)(
+        forward_step_func=forward_step,
+        data_iterator=numbers,
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=length,
+        micro_batch_size=1,
+        **options,
+    )
+
+
+def build(schedule: str, pp_size: int, transport: str, **config: Any) -> list[Stage]:
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(pp_size)
+    settings = PipelineConfig(hidden_size=WIDTH, pipeline_dtype=torch.float64, p2p_transport=transport, **config)
+    return [Stage(settings, info) for info in stages_for_rank(schedule)]
+
+
+@contextlib.contextmanager
+def on_lazy_device(chunks: list[Stage]) -> Iterator[Any]:
+    """Moves the chunks to the device, and in the end their gradients back."""
+    import lazy_device
+    import nccl_like
+
+    for chunk in chunks:
+        for name, parameter in list(chunk.layer.named_parameters()):
+            setattr(chunk.layer, name, nn.Parameter(lazy_device.to_device(parameter.data)))
+    nccl_like.COMMUNICATORS.clear()
+    with mock.patch.object(dist, "ProcessGroupNCCL", nccl_like.LikeNccl, create=True), lazy_device.lazily():
+        yield SimpleNamespace(device=lazy_device, nccl=nccl_like)
+
+
+def gradients(chunks: list[Stage], read: Any) -> list[Tensor]:
+    return [read(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
+
+
+def same_as_on_cpu(rank: int, pp_size: int, transport: str) -> None:
+    for schedule in SCHEDULES:
+        expected = build(schedule, pp_size, transport)
+        losses = step(schedule, expected, lambda x: x)
+        validated = step(schedule, expected, lambda x: x, forward_only=True)
+        chunks = build(schedule, pp_size, transport)
+        with on_lazy_device(chunks) as lazy:
+            got = step(schedule, chunks, lazy.device.to_device)
+            got_validated = step(schedule, chunks, lazy.device.to_device, forward_only=True)
+            assert not lazy.device.SYNCS, lazy.device.SYNCS[0]
+            read = lazy.device.to_host
+            assert [read(one["loss"]) for one in got] == [one["loss"] for one in losses], schedule
+            assert [read(one["loss"]) for one in got_validated] == [one["loss"] for one in validated], schedule
+            for mine, theirs in zip(gradients(chunks, read), gradients(expected, lambda grad: grad), strict=True):
+                assert torch.equal(mine, theirs), schedule
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("pp_size", [2, 4])
+def test_same_as_on_cpu_without_a_host_wait(ranks: RankPool, pp_size: int, transport: str) -> None:
+    ranks.run(pp_size, same_as_on_cpu, pp_size, transport)
+
+
+def device_wide_waits(rank: int, transport: str, length: int) -> None:
+    for schedule in ("1f1b", "interleaved_1f1b", "zbv", "dualpipev"):
+        chunks = build(schedule, 2, transport)
+        with on_lazy_device(chunks) as lazy:
+            for chunk in chunks:
+                chunk.disturb = lazy.device.synchronize
+                for parameter in chunk.parameters():
+                    parameter.register_post_accumulate_grad_hook(lambda _: lazy.device.synchronize())
+            step(schedule, chunks, lazy.device.to_device, length=length)
+
+
+@pytest.mark.parametrize(("transport", "length"), [("nccl", 3), ("host", 3), ("host", 2**16)])
+def test_a_device_wide_wait_within_a_step_ends(ranks: RankPool, transport: str, length: int) -> None:
+    """Megatron's timers and autotuned kernels make the host wait for the whole device. Where a receive had been posted
+    ahead, that included a message that this very host had still to bring about, and every rank waited for ever.
+
+    Over NCCL it ends for messages that fit its buffers: a larger send occupies the device until it is received."""
+    ranks.run(2, device_wide_waits, transport, length)
+
+
+def held_outputs(rank: int, transport: str) -> None:
+    for schedule in ("1f1b", "interleaved_1f1b", "zbv"):
+        chunks = build(schedule, 2, transport)
+        outputs: list[Any] = []
+        with on_lazy_device(chunks) as lazy:
+            for chunk in chunks:
+                chunk.register_forward_hook(lambda _, inputs, output, seen=outputs: seen.append(weakref.ref(output)))
+            step(schedule, chunks, lazy.device.to_device)
+            gc.collect()
+            assert len(outputs) == 8 * len(chunks)
+            assert not [output for output in outputs if output() is not None], schedule
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_sent_is_held_when_a_step_returns(ranks: RankPool, transport: str) -> None:
+    """Sent tensors were kept until the host had seen their sends complete, at the next send of any channel. The host
+    runs ahead of the device, so at the end of a step six of eight outputs were still there."""
+    ranks.run(2, held_outputs, transport)
+
+
+def occupied(rank: int, pp_size: int, num_chunks: int) -> None:
+    import nccl_like
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(pp_size, virtual_pipeline_model_parallel_size=num_chunks)
+    chunks = build("interleaved_1f1b", pp_size, "nccl")
+    with on_lazy_device(chunks) as lazy:
+        nccl_like.MOST_OCCUPIED = 0
+        step("interleaved_1f1b", chunks, lazy.device.to_device)
+        lazy.device.synchronize()
+        num_neighbours = 1 if pp_size == 2 else 2
+        assert len(nccl_like.COMMUNICATORS) == 2 * num_neighbours
+        assert 2 * num_neighbours >= nccl_like.MOST_OCCUPIED
+        for communicator in nccl_like.COMMUNICATORS:
+            assert communicator.options.is_high_priority_stream
+            assert communicator.options.config.max_ctas <= 4
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
+def test_many_chunks_take_no_more_of_a_device(ranks: RankPool, pp_size: int) -> None:
+    """Each boundary had communicators of its own, with a receive posted on each at all times. With eight chunks their
+    kernels held every multiprocessor, and two of them shared one of the 32 streams, so that neither could go on."""
+    ranks.run(pp_size, occupied, pp_size, 8)
+
+
+def a_failing_rank(rank: int, transport: str) -> None:
+    def fail() -> None:
+        counter[0] += 1
+        if rank == 1 and counter[0] == 7:
+            raise MemoryError
+
+    counter = [0]
+    chunks = build("zbv", 2, transport)
+    with on_lazy_device(chunks) as lazy:
+        for chunk in chunks:
+            chunk.disturb = fail
+
+        def steps() -> None:
+            while True:
+                step("zbv", chunks, lazy.device.to_device, length=2**16)
+
+        if rank == 1:
+            with pytest.raises(MemoryError):
+                steps()
+        else:
+            with pytest.raises(PipelineError, match=r"rank 1 failed at .*MemoryError"):
+                steps()
+        lazy.device.synchronize()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failure_is_told_while_messages_occupy_the_device(ranks: RankPool, transport: str) -> None:
+    """Communicators were aborted one after the other. The first abort waited for the device, which waited for what the
+    second communicator had there: the failed rank hung before it could show its error."""
+    ranks.run(2, a_failing_rank, transport)
+
+
+def described_messages(rank: int, transport: str) -> None:
+    for schedule in ("1f1b", "interleaved_1f1b", "zbv", "dualpipev"):
+        expected = build(schedule, 2, transport)
+        step(schedule, expected, lambda x: x)
+        chunks = build(schedule, 2, transport, variable_seq_lengths=True)
+        with on_lazy_device(chunks) as lazy:
+            step(schedule, chunks, lazy.device.to_device)
+            for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
+                assert torch.equal(mine, theirs), schedule
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_described_messages_keep_their_order(ranks: RankPool, transport: str) -> None:
+    ranks.run(2, described_messages, transport)
