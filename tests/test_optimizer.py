@@ -8,11 +8,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from in_order import transport_in_order
 from models import Stage, batches, build, loss_of, run
 from ranks import RankPool
 from restarts import counting_restarts
@@ -98,8 +100,7 @@ def train(
 ) -> tuple[list[Any], list[dict[str, Tensor]], Counter[str]]:
     """The reports of all steps, and the weights, states and buffers at the end."""
     accident = Accident(pp_size)
-    lookahead = 1 if disturb else None  # with a number, gradients are expected one by one, as on devices
-    options = {"finalize_model_grads_func": accident, "p2p_lookahead": lookahead}
+    options = {"finalize_model_grads_func": accident}
     chunks = build(schedule, pp_size, 2 * pp_size, deferred=True, **options)
     for chunk in chunks:
         chunk.register_buffer("count", torch.zeros(()))
@@ -146,9 +147,10 @@ def post_validated(
     found = []
     for number, (schedule, num_steps) in enumerate(cases):
         arguments = (schedule, pp_size, num_steps, (adamw, momentum)[number % 2])
-        expected = train(*arguments, False, disturb)
-        with counting_restarts() as restarts:
-            result = train(*arguments, True, disturb)
+        with transport_in_order() if disturb else nullcontext():
+            expected = train(*arguments, False, disturb)
+            with counting_restarts() as restarts:
+                result = train(*arguments, True, disturb)
         assert result[0] == expected[0], f"{schedule}: losses differ"
         for one, other in itertools.zip_longest(result[1], expected[1]):
             for name in other:
