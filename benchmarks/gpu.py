@@ -167,9 +167,10 @@ class Pair:
 
 
 def _add_to_main_grad(parameter: Any) -> None:
-    if parameter.grad is not None:
+    """As Megatron's DistributedDataParallel does; zeros stand in where the gradient has been added already."""
+    if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
         parameter.main_grad.add_(parameter.grad)
-        parameter.grad = None
+    parameter.grad = None
 
 
 # F, B and W

@@ -72,5 +72,7 @@ class TextSamples:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + sample * 2 + (split == "valid"))
             start = int(torch.randint(len(text) - self._seq_length - 1, (), generator=generator))
             rows.append(text[start : start + self._seq_length + 1])
-        window = torch.stack(rows, dim=1).long().to(self._device)  # [sequence + 1, batch]
+        window = torch.stack(rows, dim=1).long()  # [sequence + 1, batch]
+        if self._device.type != "cpu":  # from pinned memory, so that the host need not wait for the device
+            window = window.pin_memory().to(self._device, non_blocking=True)
         return {"tokens": window[:-1], "labels": window[1:]}

@@ -113,8 +113,11 @@ class _Bucket:
                     "in a bucket: make it dense (sparse=False in nn.Embedding)."
                 )
             parts.append(parameter.new_zeros(parameter.numel()) if grad is None else grad.flatten())
-        flags = [float(parameter.grad is not None) for parameter in self._parameters]
-        self._flat = torch.cat([*parts, parts[0].new_tensor(flags)])
+        flags = parts[0].new_ones(len(parts))  # filled on the device: a copy from the host would wait for it
+        for parameter, flag in zip(self._parameters, flags):
+            if parameter.grad is None:
+                flag.zero_()
+        self._flat = torch.cat([*parts, flags])
         self.work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def finish(self, num_replicas: int) -> None:

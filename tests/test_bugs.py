@@ -29,7 +29,7 @@ from megapipe.messages import MessageSpec, TensorSpec, pack, unpack
 from megapipe.overlap import run_parts
 from megapipe.p2p_communication import ConnectionLostError
 from megapipe.placement import v_shape
-from megapipe.plan import make_plan
+from megapipe.plan import ChannelName, make_plan
 from megapipe.plan_files import load_plan
 from megapipe.timeline import load_timeline
 from megapipe.verbs import ScheduleError, Settings, Verbs
@@ -48,7 +48,7 @@ def abort_after_a_peer_is_gone(rank: int) -> None:
         channels.abort()
     else:
         with pytest.raises(ConnectionLostError):
-            channels.forward[1].receive(TOKEN).wait()
+            channels.outgoing(ChannelName("forward", 1), 1).receive(TOKEN).wait()
     channels.close()
 
 
@@ -65,7 +65,7 @@ def send_after_the_peer_is_gone(rank: int) -> None:
     else:
         time.sleep(0.5)
         with pytest.raises(ConnectionLostError):
-            channels.forward[0].send([torch.ones(1)])
+            channels.outgoing(ChannelName("forward", 0), 1).send([torch.ones(1)])
     channels.close()
 
 
