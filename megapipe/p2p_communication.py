@@ -46,13 +46,14 @@ class ConnectionLostError(RuntimeError):
 class Transfer:
     """Tensors on their way to or from another rank, with the handles to wait for. Owns the tensors until then."""
 
-    __slots__ = ("_works", "spec", "tensors")
+    __slots__ = ("_waited_for", "_works", "spec", "tensors")
 
     def __init__(self, spec: MessageSpec | None, tensors: list[torch.Tensor], works: Sequence[Any] = ()) -> None:
         self.spec = spec
         """What was expected; None where nobody asks (sends, gradients)."""
         self.tensors = tensors
         self._works = works
+        self._waited_for: Sequence[Any] = ()
 
     def wait(self) -> list[torch.Tensor]:
         """Wait until the tensors may be used: the host on CPU, only the current stream on a device."""
@@ -62,7 +63,12 @@ class Transfer:
                 work.wait()
         except RuntimeError as error:
             raise ConnectionLostError.of(error) from error
+        self._waited_for = works
         return self.tensors
+
+    def has_arrived(self) -> bool:
+        """Where `wait` only made a stream wait: whether the message is there."""
+        return all(work.is_completed() for work in self._waited_for)
 
 
 class Channel(ABC):
@@ -173,8 +179,13 @@ class DescribedTransfer(Transfer):
     def wait(self) -> list[torch.Tensor]:
         (description,) = self._description.wait()
         self.spec = read_description(description)
-        self.tensors = self._channel.receive(self.spec).wait()
+        transfer = self._channel.receive(self.spec)
+        self.tensors = transfer.wait()
+        self._waited_for = (transfer,)
         return self.tensors
+
+    def has_arrived(self) -> bool:
+        return all(transfer.has_arrived() for transfer in self._waited_for)
 
 
 class Arrivals:
@@ -257,6 +268,7 @@ class OrderedTransfer(Transfer):
         transfer = self._inbox.next_posted()
         self.spec = transfer.spec
         self.tensors = transfer.wait()
+        self._waited_for = transfer._waited_for
         return self.tensors
 
 
@@ -284,6 +296,10 @@ class Transport(ABC):
     """What is posted ahead where the config does not say."""
     matches_by_order = False
     """Whether messages from one rank to another are told apart by their order alone."""
+
+    def mark(self) -> Callable[[], bool] | None:
+        """Tells whether the device has come to this point of its current stream. None where the host itself waits."""
+        return None
 
     @abstractmethod
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
@@ -339,6 +355,7 @@ class Communicator:
         self._traffic: dict[tuple[int, int], list[ChannelName]] = {}
         self._arrivals: dict[int, Arrivals] = {}
         self._turns: dict[int, deque[ChannelName]] = {}
+        self.mark = transport.mark
         self.drain = transport.drain
         self.abort = transport.abort
         self.close = transport.close

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from .gradients import GradientSync
 from .p2p_communication import Communicator, Transfer
 from .pairs import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run_pair, run_pair_by_hook
 from .placement import Placement
+from .position import Position
 from .recording import StepRecord
 from .speculation import Speculation
 from .stage import NOTHING, InFlight, Stage
 from .verbs import Action, Settings, Verbs
-from .watchdog import Position, Watchdog
+from .watchdog import Watchdog
 from .weight_grad.putting_off import PutOff
 
 __all__ = ["Chunk", "Pipeline"]
@@ -328,7 +330,10 @@ class Pipeline(Verbs):
             for chunk in self._chunks:
                 chunk.below.post_all()
                 chunk.above.post_all()
+        is_reached = None if self._communicator is None or boundary.peer is None else self._communicator.mark()
         tensors = transfer.wait()
+        if is_reached is not None and self._watchdog is not None:
+            self._watchdog.device_waits.add(replace(position), is_reached, transfer.has_arrived)
         if self._record is not None:
             self._record.waited(since)
         position.awaited = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from .p2p_communication import Communicator, Transport
 from .placement import Placement
 from .registry import Schedule
 from .staging import STAGINGS, StagedTransport
-from .transports import GlooTransport, Members, NcclTransport
+from .transports import MARKS, GlooTransport, Members, NcclTransport
 from .verbs import Settings
 from .watchdog import Watchdog
 from .weight_tuning import WeightTuner
@@ -45,13 +46,15 @@ class Session:
         store = _get_default_store()
         # Counted in the store, which may outlive this process group or have known others before.
         number = store.add(f"{name} sessions of {self.pp_rank}", 1)
-        self._store = Meeting(PrefixStore(f"{name} {number}", store), self.pp_rank, len(self.ranks))
+        self._torch_store = PrefixStore(f"{name} {number}", store)
+        self._store = Meeting(self._torch_store, self.pp_rank, len(self.ranks))
         self.watchdog = Watchdog(self._store, self.pp_rank, len(self.ranks))
         self.watchdog.abort = self._abort
         self.watchdog.has_ended = self.has_ended
         self._store.check_failure = self.watchdog.check
         self._is_in_step = False
         self._told: set[str] = set()
+        self._is_device_shared = False
         self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
         self._tuners: dict[tuple[str, int, int, Settings], WeightTuner] = {}
 
@@ -107,9 +110,8 @@ class Session:
         # A transport keeps its time limit for good, so another limit takes another transport.
         key = (placement.name, num_chunks, device.type, described, transport, self.watchdog.timeout)
         if key not in self._communicators:
-            members = Members(
-                PrefixStore(f"channels {key}", self._store), self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY
-            )
+            own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
+            members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY)
             communicator = Communicator(
                 self._transport(transport, members, device, described),
                 placement,
@@ -134,12 +136,15 @@ class Session:
             name = "nccl" if device.type == "cuda" and not self._shares_a_device(device) else "host"
         if name == "nccl":
             return NcclTransport(members, device, GlooTransport(members) if described else None)
-        return StagedTransport(GlooTransport(members), STAGINGS[device.type](device))
+        mark = functools.partial(MARKS[device.type], device)
+        return StagedTransport(GlooTransport(members), STAGINGS[device.type](device), mark)
 
     def _shares_a_device(self, device: torch.device) -> bool:
         """Whether two ranks of this pipeline are on one GPU."""
-        self.watchdog.post("GPU", str(torch.cuda.get_device_properties(device).uuid))
-        return len(set(self.watchdog.collect("GPU"))) < len(self.ranks)
+        told = self.tell_once("GPU", str(torch.cuda.get_device_properties(device).uuid))
+        if told is not None:
+            self._is_device_shared = len(set(told)) < len(told)
+        return self._is_device_shared
 
     def tuner(self, schedule: Schedule, num_microbatches: int, num_chunks: int, settings: Settings) -> WeightTuner:
         """What places the Ws of such steps by what was measured in those before."""

@@ -115,7 +115,9 @@ class StagedTransport(Transport):
 
     lookahead = GlooTransport.lookahead
 
-    def __init__(self, host: GlooTransport, staging: Staging) -> None:
+    def __init__(self, host: GlooTransport, staging: Staging, mark: Callable[[], Callable[[], bool]]) -> None:
+        self.mark = mark  # type: ignore[method-assign]
+        self.num_awaited, self.num_arrived = 0, 0
         self._host = host
         self._staging = staging
         # In the order in which the stream needs them: what comes earlier out of turn is not needed earlier either.
@@ -128,7 +130,7 @@ class StagedTransport(Transport):
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
         channel = self._host.channel(name, peer, sends)
-        return channel if name.kind == "description" else StagedChannel(channel, self._host, self._staging, self._await)
+        return channel if name.kind == "description" else StagedChannel(self, channel, self._host, self._staging)
 
     def drain(self) -> None:
         drained = threading.Event()
@@ -145,8 +147,10 @@ class StagedTransport(Transport):
         self._awaited.put(None)
         self._host.close()
 
-    def _await(self, transfer: Transfer) -> list[Tensor]:
+    def await_on_device(self, transfer: Transfer) -> list[Tensor]:
+        """What has been received, as the current stream will have it."""
         tensors = self._staging.copy_in(transfer.tensors)
+        self.num_awaited += 1
         self._awaited.put(transfer)
         return tensors
 
@@ -162,21 +166,18 @@ class StagedTransport(Transport):
                     for buffer in item.tensors:
                         buffer.zero_()
                 self._staging.arrive()
+                self.num_arrived += 1
             del item
 
 
 class StagedChannel(Channel):
     def __init__(
-        self,
-        channel: BackendChannel,
-        host: GlooTransport,
-        staging: Staging,
-        wait: Callable[[Transfer], list[Tensor]],
+        self, transport: StagedTransport, channel: BackendChannel, host: GlooTransport, staging: Staging
     ) -> None:
+        self._transport = transport
         self._channel = channel
         self._host = host
         self._staging = staging
-        self._wait = wait
 
     def send(self, tensors: list[Tensor]) -> None:
         as_they_read = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
@@ -189,17 +190,21 @@ class StagedChannel(Channel):
 
     def receive(self, spec: MessageSpec) -> Transfer:
         buffers = [self._staging.buffer(t.shape, t.dtype) for t in spec.tensors]
-        return StagedTransfer(self._channel.receive_into(buffers, spec), self._wait)
+        return StagedTransfer(self._channel.receive_into(buffers, spec), self._transport)
 
 
 class StagedTransfer(Transfer):
-    __slots__ = ("_transfer", "_wait")
+    __slots__ = ("_number", "_transfer", "_transport")
 
-    def __init__(self, transfer: Transfer, wait: Callable[[Transfer], list[Tensor]]) -> None:
+    def __init__(self, transfer: Transfer, transport: StagedTransport) -> None:
         super().__init__(transfer.spec, [])
         self._transfer = transfer
-        self._wait = wait
+        self._transport = transport
 
     def wait(self) -> list[Tensor]:
-        self.tensors = self._wait(self._transfer)
+        self.tensors = self._transport.await_on_device(self._transfer)
+        self._number = self._transport.num_awaited
         return self.tensors
+
+    def has_arrived(self) -> bool:
+        return self._transport.num_arrived >= self._number

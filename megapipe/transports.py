@@ -16,16 +16,30 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .memory import LARGE, Memory
 from .messages import MessageSpec, TensorSpec
 from .p2p_communication import Channel, ConnectionLostError, Lookahead, Transfer, Transport
 from .plan import ChannelName
 
-__all__ = ["BackendChannel", "GlooTransport", "Members", "NcclTransport", "Outbox", "WaitedOutbox"]
+__all__ = ["MARKS", "BackendChannel", "GlooTransport", "Members", "NcclTransport", "Outbox", "WaitedOutbox"]
 
 PATIENCE = 10.0  # seconds until a communicator that does not come to its end is left to itself
+
+
+MARKS: dict[str, Callable[[torch.device], Callable[[], bool]]] = {}
+"""By type of device, a function that marks a point of its current stream and returns one that tells whether the device
+has come there."""
+
+
+def _mark_cuda(device: torch.device) -> Callable[[], bool]:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.query
+
+
+MARKS["cuda"] = _mark_cuda
 
 
 class Members(NamedTuple):
@@ -33,11 +47,13 @@ class Members(NamedTuple):
 
     Attributes:
         store: where the ranks of this pipeline find each other. Used for one communicator only.
+        torch_store: the same place, for transports whose own threads look there, also when the interpreter is ending.
         ranks: their global ranks.
         timeout: seconds after which the transport itself gives up: a safety net behind the watchdog's.
     """
 
-    store: PrefixStore
+    store: Store
+    torch_store: Store
     pp_rank: int
     ranks: Sequence[int]
     timeout: float
@@ -176,7 +192,7 @@ class GlooTransport(Transport):
         self._memories: list[Memory] = []
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
-        store, pp_rank, ranks, timeout = self._members
+        store, _, pp_rank, ranks, timeout = self._members
         # Not `dist.new_group`, which names a group of some ranks only by how many groups the process is in already:
         # ranks that are in different numbers of groups then wait for each other for ever.
         limit = datetime.timedelta(seconds=timeout)
@@ -239,17 +255,21 @@ class NcclTransport(Transport):
         if self._host is not None:
             self._host.connect(edges)
         warm_up = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
+        pp_rank = self._members.pp_rank
         for sender, receiver in edges:
-            pp_rank = self._members.pp_rank
+            if pp_rank not in (sender, receiver):
+                continue
+            # NCCL's own wait for the other rank could not be ended where that one fails before it comes.
+            self._members.store.set(f"{sender} to {receiver}: {pp_rank}", "")
+            self._members.store.wait([f"{sender} to {receiver}: {rank}" for rank in (sender, receiver)])
+            self._backends[sender, receiver] = self._backend(sender, receiver)
             if pp_rank == sender:
-                self._backends[sender, receiver] = self._backend(sender, receiver)
                 self._channel(receiver, sends=True).send([torch.zeros(1, device=self._device)])
-            elif pp_rank == receiver:
-                self._backends[sender, receiver] = self._backend(sender, receiver)
+            else:
                 self._channel(sender, sends=False).receive(warm_up).wait()
 
     def _backend(self, sender: int, receiver: int) -> Any:
-        store, pp_rank, ranks, timeout = self._members
+        _, store, pp_rank, ranks, timeout = self._members
         # High priority: a send should not wait for a multiprocessor behind the matrix products of the next forward,
         # and streams of this priority are fewer: 33 of one priority would share one, and could wait for each other.
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -271,6 +291,9 @@ class NcclTransport(Transport):
             assert self._host is not None
             return self._host.channel(name, peer, sends)
         return self._channel(peer, sends)
+
+    def mark(self) -> Callable[[], bool]:
+        return MARKS[self._device.type](self._device)
 
     def drain(self) -> None:
         """The host waits for descriptions only: the device sends and receives in its own time."""

@@ -15,14 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
 from .p2p_communication import ConnectionLostError
+from .position import DeviceWaits, Position
 
-__all__ = ["PipelineError", "Position", "Watchdog", "check_failures"]
+__all__ = ["PipelineError", "Watchdog", "check_failures"]
 
 TICK = 0.25  # seconds between two looks at the store
 PATIENCE = 3.0  # seconds given to the other ranks to say, or to read, what happened
@@ -41,20 +42,6 @@ class _UnansweredError(PipelineError):
     """Somebody did not come, or went. Every rank adds where all of them are."""
 
 
-@dataclass(slots=True)
-class Position:
-    """Where a rank is in its step, kept up to date by its `Pipeline`."""
-
-    step: int = 0
-    """Its number in the session."""
-    action: object = "the start of its step"
-    """The action begun last, which prints like "2B1". None when the step has ended."""
-    awaited: str | None = None
-    """The message it waits for, like "the forward input of microbatch 3", if any."""
-    peer: int | None = None
-    """The pipeline rank that the message comes from."""
-
-
 class Watchdog:
     """Watches over the steps of one pipeline on one of its ranks.
 
@@ -65,6 +52,7 @@ class Watchdog:
 
     def __init__(self, store: Store, pp_rank: int, pp_size: int) -> None:
         self.position = Position()
+        self.device_waits = DeviceWaits()
         self.timeout = 600.0
         self.abort: Callable[[], None] = lambda: None
         """Ends whatever the main thread waits for; called from the helper thread."""
@@ -118,6 +106,14 @@ class Watchdog:
         if self.failure is not None:
             self._has_raised.set()
             raise self.failure
+
+    def settle(self) -> None:
+        """Wait until all messages of the step have arrived, also where only the device waits for them: what was
+        computed without them is garbage. Costs the host next to none of its lead, since backwards follow the last."""
+        while not self.device_waits.all_have_arrived():
+            self.check()
+            time.sleep(0.0002)
+        self.check()
 
     def agree(self, arguments: dict[str, str]) -> None:
         """Make sure that ranks that have an argument in common have the same value for it.
@@ -275,7 +271,8 @@ class Watchdog:
                     if is_answered:
                         self._news = news
                 if has_waited_too_long and self.failure is None:
-                    what = self.position.awaited if self.position.peer is None else "a message"
+                    position = self._where()
+                    what = position.awaited if position.peer is None else "a message"
                     text = f"rank {self._rank} waited longer than {self.timeout:g} s for {what}"
                     self._publish(_UnansweredError(text))
             except RuntimeError:
@@ -284,15 +281,20 @@ class Watchdog:
                 self.close()
 
     def _seconds_waited(self) -> float:
-        """How long the main thread has been waiting for one and the same message."""
-        seen = (self._num_steps, self.position.action, self.position.awaited)
-        if seen != self._seen or self.position.awaited is None:
+        """How long the main thread, or the device, has been waiting for one and the same message."""
+        position = self._where()
+        seen = (position.step, position.action, position.awaited)
+        if seen != self._seen or position.awaited is None:
             self._seen, self._seen_since = seen, time.monotonic()
         return time.monotonic() - self._seen_since
 
+    def _where(self) -> Position:
+        """Of the device, where that waits for a message: the host may have left the step long ago."""
+        return self.device_waits.current() or self.position
+
     def _hear(self, rank: int, kind: str, text: str) -> None:
         """Another rank has failed, or somebody's wait ran out."""
-        position = asdict(self.position)
+        position = asdict(self._where())
         if position["action"] is not None:
             position["action"] = str(position["action"])
         self._store.set(f"position {self._rank}", json.dumps(position))
@@ -394,8 +396,8 @@ def _watch() -> None:
 
 
 def check_failures() -> None:
-    """Raise what any pipeline of this process has left for its main thread. To be called before what changes weights,
-    or waits for all ranks: the gradients of a step that failed elsewhere may be garbage, and a rank that failed does
-    not come."""
+    """Wait until all messages to this process have arrived, and raise what any of its pipelines has left for its main
+    thread. To be called before what changes weights, or waits for all ranks: the gradients of a step that failed
+    elsewhere may be garbage, and a rank that failed does not come."""
     for watchdog in list(_watched):
-        watchdog.check()
+        watchdog.settle()

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from megapipe.staging import STAGINGS, Staging
+from megapipe.transports import MARKS
 
 DEVICE = torch.device("lazy", 0)
 SYNCS: list[str] = []
@@ -255,3 +256,4 @@ def lazily() -> Iterator[None]:
 _setup_privateuseone_for_python_backend("lazy", Module())
 COMPUTE = Stream()
 STAGINGS["lazy"] = LazyStaging
+MARKS["lazy"] = lambda device: COMPUTE.record().is_set

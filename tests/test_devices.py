@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank, weight_grad
+from megapipe.watchdog import check_failures
 
 pytest.importorskip("torch.utils.backend_registration")
 HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
@@ -230,6 +233,75 @@ def test_a_failure_is_told_while_messages_occupy_the_device(ranks: RankPool, tra
     """Communicators were aborted one after the other. The first abort waited for the device, which waited for what the
     second communicator had there: the failed rank hung before it could show its error."""
     ranks.run(2, a_failing_rank, transport)
+
+
+def a_message_that_never_comes(rank: int, transport: str) -> None:
+    def stall() -> None:
+        counter[0] += 1
+        if rank == 1 and counter[0] == 3:
+            is_over.wait(20)
+
+    counter = [0]
+    is_over = threading.Event()
+    chunks = build("1f1b", 2, transport, timeout=1.0)
+    with on_lazy_device(chunks) as lazy:
+        for chunk in chunks:
+            chunk.disturb = stall
+
+        def steps() -> None:
+            while True:
+                step("1f1b", chunks, lazy.device.to_device)
+                check_failures()
+
+        message = "rank 0 waits for the output gradient of microbatch 1 from rank 1, which is at 1F1"
+        if rank == 1:
+            # The other rank's device waits; this one's host hears of it, once it looks.
+            watchdog = megapipe.session.Session.of(parallel_state.get_pipeline_model_parallel_group()).watchdog
+            release = threading.Thread(target=lambda: (wait_for(lambda: watchdog.failure), is_over.set()))
+            release.start()
+        with pytest.raises(PipelineError, match=message):
+            steps()
+        lazy.device.synchronize()
+
+
+def wait_for(condition: Any) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_time_limit_holds_where_only_the_device_waits(ranks: RankPool, transport: str) -> None:
+    """The host of a rank goes on when its device waits for a message, so no wait was ever seen to last too long: the
+    report of where every rank is never came, and the optimizer stepped with what was in the buffers."""
+    ranks.run(2, a_message_that_never_comes, transport)
+
+
+def no_step_from_garbage(rank: int, transport: str) -> None:
+    def fail() -> None:
+        counter[0] += 1
+        if rank == 1 and counter[0] == 5:
+            raise MemoryError
+
+    counter = [0]
+    chunks = build("1f1b", 2, transport)
+    with on_lazy_device(chunks) as lazy:
+        for chunk in chunks:
+            chunk.disturb = fail
+
+        def one_step() -> None:
+            step("1f1b", chunks, lazy.device.to_device)
+            check_failures()
+
+        with pytest.raises(MemoryError if rank == 1 else PipelineError):
+            one_step()
+        lazy.device.synchronize()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failure_is_known_before_weights_change(ranks: RankPool, transport: str) -> None:
+    """A rank whose host had left the step before another one failed went on to its optimizer, and heard of the failure
+    in the next step: the weights had been changed by then, with gradients of messages that had never come."""
+    ranks.run(2, no_step_from_garbage, transport)
 
 
 def described_messages(rank: int, transport: str) -> None:
