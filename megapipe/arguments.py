@@ -58,10 +58,11 @@ class StepArguments:
     results: list[Any] = field(default_factory=list)
     """What the loss function reported, in microbatch order. Stays empty without the last stage."""
     num_tokens: Tensor = field(init=False)
-    """Sum of the token counts of 3-tuple loss functions."""
+    """Sum of the token counts of 3-tuple loss functions, which may be weights, and more than 32 bits hold. The dtype is
+    the same on every rank, for those who add it up over ranks."""
 
     def __post_init__(self) -> None:
-        self.num_tokens = torch.zeros((), dtype=torch.int, device=self.device)
+        self.num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
 
 
 def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:

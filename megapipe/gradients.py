@@ -153,14 +153,14 @@ def divide_by_num_tokens(
     """
     if num_tokens is None:
         raise ValueError("there is no number of tokens: set config.calculate_per_token_loss.")
-    total = num_tokens.to(torch.int64)
+    total = num_tokens.to(torch.float64)
     num_replicas = 1
     if dist.is_initialized():
         replicas = data_parallel_group or parallel_state.get_data_parallel_group()
         num_replicas = replicas.size()
         for group in (pipeline_group(), replicas):
             dist.all_reduce(total, group=group)
-    divisor = total.clamp(min=1)
+    divisor = torch.where(total > 0, total, 1)
     if grads := gradients(models):
         torch._foreach_div_(grads, divisor / num_replicas if averaged else divisor)
 

@@ -278,14 +278,17 @@ class Stage:
             if step.config.context_parallel_size > 1:
                 loss = loss * step.config.context_parallel_size
             return loss / step.num_microbatches
-        num_tokens = torch.as_tensor(returned[1], device=loss.device)
+        num_tokens = returned[1]
+        if isinstance(num_tokens, (int, float)):  # filled in on the device: copying it there would wait for that
+            num_tokens = torch.full((), num_tokens, device=loss.device)
+        num_tokens = torch.as_tensor(num_tokens, device=loss.device)
         if num_tokens.numel() != 1:
             raise TypeError(f"loss_func must return one number of tokens, but it is {_describe(num_tokens)}.")
         num_tokens = num_tokens.reshape(())
-        step.num_tokens += num_tokens.detach().to(torch.int)
+        step.num_tokens += num_tokens.detach()
         if step.config.calculate_per_token_loss:
             return loss
-        return loss / num_tokens.clamp(min=1) / step.num_microbatches
+        return loss / torch.where(num_tokens > 0, num_tokens, 1) / step.num_microbatches
 
     def _keep_loss(self, inputs: list[Tensor], loss: Tensor | None) -> InFlight | None:
         if self._step.forward_only:

@@ -225,7 +225,7 @@ def test_sent_outputs_are_freed(ranks: RankPool, schedule: str, view: bool, forw
 # Loss and gradients
 
 
-def three_tuple(rank: int, per_token: bool) -> None:
+def three_tuple(rank: int, per_token: bool, tokens: list[float]) -> None:
     finalized: list[Any] = []
     chunks = build(
         "1f1b",
@@ -235,11 +235,12 @@ def three_tuple(rank: int, per_token: bool) -> None:
         finalize_model_grads_func=lambda models, num_tokens: finalized.append((models, num_tokens)),
     )
     model = Stage(StageInfo(0, 1), 4)
-    tokens = [3, 0, 7]
 
     def step(data_iterator: Any, model: Any) -> Any:
         batch = next(data_iterator)
-        count = torch.tensor(tokens[batch["seed"]])
+        count: Any = tokens[batch["seed"]]
+        if batch["seed"]:
+            count = torch.tensor(count)
         if batch["seed"] == 2:
             count = count.reshape(1)
 
@@ -252,20 +253,22 @@ def three_tuple(rank: int, per_token: bool) -> None:
     run("1f1b", chunks, 3, forward_step_func=step)
     for batch, count in zip(batches(3), tokens):
         loss = loss_of(model(batch["tokens"], batch["seed"]), batch["labels"])
-        (loss if per_token else loss / max(count, 1) / 3).backward()
+        (loss if per_token else loss / (count or 1) / 3).backward()
     assert_same_gradients(chunks, model)
     ((models, num_tokens),) = finalized
     assert models == chunks
     if per_token:
-        assert num_tokens.dtype == torch.int
-        assert num_tokens == (10 if chunks[0].info.is_last else 0)
+        assert num_tokens.dtype == torch.float64
+        assert num_tokens == (sum(tokens) if chunks[0].info.is_last else 0)
     else:
         assert num_tokens is None
 
 
+@pytest.mark.parametrize("tokens", [[3, 0, 7], [0.5, 0.25, 1.5], [2**31, 2**31, 2**33 + 1]])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_three_tuple_loss_functions(ranks: RankPool, per_token: bool) -> None:
-    ranks.run(2, three_tuple, per_token)
+def test_three_tuple_loss_functions(ranks: RankPool, per_token: bool, tokens: list[float]) -> None:
+    """Numbers that are no whole ones, such as sums of weights, were cut to integers, and larger ones wrapped around."""
+    ranks.run(2, three_tuple, per_token, tokens)
 
 
 def loss_is_divided_once(rank: int) -> None:
