@@ -58,6 +58,11 @@ class GradientReducer:
             for part in _split(parameters, bucket_cap_mb * 2**20):
                 self._buckets.update(dict.fromkeys(part, _Bucket(part, key.group, key.chunks)))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
+        """Itself, for copies of a chunk that has it in its config: connections cannot be copied. A copy that is to be
+        trained needs one made from its own parameters, as `finish` says."""
+        return self
+
     def start(self, parameters: Iterable[Tensor]) -> None:
         """`grad_sync_func`: start to average the gradients of a chunk, given by its parameters."""
         mine = list(parameters)

@@ -1,5 +1,6 @@
 """Replicas without sharding: gradients are averages, reduced while other chunks compute."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -206,3 +207,17 @@ def three_replicas(rank: int) -> None:
 
 def test_three_replicas(ranks: RankPool) -> None:
     ranks.run(3, three_replicas)
+
+
+def copied(rank: int) -> None:
+    chunks, _ = replicated("1f1b", 1)
+    other = copy.deepcopy(chunks[0])
+    run("1f1b", other, 2, forward_only=True)
+    run("1f1b", chunks, 2)
+    with pytest.raises(ValueError, match="has no part in the GradientReducer"):
+        run("1f1b", other, 2)
+
+
+def test_a_chunk_with_a_reducer_can_be_copied(ranks: RankPool) -> None:
+    """Its config holds methods of the reducer, and the reducer connections, which cannot be copied."""
+    ranks.run(1, copied)
