@@ -14,6 +14,7 @@ __all__ = [
     "Message",
     "MessageSpec",
     "TensorSpec",
+    "can_have_gradient",
     "describe",
     "pack",
     "read_description",
@@ -21,10 +22,10 @@ __all__ = [
 ]
 
 # What a stage hands to the next one. Containers hold tensors only, no further containers.
-Message = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
+Message = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...] | dict[str | int, torch.Tensor]
 
 # "tensor", "list", "tuple", or the keys of a dict.
-Structure = str | tuple[str, ...]
+Structure = str | tuple[str | int, ...]
 
 
 class TensorSpec(NamedTuple):
@@ -34,7 +35,12 @@ class TensorSpec(NamedTuple):
     """Whether a gradient comes back for it."""
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        without = "" if self.differentiable or not can_have_gradient(self.dtype) else " without gradient"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{without}"
+
+
+def can_have_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 class MessageSpec(NamedTuple):
@@ -60,7 +66,7 @@ class MessageSpec(NamedTuple):
         if self.structure == "tensor":
             return tensors[0]
         if isinstance(self.structure, tuple):
-            return "{" + ", ".join(f"{key}: {t}" for key, t in zip(self.structure, tensors)) + "}"
+            return "{" + ", ".join(f"{key!r}: {t}" for key, t in zip(self.structure, tensors)) + "}"
         return f"{self.structure} of " + (", ".join(tensors) or "nothing")
 
 
@@ -70,6 +76,9 @@ def pack(message: object) -> tuple[Structure, list[torch.Tensor]]:
     if isinstance(message, torch.Tensor):
         return "tensor", [message]
     if isinstance(message, dict):
+        for key in message:
+            if not isinstance(key, (str, int)):
+                raise TypeError(f"it is a dict with the key {key!r}, which is neither a string nor a whole number")
         structure, tensors = tuple(message), list(message.values())
     elif isinstance(message, tuple):
         structure, tensors = "tuple", list(message)

@@ -11,7 +11,7 @@ from torch import nn
 
 from .config import PipelineConfig, check_whole_number
 from .fsdp import output_dtype
-from .messages import MessageSpec, TensorSpec, pack
+from .messages import MessageSpec, TensorSpec, can_have_gradient, pack
 from .names import find_attribute
 from .placement import StageInfo
 
@@ -84,19 +84,15 @@ def _spec_of(message: Any, source: str, is_end: bool) -> MessageSpec:
     return MessageSpec(
         structure,
         tuple(
-            TensorSpec(tuple(t.shape), t.dtype, t.requires_grad if marked else _can_have_gradient(t.dtype))
+            TensorSpec(tuple(t.shape), t.dtype, t.requires_grad if marked else can_have_gradient(t.dtype))
             for t in tensors
         ),
     )
 
 
 def _spec_of_shapes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> MessageSpec:
-    tensors = tuple(TensorSpec(tuple(shape), dtype, _can_have_gradient(dtype)) for shape in shapes)
+    tensors = tuple(TensorSpec(tuple(shape), dtype, can_have_gradient(dtype)) for shape in shapes)
     return MessageSpec("tensor" if len(tensors) == 1 else "list", tensors)
-
-
-def _can_have_gradient(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[int, ...]:
