@@ -15,6 +15,7 @@ __all__ = [
     "MessageSpec",
     "TensorSpec",
     "can_have_gradient",
+    "check_sendable",
     "describe",
     "pack",
     "read_description",
@@ -90,6 +91,23 @@ def pack(message: object) -> tuple[Structure, list[torch.Tensor]]:
         if not isinstance(item, torch.Tensor):
             raise TypeError(f"it is a {type(message).__name__} that holds a {type(item).__name__}")
     return structure, tensors
+
+
+def check_sendable(tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises TypeError where it is not plain memory on a device of this type, which is all that a transport knows."""
+    what = None
+    if tensor.is_nested:
+        what = "nested"
+    elif tensor.layout is not torch.strided:
+        what = f"of layout {str(tensor.layout).removeprefix('torch.')}"
+    elif tensor.is_quantized:
+        what = "quantized"
+    elif tensor.device != device and tensor.device.type != device.type:
+        what = f"on {tensor.device}, but the model is on {device}"
+    elif type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+        what = f"a {type(tensor).__name__}, which keeps its values in other tensors"
+    if what is not None:
+        raise TypeError(f"a tensor of it is {what}: only plain memory can be sent")
 
 
 def unpack(structure: Structure, tensors: list[torch.Tensor]) -> Message:

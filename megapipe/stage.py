@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import hooks
 from .arguments import StepArguments
-from .messages import MessageSpec, TensorSpec, pack, unpack
+from .messages import MessageSpec, TensorSpec, check_sendable, pack, unpack
 from .names import find_attribute
 from .p2p_communication import Transfer
 from .placement import StageInfo
@@ -97,7 +97,7 @@ class Stage:
         spec = self._output_spec
         if spec is None or not _fits(structure, tensors, spec):
             spec = self._check_output(structure, tensors, microbatch)
-        sent = Transfer(spec, tensors)
+        sent = Transfer(spec, [_as_it_is_now(tensor) for tensor in tensors])
         if self._step.forward_only:
             return sent, None
         return sent, InFlight(inputs, [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable])
@@ -226,7 +226,10 @@ class Stage:
 
     def _pack_output(self, output: Any, microbatch: int) -> tuple[Any, list[Tensor]]:
         try:
-            return pack(output)
+            structure, tensors = pack(output)
+            for tensor in tensors:
+                check_sendable(tensor, self._step.device)
+            return structure, tensors
         except TypeError as error:
             raise TypeError(
                 f"the output of stage {self.info.index} for microbatch {microbatch} cannot be sent on: {error}. Return "
@@ -373,3 +376,12 @@ def _describe(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{value!r}" if value is None else f"a {type(value).__name__}"
+
+
+def _as_it_is_now(tensor: Tensor) -> Tensor:
+    """What may be written to again before it has been sent, or used, is copied: what autograd has not made, which may
+    be a buffer, a parameter or the input, and memory that others have too, as a Function that uses it every time."""
+    if tensor.grad_fn is None:
+        return tensor.detach().clone()
+    kept = unshared(tensor)
+    return tensor if kept is tensor else kept.detach()
