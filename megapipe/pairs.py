@@ -58,6 +58,7 @@ class Forward:
         self.stage = stage
         self.microbatch = microbatch
         self.extra = extra
+        self.received = received
         self.inputs = stage.take_input(received)
         self._done = done
 
@@ -82,11 +83,14 @@ def run_pair(
         nonlocal is_done
         if is_done:
             put_off.compute()
-        elif not parts.advance():
+            return
+        before = forward.stage.hand_over(forward.received)  # the backward may be of the same chunk
+        if not parts.advance():
             is_done = True
             with torch.enable_grad():  # this may be inside of the backward
                 output = parts.finish()
                 forward.end(output, conclude(output))
+        forward.stage.hand_over(before)
 
     # The forward begins in the backward's first gap: so one of them computes whenever the other's data is on its way.
     with filling_gaps(advance):
@@ -151,6 +155,8 @@ def run_pair_by_hook(
     roots = in_flight.roots(output_grads)
     is_last = backward.info.is_last
     hook = getattr(type(module), HOOK)
+    # A hook that overlaps a chunk with itself sees the input of its forward.
+    before = None if backward is forward.stage else backward.hand_over(in_flight.received)
     with putting_off(None):
         outputs, _ = hook(
             _InAutocast(forward.stage),
@@ -162,6 +168,8 @@ def run_pair_by_hook(
             [] if is_last else [edge for edge, _ in roots],
             [] if is_last else [grad for _, grad in roots],
         )
+    if backward is not forward.stage:
+        backward.hand_over(before)
     output = outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
     forward.end(output, losses[0] if losses else conclude(output))
     backward.run_delayed()

@@ -32,6 +32,8 @@ NOTHING = nullcontext()
 class InFlight(NamedTuple):
     """What a backward needs of a microbatch whose forward is done. The graph hangs on the edges."""
 
+    received: Transfer | None
+    """The input, for what is computed again in the backward."""
     inputs: list[Tensor]
     """The leaves whose gradients go to the previous stage."""
     outputs: list[GradientEdge | None]
@@ -65,7 +67,7 @@ class Stage:
         self._output_spec = output_spec
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
-        self._received_tensor = False
+        self._received: Transfer | None = None
         self._around = [
             around
             for find in hooks.around_forwards
@@ -100,7 +102,8 @@ class Stage:
         sent = Transfer(spec, [_as_it_is_now(tensor) for tensor in tensors])
         if self._step.forward_only:
             return sent, None
-        return sent, InFlight(inputs, [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable])
+        outputs = [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
+        return sent, InFlight(self._received, inputs, outputs)
 
     def run(self, microbatch: int, *extra: bool, is_first_microbatch: bool | None = None) -> tuple[Any, Tensor | None]:
         """The caller's forward_step_func, on the input set before, and on the last stage the loss function.
@@ -147,7 +150,8 @@ class Stage:
     def forget_input(self) -> None:
         """The model has kept its last input, and with it an activation. Where that was one tensor, as Megatron's models
         take it, None may be in its place, as on the first stage."""
-        if self._received_tensor:
+        received, self._received = self._received, None
+        if received is not None and received.spec is not None and received.spec.structure == "tensor":
             with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
                 self.set_input([None])
 
@@ -159,12 +163,14 @@ class Stage:
         Args:
             output_grads: gradients of the outputs that want one; None on the last stage.
         """
+        before = self.hand_over(in_flight.received)  # for what is computed again
         with self._timed("backward-compute"):
             if roots := in_flight.roots(output_grads):
                 with putting_off(put_off):
                     run_backward(*zip(*roots))
             if put_off is None:
                 self.run_delayed()
+        self.hand_over(before)
         return in_flight.input_grads()
 
     def backward_weights(self, put_off: PutOff) -> None:
@@ -181,17 +187,30 @@ class Stage:
 
     def take_input(self, received: Transfer | None) -> list[Tensor]:
         """Hand the input to the model. Returns the tensors of it that want a gradient."""
-        if received is None:
-            self.set_input([None])
-            return []
-        assert received.spec is not None
-        structure, specs = received.spec
-        self._received_tensor = structure == "tensor"
-        wanted = [] if self._step.forward_only else [t for t, s in zip(received.tensors, specs) if s.differentiable]
-        for tensor in wanted:
-            tensor.requires_grad_()
-        self.set_input(received.tensors if structure == "tensor" else unpack(structure, received.tensors))
+        wanted: list[Tensor] = []
+        if received is not None and not self._step.forward_only:
+            assert received.spec is not None
+            wanted = [t for t, spec in zip(received.tensors, received.spec.tensors) if spec.differentiable]
+            for tensor in wanted:
+                tensor.requires_grad_()
+        self._received = received
+        self._set_received()
         return wanted
+
+    def hand_over(self, received: Transfer | None) -> Transfer | None:
+        """Let the model have the input of another microbatch again. Returns the one that it had."""
+        before, self._received = self._received, received
+        if received is not before:
+            self._set_received()
+        return before
+
+    def _set_received(self) -> None:
+        if self._received is None:
+            self.set_input([None])
+            return
+        assert self._received.spec is not None
+        structure, tensors = self._received.spec.structure, list(self._received.tensors)
+        self.set_input(tensors if structure == "tensor" else unpack(structure, tensors))
 
     def _announce(self, microbatch: int, is_first_microbatch: bool | None = None) -> None:
         if self._set_is_first_microbatch is not None:
@@ -297,12 +316,12 @@ class Stage:
         if self._step.forward_only:
             return None
         if loss is None:
-            return InFlight(inputs, [], [])
+            return InFlight(self._received, inputs, [], [])
         if self._step.config.grad_scale_func is not None:
             loss = self._step.config.grad_scale_func(loss)
             if not isinstance(loss, Tensor):
                 raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {_describe(loss)}.")
-        return InFlight(inputs, [_edge(loss)], [torch.ones_like(loss)])
+        return InFlight(self._received, inputs, [_edge(loss)], [torch.ones_like(loss)])
 
     # Around both
 
@@ -343,6 +362,15 @@ def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
     return True
 
 
+def _as_it_is_now(tensor: Tensor) -> Tensor:
+    """What may be written to again before it has been sent, or used, is copied: what autograd has not made, which may
+    be a buffer, a parameter or the input, and memory that others have too, as a Function that uses it every time."""
+    if tensor.grad_fn is None:
+        return tensor.detach().clone()
+    kept = unshared(tensor)
+    return tensor if kept is tensor else kept.detach()
+
+
 def _edge(tensor: Tensor) -> GradientEdge | None:
     if not tensor.requires_grad:
         return None
@@ -376,12 +404,3 @@ def _describe(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{value!r}" if value is None else f"a {type(value).__name__}"
-
-
-def _as_it_is_now(tensor: Tensor) -> Tensor:
-    """What may be written to again before it has been sent, or used, is copied: what autograd has not made, which may
-    be a buffer, a parameter or the input, and memory that others have too, as a Function that uses it every time."""
-    if tensor.grad_fn is None:
-        return tensor.detach().clone()
-    kept = unshared(tensor)
-    return tensor if kept is tensor else kept.detach()

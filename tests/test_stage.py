@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from models import assert_same_gradients, build, reference, run
 from ranks import RankPool
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 import megapipe
 from megapipe import PipelineError, StageInfo, parallel_state, stages_for_rank
 from megapipe.messages import check_sendable
+from megapipe.overlap import run_parts
+from megapipe.overlap.gaps import fill_gap
+from megapipe.placement import loop
+from megapipe.step import ForwardBackward
+from megapipe.verbs import Verbs
 
 SIZE = 4
 
@@ -207,3 +215,104 @@ def test_wrappers_of_tensors_are_refused() -> None:
     with pytest.raises(TypeError, match="a Wrapper, which keeps its values in other tensors"):
         check_sendable(torch.ones(2).as_subclass(Wrapper), torch.device("cpu"))
     check_sendable(nn.Parameter(torch.ones(2)), torch.device("cpu"))
+
+
+# What a stage does with its input
+
+
+def checkpointed(layer: Layer, x: Any) -> Tensor:
+    def run_it(_: Any) -> Tensor:
+        received = x if layer.info.is_first else first(layer.input)
+        return ((received @ layer.weight).tanh() @ layer.weight).sin()
+
+    return checkpoint(run_it, x, use_reentrant=False)
+
+
+def recomputed(rank: int) -> None:
+    for schedule in ("gpipe", "zb1p", "zbv", "dualpipev"):
+        compare(schedule, checkpointed)
+        chunks = [checkpoint_wrapper(chunk) for chunk in build(schedule, 2, 4)]
+        run(schedule, chunks, 6)
+        model, _ = reference(4, 6)
+        assert_same_gradients([chunk._checkpoint_wrapped_module for chunk in chunks], model)
+
+
+def test_a_chunk_is_recomputed_with_its_own_input(ranks: RankPool) -> None:
+    """A checkpoint around a whole chunk runs it again in the backward, where the chunk had the input of the last
+    forward: the weight gradients were silently those of other microbatches."""
+    ranks.run(2, recomputed)
+
+
+class Gap(torch.autograd.Function):
+    """Stands for a communication in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        fill_gap()
+        return grad
+
+
+class InParts(Layer):
+    """Each part reads the input anew, and so does what is computed again in the backward."""
+
+    def part(self, x: Tensor) -> Tensor:
+        return ((x if self.info.is_first else x + first(self.input)) @ self.weight).tanh()
+
+    def forward_parts(self, x: Tensor) -> Iterator[None]:
+        for _ in range(3):
+            x = Gap.apply(checkpoint(self.part, x, use_reentrant=False))
+            yield
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_parts(self.forward_parts(x))
+
+
+def one_chunk_overlapped(pipe: Verbs) -> Any:
+    """1F1B in which each forward of a chunk is overlapped with a backward of the same chunk."""
+    num_warmup = pipe.pp_size - pipe.pp_rank
+    for _ in range(num_warmup):
+        pipe.recv_forward()
+        pipe.forward_step()
+        pipe.send_forward()
+    for _ in range(pipe.num_microbatches - num_warmup):
+        pipe.recv_forward()
+        pipe.recv_backward()
+        pipe.forward_backward_step(0, 0)
+        pipe.send_forward()
+        pipe.send_backward()
+    for _ in range(num_warmup):
+        pipe.recv_backward()
+        pipe.backward_step()
+        pipe.send_backward()
+    return pipe.finish()
+
+
+def overlapped_with_itself(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2)
+    mine = ForwardBackward("mine", one_chunk_overlapped, loop, 1, None, False, 1)
+    chunk, data = InParts(StageInfo(rank, 2), None), inputs(6)
+    reports = mine(
+        forward_step_func=lambda iterator, model: (model(next(iterator)), loss_func),
+        data_iterator=iter(data),
+        model=chunk,
+        num_microbatches=6,
+    )
+    stages = [InParts(StageInfo(index, 2), None) for index in range(2)]
+    losses = []
+    for x in data:
+        first_output = stages[0](x)
+        stages[1].set_input_tensor([first_output])
+        loss, report = loss_func(stages[1](x))
+        (loss / 6).backward()
+        losses.append(report)
+    assert rank == 0 or reports == losses
+    assert torch.equal(chunk.weight.grad, stages[rank].weight.grad)
+
+
+def test_a_chunk_overlapped_with_itself_has_two_inputs(ranks: RankPool) -> None:
+    ranks.run(2, overlapped_with_itself)
