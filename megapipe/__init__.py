@@ -13,6 +13,7 @@ from .post_validation import PostValidatedOptimizer
 from .recording import TimelineRecorder
 from .registry import schedule_names
 from .schedules import get_forward_backward_func
+from .stage import NoGradientWarning
 from .step import schedule, stages_for_rank
 from .tied_weights import TiedWeights
 from .watchdog import PipelineError
@@ -20,6 +21,7 @@ from .watchdog import PipelineError
 __version__ = "0.1.0"
 
 __all__ = [
+    "NoGradientWarning",
     "PipelineConfig",
     "PipelineError",
     "PipelinedGradScaler",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +18,8 @@ __all__ = [
     "can_have_gradient",
     "check_sendable",
     "describe",
+    "is_no_gradient",
+    "no_gradient",
     "pack",
     "read_description",
     "unpack",
@@ -151,3 +154,40 @@ def _parse_description(text: bytes) -> MessageSpec:
         tuple(structure) if isinstance(structure, list) else structure,
         tuple(TensorSpec(tuple(shape), getattr(torch, dtype), diff) for shape, dtype, diff in tensors),
     )
+
+
+# A gradient that is none travels as zeros whose signs say so. So its message is as long as any, whether its receive is
+# posted ahead or not, and whoever does not look adds nothing by it.
+
+SIGNS = f"{0xB7E151628AED2A6A:b}"  # digits of e, as good as random: a gradient of zeros has these once in 2**64
+
+
+def no_gradient(like: torch.Tensor) -> torch.Tensor:
+    """What travels where `like` has got no gradient."""
+    zeros = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    zeros.view(-1)[: len(SIGNS)].copy_(_signed_zeros(like.dtype, min(like.numel(), len(SIGNS))))
+    return zeros
+
+
+def is_no_gradient(tensor: torch.Tensor) -> bool:
+    """Whether it is what `no_gradient` makes. The host waits for a device, if the tensor is on one."""
+    count = min(tensor.numel(), len(SIGNS))
+    if not count or not tensor.is_contiguous():
+        return False
+    head = tensor if tensor.is_cpu else tensor.view(-1)[:count].cpu()
+    # Memory as it is: comparing tensors would take longer than a small backward, and zeros are equal.
+    memory, signed = _memory_of_signed_zeros(tensor.dtype, count)
+    return bool(memory.from_address(head.data_ptr()).raw == signed)
+
+
+@functools.cache
+def _signed_zeros(dtype: torch.dtype, count: int) -> torch.Tensor:
+    return torch.tensor([-0.0 if sign == "1" else 0.0 for sign in SIGNS[:count]], device="cpu").to(dtype)
+
+
+@functools.cache
+def _memory_of_signed_zeros(dtype: torch.dtype, count: int) -> tuple[Any, bytes]:
+    """The type of a piece of memory, and what is in it."""
+    signed = _signed_zeros(dtype, count)
+    memory = ctypes.c_char * signed.nbytes
+    return memory, memory.from_address(signed.data_ptr()).raw

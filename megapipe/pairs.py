@@ -152,7 +152,7 @@ def run_pair_by_hook(
         losses.append(conclude(outputs[0] if len(outputs) == 1 else outputs))
         return losses[0] if losses[0] is not None else torch.zeros(())
 
-    roots = in_flight.roots(output_grads)
+    roots = backward.roots(in_flight, output_grads)
     is_last = backward.info.is_last
     hook = getattr(type(module), HOOK)
     # A hook that overlaps a chunk with itself sees the input of its forward.
@@ -172,8 +172,9 @@ def run_pair_by_hook(
         backward.hand_over(before)
     output = outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
     forward.end(output, losses[0] if losses else conclude(output))
-    backward.run_delayed()
-    return in_flight.input_grads()
+    if roots:
+        backward.run_delayed()
+    return backward.input_grads(in_flight, bool(roots))
 
 
 class _InAutocast:

@@ -6,10 +6,12 @@ output is freed as soon as it has been sent, views included, and nothing is ever
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +19,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import hooks
 from .arguments import StepArguments
-from .messages import MessageSpec, TensorSpec, check_sendable, pack, unpack
+from .messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, no_gradient, pack, unpack
 from .names import find_attribute
 from .p2p_communication import Transfer
 from .placement import StageInfo
 from .weight_grad.putting_off import PutOff, putting_off, unshared
 
-__all__ = ["NOTHING", "InFlight", "Stage", "run_backward"]
+__all__ = ["NOTHING", "InFlight", "NoGradientWarning", "Stage", "run_backward"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
+
+
+class NoGradientWarning(UserWarning):
+    """A stage trains nothing, or nothing before it: by a mistake, or on purpose."""
 
 
 class InFlight(NamedTuple):
@@ -41,15 +47,11 @@ class InFlight(NamedTuple):
     output_grads: list[Tensor] | None = None
     """On the last stage, whose output is the loss: its gradient."""
 
-    def roots(self, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
-        """Where backward begins, with which gradients. `output_grads` is None on the last stage."""
-        grads = self.output_grads if output_grads is None else output_grads
-        assert grads is not None
-        return [(edge, grad) for edge, grad in zip(self.outputs, grads) if edge is not None]
 
-    def input_grads(self) -> list[Tensor]:
-        """What goes to the previous stage after backward."""
-        return [torch.zeros_like(leaf) if leaf.grad is None else unshared(leaf.grad) for leaf in self.inputs]
+_all_given: WeakSet[nn.Module] = WeakSet()
+"""Chunks on a device that have been given a gradient for each output, where looking for it makes the host wait."""
+_looked_at: WeakSet[nn.Module] = WeakSet()
+"""Chunks that had an output, a loss or an input without a gradient."""
 
 
 class Stage:
@@ -68,6 +70,7 @@ class Stage:
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._received: Transfer | None = None
+        self._looks_for_none = step.device.type == "cpu" or self.module not in _all_given
         self._around = [
             around
             for find in hooks.around_forwards
@@ -75,6 +78,7 @@ class Stage:
         ]
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
         self._delayed = _innermost_with_backward_dw(self.module) if has_delayed else []
+        self._has_run: dict[PutOff, bool] = {}  # the backwards that a W belongs to
 
     def forward(
         self, received: Transfer | None, microbatch: int, *extra: bool
@@ -103,6 +107,8 @@ class Stage:
         if self._step.forward_only:
             return sent, None
         outputs = [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
+        if not any(outputs):
+            self._warn_of_no_gradient("output", inputs)
         return sent, InFlight(self._received, inputs, outputs)
 
     def run(self, microbatch: int, *extra: bool, is_first_microbatch: bool | None = None) -> tuple[Any, Tensor | None]:
@@ -165,19 +171,45 @@ class Stage:
         """
         before = self.hand_over(in_flight.received)  # for what is computed again
         with self._timed("backward-compute"):
-            if roots := in_flight.roots(output_grads):
+            if roots := self.roots(in_flight, output_grads):
                 with putting_off(put_off):
                     run_backward(*zip(*roots))
-            if put_off is None:
+            if put_off is not None:
+                self._has_run[put_off] = bool(roots)
+            elif roots:
                 self.run_delayed()
         self.hand_over(before)
-        return in_flight.input_grads()
+        return self.input_grads(in_flight, bool(roots))
+
+    def roots(self, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
+        """Where backward begins, with which gradients. `output_grads` is None on the last stage."""
+        grads = in_flight.output_grads if output_grads is None else output_grads
+        assert grads is not None
+        roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
+        if output_grads is None or not self._looks_for_none:
+            return roots
+        given = [(edge, grad) for edge, grad in roots if not is_no_gradient(grad)]
+        if len(given) == len(roots) and self._step.device.type != "cpu":
+            self._looks_for_none = False
+            _all_given.add(self.module)
+        return given
+
+    def input_grads(self, in_flight: InFlight, has_run: bool) -> list[Tensor]:
+        """What goes to the previous stage after backward, if that has run."""
+        leaves = in_flight.inputs
+        if has_run and leaves and all(leaf.grad is None for leaf in leaves):
+            self._warn(
+                f"stage {self.info.index} gives stage {self.info.index - 1} no gradient, since it does not use its "
+                "input, or detaches it"
+            )
+        return [no_gradient(leaf) if leaf.grad is None else unshared(leaf.grad) for leaf in leaves]
 
     def backward_weights(self, put_off: PutOff) -> None:
         """W: what a B has left to it."""
         with self._timed("backward-compute"):
             put_off.run()
-            self.run_delayed()
+            if self._has_run.pop(put_off):
+                self.run_delayed()
 
     def run_delayed(self) -> None:
         for module in self._delayed:
@@ -321,7 +353,32 @@ class Stage:
             loss = self._step.config.grad_scale_func(loss)
             if not isinstance(loss, Tensor):
                 raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {_describe(loss)}.")
+        if not loss.requires_grad:
+            self._warn_of_no_gradient("loss", inputs)
         return InFlight(self._received, inputs, [_edge(loss)], [torch.ones_like(loss)])
+
+    # What is not trained
+
+    def _warn_of_no_gradient(self, what: str, inputs: list[Tensor]) -> None:
+        if self.module not in _looked_at and (inputs or any(p.requires_grad for p in self.module.parameters())):
+            number = self.info.index
+            whom = f"stages 0 to {number} are" if number else "it is"
+            self._warn(
+                f"the {what} of stage {number} has no gradient (detached, or computed under no_grad?), so {whom} not "
+                "trained by it"
+            )
+        _looked_at.add(self.module)
+
+    def _warn(self, text: str) -> None:
+        """Once for each chunk."""
+        if self.module not in _looked_at:
+            _looked_at.add(self.module)
+            warnings.warn(
+                f"{text}. If that is meant, silence it by warnings.filterwarnings('ignore', "
+                "category=megapipe.NoGradientWarning).",
+                NoGradientWarning,
+                stacklevel=2,
+            )
 
     # Around both
 

@@ -1,23 +1,27 @@
 """What a stage may do with its input and its output, and what becomes of gradients that are none."""
 
+import re
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from models import assert_same_gradients, build, reference, run
+from models import assert_same_gradients, build, forward_step, reference, run
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import megapipe
-from megapipe import PipelineError, StageInfo, parallel_state, stages_for_rank
-from megapipe.messages import check_sendable
+from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank
+from megapipe.arguments import StepArguments
+from megapipe.messages import check_sendable, is_no_gradient, no_gradient
 from megapipe.overlap import run_parts
 from megapipe.overlap.gaps import fill_gap
 from megapipe.placement import loop
+from megapipe.stage import InFlight, Stage
 from megapipe.step import ForwardBackward
 from megapipe.verbs import Verbs
 
@@ -215,6 +219,160 @@ def test_wrappers_of_tensors_are_refused() -> None:
     with pytest.raises(TypeError, match="a Wrapper, which keeps its values in other tensors"):
         check_sendable(torch.ones(2).as_subclass(Wrapper), torch.device("cpu"))
     check_sendable(nn.Parameter(torch.ones(2)), torch.device("cpu"))
+
+
+# Gradients that are none
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 100)])
+def test_a_gradient_that_is_none_travels_as_zeros(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    like = torch.ones(shape).to(dtype)
+    none = no_gradient(like)
+    assert none.shape == like.shape
+    assert none.dtype == dtype
+    assert not none.float().any() if not dtype.is_complex else not none.any()
+    assert is_no_gradient(none)
+    assert is_no_gradient(none.clone())
+    for other in (like, torch.zeros_like(like), torch.full(shape, float("nan")).to(dtype)):
+        assert not is_no_gradient(other)
+
+
+def test_what_is_no_sign_of_no_gradient() -> None:
+    assert not is_no_gradient(torch.empty(0, 3))
+    assert not is_no_gradient(torch.zeros(()).expand(1000, 1000))  # whose memory ends after the first
+    assert not is_no_gradient(-torch.zeros(5, 5))
+
+
+def detaching(layer: Layer, x: Any) -> Tensor:
+    received = first(x)
+    return ((received.detach() if layer.info.index == layer.info.num_stages // 2 else received) @ layer.weight).tanh()
+
+
+def detaching_now_and_then(layer: Layer, x: Any) -> Tensor:
+    layer.count += 1
+    received = first(x)
+    detach = layer.info.is_last and layer.count % 2 == 0
+    return ((received.detach() if detach else received) @ layer.weight).tanh()
+
+
+def detaching_one_of_two(layer: Layer, x: Any) -> Any:
+    if layer.info.is_first:
+        return [(x @ layer.weight).tanh(), (x @ layer.weight).sin()]
+    if layer.info.is_last:
+        return (x[0] @ layer.weight + x[1].detach()).tanh()
+    return [(x[0] @ layer.weight).tanh(), x[1]]
+
+
+def no_gradients(rank: int) -> None:
+    for schedule in ("1f1b", "zb1p", "zbv", "dualpipev"):
+        for function in (detaching, detaching_now_and_then, detaching_one_of_two):
+            compare(schedule, function)
+
+
+@pytest.mark.filterwarnings("ignore::megapipe.NoGradientWarning")
+def test_stages_below_one_that_detaches_get_no_gradient(ranks: RankPool) -> None:
+    """Stages before one that detaches its input were given zeros, where torch gives None. So an optimizer's weight
+    decay made weights smaller that it leaves alone without a pipeline."""
+    ranks.run(2, no_gradients)
+
+
+def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
+    arguments = StepArguments(forward_step, [None], [module], 1, PipelineConfig(**config), torch.device(device))
+    return Stage(StageInfo(0, 2), 0, arguments, None)
+
+
+def test_a_device_is_waited_for_once_where_all_have_gradients() -> None:
+    """Reading whether a gradient is none makes the host wait: on a device only until all were given once."""
+    module, edge = nn.Linear(2, 2), torch.autograd.graph.get_gradient_edge(torch.ones(2, requires_grad=True))
+    in_flight = InFlight(None, [], [edge])
+    none, grad = no_gradient(torch.ones(2)), torch.ones(2)
+    for device, is_found_later in (("cpu", True), ("meta", False)):
+        assert a_stage(device, module).roots(in_flight, [none]) == []
+        assert a_stage(device, module).roots(in_flight, [none]) == []
+        stage = a_stage(device, module)
+        assert stage.roots(in_flight, [grad]) == [(edge, grad)]
+        for one in (stage, a_stage(device, module)):
+            assert (one.roots(in_flight, [none]) == []) is is_found_later
+
+
+class Delayed(Layer):
+    """As transformer-engine's modules, which fail in W where there was no B. Detaches its input."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__(info, None)
+        self.kept: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = (x if self.info.is_first else first(self.input).detach()) @ self.weight
+        output.register_hook(lambda _: self.kept.append(1))
+        return output
+
+    def backward_dw(self) -> None:
+        self.kept.pop()
+
+
+def delayed_without_backward(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2)
+    for schedule in ("1f1b", "zb1p", "zbv"):
+        chunks = [Delayed(info) for info in stages_for_rank(schedule)]
+        step(schedule, chunks, inputs(4))
+        assert not any(chunk.kept for chunk in chunks)
+
+
+@pytest.mark.filterwarnings("ignore::megapipe.NoGradientWarning")
+def test_no_w_of_modules_own_without_a_b(ranks: RankPool) -> None:
+    ranks.run(2, delayed_without_backward)
+
+
+# What is not trained
+
+MISTAKES = {
+    "the loss of stage 1 has no gradient .*stages 0 to 1 are not": lambda layer, x: (
+        (first(x) @ layer.weight).detach() if layer.info.is_last else first(x) @ layer.weight
+    ),
+    "the output of stage 0 has no gradient .*it is not": lambda layer, x: (
+        (first(x) @ layer.weight).detach() if layer.info.is_first else first(x) @ layer.weight
+    ),
+    "stage 1 gives stage 0 no gradient": lambda layer, x: (
+        (x if layer.info.is_first else torch.ones(3, SIZE)) @ layer.weight
+    ),
+}
+
+
+def untrained(rank: int) -> list[list[str]]:
+    found = []
+    for function in MISTAKES.values():
+        chunks = layers("1f1b", function)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                step("1f1b", chunks, inputs(4))
+            warnings.simplefilter("ignore", NoGradientWarning)
+            step("1f1b", layers("1f1b", function), inputs(4))
+        found.append([str(one.message) for one in caught if one.category is NoGradientWarning])
+    (chunk,) = layers("1f1b", through)
+    chunk.weight.requires_grad_(chunk.info.is_last)  # a frozen first stage
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step("1f1b", [chunk], inputs(2))
+    return found
+
+
+def through(layer: Layer, x: Any) -> Tensor:
+    return first(x) @ layer.weight
+
+
+def test_a_stage_that_trains_nothing_says_so_once(ranks: RankPool) -> None:
+    """A loss or an output that was detached by mistake, or an input that was not used, trained nothing, and nobody said
+    so. Stages that are frozen mean it."""
+    first_rank, last_rank = ranks.run(2, untrained)
+    for (text, _), at_first, at_last in zip(MISTAKES.items(), first_rank, last_rank):
+        warned = at_first + at_last
+        assert len(warned) == 1, warned
+        assert re.match(text, warned[0])
 
 
 # What a stage does with its input
