@@ -6,6 +6,7 @@ output is freed as soon as it has been sent, views included, and nothing is ever
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -263,11 +264,24 @@ class Stage:
     def _call(self, function: Callable[..., Any], microbatch: int, extra: tuple[bool, ...]) -> tuple[Any, Any]:
         try:
             returned = function(self._data_iterator, self.module, *extra)
-        except StopIteration:
+        except StopIteration as error:
+            if any(
+                frame.f_code is nn.Module._call_impl.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)
+            ):
+                raise RuntimeError(
+                    f"the model of stage {self.info.index} raised StopIteration for microbatch {microbatch}: {error!r}."
+                ) from error
             raise ValueError(
                 f"data_iterator ended at microbatch {microbatch} of {self._step.num_microbatches} (stage "
                 f"{self.info.index}): it must yield one item per microbatch; give it more, or lower num_microbatches."
             ) from None
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error) or self._received is None:
+                raise
+            raise RuntimeError(
+                f"stage {self.info.index} failed for microbatch {microbatch}: {error} What it received is such a leaf: "
+                "compute its first result out of place (inplace=False, or a clone())."
+            ) from error
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(
                 f"forward_step_func must return (output, loss_func), but on stage {self.info.index} it returned "

@@ -474,3 +474,33 @@ def overlapped_with_itself(rank: int) -> None:
 
 def test_a_chunk_overlapped_with_itself_has_two_inputs(ranks: RankPool) -> None:
     ranks.run(2, overlapped_with_itself)
+
+
+def in_place(layer: Layer, x: Any) -> Tensor:
+    return first(x).relu_() @ layer.weight
+
+
+def stop_iteration(layer: Layer, x: Any) -> Tensor:
+    return next(iter([]))
+
+
+def errors_of_models(rank: int) -> list[str]:
+    found = []
+    for function in (in_place, stop_iteration):
+        chunks = layers("1f1b", function, timeout=20.0)
+        with pytest.raises(RuntimeError) as caught:
+            step("1f1b", chunks, [x.requires_grad_(False) for x in inputs(2)])
+        found.append(str(caught.value))
+    with pytest.raises((ValueError, PipelineError)) as caught:
+        step("1f1b", layers("1f1b", through, timeout=20.0), inputs(2), data_iterator=iter(inputs(1)))
+    return [*found, str(caught.value)]
+
+
+def test_what_a_model_does_wrong_is_said(ranks: RankPool) -> None:
+    """An operation in place on what a stage received failed with torch's word on leaves, and StopIteration within a
+    model was reported as the end of data_iterator."""
+    first_rank, last_rank = ranks.run(2, errors_of_models)
+    assert "stage 1 failed for microbatch 0: a leaf Variable that requires grad" in last_rank[0]
+    assert "What it received is such a leaf: compute its first result out of place" in last_rank[0]
+    assert "the model of stage 0 raised StopIteration for microbatch 0" in first_rank[1]
+    assert "data_iterator ended at microbatch 1 of 2" in first_rank[2]
