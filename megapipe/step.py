@@ -79,9 +79,9 @@ class ForwardBackward(Schedule):
             data_iterator: passed to `forward_step_func`. A list holds one per chunk; a single one is read by each
                 chunk from the same place. Read only where the model needs data: None will do elsewhere.
             model: the rank's chunk, or the list of them, in the order of `stages_for_rank`. A chunk behind the first
-                stage has `set_input_tensor(input)`, which is called before each forward with what the stage before
-                returned: a list with the tensor in it, or the list, tuple or dict. Its `config` has the fields of
-                `PipelineConfig`. Wrappers with a `module` are looked through.
+                stage has `set_input_tensor(input)`, which is called before each forward, and before a backward that may
+                compute it again, with what the stage before returned: a list with the tensor in it, or the list, tuple
+                or dict. Its `config` has the fields of `PipelineConfig`. Wrappers with a `module` are looked through.
             num_microbatches: any number from 1 on. May change from step to step.
             seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
                 as in Megatron. Not needed where the model computes its shapes or `variable_seq_lengths` is set.
