@@ -1,8 +1,12 @@
 """Layers whose backward returns the input's gradient at once and defers the weight's.
 
 Each is one autograd Function with the arithmetic of torch's own layer. It keeps the parameter itself, for `defer`, and
-saves what torch saves; what it puts off refers to the layer's input and output gradient and to nothing else. Gradients
-of biases are sums, cheap beside the rest, so they are returned in B.
+saves what torch saves, but for what autocast makes of the weight, which is cast again; what it puts off refers to the
+layer's input and output gradient and to nothing else. Gradients of biases are sums, cheap beside the rest, so they are
+returned in B; but for those of convolutions, which torch computes together with the weight's.
+
+On CPU gradients are torch's to the bit: products are rounded before they are added. On other devices they are added in
+one go, which rounds once.
 
 Where there is nothing to defer, torch's layer runs: the weight is frozen, or was computed from other tensors (weight
 norm, parametrizations, `functional_call`), which autograd must then carry its gradient on to. So it does for complex
@@ -23,7 +27,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .products import add_weight_gradient, rows, weight_gradient
-from .putting_off import Kept, defer, is_capturing, keep
+from .putting_off import Kept, defer, has_main_grad, is_capturing, is_putting_off, keep
 
 __all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear"]
 
@@ -110,7 +114,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
         x, cast_weight, bias = _as_autocast(x, weight, bias)
-        ctx.save_for_backward(x, cast_weight)
+        ctx.save_for_backward(x, weight)
         output = F.linear(x, cast_weight, bias)
         # Detached from its base, a matrix: autograd refuses to change a view made in here in place, as ReLU may do.
         return output.detach() if output._is_view() else output
@@ -121,12 +125,12 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad
         grad_rows = rows(grad)
-        grad_x = grad_rows.mm(weight).view(x.shape) if needs_x else None
+        grad_x = grad_rows.mm(weight.to(x.dtype)).view(x.shape) if needs_x else None
         grad_bias = grad_rows.sum(0) if needs_bias else None
         both = Kept(x.detach()), keep(grad)  # without the graph behind it
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
-        grad_weight = _put_off(ctx, compute, partial(_add_linear, *both))
-        return grad_x, grad_weight, grad_bias
+        add_to = partial(_add, compute) if x.is_cpu else partial(_add_linear, *both)
+        return grad_x, _put_off(ctx, 1, ctx.weight, compute, add_to), grad_bias
 
 
 def _linear_gradient(x: Kept, grad: Kept, dtype: torch.dtype) -> Tensor:
@@ -135,6 +139,10 @@ def _linear_gradient(x: Kept, grad: Kept, dtype: torch.dtype) -> Tensor:
 
 def _add_linear(x: Kept, grad: Kept, target: Tensor) -> None:
     add_weight_gradient(target, rows(x.get()), rows(grad.get()))
+
+
+def _add(compute: Callable[[], Tensor], target: Tensor) -> None:
+    target.add_(compute())
 
 
 class _Embedding(Function):
@@ -151,7 +159,8 @@ class _Embedding(Function):
         (tokens,) = ctx.saved_tensors
         both = Kept(tokens), keep(grad)
         compute = partial(_embedding_gradient, *both, len(ctx.weight), ctx.padding)
-        return None, _put_off(ctx, compute, partial(_add_embedding, *both, ctx.padding)), None
+        add_to = partial(_add_embedding, *both, ctx.padding)
+        return None, _put_off(ctx, 1, ctx.weight, compute, add_to), None
 
 
 def _embedding_gradient(tokens: Kept, grad: Kept, num_rows: int, padding: int) -> Tensor:
@@ -165,8 +174,10 @@ def _sum_rows(tokens: Tensor, grad: Tensor, num_rows: int, padding: int) -> Tens
 def _add_embedding(kept_tokens: Kept, kept_grad: Kept, padding: int, target: Tensor) -> None:
     """First the sums over equal tokens, as autograd has them, then to their rows: a temporary as large as the output
     instead of the weight. No size here depends on the tokens' values, so an accelerator need not be waited for."""
-    tokens, grad = kept_tokens.get(), kept_grad.get().to(target.dtype)
-    if tokens.numel() >= len(target):
+    tokens, grad = kept_tokens.get(), kept_grad.get()
+    if not target.is_cpu:
+        grad = grad.to(target.dtype)
+    if tokens.numel() >= len(target) or grad.dtype != target.dtype:
         target.add_(_sum_rows(tokens, grad, len(target), padding))
         return
     tokens = tokens.reshape(-1).long()
@@ -184,23 +195,24 @@ def _add_embedding(kept_tokens: Kept, kept_grad: Kept, padding: int, target: Ten
 class _Convolution(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        ctx.weight, ctx.options = weight, options
+        ctx.weight, ctx.bias, ctx.options = weight, bias, options
         x, cast_weight, bias = _as_autocast(x, weight, bias)
-        ctx.save_for_backward(x, cast_weight)
+        ctx.save_for_backward(x, weight)
         return torch.convolution(x, cast_weight, bias, *options)
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x, grad_bias = None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = _convolution_backward(grad, x, weight, ctx.options, [True, False, False])[0]
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum([0, *range(2, grad.dim())])
-        compute = partial(_convolution_gradient, Kept(x.detach()), keep(grad), ctx.weight, ctx.options)
-        grad_weight = _put_off(ctx, compute, partial(_add_convolution, compute))
-        return grad_x, grad_weight, grad_bias, *[None] * len(ctx.options)
+        needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+        mask = [True, False, False]
+        grad_x = _convolution_backward(grad, x, weight.to(x.dtype), ctx.options, mask)[0] if needs_x else None
+        gradients = _ConvolutionGradients(Kept(x.detach()), keep(grad), ctx.weight, ctx.options, needs_bias)
+        grads: list[Tensor | None] = [None, None]
+        for number, parameter in enumerate((ctx.weight, ctx.bias) if needs_bias else (ctx.weight,), 1):
+            compute = partial(gradients.take, number, parameter.dtype)
+            grads[number - 1] = _put_off(ctx, number, parameter, compute, partial(_add, compute))
+        return grad_x, *grads, *[None] * len(ctx.options)
 
 
 def _convolution(
@@ -251,15 +263,22 @@ def _convolution_backward(
     return backward(grad, x, weight, None, *options, mask)  # type: ignore[no-any-return]
 
 
-def _convolution_gradient(x: Kept, kept_grad: Kept, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
-    """The weight gives its shape and layout, not its values."""
-    grad = kept_grad.get()
-    same_dtype = weight.detach().to(grad.dtype)
-    return _convolution_backward(grad, x.get(), same_dtype, options, [False, True, False])[1].to(weight.dtype)
+class _ConvolutionGradients:
+    """Of weight and bias, which torch computes in one go: whoever comes first leaves the other's to be taken."""
 
+    def __init__(self, x: Kept, grad: Kept, weight: Tensor, options: tuple[Any, ...], needs_bias: bool) -> None:
+        self._needs = x, grad, weight.detach(), options, [False, True, needs_bias]
+        self._computed: dict[int, Tensor] = {}
 
-def _add_convolution(compute: Callable[[], Tensor], target: Tensor) -> None:
-    target.add_(compute())
+    def take(self, number: int, dtype: torch.dtype) -> Tensor:
+        """1 is that of the weight, 2 of the bias, as among the inputs of a convolution."""
+        if number not in self._computed:
+            x, kept_grad, weight, options, mask = self._needs
+            grad = kept_grad.get()
+            same_dtype = weight.to(grad.dtype)  # which gives its shape and layout, not its values
+            both = _convolution_backward(grad, x.get(), same_dtype, options, mask)
+            self._computed = {n: both[n] for n in (1, 2) if mask[n]}
+        return self._computed.pop(number).to(dtype)
 
 
 class _GroupedLinear(Function):
@@ -267,7 +286,7 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
         ctx.weight, ctx.counts = weight, counts
         x, cast_weight, _ = _as_autocast(x, weight, None)
-        ctx.save_for_backward(x, cast_weight)
+        ctx.save_for_backward(x, weight)
         output = x.new_empty(len(x), weight.shape[1])
         for part, matrix, out in zip(torch.split(x, counts), cast_weight, torch.split(output, counts)):
             torch.mm(part, matrix.t(), out=out)
@@ -280,11 +299,13 @@ class _GroupedLinear(Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x)
-            for part, matrix, out in zip(torch.split(grad, ctx.counts), weight, torch.split(grad_x, ctx.counts)):
+            matrices = weight.to(x.dtype)
+            for part, matrix, out in zip(torch.split(grad, ctx.counts), matrices, torch.split(grad_x, ctx.counts)):
                 torch.mm(part, matrix, out=out)
         both = Kept(x.detach()), keep(grad)
         compute = partial(_grouped_gradient, *both, ctx.counts, ctx.weight.dtype)
-        return grad_x, _put_off(ctx, compute, partial(_add_grouped, *both, ctx.counts)), None
+        add_to = partial(_add, compute) if x.is_cpu else partial(_add_grouped, *both, ctx.counts)
+        return grad_x, _put_off(ctx, 1, ctx.weight, compute, add_to), None
 
 
 def _grouped_gradient(kept_x: Kept, kept_grad: Kept, counts: list[int], dtype: torch.dtype) -> Tensor:
@@ -307,17 +328,23 @@ def _can_defer(weight: Tensor) -> bool:
     return not is_capturing() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
-def _put_off(ctx: Any, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]) -> Tensor | None:
-    """Defer the gradient of `ctx.weight`, the second input. Returns it where autograd must have it: hooks of the weight
-    see a gradient before it is added, and `torch.autograd.grad` may have asked for it."""
-    if ctx.weight._backward_hooks:
+def _put_off(
+    ctx: Any, number: int, parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]
+) -> Tensor | None:
+    """Defer the gradient of a parameter, given with its number among the inputs. Returns it where autograd must have
+    it: hooks of the parameter see a gradient before it is added, and `torch.autograd.grad` may have asked for it. And
+    on CPU where nothing is put off, since autograd adds up what one backward contributes before it adds that to what is
+    there; elsewhere it is added in place, without a temporary of its size."""
+    if parameter._backward_hooks or not parameter.is_leaf:
+        return compute()
+    if parameter.is_cpu and not is_putting_off() and not has_main_grad(parameter):
         return compute()
     try:
-        is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:  # torch.autograd.grad asked for it
         return compute()
     if is_wanted:  # neither is it by torch.autograd.grad of other tensors
-        defer(ctx.weight, compute, add_to)
+        defer(parameter, compute, add_to)
     return None
 
 

@@ -23,8 +23,10 @@ from torch.autograd import Variable
 __all__ = [
     "Kept",
     "PutOff",
+    "add_gradient",
     "capturing",
     "defer",
+    "has_main_grad",
     "is_capturing",
     "is_putting_off",
     "keep",
@@ -37,26 +39,45 @@ __all__ = [
 one_backward_at_a_time = threading.RLock()
 _current: PutOff | None = None
 _is_capturing = False
+_KEY = "megapipe.weight_grad"  # of the same in torch's own thread-locals, which its backward threads take over
 _stand_ins: dict[Tensor, Tensor] | None = None  # gradients that stand in during the backward under way, if one is
 
 
 class PutOff:
-    """The weight gradients that one B leaves to its W, in the order in which they were put off.
+    """The weight gradients that one B leaves to its W.
+
+    On CPU they are torch's own: what a backward contributes to a weight is added up first, in the order in which
+    autograd would, and then to what is there. On other devices each is added in place, as it comes.
 
     Hooks of the weights are silent while B runs: autograd may call them although their gradient is still to come.
     """
 
     def __init__(self) -> None:
-        self._computations: deque[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], None] | None]] = deque()
-        self._computed: dict[Tensor, None] = {}  # weights whose hooks are to be called
+        # By autograd's number of the backward: B itself, and those that run within it (reentrant checkpoints).
+        self._running: dict[int, dict[Tensor, _Contributions]] = {}
+        self._ended: dict[int, dict[Tensor, _Contributions]] = {}
         self._silenced: dict[Tensor, dict[Any, Any]] = {}
         self._kept: list[weakref[Kept]] = []
 
+    def is_asked(self) -> bool:
+        """Whether the backward that is running is this B, or one within it, and not that of another thread."""
+        if torch._C._current_graph_task_id() in self._running:
+            return True
+        return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY) is self
+
     def add(
-        self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None
+        self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
     ) -> None:
-        self._computations.append((weight, compute, add_to))
-        self.silence(weight)
+        number = torch._C._current_graph_task_id()
+        if number not in self._running:
+            self._running[number] = {}
+            if number != -1:  # which is outside of any backward
+                Variable._execution_engine.queue_callback(functools.partial(self._end, number))
+        contributions = self._running[number]
+        if weight not in contributions:
+            contributions[weight] = _Contributions(weight)
+            self.silence(weight)
+        contributions[weight].left.append((compute, add_to))
 
     def silence(self, weight: Tensor) -> None:
         hooks = _post_accumulate_hooks(weight)
@@ -67,8 +88,25 @@ class PutOff:
     def keep(self, kept: Kept) -> None:
         self._kept.append(weakref(kept))
 
+    def _end(self, number: int) -> None:
+        """Called by autograd at the end of a backward. What nobody but B itself runs can wait for W; whoever runs
+        another, in a Function of theirs or in a gap, is about to look at its gradients."""
+        self._settle(number)
+        within = torch._C._current_autograd_node()
+        if within is not None and "Checkpoint" not in type(within).__name__:
+            done = {since: self._ended.pop(since) for since in list(self._ended) if since >= number}
+            self.restore_hooks(*(weight for contributions in done.values() for weight in contributions))
+            _accumulate_all(done)
+
+    def _settle(self, number: int) -> None:
+        contributions = self._ended[number] = self._running.pop(number)
+        for contribution in contributions.values():
+            contribution.end()
+
     def end_backward(self) -> None:
         """At the end of B: give the hooks back, and copy what others keep as well."""
+        for number in list(self._running):  # that did not end, because of an error
+            self._settle(number)
         self.restore_hooks()
         kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory that others have too
         for kept in filter(None, [reference() for reference in self._kept]):  # those that are still to be used
@@ -81,29 +119,89 @@ class PutOff:
                 for kept in all_kept:
                     kept.copy()
 
-    def restore_hooks(self) -> None:
-        for weight, hooks in self._silenced.items():
-            _post_accumulate_hooks(weight).update(hooks)
-        self._silenced.clear()
+    def restore_hooks(self, *weights: Tensor) -> None:
+        """Of these weights, or of all."""
+        for weight in weights or list(self._silenced):
+            _post_accumulate_hooks(weight).update(self._silenced.pop(weight, {}))
 
     def compute(self) -> None:
-        """Compute what has been put off so far, and add it to the gradients. B may not have ended yet."""
-        was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # torch.no_grad() would take longer than a small gradient
-        try:
-            while self._computations:  # what is done with is freed before the next one allocates
-                weight, compute, add_to = self._computations.popleft()
-                _accumulate(weight, compute, add_to)
-                self._computed[weight] = None
-        finally:
-            torch._C._set_grad_enabled(was_enabled)
+        """Compute what has been put off so far. B may not have ended yet."""
+        with _without_grad():
+            for contributions in (*self._ended.values(), *self._running.values()):
+                for contribution in contributions.values():
+                    contribution.compute()
 
     def run(self) -> None:
-        """W: compute what is left, and call each weight's hooks once."""
+        """W: compute what is left, add it to the gradients, and call each weight's hooks once."""
+        for number in list(self._running):
+            self._settle(number)
+        ended, self._ended = self._ended, {}
+        _accumulate_all(ended)
+
+
+class _Contributions:
+    """What one backward contributes to one weight.
+
+    On CPU `.grad` is set aside meanwhile, so that what autograd adds there by itself, where something else uses the
+    weight too, is found to be one of them.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.left: deque[tuple[Callable[[], Tensor], Callable[[Tensor], object] | None]] = deque()
+        self._weight = weight
+        self._sum: Tensor | None = None
+        self._before: Tensor | None = None
+        self._adds_up = weight.is_cpu
+        self._is_aside = self._adds_up and _main_grad(weight) is None
+        if self._is_aside:
+            self._before, weight.grad = weight.grad, None
+        _let_stand_in(weight)
+
+    def end(self) -> None:
+        if self._is_aside:
+            by_autograd, self._weight.grad = self._weight.grad, self._before
+            self._is_aside, self._before = False, None
+            if by_autograd is not None:
+                self.left.append((lambda: by_autograd, None))
+
+    def compute(self) -> None:
+        while self.left:
+            compute, add_to = self.left.popleft()
+            if not self._adds_up:
+                _accumulate(self._weight, compute, add_to)
+                continue
+            grad = _gradient(self._weight, compute, is_ours=add_to is not None)
+            self._sum = grad if self._sum is None else self._sum + grad
+
+    def accumulate(self) -> None:
+        if self._sum is None and len(self.left) == 1:
+            _accumulate(self._weight, *self.left.popleft())
+            return
         self.compute()
-        weights, self._computed = self._computed, {}
-        for weight in weights:
-            _call_hooks(weight)
+        if self._sum is not None:
+            add_gradient(self._weight, self._sum)
+
+
+def _accumulate_all(ended: dict[int, dict[Tensor, _Contributions]]) -> None:
+    """Hooks are called once for each weight."""
+    computed: dict[Tensor, None] = {}
+    with _without_grad():
+        for contributions in ended.values():
+            while contributions:  # what is done with is freed before the next one allocates
+                weight = next(iter(contributions))
+                contributions.pop(weight).accumulate()
+                computed[weight] = None
+    for weight in computed:
+        _call_hooks(weight)
+
+
+class _without_grad:  # noqa: N801  # torch.no_grad() takes longer than a small gradient
+    def __enter__(self) -> None:
+        self._was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._was_enabled)
 
 
 class putting_off:  # noqa: N801  # a context; a generator would take longer than a small backward
@@ -120,6 +218,7 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
         one_backward_at_a_time.acquire()
         self._before, _current = (_current, _stand_ins), self._put_off
         _stand_ins = {}
+        torch._C._stash_obj_in_tls(_KEY, self._put_off)
 
     def __exit__(self, *error: object) -> None:
         global _current, _stand_ins
@@ -127,6 +226,7 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
             if _stand_ins:
                 _remove_stand_ins(_stand_ins)
             _current, _stand_ins = self._before
+            torch._C._stash_obj_in_tls(_KEY, _current)
             if self._put_off is not None:
                 self._put_off.end_backward()
         finally:
@@ -135,7 +235,7 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
 
 def is_putting_off() -> bool:
     """Whether the backward that is running leaves weight gradients to a W."""
-    return _current is not None
+    return _current is not None and _current.is_asked()
 
 
 def is_capturing() -> bool:
@@ -155,13 +255,15 @@ def capturing() -> Iterator[None]:
             _is_capturing = before
 
 
-def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None = None) -> None:
+def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None) -> None:
     """Leave the gradient of `weight` to W, from the backward of a custom autograd Function.
 
     The Function returns None for the weight's gradient. It runs at once unless a schedule has split this backward.
     The gradient is added to `weight.main_grad` where the owner made one, else to `weight.grad`, and the weight's
-    post-accumulate-grad hooks are called once per microbatch. Its tensor hooks are called for each gradient deferred; a
-    Function that returns the gradient of a weight with such hooks gives them the sum. A frozen weight is left alone.
+    post-accumulate-grad hooks are called once per microbatch. Hooks that add to a `main_grad` by themselves find it in
+    `.grad`, unless the weight has `grad_added_to_main_grad`, as Megatron's have, which is set to True for them. Tensor
+    hooks are called for each gradient deferred; a Function that returns the gradient of a weight with such hooks gives
+    them the sum. A frozen weight is left alone.
 
     Args:
         weight: a leaf tensor, the parameter itself: not the one among `ctx.saved_tensors`, which is a copy of it under
@@ -188,11 +290,12 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
         return
     if weight._backward_hooks:
         _pass_over_none(weight)
-    _let_stand_in(weight)
-    if _current is not None:
+        compute, add_to = functools.partial(_hooked, weight, compute), None
+    if _current is not None and _current.is_asked():
         _current.add(weight, compute, add_to)
         return
-    with torch.no_grad():
+    _let_stand_in(weight)
+    with _without_grad():
         _accumulate(weight, compute, add_to)
     if _post_accumulate_hooks(weight) and not _autograd_calls_hooks_without_gradient():
         _call_hooks_after_backward(weight)
@@ -260,8 +363,8 @@ def visit_gradient_nodes(weights: list[Tensor]) -> None:
     with putting_off(None):
         try:
             for weight in weights:
-                silent.silence(weight)
                 _let_stand_in(weight)
+                silent.silence(weight)
             _Visit.apply(*weights).backward()  # type: ignore[no-untyped-call]
         finally:
             silent.restore_hooks()
@@ -272,7 +375,7 @@ def visit_gradient_nodes(weights: list[Tensor]) -> None:
 def _let_stand_in(weight: Tensor) -> None:
     """Megatron's hooks, where reductions overlap, insist on a gradient to find when autograd has passed by, also where
     they are told that what there is has been added to `main_grad`. So zeros without memory stand in for it."""
-    if _stand_ins is not None and weight.grad is None and getattr(weight, "main_grad", None) is not None:
+    if _stand_ins is not None and weight.grad is None and _main_grad(weight) is not None:
         weight.grad = _stand_ins[weight] = weight.new_zeros(()).expand_as(weight)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
@@ -284,21 +387,45 @@ def _remove_stand_ins(stand_ins: dict[Tensor, Tensor]) -> None:
             weight.grad = None
 
 
-def _accumulate(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None] | None) -> None:
-    main_grad = getattr(weight, "main_grad", None)
+def has_main_grad(weight: Tensor) -> bool:
+    """Whether its gradient is to be added to its `main_grad`."""
+    return _main_grad(weight) is not None
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    """None also where hooks of the owner's take the gradient from `.grad` and add it themselves: those that do not ask
+    `grad_added_to_main_grad`, as Megatron's do, whether that has been done."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None or hasattr(weight, "grad_added_to_main_grad") or not _post_accumulate_hooks(weight):
+        return main_grad
+    return None
+
+
+def add_gradient(weight: Tensor, grad: Tensor) -> None:
+    """Add what somebody has computed for one microbatch, and keeps no other use of, to `main_grad` or `.grad`."""
+    with _without_grad():
+        _accumulate(weight, lambda: grad, lambda target: target.add_(grad))
+
+
+def _accumulate(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None) -> None:
+    main_grad = _main_grad(weight)
     target = weight.grad if main_grad is None else main_grad
-    if weight._backward_hooks:  # these want to see, and may change, the gradient of one microbatch by itself
-        compute, add_to = functools.partial(_hooked, weight, compute), None
     if target is None:
-        grad = compute()
-        # Nobody else has what our own layers compute. Others may return what they also use elsewhere, or expand.
-        weight.grad = grad if add_to is not None else grad.to(weight.dtype, copy=True).contiguous()
+        weight.grad = _gradient(weight, compute, is_ours=add_to is not None)
     elif add_to is not None:
         add_to(target)
     else:
         target.add_(compute())
     if main_grad is not None:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's hooks ask for it
+
+
+def _gradient(weight: Tensor, compute: Callable[[], Tensor], is_ours: bool) -> Tensor:
+    """As it may become `.grad`. Nobody else has what our own layers compute. Others may return what they also use
+    elsewhere, or expand."""
+    grad = compute()
+    dtype = getattr(weight, "grad_dtype", weight.dtype) or grad.dtype  # newer torch lets the owner choose, or any
+    return grad.to(dtype) if is_ours else grad.to(dtype, copy=True).contiguous()
 
 
 def _hooked(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
