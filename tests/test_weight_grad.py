@@ -247,14 +247,14 @@ def test_a_weight_used_by_a_layer_that_defers_and_by_plain_torch(plain: str) -> 
 
 
 def test_elsewhere_products_are_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: the same, split or not, and close to torch's."""
+    """As on CUDA, which is close to torch's."""
     monkeypatch.setattr(Tensor, "is_cpu", False)
     plain = Shared(())
     at_once, split = (weight_grad.convert(copy.deepcopy(plain)) for _ in range(2))
     make_input = lambda: torch.randint(IN, (5, 7))  # noqa: E731
     want = train(plain, make_input, 3, False)
-    assert_same(train(split, make_input, 3, True), train(at_once, make_input, 3, False))
-    torch.testing.assert_close(gradients(split), {name: want[name] for name in gradients(split)})
+    torch.testing.assert_close(train(split, make_input, 3, True), want)
+    torch.testing.assert_close(train(at_once, make_input, 3, False), want)
 
 
 # Precision
@@ -301,6 +301,45 @@ def test_main_grad(dtype: torch.dtype) -> None:
             assert parameter.grad_added_to_main_grad
             assert torch.equal(parameter.main_grad, at_once.get_parameter(name).main_grad)
             assert torch.equal(parameter.main_grad, 1 + plain.get_parameter(name).grad.float())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_hooks_that_add_to_main_grad_by_themselves(split: bool) -> None:
+    """They found no gradient in W, since it had been added already."""
+    plain = nn.Linear(IN, OUT, dtype=torch.bfloat16)
+    converted = weight_grad.convert(copy.deepcopy(plain))
+
+    def add(parameter: Tensor) -> None:
+        parameter.main_grad += parameter.grad.float()
+        parameter.grad = None
+
+    for module in (plain, converted):
+        for parameter in module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.register_post_accumulate_grad_hook(add)
+    for _ in range(3):
+        x = torch.randn(TOKENS, IN, dtype=torch.bfloat16)
+        backward(plain(x).sum(), split=False)
+        backward(converted(x).sum(), split=split)
+    for name, parameter in converted.named_parameters():
+        assert torch.equal(parameter.main_grad, plain.get_parameter(name).main_grad)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_gradients_of_another_dtype_than_their_weights(dtype: torch.dtype | None) -> None:
+    """The dtype that the owner had chosen for the gradient was ignored, and autograd refused the first one in W."""
+    plain = nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, IN), nn.Conv1d(1, 2, 3)).to(torch.bfloat16)
+    plain[1].weight = plain[0].weight = nn.Parameter(plain[0].weight[:IN].detach().clone())
+    converted = weight_grad.convert(copy.deepcopy(plain))
+    make_input = lambda: torch.randint(IN, (5, 1))  # noqa: E731
+    for module in (plain, converted):
+        for parameter in module.parameters():
+            parameter.grad_dtype = dtype
+    want = train(plain, make_input, 3, False)
+    assert_same(train(converted, make_input, 3, True), want)
+    converted.zero_grad()
+    assert_same(train(converted, make_input, 3, False), want)
 
 
 class Apex(types.ModuleType):
@@ -807,6 +846,71 @@ def test_w_frees_what_it_has_done() -> None:
     del tensor
     put_off.run()
     assert seen == [[True, True], [False, True]]
+
+
+class Solves(torch.autograd.Function):
+    """Its backward runs one of its own, through a layer that defers, and looks at the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, use_reentrant: bool) -> Tensor:
+        ctx.layer, ctx.use_reentrant = layer, use_reentrant
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.layer.zero_grad()
+        with torch.enable_grad():
+            y = ctx.layer(x.detach().requires_grad_())
+            if ctx.use_reentrant:
+                y = ctx.layer(checkpoint(ctx.layer, y, use_reentrant=True))
+            y.square().sum().backward()
+        return grad * ctx.layer.weight.grad.sum(), None, None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_that_is_run_within_b_puts_nothing_off(use_reentrant: bool) -> None:
+    """Whoever runs one in a Function's backward, as implicit layers do, goes on with its gradients. These were put off
+    to the W of the B that was under way."""
+    results = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        outer, inner = weight_grad.Linear(IN, IN), weight_grad.Linear(IN, IN)
+        calls: list[Tensor] = []
+        for layer in (outer, inner):
+            layer.weight.register_post_accumulate_grad_hook(lambda weight: calls.append(weight.grad.clone()))
+        for _ in range(2):
+            backward(Solves.apply(outer(torch.randn(TOKENS, IN)), inner, use_reentrant).sum(), split=split)
+        results.append([outer.weight.grad, inner.weight.grad, *calls[-2:]])
+    for got, want in zip(*results):
+        assert torch.equal(got, want)
+
+
+def test_a_backward_of_another_thread_puts_nothing_off() -> None:
+    """While a B was under way, everybody's weight gradients were put off to its W."""
+    layer, other = weight_grad.Linear(IN, IN), weight_grad.Linear(IN, IN)
+    x, put_off = torch.randn(TOKENS, IN, requires_grad=True), PutOff()
+    found: list[Tensor | None] = []
+
+    def in_a_thread() -> None:
+        other(x.detach()).sum().backward()
+        found.append(other.weight.grad)
+
+    def in_b(grad: Tensor) -> None:
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+
+    y = layer(x)
+    y.register_hook(in_b)
+    output = y.sum()
+    with putting_off(put_off):
+        output.backward()
+    assert layer.weight.grad is None
+    assert found[0] is not None
+    put_off.run()
+    assert layer.weight.grad is not None
 
 
 def test_threads_do_not_mix() -> None:
