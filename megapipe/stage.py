@@ -24,7 +24,7 @@ from .messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, n
 from .names import find_attribute
 from .p2p_communication import Transfer
 from .placement import StageInfo
-from .weight_grad.putting_off import PutOff, putting_off, unshared
+from .weight_grad.putting_off import PutOff, add_gradient, putting_off, unshared
 
 __all__ = ["NOTHING", "InFlight", "NoGradientWarning", "Stage", "run_backward"]
 
@@ -213,8 +213,17 @@ class Stage:
                 self.run_delayed()
 
     def run_delayed(self) -> None:
+        """Such a module may assign the gradient, or keep one that is there: so it finds none, and what it leaves is
+        added to what was there."""
         for module in self._delayed:
+            before = [(p, p.grad) for p in module.parameters() if p.requires_grad]
+            for parameter, _ in before:
+                parameter.grad = None
             module.backward_dw()
+            for parameter, grad in before:
+                computed, parameter.grad = parameter.grad, grad
+                if computed is not None:
+                    add_gradient(parameter, computed)
 
     # Input
 

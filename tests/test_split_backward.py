@@ -185,11 +185,16 @@ def test_custom_functions_run_once(ranks: RankPool) -> None:
 
 
 class Delayed(nn.Linear):
-    """Puts its weight gradient off by itself, as transformer-engine's layers do."""
+    """Puts its weight gradient off by itself, as transformer-engine's layers do.
 
-    def __init__(self, *args: Any) -> None:
+    Args:
+        way: what it does with the gradient. Newer ones assign it, older ones keep that which is there.
+    """
+
+    def __init__(self, *args: Any, way: str) -> None:
         super().__init__(*args)
         self.queue: list[tuple[Tensor, Tensor]] = []
+        self.way = way
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.linear(x, self.weight.detach(), self.bias)
@@ -200,27 +205,44 @@ class Delayed(nn.Linear):
     def backward_dw(self) -> None:
         x, grad = self.queue.pop(0)
         gradient = grad.flatten(0, 1).t() @ x.flatten(0, 1)
-        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+        if self.way == "main_grad":
+            self.weight.main_grad += gradient
+        elif self.way == "assign" or self.weight.grad is None:
+            self.weight.grad = gradient
+        elif self.way == "add":
+            self.weight.grad += gradient
 
 
-def delayed_modules(rank: int) -> None:
+def delayed_modules(rank: int, way: str, has_main_grad: bool) -> None:
     for schedule in ("1f1b", "zb1p", "zbv", "interleaved_zb1p"):
         chunks = build(schedule, 2, 4)
         plain = build(schedule, 2, 4)
         for chunk in chunks:
             for block in chunk.layers.values():
-                delayed = Delayed(block.down.in_features, block.down.out_features)
+                delayed = Delayed(block.down.in_features, block.down.out_features, way=way)
                 delayed.load_state_dict(block.down.state_dict())
+                if has_main_grad:
+                    delayed.weight.main_grad = torch.zeros_like(delayed.weight)
                 block.down = delayed
-        run(schedule, chunks, 5)
-        run(schedule, plain, 5)
+        for step in range(2):
+            run(schedule, chunks, 5, seed=step)
+            run(schedule, plain, 5, seed=step)
         for chunk, other in zip(chunks, plain):
-            assert not any(block.down.queue for block in chunk.layers.values())
+            for block in chunk.layers.values():
+                assert not block.down.queue
+                if has_main_grad:
+                    assert block.down.weight.grad is None
+                    block.down.weight.grad = block.down.weight.main_grad
             assert_same_gradients([chunk], other)
 
 
-def test_modules_with_backward_dw(ranks: RankPool) -> None:
-    ranks.run(2, delayed_modules)
+@pytest.mark.parametrize(
+    ("way", "has_main_grad"),
+    [("assign", False), ("keep the first", False), ("add", False), ("assign", True), ("main_grad", True)],
+)
+def test_modules_with_backward_dw(ranks: RankPool, way: str, has_main_grad: bool) -> None:
+    """Most of them do not add to what is there, so that of all microbatches only the last, or the first, was left."""
+    ranks.run(2, delayed_modules, way, has_main_grad)
 
 
 # Data parallelism
