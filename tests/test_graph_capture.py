@@ -298,7 +298,8 @@ class Refused(nn.Module):
         super().__init__()
         self.how = how
         self.linear, self.dropout = nn.Linear(H, H), nn.Dropout(0.5)
-        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(4))
+        self.register_buffer("part", self.count[:2])
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, self.how)(self.linear(x), x)
@@ -317,6 +318,22 @@ class Refused(nn.Module):
     def seeded(self, y: Tensor, x: Tensor) -> Tensor:
         torch.manual_seed(3)
         return self.dropout(y)
+
+    def forked(self, y: Tensor, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return self.dropout(y)
+
+    def state(self, y: Tensor, x: Tensor) -> Tensor:
+        torch.set_rng_state(torch.get_rng_state())
+        return self.dropout(y)
+
+    def data(self, y: Tensor, x: Tensor) -> Tensor:
+        self.linear.bias.data = self.linear.bias.data + 1
+        return y
+
+    def view(self, y: Tensor, x: Tensor) -> Tensor:
+        self.part.add_(1)
+        return y * self.count.sum()
 
     def attribute(self, y: Tensor, x: Tensor) -> Tensor:
         self.last = y
@@ -356,7 +373,11 @@ class Deferring(torch.autograd.Function):
         ("branch", r"test_graph_capture.py:\d+ \(if y.sum\(\) > 0:\) .*leave this stage eager"),
         ("mask", r"test_graph_capture.py:\d+ \(return y\[y > 0\].sum\(\)\)"),
         ("number", r"test_graph_capture.py:\d+ \(return y \* y.detach\(\).max\(\).item\(\)\)"),
-        ("seeded", "sets the seed"),
+        ("seeded", r"test_graph_capture.py:\d+ \(torch.manual_seed\(3\)\) it sets the seed"),
+        ("forked", r"test_graph_capture.py:\d+ \(with torch.random.fork_rng.*\) it sets the seed or the state"),
+        ("state", r"test_graph_capture.py:\d+ \(torch.set_rng_state.*\) it sets the seed or the state"),
+        ("data", r"test_graph_capture.py:\d+ \(self.linear.bias.data = .*\) it replaces the .data"),
+        ("view", "shares its memory with another"),
         ("attribute", "keeps a tensor as Refused.last"),
         ("buffer", "replaces the buffer count of Refused"),
         ("in_place", "changes linear.bias in place"),

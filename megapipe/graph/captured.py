@@ -9,18 +9,21 @@ import copy
 import inspect
 import random
 import sys
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..clipping import as_sharded
 from ..weight_grad.putting_off import capturing
 from .arguments import Arguments, Structure
 from .function import Forward, Graphs, autocast_dtype, offering, run_forward
-from .joint import CaptureError, trace_joint
+from .joint import CaptureError, line_in, trace_joint
 from .partition import partition
 from .recompute import recompute as cut_to_recompute
 
@@ -261,7 +264,6 @@ class _Stage:
             ]
             around.enter_context(capturing())
             around.enter_context(torch.enable_grad())
-            around.enter_context(torch.random.fork_rng())
             joint = trace_joint(function, [*tensors, *examples], self._what)
         changed = [n for n in joint.mutated if not len(self._names) > n >= self._num_weights]
         if changed:
@@ -284,14 +286,8 @@ class _Stage:
             if self._sets_input:
                 self._module.set_input_tensor(received)  # type: ignore[operator]
             taken = [(_tensors_kept(module), dict(module._buffers)) for module in self._modules]
-            torch.manual_seed(_SEED)
-            with _without_drawing(self._what):
+            with _without_drawing(self._what), _setting_no_random_state(self._what), _SettingNoData(self._what):
                 output = self._module.forward(*args, **kwargs)
-            if torch.initial_seed() != _SEED:
-                raise CaptureError(
-                    f"{self._what} cannot be captured: its forward sets the seed of the random numbers, which a graph "
-                    "would not do. Set it before the stage is called, or leave this stage eager."
-                )
             self._check_attributes(taken)
         finally:
             self._module.__class__ = captured_class
@@ -337,9 +333,6 @@ class _Holder(nn.Module):
         return self._call(value)
 
 
-_SEED = 4_294_967_311  # nobody else's
-
-
 @contextmanager
 def _without_drawing(what: str) -> Iterator[None]:
     """Raises CaptureError where random numbers of Python or NumPy are drawn, and puts these back."""
@@ -357,6 +350,47 @@ def _without_drawing(what: str) -> Iterator[None]:
             f"{what} cannot be captured: its forward draws random numbers of {' and '.join(drawn)}, which would be the "
             "same in every call of a graph. Draw them with torch, pass them in, or leave this stage eager."
         )
+
+
+@contextmanager
+def _setting_no_random_state(what: str) -> Iterator[None]:
+    """Raises CaptureError where a generator of torch's is given another seed or state, by whatever name."""
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        if event != "c_call" or not isinstance(getattr(called, "__self__", None), torch.Generator):
+            return
+        if called.__name__ in ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"):
+            raise CaptureError(
+                f"{what} cannot be captured: at {line_in(traceback.extract_stack(frame))} it sets the seed or the "
+                "state of the random numbers, which a graph would not do. Set them before the stage is called, or "
+                "leave this stage eager."
+            )
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+class _SettingNoData(TorchFunctionMode):
+    """Raises CaptureError where `.data` of a tensor is replaced, which the tracer does not see."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == _SET_DATA:
+            raise CaptureError(
+                f"{self._what} cannot be captured: at {line_in(traceback.extract_stack())} it replaces the .data of a "
+                "tensor, which a graph would not do. Change a buffer in place (copy_), or leave this stage eager."
+            )
+        return function(*args, **(kwargs or {}))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _attributes(value: Any) -> Any:

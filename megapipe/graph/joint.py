@@ -6,6 +6,7 @@ from 2.9 on. What comes out is functional (no operator changes a tensor), and ea
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import linecache
 import traceback
@@ -21,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from .nodes import drop_idle_views
 
-__all__ = ["CaptureError", "Joint", "trace_joint"]
+__all__ = ["CaptureError", "Joint", "line_in", "trace_joint"]
 
 _API = "aot_export_joint_with_descriptors"
 _NO_ALIAS = ("non_alias", "unsafe_view_alias", "custom_function_view")
@@ -80,7 +81,7 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
         assert not copied, "a copy is nobody's alias"
         copied = tuple(aliases)
     drop_idle_views(exported.graph_module)
-    joint = _label(exported.graph_module, len(inputs))
+    joint = _label(exported.graph_module, len(inputs), what)
     _check(joint, what)
     return joint
 
@@ -125,13 +126,14 @@ def _export(
     try:
         return exporter(stack, function, inputs)
     except unknown as error:
-        raise _depends_on_values(what, _line_of(error)) from error
+        raise _depends_on_values(what, line_in(traceback.extract_tb(error.__traceback__))) from error
     except AssertionError as error:
         if not any(said in str(error) for said in ("convert all Tensors to FakeTensors", "Unexpected fake buffer")):
             raise
         raise CaptureError(
-            f"{what} cannot be captured: at {_line_of(error)} it uses a tensor that is no parameter, buffer or input "
-            "of its own, or one from a cache: register it as a buffer, pass it in, or leave this stage eager."
+            f"{what} cannot be captured: at {line_in(traceback.extract_tb(error.__traceback__))} it uses a tensor that "
+            "is no parameter, buffer or input of its own, or one from a cache: register it as a buffer, pass it in, or "
+            "leave this stage eager."
         ) from error
 
 
@@ -142,10 +144,10 @@ def _depends_on_values(what: str, line: str) -> CaptureError:
     )
 
 
-def _line_of(error: BaseException) -> str:
-    """Where in the user's code it was raised: the innermost frame outside of torch and of this package."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+def line_in(stack: traceback.StackSummary) -> str:
+    """Where in the user's code it is: the innermost frame outside of torch and of this package."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
+    frames = [frame for frame in stack if not frame.filename.startswith(ours)]
     if not frames:
         return "an unknown line"
     frame = frames[-1]
@@ -164,7 +166,7 @@ def _line_of_node(node: Node) -> str:
     return found
 
 
-def _label(owner: GraphModule, num_inputs: int) -> Joint:
+def _label(owner: GraphModule, num_inputs: int, what: str) -> Joint:
     inputs: dict[int, Node] = {}
     tangent_of: dict[int, Node] = {}
     outputs: dict[int, Node] = {}
@@ -172,10 +174,17 @@ def _label(owner: GraphModule, num_inputs: int) -> Joint:
     grads: dict[int, Node | None] = {}
     for node in owner.graph.find_nodes(op="placeholder"):
         described = node.meta["desc"]
-        if type(described).__name__ == "PlainAOTInput":
+        kind = type(described).__name__
+        if kind == "PlainAOTInput":
             inputs[described.idx] = node
+        elif kind in ("ViewBaseAOTInput", "SyntheticBaseAOTInput"):
+            raise CaptureError(
+                f"{what} cannot be captured: it changes a tensor in place that shares its memory with another of its "
+                "parameters, buffers or inputs, which a graph would not change with it. Give each memory of its own "
+                "(clone()), or leave this stage eager."
+            )
         else:
-            assert type(described).__name__ == "TangentAOTInput", described
+            assert kind == "TangentAOTInput", described
             if type(described.output).__name__ == "PlainAOTOutput":  # else that of a changed input
                 tangent_of[described.output.idx] = node
     (end,) = owner.graph.find_nodes(op="output")
