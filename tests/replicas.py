@@ -58,11 +58,9 @@ def average(gradients: list[list[Tensor | None]]) -> list[Tensor | None]:
 
 
 @functools.cache
-def reference(
-    deferred: bool, num_replicas: int = 2, num_steps: int = NUM_STEPS
-) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+def reference(num_replicas: int = 2, num_steps: int = NUM_STEPS) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Of every step the gradients, and the parameters at the end."""
-    model = Stage(StageInfo(0, 1), NUM_LAYERS, deferred=deferred)
+    model = Stage(StageInfo(0, 1), NUM_LAYERS)
     optimizer = adamw([model])
     gradients = []
     for step in range(num_steps):
@@ -90,7 +88,7 @@ def train_and_compare(
         local: the plain tensor that a parameter or gradient stands for.
     """
     num_replicas = parallel_state.get_data_parallel_world_size()
-    gradients, final = reference(schedule in SPLIT, num_replicas, num_steps)
+    gradients, final = reference(num_replicas, num_steps)
     optimizer = None
     for step in range(num_steps):
         seed = num_replicas * step + parallel_state.get_data_parallel_rank()

@@ -453,7 +453,7 @@ def a_hook_insists_on_a_gradient(rank: int) -> None:
             nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
             nodes[-1].register_hook(hook)
         run(schedule, chunks, 3)
-        expected = dict(reference(4, 3, deferred=True)[0].named_parameters())
+        expected = dict(reference(4, 3)[0].named_parameters())
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 assert parameter.grad is None

@@ -182,7 +182,7 @@ def low_precision(rank: int) -> None:
     for schedule in ("1f1b", "interleaved_1f1b", "zb1p", "zbv"):
         chunks = shard(build_replicas(schedule, 2), mp_policy=policy)
         run(schedule, chunks, 3, seed=parallel_state.get_data_parallel_rank())
-        model = Stage(StageInfo(0, 1), NUM_LAYERS, deferred=schedule in SPLIT).bfloat16()
+        model = Stage(StageInfo(0, 1), NUM_LAYERS).bfloat16()
         gradients = []
         for replica in range(2):
             sums = [torch.zeros(p.shape) for p in model.parameters()]
@@ -295,7 +295,7 @@ def accumulated(rank: int) -> None:
                 chunk.set_requires_gradient_sync(is_last)
                 chunk.set_reshard_after_backward(is_last)
             run(schedule, chunks, 4, seed=replica)
-        model = Stage(StageInfo(0, 1), NUM_LAYERS, deferred=schedule in SPLIT)
+        model = Stage(StageInfo(0, 1), NUM_LAYERS)
         gradients = [replica_gradients(model, one, num_calls=2) for one in range(2)]
         expected = dict(zip(dict(model.named_parameters()), average(gradients)))
         for chunk in chunks:

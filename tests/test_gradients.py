@@ -19,11 +19,9 @@ WHOLE = [name for name in TRAINING if name not in SPLIT]
 unpartitioned = functools.lru_cache(maxsize=None)(reference)
 
 
-def expect(
-    num_microbatches: int, dropout: float, deferred: bool = False, num_layers: int = NUM_LAYERS
-) -> tuple[Stage, list[Tensor]]:
-    """Computed once per worker."""
-    return unpartitioned(num_layers, num_microbatches, dropout=dropout, deferred=deferred)
+def expect(num_microbatches: int, dropout: float, num_layers: int = NUM_LAYERS) -> tuple[Stage, list[Tensor]]:
+    """Computed once per worker, by torch's own layers."""
+    return unpartitioned(num_layers, num_microbatches, dropout=dropout)
 
 
 def compare(
@@ -43,7 +41,7 @@ def compare(
             num_layers = MORE_LAYERS if num_chunks == 3 else NUM_LAYERS
             chunks = build(schedule, pp_size, num_layers, num_chunks, **options)
             reports = run(schedule, chunks, m)
-            expected, losses = expect(m, dropout, deferred, num_layers)
+            expected, losses = expect(m, dropout, num_layers)
             try:
                 assert_same_losses(reports, losses, chunks)
                 assert_same_gradients(chunks, expected)

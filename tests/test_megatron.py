@@ -395,7 +395,7 @@ def their_data_parallelism(rank: int) -> None:
         config.no_sync_func = [one.no_sync for one in wrapped]
         config.grad_sync_func = None if by_hooks else [one.start_grad_sync for one in wrapped]
         config.finalize_model_grads_func = lambda models, tokens: [one.finish_grad_sync() for one in models]
-        model = Stage(StageInfo(0, 1), replicas.NUM_LAYERS, deferred=schedule in replicas.SPLIT)
+        model = Stage(StageInfo(0, 1), replicas.NUM_LAYERS)
         for step in range(2):
             for one in wrapped:
                 one.zero_grad_buffer()

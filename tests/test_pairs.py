@@ -67,7 +67,7 @@ def in_parts(rank: int, pp_size: int) -> None:
         assert LOG.count("gap") == LOG.count("part") == m * sum(len(chunk.layers) for chunk in chunks)
         in_gaps = sum(LOG[k : k + 2] == ["gap", "part"] for k in range(len(LOG)))
         assert in_gaps > m // 2  # forwards went on while backwards waited
-        expected, losses = expect(NUM_LAYERS, m, deferred=True)
+        expected, losses = expect(NUM_LAYERS, m)
         assert_same_gradients(chunks, expected)
         if rank == 0:
             assert [report["loss"] for report in reports] == losses
@@ -153,7 +153,7 @@ def test_a_lone_backward_fills_its_gaps_with_its_own_weight_gradients() -> None:
         else:
             assert last_backward == []  # the first step has found out
         assert sorted(hooked) == sorted(4 * [name for name, _ in chunk.named_parameters()])
-        assert_same_gradients([chunk], expect(2, 2, seeds=(0, 0), deferred=True)[0])
+        assert_same_gradients([chunk], expect(2, 2, seeds=(0, 0))[0])
 
 
 class WithoutGaps(Stage):

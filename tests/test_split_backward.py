@@ -47,7 +47,7 @@ class Twice(nn.Module):
 class Odd(nn.Module):
     """A stage of such layers between an embedding and a head, with some parameters frozen."""
 
-    def __init__(self, info: StageInfo, num_layers: int, hidden: int, frozen: float, seed: int) -> None:
+    def __init__(self, info: StageInfo, num_layers: int, hidden: int, frozen: float, seed: int, deferred: bool) -> None:
         super().__init__()
         self.config = SimpleNamespace(hidden_size=hidden)
         self.info = info
@@ -60,7 +60,8 @@ class Odd(nn.Module):
         self.head = nn.Linear(hidden, 11) if info.is_last else None
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(random.Random(f"{seed} {name}").random() >= frozen)
-        weight_grad.convert(self)
+        if deferred:
+            weight_grad.convert(self)
 
     def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
         self.input_tensor = input_tensor[0]
@@ -83,8 +84,8 @@ def random_configurations(rank: int, pp_size: int, seed: int, count: int) -> Non
         build(schedule, pp_size, 14, num_chunks)  # for the process groups
         infos = stages_for_rank(schedule, num_chunks=num_chunks)
         sizes = (num_layers, hidden, frozen, seed)
-        chunks = [Odd(info, *sizes) for info in infos]
-        whole = Odd(StageInfo(0, 1), *sizes)
+        chunks = [Odd(info, *sizes, deferred=True) for info in infos]
+        whole = Odd(StageInfo(0, 1), *sizes, deferred=False)
         for batch in batches(m):
             loss = loss_of(whole(batch["tokens"], batch["seed"]), batch["labels"]) / m
             if loss.requires_grad:
@@ -107,7 +108,7 @@ def test_random_configurations(ranks: RankPool, pp_size: int, count: int) -> Non
 
 def tied_embedding(rank: int, schedule: str) -> None:
     chunks = build(schedule, 2, 4, deferred=True)
-    whole = Stage(StageInfo(0, 1), 4, deferred=True)
+    whole = Stage(StageInfo(0, 1), 4)
     whole.head.weight = whole.embedding.weight
     by_name = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
     if rank == 0:

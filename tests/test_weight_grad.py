@@ -197,7 +197,8 @@ def test_accumulated_gradients_are_torchs(num_tokens: int) -> None:
     """Products were added to gradients in one go, by a BLAS that rounds as it sees fit: with one token or with many,
     and on some processors with any number, sums over microbatches differed from torch's in the last bits."""
     compare(nn.Linear(70, 90), lambda: torch.randn(num_tokens, 70))
-    compare(nn.Sequential(nn.Embedding(11, IN), nn.Linear(IN, OUT), nn.GELU()), lambda: torch.randint(11, (num_tokens,)))
+    model = nn.Sequential(nn.Embedding(11, IN), nn.Linear(IN, OUT), nn.GELU())
+    compare(model, lambda: torch.randint(11, (num_tokens,)))
 
 
 class Shared(nn.Module):
@@ -873,17 +874,18 @@ class Solves(torch.autograd.Function):
 def test_a_backward_that_is_run_within_b_puts_nothing_off(use_reentrant: bool) -> None:
     """Whoever runs one in a Function's backward, as implicit layers do, goes on with its gradients. These were put off
     to the W of the B that was under way."""
-    results = []
-    for split in (False, True):
+
+    def run(split: bool) -> list[Tensor]:
         torch.manual_seed(0)
         outer, inner = weight_grad.Linear(IN, IN), weight_grad.Linear(IN, IN)
-        calls: list[Tensor] = []
+        seen: list[Tensor] = []
         for layer in (outer, inner):
-            layer.weight.register_post_accumulate_grad_hook(lambda weight: calls.append(weight.grad.clone()))
+            layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
         for _ in range(2):
             backward(Solves.apply(outer(torch.randn(TOKENS, IN)), inner, use_reentrant).sum(), split=split)
-        results.append([outer.weight.grad, inner.weight.grad, *calls[-2:]])
-    for got, want in zip(*results):
+        return [outer.weight.grad, inner.weight.grad, *seen[-2:]]
+
+    for got, want in zip(run(True), run(False)):
         assert torch.equal(got, want)
 
 

@@ -59,7 +59,7 @@ class PutOff:
         self._silenced: dict[Tensor, dict[Any, Any]] = {}
         self._kept: list[weakref[Kept]] = []
 
-    def is_asked(self) -> bool:
+    def is_under_way(self) -> bool:
         """Whether the backward that is running is this B, or one within it, and not that of another thread."""
         if torch._C._current_graph_task_id() in self._running:
             return True
@@ -235,7 +235,7 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
 
 def is_putting_off() -> bool:
     """Whether the backward that is running leaves weight gradients to a W."""
-    return _current is not None and _current.is_asked()
+    return _current is not None and _current.is_under_way()
 
 
 def is_capturing() -> bool:
@@ -291,7 +291,7 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
     if weight._backward_hooks:
         _pass_over_none(weight)
         compute, add_to = functools.partial(_hooked, weight, compute), None
-    if _current is not None and _current.is_asked():
+    if _current is not None and _current.is_under_way():
         _current.add(weight, compute, add_to)
         return
     _let_stand_in(weight)
