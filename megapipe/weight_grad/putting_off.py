@@ -7,6 +7,7 @@ thread-local or context variable of the thread that asked for it.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections import deque
@@ -39,7 +40,6 @@ __all__ = [
 one_backward_at_a_time = threading.RLock()
 _current: PutOff | None = None
 _is_capturing = False
-_KEY = "megapipe.weight_grad"  # of the same in torch's own thread-locals, which its backward threads take over
 _stand_ins: dict[Tensor, Tensor] | None = None  # gradients that stand in during the backward under way, if one is
 
 
@@ -63,7 +63,7 @@ class PutOff:
         """Whether the backward that is running is this B, or one within it, and not that of another thread."""
         if torch._C._current_graph_task_id() in self._running:
             return True
-        return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY) is self
+        return _this_thread().put_off is self
 
     def add(
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
@@ -137,6 +137,22 @@ class PutOff:
             self._settle(number)
         ended, self._ended = self._ended, {}
         _accumulate_all(ended)
+
+
+class _Thread:
+    put_off: PutOff | None = None
+
+
+def _this_thread() -> _Thread:
+    """What is kept for a thread by torch, whose own thread-locals go along to the threads that run its backward."""
+    if not torch._C._is_key_in_tls(_KEY):
+        made = _Thread()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # torch before 2.13 or so does not count its reference
+        torch._C._stash_obj_in_tls(_KEY, made)
+    return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
+
+
+_KEY = "megapipe.weight_grad"
 
 
 class _Contributions:
@@ -218,7 +234,7 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
         one_backward_at_a_time.acquire()
         self._before, _current = (_current, _stand_ins), self._put_off
         _stand_ins = {}
-        torch._C._stash_obj_in_tls(_KEY, self._put_off)
+        _this_thread().put_off = _current
 
     def __exit__(self, *error: object) -> None:
         global _current, _stand_ins
@@ -226,7 +242,7 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
             if _stand_ins:
                 _remove_stand_ins(_stand_ins)
             _current, _stand_ins = self._before
-            torch._C._stash_obj_in_tls(_KEY, _current)
+            _this_thread().put_off = _current
             if self._put_off is not None:
                 self._put_off.end_backward()
         finally:
