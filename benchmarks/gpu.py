@@ -146,6 +146,7 @@ class Pair:
         if has_main_grad:
             for parameter in [*self.plain.parameters(), *self.ours.parameters()]:
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+                parameter.grad_added_to_main_grad = False
                 parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def forward(self, layers: nn.Sequential) -> Tensor:
@@ -168,7 +169,7 @@ class Pair:
 
 def _add_to_main_grad(parameter: Any) -> None:
     """As Megatron's DistributedDataParallel does; zeros stand in where the gradient has been added already."""
-    if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
+    if parameter.grad is not None and not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import sys
 import threading
@@ -273,6 +274,19 @@ def test_autocast() -> None:
     compare(nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, OUT)), lambda: torch.randint(20, (9,)), autocast=True)
     compare(nn.Conv1d(4, 6, 3, bias=False), lambda: torch.randn(2, 4, 9), autocast=True)
     compare(nn.Conv2d(4, 6, 3, bias=False), lambda: torch.randn(2, 4, 9, 9), autocast=True)
+
+
+@pytest.mark.parametrize("kind", [weight_grad.Linear, functools.partial(weight_grad.GroupedLinear, 1)])
+def test_autocast_keeps_no_copy_of_a_weight(kind: Callable[..., nn.Module]) -> None:
+    """Each microbatch in flight kept one, in half precision."""
+    layer, x = kind(IN, OUT), torch.randn(TOKENS, IN, requires_grad=True)
+    with torch.autocast("cpu"):
+        output = layer(x, [TOKENS]) if isinstance(layer, weight_grad.GroupedLinear) else layer(x)
+    assert [tensor.data_ptr() for tensor in output.grad_fn.saved_tensors][1] == layer.weight.data_ptr()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
 
 
 def test_autocast_does_not_remember_a_weight_without_its_graph() -> None:
