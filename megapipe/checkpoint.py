@@ -145,7 +145,13 @@ class Checkpointer:
             tensors.update(state.tensors())
             tensors[f"rng.{self._rank}"] = serialise(_random_states(), "the random state")
             uses = uses_of(state, self._pp_rank, self._rank) if not self._names_are_checked else []
-            return {"options": state.options(), "numbers": state.numbers(), "aliases": state.aliases, "uses": uses}
+            return {
+                "options": state.options(),
+                "numbers": state.numbers(),
+                "extras": state.extras(),
+                "aliases": state.aliases,
+                "uses": uses,
+            }
 
         def prepare(ranks: list[dict[str, Any]]) -> set[str]:
             self._check_newest(step)
@@ -217,7 +223,7 @@ class Checkpointer:
         def read() -> None:
             state.load_model(reader, run["aliases"])
             if is_training:
-                state.load_optimizers(reader, run["aliases"], run["options"], run["numbers"])
+                state.load_optimizers(reader, run["aliases"], run["options"], run["numbers"], run.get("extras", []))
             for name, other in self._others.items():
                 if isinstance(other, LRScheduler):
                     load_scheduler(other, run["others"][name])
@@ -269,6 +275,7 @@ class Checkpointer:
             "options": list(groups.values()),
             "numbers": {name: numbers for rank in ranks for name, numbers in rank["numbers"].items()},
             "aliases": {name: first for rank in ranks for name, first in rank["aliases"].items()},
+            "extras": ranks[0]["extras"],
             "world_size": self._world_size,
             "seed": torch.initial_seed(),
         }

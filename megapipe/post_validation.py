@@ -74,6 +74,11 @@ class PostValidatedOptimizer(PipelinedOptimizer):
     ) -> None:
         check_norm(max_norm, norm_type)
         super().__init__(model, make, group_of)
+        if extra := self.optimizer.state_dict().keys() - {"state", "param_groups"}:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} adds {sorted(extra)} in its state_dict(), of which a step cannot be "
+                "taken back: use a PipelinedOptimizer and clip_grad_norm_ with it."
+            )
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.grad_norm: float | None = None
@@ -198,7 +203,7 @@ class _Pending:
         self._hyperparameters = copy_hyperparameters(optimizer)
         self.stepped: list[Hyperparameters] = []  # what the step itself has made of them
         self._weights = [_Weight(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._state = {key: _copy_state(state) for key, state in optimizer.state.items()}
+        self._state = _copied(dict(optimizer.state))
 
     @contextmanager
     def taken_back(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
@@ -234,11 +239,10 @@ class _Weight:
         self.grad_version = local(parameter.grad)._version
 
 
-def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in state.items()
-    }
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return state.detach().clone() if isinstance(state, Tensor) else copy.deepcopy(state)
 
 
 _optimizers: WeakKeyDictionary[nn.Module, ref[PostValidatedOptimizer]] = WeakKeyDictionary()

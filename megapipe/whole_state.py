@@ -8,6 +8,7 @@ read in place and shard by shard; the rest (learning rates, step counts that are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ class Held(NamedTuple):
 
 class WholeState:
     """This rank's chunks and optimizers as they are now.
+
+    What an optimizer has is what its own `state_dict()` says, as its `load_state_dict` is what will read it.
 
     Raises ValueError where an optimizer has a parameter that no chunk has.
     """
@@ -85,6 +88,7 @@ class WholeState:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     self._check_divisible(key, name, parameter, value)
+                    key = _without_dots(key)
                     tensors |= {f"optimizer.{key}.{n}": t for n, t in self._divided(name, parameter, value)}
         return tensors
 
@@ -106,8 +110,8 @@ class WholeState:
         """The settings of the optimizers' parameter groups, with the names of their parameters."""
         return [
             {"group": number, "names": names, "options": {k: v for k, v in group.items() if k not in PARAMETERS}}
-            for optimizer in self._optimizers
-            for number, (group, names) in enumerate(self._groups(optimizer))
+            for optimizer, packed in zip(self._optimizers, self._packed)
+            for number, ((_, names), group) in enumerate(zip(self._groups(optimizer), packed["param_groups"]))
         ]
 
     def numbers(self) -> dict[str, dict[str, Any]]:
@@ -116,6 +120,17 @@ class WholeState:
             (name, {k: v for k, v in s.items() if not isinstance(v, Tensor)}) for name, _, s in self._optimizer_states()
         )
         return {name: state for name, state in states if state}
+
+    def extras(self) -> list[dict[str, Any]]:
+        """What each optimizer has besides groups and the state of parameters: state under names of its own, and what
+        its `state_dict()` adds."""
+        return [
+            {
+                "state": {key: value for key, value in packed["state"].items() if isinstance(key, str)},
+                "entries": {key: value for key, value in packed.items() if key not in ("state", "param_groups")},
+            }
+            for packed in self._packed
+        ]
 
     # Loading
 
@@ -153,13 +168,14 @@ class WholeState:
         aliases: Mapping[str, str],
         options: Sequence[dict[str, Any]],
         numbers: Mapping[str, dict[str, Any]],
+        extras: Sequence[dict[str, Any]],
     ) -> None:
         """After `load_model`. Parameters that had no state when it was saved have none afterwards."""
         saved: dict[str, dict[str, TensorStorageMetadata]] = {}
         for full_key, what in reader.contents.items():
             if full_key.startswith("optimizer."):
                 _, key, name = full_key.split(".", 2)
-                saved.setdefault(name, {})[key] = what
+                saved.setdefault(name, {})[_with_dots(key)] = what
         by_name = {name: group["options"] for group in options for name in group["names"]}
         by_number = {group["group"]: group["options"] for group in reversed(options)}
         targets: dict[str, Tensor] = {}
@@ -182,12 +198,14 @@ class WholeState:
                         empty = torch.zeros(what.size) if not alike else torch.zeros_like(parameter)
                         state[index][key] = target = empty.to(what.properties.dtype)
                         for part_name, view in self._divided(name, parameter, target):
-                            full_key = f"optimizer.{key}.{part_name}"
+                            full_key = f"optimizer.{_without_dots(key)}.{part_name}"
                             check_there(full_key, reader, view)
                             if full_key in targets:
                                 copies.append((view, targets[full_key]))
                             targets.setdefault(full_key, view)
-            states.append({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
+            extra = extras[len(states)] if len(states) < len(extras) else {"state": {}, "entries": {}}
+            state_of_all = {**{i: s for i, s in state.items() if s}, **extra["state"]}
+            states.append({**extra["entries"], "state": state_of_all, "param_groups": groups})
         reader.read(targets)
         for view, source in copies:
             view.copy_(source)
@@ -232,11 +250,29 @@ class WholeState:
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[str]]]:
         return [(group, [self._names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
 
+    @cached_property
+    def _packed(self) -> list[dict[str, Any]]:
+        """Of each optimizer, its `state_dict()`. Raises ValueError where what is in it could not be found again."""
+        for number, optimizer in enumerate(self._optimizers):
+            parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for key, state in optimizer.state.items():
+                names = state if isinstance(key, Tensor) else [key]
+                if isinstance(key, Tensor) and id(key) not in parameters:
+                    raise ValueError(
+                        f"optimizer {number} has state of a tensor of shape {list(key.shape)}, which is none of its "
+                        "parameters: take it out of its `state`, or keep it under a name."
+                    )
+                if strange := [name for name in names if not isinstance(name, str)]:
+                    raise ValueError(
+                        f"optimizer {number} has state under {strange[0]!r}, which cannot be saved: use a string."
+                    )
+        return [optimizer.state_dict() for optimizer in self._optimizers]
+
     def _optimizer_states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-        for optimizer in self._optimizers:
-            for group, names in self._groups(optimizer):
-                for name, parameter in zip(names, group["params"]):
-                    yield name, parameter, optimizer.state.get(parameter, {})
+        for optimizer, packed in zip(self._optimizers, self._packed):
+            for (group, names), packed_group in zip(self._groups(optimizer), packed["param_groups"]):
+                for name, parameter, index in zip(names, group["params"], packed_group["params"]):
+                    yield name, parameter, packed["state"].get(index, {})
 
     def _options_of(self, names: list[str], by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
         for name in names:
@@ -250,6 +286,15 @@ class WholeState:
                     f"settings ({by_name[names[0]]} and {by_name[name]}): make the groups as they were."
                 )
         return by_name[names[0]]
+
+
+def _without_dots(key: str) -> str:
+    """As part of a longer key, whose parts dots divide."""
+    return key.replace("%", "%25").replace(".", "%2E")
+
+
+def _with_dots(key: str) -> str:
+    return key.replace("%2E", ".").replace("%25", "%")
 
 
 def name_of(chunk: nn.Module, local_name: str, global_name: GlobalName | None) -> str:

@@ -232,6 +232,39 @@ def test_misuse(ranks: RankPool) -> None:
     ranks.run(2, misuse)
 
 
+class Counting(torch.optim.SGD):
+    """With state of no parameter."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        self.state.setdefault("all", {"k": torch.tensor(0)})["k"].add_(1)
+
+
+class Adding(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "t": 0}
+
+
+def state_of_no_parameter(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2)
+    layer = nn.Linear(2, 2)
+    optimizer = PostValidatedOptimizer(layer, lambda groups: Counting(groups, lr=0.1), max_norm=1.0)
+    for gradient in (0.1, 5.0, math.nan, 0.1):  # as it is, clipped, skipped, as it is
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.state_dict()["state"]["all"]["k"] == 3
+    with pytest.raises(ValueError, match=r"Adding adds \['t'\] in its state_dict\(\), of which a step cannot be taken"):
+        PostValidatedOptimizer(layer, lambda groups: Adding(groups, lr=0.1), max_norm=1.0)
+
+
+def test_state_of_no_parameter_is_taken_back(ranks: RankPool) -> None:
+    """An optimizer that keeps something under a name of its own, as MADGRAD does, failed in its second step. What it
+    keeps outside of its state cannot be taken back, and is refused."""
+    ranks.run(2, state_of_no_parameter)
+
+
 def on_one_rank(rank: int) -> None:
     chunks = build("1f1b", 2, 8)
     optimizer = PostValidatedOptimizer(chunks, adamw, 1.0) if rank else PipelinedOptimizer(chunks, adamw)
