@@ -13,6 +13,7 @@ is the same error on all, and a save in the background disturbs no other communi
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -371,7 +372,13 @@ def _check_all_used(path: Path, ranks: list[tuple[set[str], set[str]]]) -> None:
 
 def _failed_to_save(folder: Path, error: CheckpointException) -> RuntimeError:
     rank, (failure, _) = next(iter(error.failures.items()))
-    return RuntimeError(f"saving to {folder} failed on rank {rank} ({failure}). What was saved before is untouched.")
+    is_full = isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = (
+        " The disk, or what you may use of it, is full: make room, or keep fewer with keep_last." if is_full else ""
+    )
+    return RuntimeError(
+        f"saving to {folder} failed on rank {rank} ({failure}). What was saved before is untouched.{remedy}"
+    )
 
 
 # Random states

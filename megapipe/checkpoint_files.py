@@ -2,7 +2,9 @@
 
 A checkpoint is a folder of torch.distributed.checkpoint in a run's folder. It is written under another name and renamed
 when everything is on the disk: whenever a run dies, what bears a checkpoint's name is whole. It holds tensors only; its
-list of contents, a pickle, is read with an allow-list of the classes that torch writes there.
+list of contents, a pickle, is read with an allow-list of the classes that torch writes there. What is read is what was
+written, or refused: torch writes checksums with its tensors but never looks at them, and the list of contents gets one
+at its end, where torch does not read.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
+import zlib
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,6 +25,9 @@ from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 __all__ = [
     "Reader",
@@ -91,9 +98,19 @@ class Writer(FileSystemWriter):
         2.6 would hand on as it is, to be changed by the next step."""
         return {key: tensor.detach().to("cpu", copy=True) for key, tensor in state_dict.items()}
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _cause(error) from error
+
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         super().finish(metadata, results)
         written, folder = Path(self.path), self._target.parent
+        with open(written / ".metadata", "r+b") as file:
+            file.write(_checksum(file.read()))
+            file.flush()
+            os.fsync(file.fileno())
         _sync(written)
         written.rename(self._target)
         _sync(folder)
@@ -101,6 +118,18 @@ class Writer(FileSystemWriter):
             for path in list(checkpoints_in(folder).values())[: -self._keep_last]:
                 # Renamed first: half of a checkpoint must not bear the name of a whole one.
                 shutil.rmtree(path.rename(path.with_name(path.name + INCOMPLETE)))
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the system said when writing failed. torch speaks of positions in a file then."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause or error
+
+
+def _checksum(data: bytes) -> bytes:
+    return b"crc32 %08x" % zlib.crc32(data)
 
 
 def _sync(folder: Path) -> None:
@@ -124,7 +153,11 @@ class Reader(FileSystemReader):
         super().__init__(path)
         self.contents: dict[str, TensorStorageMetadata] = {}
         try:
-            self._metadata: Metadata = _Unpickler((path / ".metadata").read_bytes()).load()
+            stream = io.BytesIO(data := (path / ".metadata").read_bytes())
+            self._metadata: Metadata = _Unpickler(stream).load()
+            end = stream.tell()
+            if data[end:] not in (b"", _checksum(data[:end])):  # it is empty where torch wrote it alone
+                raise pickle.UnpicklingError("its checksum is wrong")
             for key, what in self._metadata.state_dict_metadata.items():
                 if not isinstance(what, TensorStorageMetadata):
                     raise pickle.UnpicklingError(f"{key} is no tensor")
@@ -139,6 +172,22 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for index in dict.fromkeys(item.storage_index for item in plan.items):
+            self._check_sums(self._metadata.storage_data[index])
+        return super().read_data(plan, planner)
+
+    def _check_sums(self, stored: _StorageInfo) -> None:
+        """Raises BadZipFile where a bit has changed since it was written."""
+        with open(Path(self.path) / stored.relative_path, "rb") as file:
+            file.seek(stored.offset)
+            archive = zipfile.ZipFile(io.BytesIO(file.read(stored.length)))
+        for entry in archive.infolist():
+            if entry.CRC:  # it is 0 where torch was told to compute none
+                with archive.open(entry) as data:
+                    while data.read(1 << 24):
+                        pass
 
     def read(self, targets: dict[str, Tensor]) -> None:
         """Fill the tensors with what the checkpoint holds under their keys. Of DTensors each rank reads its shard."""
@@ -181,9 +230,6 @@ _ALLOWED["torch.serialization", "_get_layout"] = torch.serialization._get_layout
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
