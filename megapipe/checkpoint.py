@@ -33,9 +33,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import parallel_state
+from .alike import check_alike, fingerprint
 from .checkpoint_files import (
     Reader,
     Writer,
+    begin_checkpoint,
     checkpoints_in,
     find_checkpoint,
     holds_checkpoint,
@@ -44,9 +46,10 @@ from .checkpoint_files import (
     serialise,
 )
 from .clipping import as_list
+from .folder_lock import FolderLock, lock_folder
 from .optimizer import load_scheduler
 from .post_validation import optimizer_of
-from .shared_names import check_tied, find_shared, sum_up, uses_of
+from .shared_names import Use, check_tied, find_shared, sum_up, uses_of
 from .whole_state import GlobalName, Parts, WholeState
 
 __all__ = ["Checkpointer", "Loaded", "Stateful", "latest_checkpoint", "read_position"]
@@ -81,14 +84,15 @@ class Checkpointer:
     calls its methods alike.
 
     Args:
-        folder: of the run, which all ranks can reach. Each checkpoint is a folder `step_00000100` in it.
+        folder: of the run, which all ranks can reach. Each checkpoint is a folder `step_00000100` in it. The first
+            save locks it, until the checkpointer is forgotten or the process ends: no other run can save there.
         chunks: this rank's, in the order of `stages_for_rank`. The names of their parameters and buffers, with
             `state_dict()`, must be those of the whole model: a chunk that begins at layer 4 calls it layer 4. Two
             stages that use the same name have a tied parameter there.
         optimizer: any torch optimizer over their parameters, several in a list, or an object that has them as
             `optimizers`. None saves and loads the model without.
         others: what else has `state_dict()` and `load_state_dict()`, by a name of yours: LR scheduler, GradScaler.
-            Rank 0's is saved, and loaded on every rank.
+            Rank 0's is saved, and loaded on every rank; so all must have the same.
         keep_last: how many checkpoints to keep; None for all.
         asynchronous: `save` returns when everything is copied to the host's memory and writes in the background. The
             next `save` waits for it first; call `wait` before the process ends.
@@ -124,6 +128,7 @@ class Checkpointer:
         self._naming = (global_name, parts)
         self._names_are_checked = False
         self._pending: Future[Any] | None = None
+        self._lock: FolderLock | None = None  # rank 0's
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def save(self, step: int, data: Any = None) -> None:
@@ -133,45 +138,56 @@ class Checkpointer:
             data: the position in the data, or whatever else is to come back: numbers, strings, lists, dicts, tensors.
                 Rank 0's is saved.
 
-        Raises, on every rank: ValueError where the folder holds this or a later step, or where chunks use one name for
-        different parameters; TypeError where something could not be read back without executing code; RuntimeError
-        where writing fails, of this save or of the last one in the background.
+        Raises, on every rank: ValueError where the folder holds this or a later step, where another run saves there,
+        where ranks do not reach the same folder or have something else in common that differs, or where chunks use one
+        name for different parameters; TypeError where something could not be read back without executing code;
+        RuntimeError where writing fails, of this save or of the last one in the background.
         """
-        self.wait()
-        self._settle()
         tensors: dict[str, Tensor] = {}
+        common: dict[str, Any] = {}
 
         def collect() -> dict[str, Any]:
             state = self._whole_state()
             tensors.update(state.tensors())
             tensors[f"rng.{self._rank}"] = serialise(_random_states(), "the random state")
+            common["others"] = {name: other.state_dict() for name, other in self._others.items()}
+            common["extras"] = state.extras()
             uses = uses_of(state, self._pp_rank, self._rank) if not self._names_are_checked else []
             return {
+                "step": step,
+                "alike": _fingerprints(**common) if self._world_size > 1 else {},
                 "options": state.options(),
                 "numbers": state.numbers(),
-                "extras": state.extras(),
                 "aliases": state.aliases,
                 "uses": uses,
             }
 
-        def prepare(ranks: list[dict[str, Any]]) -> set[str]:
-            self._check_newest(step)
-            remove_incomplete(self._folder)
-            tensors["run"] = serialise(
-                self._run_of(step, data, ranks), "what is passed to save, or the state of others,"
-            )
-            return find_shared(rank["uses"] for rank in ranks)
+        def prepare(ranks: list[dict[str, Any]]) -> tuple[set[str], str]:
+            self._claim([rank["step"] for rank in ranks])
+            what = "what is passed to save, or the state of others or of the optimizer,"
+            tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
+            check_alike([rank["alike"] for rank in ranks])
+            shared = find_shared(rank["uses"] for rank in ranks)
+            return shared, begin_checkpoint(self._folder, step).name
 
-        shared = self._agree(collect, prepare)
-        if shared:
-            self._agree(lambda: sum_up(self._whole_state(), shared, self._pp_rank, self._rank), check_tied)
+        shared, name = self._agree(collect, prepare)
+        writers: list[Writer] = []
+
+        def get_ready() -> list[Use]:
+            writers.append(Writer(self._folder / name, self._keep_last))
+            sums = sum_up(self._whole_state(), shared, self._pp_rank, self._rank) if shared else []
+            if self._asynchronous:
+                tensors.update({key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()})
+            return sums
+
+        self._agree(get_ready, check_tied)
         self._names_are_checked = True
-        self._write(step, tensors)
+        self._write(writers[0], tensors)
 
     def check_can_save(self, step: int) -> None:
-        """Raises ValueError, on every rank, where the folder holds a checkpoint of `step` or later: a restart would go
-        on from that one. For the beginning of a run, rather than after hours."""
-        self._agree(lambda: None, lambda _: self._check_newest(step))
+        """Raises ValueError, on every rank, where the folder holds a checkpoint of `step` or later, from which a
+        restart would go on, or where another run saves there. For the beginning of a run, rather than after hours."""
+        self._agree(lambda: step, self._claim)
 
     def wait(self) -> None:
         """Until the save in the background is on the disk. Raises RuntimeError, on every rank, where it failed."""
@@ -195,8 +211,6 @@ class Checkpointer:
         Raises, on every rank: ValueError where there is no checkpoint, or one of another model, or one that is damaged
         or would execute code.
         """
-        self.wait()
-        self._settle()
         start = self._folder if path is None else Path(path)
         found = self._agree(
             lambda: None,
@@ -258,12 +272,9 @@ class Checkpointer:
     def _pp_rank(self) -> int:
         return parallel_state.get_pipeline_model_parallel_rank()
 
-    def _settle(self) -> None:
-        """The last step may still be taken back, over what is saved or loaded; whether or not its optimizer is."""
-        if (optimizer := optimizer_of(self._chunks)) is not None:
-            optimizer.settle_everywhere()
-
     def _whole_state(self) -> WholeState:
+        if (optimizer := optimizer_of(self._chunks)) is not None:  # whether or not it is to be saved
+            optimizer.settle_everywhere()
         return WholeState(self._chunks, self._optimizers, *self._naming)
 
     def _run_of(self, step: int, data: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -272,27 +283,41 @@ class Checkpointer:
         return {
             "step": step,
             "data": data,
-            "others": {name: other.state_dict() for name, other in self._others.items()},
             "options": list(groups.values()),
             "numbers": {name: numbers for rank in ranks for name, numbers in rank["numbers"].items()},
             "aliases": {name: first for rank in ranks for name, first in rank["aliases"].items()},
-            "extras": ranks[0]["extras"],
             "world_size": self._world_size,
             "seed": torch.initial_seed(),
         }
 
-    def _check_newest(self, step: int) -> None:
+    def _claim(self, steps: list[int]) -> None:
+        """On rank 0: the folder is this run's, and all may save this step to it."""
+        step = steps[0]
+        if (other := next((rank for rank, one in enumerate(steps) if one != step), None)) is not None:
+            raise ValueError(
+                f"rank 0 saves step {step} and rank {other} step {steps[other]}: save the same one on all."
+            )
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"a step is a whole number from 0 on, got {step!r}.")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self._folder)
         newest = next(reversed(checkpoints_in(self._folder)), -1)
         if newest >= step:
             raise ValueError(
                 f"{self._folder} holds a checkpoint of step {newest}, from which a restart would go on rather than "
                 f"from step {step}: load that one, move it away, or save to another folder."
             )
+        if self._lock.is_held:
+            remove_incomplete(self._folder)
 
     # Together
 
     def _agree(self, work: Callable[[], T], decide: Callable[[list[T]], V]) -> V:
-        """What rank 0 decides on what `work` returned on every rank. What anybody raises is raised on every rank."""
+        """What rank 0 decides on what `work` returned on every rank. What anybody raises is raised on every rank.
+
+        A save in the background, which uses the same group, is waited for.
+        """
+        self.wait()
         mine: T | Exception
         try:
             mine = work()
@@ -315,8 +340,7 @@ class Checkpointer:
             raise verdict[0]
         return verdict[0]  # type: ignore[no-any-return]
 
-    def _write(self, step: int, tensors: dict[str, Tensor]) -> None:
-        writer = Writer(self._folder, step, self._keep_last)
+    def _write(self, writer: Writer, tensors: dict[str, Tensor]) -> None:
         planner = DefaultSavePlanner(flatten_state_dict=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is ")  # one process needs no process group
@@ -379,6 +403,14 @@ def _failed_to_save(folder: Path, error: CheckpointException) -> RuntimeError:
     return RuntimeError(
         f"saving to {folder} failed on rank {rank} ({failure}). What was saved before is untouched.{remedy}"
     )
+
+
+def _fingerprints(others: dict[str, Any], extras: list[dict[str, Any]]) -> dict[str, int]:
+    """Of all of which rank 0's is loaded on every rank."""
+    values = {f"the state of others[{name!r}]": state for name, state in others.items()}
+    for number, extra in enumerate(extras):
+        values[f"what optimizer {number} has besides the state of its parameters"] = extra
+    return {name: fingerprint(value) for name, value in values.items()}
 
 
 # Random states

@@ -12,8 +12,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import platform
 import re
+import secrets
 import shutil
+import warnings
 import zipfile
 import zlib
 from pathlib import Path, PurePath
@@ -32,6 +35,7 @@ from torch.futures import Future
 __all__ = [
     "Reader",
     "Writer",
+    "begin_checkpoint",
     "checkpoints_in",
     "deserialise",
     "find_checkpoint",
@@ -49,7 +53,7 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
     if not Path(folder).is_dir():
         return {}
     matches = ((re.fullmatch(r"step_(\d{8,})", path.name), path) for path in Path(folder).iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -78,25 +82,60 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     )
 
 
+def begin_checkpoint(folder: Path, step: int) -> Path:
+    """An empty folder to write a checkpoint into, under a name that no other run has. `Writer` makes it appear."""
+    path = _incomplete(folder / f"step_{step:08d}")
+    path.mkdir()
+    return path
+
+
+def _incomplete(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}.{secrets.token_hex(4)}{INCOMPLETE}")
+
+
 def remove_incomplete(folder: str | os.PathLike[str]) -> None:
     """What saves that were interrupted left behind. Nobody may be saving there."""
-    for path in Path(folder).glob(f"*{INCOMPLETE}"):
+    for path in Path(folder).glob(f"step_*{INCOMPLETE}"):
+        if re.fullmatch(rf"step_\d{{8,}}(\.[0-9a-f]{{8}})?{INCOMPLETE}", path.name) and path.is_dir():
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or what is only a link to one. Where that cannot be, the checkpoints are none the worse."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+            return
+        if not path.name.endswith(INCOMPLETE):
+            path = path.rename(_incomplete(path))  # half of a checkpoint must not bear the name of a whole one
         shutil.rmtree(path)
+    except OSError as error:
+        warnings.warn(f"{path} is no longer needed, but cannot be removed ({error}): remove it by hand.", stacklevel=2)
 
 
 class Writer(FileSystemWriter):
     """Writes one checkpoint of a run's folder. Rank 0 makes it appear, and removes all but the last `keep_last` then
-    (None: keep all)."""
+    (None: keep all).
 
-    def __init__(self, folder: Path, step: int, keep_last: int | None) -> None:
-        self._target = folder / f"step_{step:08d}"
+    Args:
+        path: from `begin_checkpoint`, on one rank.
+
+    Raises ValueError where this rank does not see that folder.
+    """
+
+    def __init__(self, path: Path, keep_last: int | None) -> None:
+        if not path.is_dir():
+            raise ValueError(
+                f"{path.parent.absolute()} on {platform.node()} is not the folder that rank 0 saves to, which is on "
+                "another disk: give a folder that all ranks can reach."
+            )
+        self._target = path.with_name(path.name.partition(".")[0])
         self._keep_last = keep_last
-        super().__init__(self._target.with_name(self._target.name + INCOMPLETE))
+        super().__init__(path)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What is to be written in the background. A copy also of what is in the host's memory already, which torch
-        2.6 would hand on as it is, to be changed by the next step."""
-        return {key: tensor.detach().to("cpu", copy=True) for key, tensor in state_dict.items()}
+        """What is written in the background has been copied before, when an error could still be told to all ranks."""
+        return state_dict
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -116,8 +155,7 @@ class Writer(FileSystemWriter):
         _sync(folder)
         if self._keep_last is not None:
             for path in list(checkpoints_in(folder).values())[: -self._keep_last]:
-                # Renamed first: half of a checkpoint must not bear the name of a whole one.
-                shutil.rmtree(path.rename(path.with_name(path.name + INCOMPLETE)))
+                _remove(path)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -229,7 +229,7 @@ def load_scheduler(scheduler: LRScheduler, state_dict: dict[str, Any]) -> None:
     """`scheduler.load_state_dict`, of a state from a rank whose parameter groups may be others. What is said of each
     group comes from the optimizer, which must have been loaded before, and from how the scheduler was made."""
     made = [
-        (one, {name: getattr(one, name) for name in _OF_EACH_GROUP if hasattr(one, name)}) for one in _all(scheduler)
+        (one, {name: getattr(one, name) for name in OF_EACH_GROUP if hasattr(one, name)}) for one in _all(scheduler)
     ]
     scheduler.load_state_dict(state_dict)
     for one, of_each_group in made:
@@ -240,7 +240,8 @@ def load_scheduler(scheduler: LRScheduler, state_dict: dict[str, Any]) -> None:
         one._last_lr = [group["lr"] for group in groups]
 
 
-_OF_EACH_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "min_lrs")
+OF_EACH_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "min_lrs")
+"""What a scheduler has one of for each parameter group."""
 
 
 def _all(scheduler: Any) -> list[Any]:

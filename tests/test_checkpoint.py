@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import io
 import json
 import os
 import pickle
 import random
 import re
+import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,12 +27,15 @@ from ranks import RankPool
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as contents
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.optim.swa_utils import AveragedModel
 
-from megapipe import StageInfo, parallel_state
+from megapipe import StageInfo, folder_lock, parallel_state
+from megapipe.alike import fingerprint
 from megapipe.checkpoint import Checkpointer, read_position
 from megapipe.checkpoint_files import INCOMPLETE, Reader, Writer, checkpoints_in
 from megapipe.export import save_safetensors
+from megapipe.optimizer import PipelinedOptimizer
 
 NUM_LAYERS, NUM_MICROBATCHES = 8, 4
 
@@ -275,6 +282,236 @@ def test_what_does_not_fit_is_told_alike_on_every_rank(ranks: RankPool, tmp_path
         assert re.match(pattern, error), error
 
 
+# What optimizers keep in their own way
+
+
+class Slow(torch.optim.SGD):
+    """A state key with a dot."""
+
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("ema.%2E", torch.zeros_like(parameter)).add_(parameter.grad)
+
+
+class Counting(torch.optim.SGD):
+    """State of no parameter, as MADGRAD's."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        self.state["k"] = self.state.get("k", torch.tensor(0)) + 1
+
+
+class Adding(torch.optim.SGD):
+    """More in its state_dict() than torch's has."""
+
+    t = 0
+
+    def step(self, closure: None = None) -> None:
+        self.t += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "t": self.t}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.t = state_dict.pop("t")
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("make", [Slow, Counting, Adding])
+def test_what_optimizers_keep_in_their_own_way(tmp_path: Path, make: type[torch.optim.Optimizer]) -> None:
+    """Keys with a dot came back as another parameter's, state of no parameter and what an optimizer adds in its
+    state_dict() not at all. torch's own state_dict() and load_state_dict() bring all three back."""
+    layer = filled(1.0)
+    optimizer = make(layer.parameters(), lr=0.1)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(3):
+        optimizer.step()
+    Checkpointer(tmp_path, layer, PipelinedOptimizer(layer, lambda groups: optimizer)).save(3)
+    loaded = make(layer.parameters(), lr=0.1)
+    Checkpointer(tmp_path, layer, loaded).load()
+    want, got = optimizer.state_dict(), loaded.state_dict()
+    assert want.keys() == got.keys()
+    assert fingerprint(want) == fingerprint(got)
+    assert fingerprint(want) != fingerprint(make(layer.parameters(), lr=0.1).state_dict())
+
+
+def test_what_an_optimizer_cannot_have_saved(tmp_path: Path) -> None:
+    layer = filled(1.0)
+    for key, message in (
+        (nn.Parameter(torch.ones(3)), r"optimizer 0 has state of a tensor of shape \[3\], which is none of its"),
+        (7, "optimizer 0 has state under 7, which cannot be saved: use a string"),
+    ):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        optimizer.state[key] = {"k": torch.tensor(0)}
+        with pytest.raises(ValueError, match=message):
+            Checkpointer(tmp_path, layer, optimizer).save(1)
+
+
+# What must be the same on all ranks
+
+
+def differing(rank: int, folder: Path) -> list[str]:
+    """Each rank saves to folders and steps of its own, or has what only rank 0's is saved of."""
+    parallel_state.initialize_model_parallel(2)
+    chunk = nn.ModuleDict({str(rank): filled(float(rank))})
+    average = AveragedModel(chunk)
+    counting = Counting(chunk.parameters())
+    counting.state["k"] = torch.tensor(rank)
+    (folder / f"disk {rank}").mkdir()
+    elsewhere = Checkpointer(folder / f"disk {rank}", chunk)
+    errors = [
+        error_of(lambda: elsewhere.save(1)),
+        error_of(lambda: Checkpointer(folder, chunk).save(1 + rank)),
+        error_of(lambda: Checkpointer(folder, chunk).check_can_save(1 + rank)),
+        error_of(lambda: Checkpointer(folder, chunk, others={"average": average}).save(1)),
+        error_of(lambda: Checkpointer(folder, chunk, others={"mine": average} if rank else {}).save(1)),
+        error_of(lambda: Checkpointer(folder, chunk, counting).save(1)),
+    ]
+    assert not checkpoints_in(folder)
+    # As the error says. And what schedulers say of each parameter group differs with the groups.
+    Checkpointer(folder / "average", average).save(1)
+    nn.init.zeros_(average.module[str(rank)].weight)
+    Checkpointer(folder / "average", average).load()
+    assert (average.module[str(rank)].weight == rank).all()
+    groups = [{"params": [p], "lr": 0.1 + rank} for p in chunk.parameters()][: rank + 1]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups), lambda step: 0.5**step)
+    Checkpointer(folder, chunk, scheduler.optimizer, others={"scheduler": scheduler}).save(1)
+    return errors
+
+
+def test_what_ranks_must_have_alike_is_compared(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that saved to disks or steps of their own were told that all was well, and nothing could be loaded. Of
+    what each rank had for itself in others, rank 0's was loaded on every rank."""
+    first, second = ranks.run(2, differing, tmp_path)
+    assert first == second
+    expected = [
+        r"ValueError: .*disk 1 on .* is not the folder that rank 0 saves to, which is on another disk: give a folder "
+        "that all ranks can reach",
+        "ValueError: rank 0 saves step 1 and rank 1 step 2: save the same one on all",
+        "ValueError: rank 0 saves step 1 and rank 1 step 2",
+        r"ValueError: the state of others\['average'\] differs between rank 0 and rank 1, and rank 0's would be loaded",
+        r"ValueError: the state of others\['mine'\] differs between rank 0 and rank 1",
+        "ValueError: what optimizer 0 has besides the state of its parameters differs between rank 0 and rank 1",
+    ]
+    assert len(first) == len(expected)
+    for pattern, error in zip(expected, first):
+        assert re.match(pattern, error), error
+
+
+def test_fingerprints() -> None:
+    a, b = torch.arange(4.0), torch.arange(8.0)[::2] / 2
+    assert fingerprint({"x": [a, None], "y": {"s"}}) == fingerprint({"y": {"s"}, "x": [b.clone(), None]})
+    assert fingerprint([b]) == fingerprint([a.clone()])
+    different = [{}, [], [[]], [{}], 0, 0.0, None, a, a.double(), a.view(2, 2), -a, {"x": a}, {"y": a}, "0", object]
+    assert len({fingerprint(value) for value in different}) == len(different)
+    assert fingerprint(object()) == fingerprint(object())
+
+
+# One run at a time
+
+
+def saving_process(folder: Path, step: int) -> tuple[int, int]:
+    """Another run that has saved and goes on, until what is returned second is closed: its process id first."""
+    told, tell = os.pipe()
+    stay, let_go = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(let_go)
+        checkpointer = Checkpointer(folder, filled(1.0))
+        checkpointer.save(step)
+        helper = os.fork()  # such as a loader's worker, which may outlive it
+        if helper == 0:
+            os.read(stay, 1)
+            os._exit(0)
+        os.write(tell, b"saved")
+        os.read(stay, 1)
+        os._exit(0)
+    os.close(tell)
+    os.close(stay)
+    assert os.read(told, 5) == b"saved"
+    os.close(told)
+    return process, let_go
+
+
+def test_two_runs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that saved into one folder left checkpoints with weights of both, all reported as saved. The second is
+    told, and once the first was killed, nothing that it left holds up a restart."""
+    monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
+    process, let_go = saving_process(tmp_path, 1)
+    try:
+        second = Checkpointer(tmp_path, filled(2.0))
+        message = rf"another run saves to {tmp_path} \(process {process} on .*, since .*\): end that one, or save to"
+        with pytest.raises(ValueError, match=message):
+            second.save(2)
+        with pytest.raises(ValueError, match=message):
+            second.check_can_save(2)
+        assert second.load() == (1, None)  # reading is for all
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        second.check_can_save(2)
+        # Another checkpointer of this run, and what was left of the failed ones, do not end this one's lock.
+        Checkpointer(tmp_path, filled(2.0)).save(2)
+        gc.collect()
+        third = os.fork()
+        if third == 0:
+            os._exit(int(error_of(lambda: Checkpointer(tmp_path, filled(3.0)).save(3)) == "no error"))
+        assert os.waitstatus_to_exitcode(os.waitpid(third, 0)[1]) == 0
+        second.save(3)
+    finally:
+        os.close(let_go)
+    assert names_in(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
+
+
+def test_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said, once for each run, and what may be another run's is not removed."""
+
+    def no_locks(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "lockf", no_locks)
+    (tmp_path / f"step_00000001.0123abcd{INCOMPLETE}").mkdir()
+    checkpointer = Checkpointer(tmp_path, filled(0.0))
+    with pytest.warns(UserWarning, match="cannot be locked .*No locks available"):
+        checkpointer.save(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpointer.save(2)
+    assert names_in(tmp_path) == ["step_00000001", f"step_00000001.0123abcd{INCOMPLETE}", "step_00000002"]
+
+
+def test_what_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    """Everything that was called *.incomplete was removed, the user's too, and a file of such a name or a link to an
+    old checkpoint made every later save fail."""
+    (tmp_path / "download.incomplete").mkdir()
+    (tmp_path / "video.incomplete").touch()
+    (tmp_path / f"step_00000002{INCOMPLETE}").touch()
+    (tmp_path / "step_99999999").touch()
+    (tmp_path / f"step_00000001.0123abcd{INCOMPLETE}").mkdir()  # a save that was interrupted
+    elsewhere = tmp_path / "another disk"
+    Checkpointer(elsewhere, filled(1.0)).save(1)
+    (tmp_path / "step_00000001").symlink_to(elsewhere / "step_00000001")
+    checkpointer = Checkpointer(tmp_path, filled(2.0), keep_last=1)
+    assert checkpointer.load() == (1, None)
+    for step in (2, 3):
+        checkpointer.save(step)
+    left = ["another disk", "download.incomplete", f"step_00000002{INCOMPLETE}", "step_00000003", "step_99999999"]
+    assert names_in(tmp_path) == [*left, "video.incomplete"]
+    assert names_in(elsewhere) == ["step_00000001"]
+
+
+def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", stuck)
+    checkpointer = Checkpointer(tmp_path, filled(2.0), keep_last=1)
+    checkpointer.save(1)
+    with pytest.warns(UserWarning, match=r"step_00000001\..* is no longer needed, but cannot be removed \(.*busy"):
+        checkpointer.save(2)
+    assert list(checkpoints_in(tmp_path)) == [2]
+
+
 # A crash at any moment
 
 
@@ -297,6 +534,11 @@ def filled(value: float) -> nn.Linear:
     for parameter in layer.parameters():
         nn.init.constant_(parameter, value)
     return layer
+
+
+def names_in(folder: Path) -> list[str]:
+    """But for the lock, which stays."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 def test_a_crash_at_any_moment_of_saving(tmp_path: Path) -> None:
@@ -323,7 +565,7 @@ def test_a_crash_at_any_moment_of_saving(tmp_path: Path) -> None:
     assert steps[-1] == number + 1
     assert number >= 8, "changes of the file system were counted"
     assert 2 <= len(set(steps)) < len(steps), "some crashes came before and some after the new one was there"
-    assert [path.name for path in tmp_path.iterdir()] == [f"step_{number + 1:08d}"], "nothing is left lying about"
+    assert names_in(tmp_path) == [f"step_{number + 1:08d}"], "nothing is left lying about"
 
 
 def test_keeps_the_last(tmp_path: Path) -> None:
@@ -331,7 +573,7 @@ def test_keeps_the_last(tmp_path: Path) -> None:
     (tmp_path / f"step_00000001{INCOMPLETE}").mkdir()
     for step in (1, 5, 100_000_000):
         checkpointer.save(step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005", "step_100000000"]
+    assert names_in(tmp_path) == ["step_00000005", "step_100000000"]
     assert read_position(tmp_path) == (100_000_000, None)
     assert Checkpointer(tmp_path, filled(0.0)).load(tmp_path / "step_00000005") == (5, None)
     with pytest.raises(ValueError, match="keep_last=0 would leave no checkpoint"):
@@ -367,6 +609,40 @@ def failing_disk(rank: int, folder: Path) -> None:
     for step, value in ((2, 1.0), (3, 7.0)):
         Checkpointer(folder, layer).load(checkpoints_in(folder)[step])
         assert torch.equal(layer.weight, torch.full((4, 4), value))
+
+
+class FullDisk(io.FileIO):
+    def write(self, data: Any) -> int:
+        if self.tell() > 10_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data) or 0
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch said "unexpected pos 704 vs 598" where the disk was full."""
+    monkeypatch.setattr(FileSystem, "create_stream", lambda self, path, mode: FullDisk(path, mode))
+    with pytest.raises(RuntimeError, match=r"failed on rank 0 \(.*No space left on device\).*full: make room, or keep"):
+        Checkpointer(tmp_path, nn.Linear(200, 200)).save(1)
+
+
+def in_the_background(rank: int, folder: Path) -> None:
+    parallel_state.initialize_model_parallel(2)
+    chunk = nn.ModuleDict({str(rank): filled(1.0)})
+    checkpointer = Checkpointer(folder, chunk, asynchronous=True)
+    for step in range(1, 6):
+        checkpointer.save(step)
+        checkpointer.check_can_save(step + 1)
+    if rank:
+        chunk.register_buffer("nowhere", torch.empty(3, device="meta"))
+    error = error_of(lambda: checkpointer.save(6))
+    assert error.startswith("NotImplementedError: Cannot copy out of meta tensor"), error
+    assert list(checkpoints_in(folder)) == [1, 2, 3, 4, 5]
+
+
+def test_a_save_in_the_background_disturbs_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """check_can_save spoke over the group that a save in the background was using, and a copy to the host that failed
+    on one rank left the others waiting for it: both hung."""
+    ranks.run(2, in_the_background, tmp_path)
 
 
 def test_errors_of_writing(ranks: RankPool, tmp_path: Path) -> None:
@@ -434,6 +710,39 @@ def test_loading_executes_nothing(tmp_path: Path) -> None:
     refused("it points to ../evil.distcp, outside of the folder")
     write()
     assert read_position(good) == (1, None)
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    """A bit that had flipped on the disk was loaded as a weight. With any bit of any file flipped, a checkpoint is
+    refused, or the bit meant nothing."""
+    layer = filled(1.0)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    Checkpointer(tmp_path, layer, optimizer).save(1)
+    (path,) = checkpoints_in(tmp_path).values()
+    num_refused = {}
+    for file in path.iterdir():
+        whole = file.read_bytes()
+        positions = range(0, len(whole), len(whole) // 100)
+        for position in positions:
+            changed = bytearray(whole)
+            changed[position] ^= 1 << position % 8
+            file.write_bytes(changed)
+            loaded = filled(0.0)
+            try:
+                Checkpointer(tmp_path, loaded, torch.optim.AdamW(loaded.parameters())).load()
+            except (ValueError, pickle.UnpicklingError):
+                num_refused[file.name] = num_refused.get(file.name, 0) + 1
+            else:
+                assert torch.equal(loaded.weight, layer.weight)
+                assert torch.equal(loaded.bias, layer.bias)
+        file.write_bytes(whole)
+    assert num_refused[".metadata"] >= 100, "every bit of it counts"
+    with open(path / "__0_0.distcp", "r+b") as stored:
+        at = stored.read().index(torch.ones(4).numpy().tobytes())
+        stored.seek(at + 3)
+        stored.write(b"\xbf")
+    with pytest.raises(ValueError, match=r"cannot be read \(BadZipFile: Bad CRC-32 .*: its files are damaged"):
+        Checkpointer(tmp_path, layer).load()
 
 
 # Random states
