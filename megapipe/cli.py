@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,12 +23,22 @@ from .visualize import save_trace, timeline
 
 __all__ = ["main"]
 
+LARGEST = 1_000_000
+"""Forwards in a plan, ranks x chunks x microbatches x steps. That many take minutes, and some GB."""
+
+WIDEST = 10_000  # columns
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns its exit status: 2 for wrong arguments, with one sentence about what is wrong."""
+    """Run the command. Returns its exit status: 2 for wrong arguments, with one sentence about what is wrong; 1 where
+    nobody reads what it prints to its end, as in `megapipe compare ... | head`."""
     args = _parser().parse_args(arguments)
     try:
         args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so when it ends
+        return 1
     except (ValueError, OSError) as error:
         print(f"megapipe {args.command}: {error}", file=sys.stderr)
         return 2
@@ -132,7 +144,9 @@ def _show(args: argparse.Namespace) -> None:
     measured = load_timeline(args.schedule) if args.schedule.endswith(".json") else None
     plan = _find_plan(args) if measured is None else measured.plan
     plan.check()
+    _check_size(*plan.sizes.values(), args.steps)
     simulation = simulate(plan, _costs(args), args.steps) if measured is None else measured.predict()
+    _check_time(simulation)
     _save_files(plan, simulation, measured, args)
     if measured is None:
         _print_timeline(plan, simulation.spans, args.width, simulation.makespan)
@@ -146,6 +160,21 @@ def _show(args: argparse.Namespace) -> None:
         _print_figures(plan, simulation)
     else:
         _print_measured(measured, simulation)
+
+
+def _check_size(*sizes: int) -> None:
+    if math.prod(sizes) > LARGEST:
+        raise ValueError(
+            f"{' x '.join(map(str, sizes))} forwards (ranks, microbatches, chunks, steps) take too long to look at: "
+            f"choose sizes of which the product is at most {LARGEST:,}."
+        )
+
+
+def _check_time(simulation: Simulation) -> None:
+    if not 1e-100 < simulation.makespan < 1e100:
+        raise ValueError(
+            f"with these times a step takes {simulation.makespan:g}, which cannot be compared or drawn: use others."
+        )
 
 
 def _save_files(plan: Plan, simulation: Simulation, measured: Timeline | None, args: argparse.Namespace) -> None:
@@ -169,7 +198,12 @@ def _find_plan(args: argparse.Namespace) -> Plan:
     find_schedule(args.schedule)  # an unknown name is the first thing to complain about
     if args.pp is None or args.microbatches is None:
         raise ValueError("--pp and --microbatches are needed, unless the schedule is a file.")
-    return make_plan(args.schedule, args.pp, args.microbatches, args.chunks)
+    return _make_plan(args.schedule, args.pp, args.microbatches, args.chunks)
+
+
+def _make_plan(schedule: str, pp_size: int, num_microbatches: int, num_chunks: int | None) -> Plan:
+    _check_size(pp_size, num_microbatches, find_schedule(schedule).check(pp_size, num_chunks))
+    return make_plan(schedule, pp_size, num_microbatches, num_chunks)
 
 
 def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> None:
@@ -185,6 +219,8 @@ def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -
 def _print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | None, duration: float) -> None:
     prefix = len(f"rank {plan.pp_size - 1} ")
     columns = max(20, (width or shutil.get_terminal_size((120, 24)).columns) - prefix)
+    if columns > WIDEST:
+        raise ValueError(f"{columns} columns are more than any terminal has: choose a --width of {WIDEST:,} at most.")
     rows = timeline(ranks, columns, duration)
     console = _console()
     for rank, row in enumerate(rows):
@@ -272,6 +308,7 @@ def _tune(args: argparse.Namespace) -> None:
     if measured is None:
         raise ValueError(f"{args.timeline} is no measured timeline: record one with config.record_timeline.")
     plan, costs = measured.plan, measured.even_costs()
+    plan.check()
     if plan.forward_only:
         raise ValueError(
             f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
@@ -321,13 +358,15 @@ def _all_schedules(pp_size: int, num_microbatches: int, chunks: Sequence[int | N
             continue
         for num_chunks in chunks if schedule.num_chunks is None else [None]:
             try:
-                plan = make_plan(name, pp_size, num_microbatches, num_chunks)
+                plan = _make_plan(name, pp_size, num_microbatches, num_chunks)
             except ScheduleError:
                 raise
             except ValueError as error:
                 print(f"{name}: {error}")
                 continue
-            rows.append((plan, simulate(plan, costs)))
+            simulation = simulate(plan, costs)
+            _check_time(simulation)
+            rows.append((plan, simulation))
     if not rows:
         raise ValueError(f"no schedule runs {num_microbatches} microbatches on {pp_size} ranks.")
     return sorted(rows, key=lambda row: (row[1].makespan, max(row[1].peak_activations)))
@@ -335,6 +374,8 @@ def _all_schedules(pp_size: int, num_microbatches: int, chunks: Sequence[int | N
 
 def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
     limit = args.memory_limit
+    if limit is not None and math.isnan(limit):
+        raise ValueError("--memory-limit is a number of microbatches, got nan.")
     for picture in (args.svg, args.png):
         if picture:
             save_comparison(rows, picture, limit, unit)

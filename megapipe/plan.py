@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -163,6 +164,10 @@ class Plan:
     def actions(self) -> list[list[Action]]:
         """Per rank, the computations in order; each prints like `2F0`."""
         return [[action for event in events if (action := event.action) is not None] for events in self.events]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"pp_size": self.pp_size, "num_microbatches": self.num_microbatches, "num_chunks": self.num_chunks}
 
     @property
     def num_messages(self) -> int:
@@ -362,9 +367,7 @@ class Plan:
                 csv.writer(file).writerow(cells)
 
     def save_json(self, path: str | Path) -> None:
-        sizes = ("name", "pp_size", "num_microbatches", "num_chunks")
-        content = {size: getattr(self, size) for size in sizes}
-        content["placement"] = self.placement.name
+        content = {"name": self.name, **self.sizes, "placement": self.placement.name}
         content["actions"] = [[str(action) for action in rank] for rank in self.actions]
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
@@ -385,12 +388,15 @@ def make_plan(
         num_chunks: stages per rank; None takes the schedule's own.
         settings: what else the schedule is told.
 
-    Raises ValueError on an unknown name or impossible sizes, ScheduleError where the schedule is wrong in itself.
+    Raises ValueError on an unknown name or impossible sizes, TypeError where those are no whole numbers, ScheduleError
+    where the schedule is wrong in itself.
     """
     found = find_schedule(schedule)
-    num_chunks = found.check(pp_size, num_chunks)
+    pp_size, num_microbatches = _whole("pp_size", pp_size), _whole("num_microbatches", num_microbatches)
+    num_chunks = found.check(pp_size, None if num_chunks is None else _whole("num_chunks", num_chunks))
     if pp_size < 1 or num_microbatches < 1:
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {pp_size} and {num_microbatches}.")
+    _check_placement(found.placement, pp_size, num_chunks)
     forward_only = forward_only or found.forward_only
     events = []
     for rank in range(pp_size):
@@ -407,6 +413,23 @@ def make_plan(
                 "fewer, such as v_min or v_half."
             )
     return plan
+
+
+def _whole(name: str, size: int) -> int:
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise TypeError(f"{name} is a whole number, got {size!r}, a {type(size).__name__}.") from None
+
+
+def _check_placement(placement: Placement, pp_size: int, num_chunks: int) -> None:
+    for rank in range(pp_size):
+        for info in placement.stages(rank, pp_size, num_chunks):
+            if (found := placement.rank(info.index, pp_size)) != rank:
+                raise ValueError(
+                    f"the placement {placement.name!r} is not its own inverse: on {pp_size} ranks stage {info.index} "
+                    f"is on rank {rank} by its position, but that of rank {found} by the inverse. See Placement."
+                )
 
 
 def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
@@ -426,15 +449,21 @@ def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
 
 
 def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int]:
-    stages = [{action.stage for action in row} for row in actions]
-    num_chunks = max(map(len, stages))
-    for placement in (loop, v_shape):
+    held = [{action.stage for action in row} for row in actions]
+    pp_size, num_chunks = len(held), max(map(len, held))
+    places = {(stage // pp_size, rank): stage % pp_size for rank, stages in enumerate(held) for stage in stages}
+    as_written = Placement("as written", lambda rank, chunk, pp_size: places.get((chunk, rank), rank))
+    for placement in (loop, v_shape, as_written):
         if all(
-            {info.index for info in placement.stages(rank, len(stages), num_chunks)} == held
-            for rank, held in enumerate(stages)
+            {info.index for info in placement.stages(rank, pp_size, num_chunks)} == stages
+            and all(placement.rank(stage, pp_size) == rank for stage in stages)
+            for rank, stages in enumerate(held)
         ):
             return placement, num_chunks
-    raise ValueError(f"the stages {[sorted(held) for held in stages]} of the ranks are neither a loop nor a V.")
+    raise ValueError(
+        f"the stages {[sorted(stages) for stages in held]} of the ranks are no placement: a rank holds one stage of "
+        f"each chunk, which has {pp_size} stages, and their ranks are a permutation that is its own inverse."
+    )
 
 
 def _events_around(action: Action) -> list[Event]:

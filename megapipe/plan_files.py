@@ -4,34 +4,67 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .plan import Plan, plan_of
 from .verbs import Action
 
-__all__ = ["load_plan"]
+__all__ = ["load_plan", "parse_json", "read_text"]
+
+
+def read_text(path: str | Path) -> str:
+    """A text file, without the byte order mark that some editors begin it with."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}.") from None
+
+
+def parse_json(path: str | Path, text: str) -> Any:
+    """Raises ValueError where the text, which is that of `path`, is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON that can be read: {error}.") from None
 
 
 def load_plan(path: str | Path) -> Plan:
     """A plan from a file that `save_csv` or `save_json` wrote, or that torch.distributed.pipelining did.
 
-    Overlapped pairs are in no file: they come back as a forward and a backward.
+    The placement is what the actions say. Overlapped pairs are in no file: they come back as a forward and a backward.
 
     Raises ValueError where the file does not hold a plan. Whether the plan works is for its `check` to say.
     """
-    text = Path(path).read_text()
-    name = Path(path).stem
-    if text.lstrip().startswith("{"):
-        content = json.loads(text)
-        if not {"name", "actions"} <= content.keys():
-            raise ValueError(f"{path} holds no plan: it lacks a name or actions.")
-        name, rows = str(content["name"]), content["actions"]
-    else:
-        rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.splitlines())]
+    text = read_text(path)
+    if not text.lstrip().startswith("{"):
+        return plan_of(Path(path).stem, _parse_rows(path, _read_csv(path, text)))
+    content = parse_json(path, text)
+    if not {"name", "actions"} <= content.keys():
+        raise ValueError(f"{path} holds no plan: it lacks a name or actions.")
+    plan = plan_of(str(content["name"]), _parse_rows(path, content["actions"]))
+    said = {**plan.sizes, **{size: content[size] for size in plan.sizes if size in content}}
+    if said != plan.sizes:
+        raise ValueError(
+            f"{path} says that it has {said}, but its actions have {plan.sizes}: it is not as it was saved."
+        )
+    return replace(plan, placement=replace(plan.placement, name=str(content.get("placement", plan.placement.name))))
+
+
+def _read_csv(path: str | Path, text: str) -> list[list[str]]:
+    try:
+        return [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.splitlines())]
+    except csv.Error as error:
+        raise ValueError(f"{path} holds no plan: {error}.") from None
+
+
+def _parse_rows(path: str | Path, rows: Any) -> list[list[Action]]:
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows) or not any(rows):
         raise ValueError(f"{path} holds no plan: it has no row of actions, like 2F0, for any rank.")
-    return plan_of(name, [_parse_row(row) for row in rows if row])
+    return [_parse_row(row) for row in rows if row]
 
 
 def _parse_row(cells: Sequence[object]) -> list[Action]:
@@ -42,8 +75,10 @@ def _parse_row(cells: Sequence[object]) -> list[Action]:
 
 
 def _parse_action(cell: object) -> Action:
-    for letter, kind in (("F", "F"), ("B", "BW"), ("I", "BW"), ("W", "W")):
-        stage, found, microbatch = str(cell).partition(letter)
-        if found and stage.isdigit() and microbatch.isdigit():
-            return Action(int(stage), kind, int(microbatch))
-    raise ValueError(f"{cell!r} is not an action like 2F0, 2B0 or 2W0.")
+    match = re.fullmatch(r"([0-9]{1,18})([FBIW])([0-9]{1,18})", str(cell))
+    if match is None:
+        raise ValueError(f"{str(cell)[:40]!r} is not an action like 2F0, 2B0 or 2W0.")
+    return Action(int(match[1]), _KINDS[match[2]], int(match[3]))
+
+
+_KINDS = {"F": "F", "B": "BW", "I": "BW", "W": "W"}

@@ -7,6 +7,7 @@ clock, so that whatever can be done with a simulated plan can be done with them 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from statistics import fmean, median, median_low
 from typing import Any, NamedTuple
 
 from .plan import Event, Plan, plan_of
+from .plan_files import parse_json, read_text
 from .simulation import Costs, Simulation, Span, simulate
 from .verbs import Action
 
@@ -185,37 +187,46 @@ class Timeline:
 def load_timeline(path: str | Path) -> Timeline | None:
     """A timeline that was saved; None where the file is something else.
 
-    Raises ValueError where its steps cannot be read, or are not of one plan.
+    Raises ValueError where it is no text, where its steps cannot be read, or are not of one plan.
     """
-    try:
-        content: Any = json.loads(Path(path).read_text())
-    except ValueError:
+    text = read_text(path)
+    if not text.lstrip().startswith("{") or '"timeline"' not in text:
         return None
-    if not isinstance(content, dict) or "timeline" not in content:
+    content = parse_json(path, text)
+    if "timeline" not in content:
         return None
     try:
         steps = [[_read_rank(rank) for rank in step] for step in content["steps"]]
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, OverflowError):
         raise ValueError(f"{path} does not hold a timeline as it was recorded: record a new one.") from None
     plans = [[[span.action for span in rank.spans] for rank in step] for step in steps]
     if not plans or not plans[0] or not all(plans[0]) or any(plan != plans[0] for plan in plans):
         raise ValueError(f"{path} does not hold steps of one and the same plan: record a new one.")
-    return Timeline(content["timeline"], steps)
+    if not all(step_time(step) > 0 for step in steps):
+        raise ValueError(f"{path} holds a step that takes no time: record a new one.")
+    return Timeline(str(content["timeline"]), steps)
 
 
 def _read_rank(rank: dict[str, Any]) -> RankStep:
-    spans = [Span(_read_action(*action), float(start), float(end)) for *action, start, end in rank["actions"]]
+    spans = [Span(_read_action(*action), *_read_times(start, end)) for *action, start, end in rank["actions"]]
     waits = [
-        Wait(None if action[0] is None else _read_action(*action), float(start), float(end))
+        Wait(None if action[0] is None else _read_action(*action), *_read_times(start, end))
         for *action, start, end in rank["waits"]
     ]
-    return RankStep(float(rank["begin"]), float(rank["end"]), spans, waits)
+    return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits)
 
 
 def _read_action(stage: Any, kind: Any, microbatch: Any) -> Action:
-    if kind not in ("F", "BW", "B", "W"):
+    if kind not in ("F", "BW", "B", "W") or not isinstance(stage, int) or not isinstance(microbatch, int):
         raise ValueError
-    return Action(int(stage), kind, int(microbatch))
+    return Action(stage, kind, microbatch)
+
+
+def _read_times(start: Any, end: Any) -> tuple[float, float]:
+    times = float(start), float(end)
+    if not (all(map(math.isfinite, times)) and times[0] <= times[1]):
+        raise ValueError
+    return times
 
 
 def messages(plan: Plan, step: Sequence[RankStep]) -> Iterator[Message]:

@@ -1,7 +1,9 @@
 """The command, as its users see it."""
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,12 +167,55 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
         (["show", "nothing.json"], "No such file"),
         (["tune", "nothing.json"], "No such file"),
         (["compare", "--pp", "2", "--microbatches", "0"], "no schedule runs 0 microbatches on 2 ranks"),
+        (
+            ["show", "1f1b", "--pp", "2", "--microbatches", "1000000000"],
+            "2 x 1000000000 x 1 forwards (ranks, microbatches",
+        ),
+        (
+            ["show", "1f1b", "--pp", "2", "--microbatches", "4", "--steps", "1000000000"],
+            "the product is at most 1,000,000",
+        ),
+        (
+            ["compare", "--pp", "1000000000", "--microbatches", "1"],
+            "no schedule runs 1 microbatches on 1000000000 ranks",
+        ),
+        (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--width", "1000000000"], "a --width of 10,000 at most"),
+        (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--forward", "inf"], "must be a finite number from 0 on"),
+        (
+            ["show", "1f1b", "--pp", "2", "--microbatches", "4", "--forward", "1e308"],
+            "a step takes inf, which cannot be",
+        ),
+        (
+            ["show", "inference", "--pp", "2", "--microbatches", "4", "--forward", "0"],
+            "a step takes 0, which cannot be",
+        ),
+        (["compare", "--pp", "2", "--microbatches", "4", "--memory-limit", "nan"], "a number of microbatches, got nan"),
         (["tune", __file__], "is no measured timeline: record one with config.record_timeline"),
     ],
 )
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_nobody_reads_to_the_end(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`megapipe compare ... | head` ended with "Broken pipe" for an error."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["compare", "--pp", "2", "--microbatches", "4"]) == 1
+        monkeypatch.undo()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_timeline_of_a_plan_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    step = {"begin": 0, "end": 2, "actions": [[0, "F", 10**9, 0, 1], [0, "BW", 10**9, 1, 2]], "waits": []}
+    path.write_text(json.dumps({"timeline": "1f1b", "unit": "ms", "steps": [[step]]}))
+    for command in ("show", "tune"):
+        assert main([command, str(path)]) == 2
+        assert "has 0RECV_F1000000000 on rank 0 where 0RECV_F0 is next" in capsys.readouterr().err
 
 
 def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,11 +5,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed.pipelining.schedules as theirs
+from measured import as_measured
 
+from megapipe.placement import Placement
 from megapipe.plan import Event, Plan, make_plan
 from megapipe.plan_files import load_plan
+from megapipe.recording import RankRecord, merge
+from megapipe.registry import Schedule, find_schedule
+from megapipe.timeline import load_timeline
 from megapipe.verbs import Action, ScheduleError
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
@@ -121,18 +128,76 @@ def test_plans_come_back_from_files(name: str, pp_size: int, m: int, ending: str
     assert loaded.simulate().makespan == plan.simulate().makespan
 
 
+def test_a_placement_of_ones_own_comes_back(tmp_path: Path) -> None:
+    """A plan whose placement is neither a loop nor a V could not be loaded from its own file, and its timeline not be
+    gathered at the end of a run: the placement was guessed, where the actions say it."""
+    loops = find_schedule("looped_bfs").loops
+    swapped = Placement("swapped", lambda rank, chunk, pp_size: rank ^ 1 if chunk % 2 else rank)
+    plan = make_plan(Schedule("mine", loops, swapped, num_chunks=3), 4, 5)
+    plan.save_json(tmp_path / "plan.json")
+    plan.save_csv(tmp_path / "plan.csv")
+    for name in ("plan.json", "plan.csv"):
+        loaded = load_plan(tmp_path / name)
+        loaded.check()
+        assert loaded.actions == plan.actions
+        assert [loaded.messages(rank) for rank in range(4)] == [plan.messages(rank) for rank in range(4)]
+        assert loaded.simulate(p2p=0.1).makespan == plan.simulate(p2p=0.1).makespan
+    load_plan(tmp_path / "plan.json").save_json(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
+    step = as_measured(plan.simulate(3.0, 3.0, 3.0))
+    timeline = merge([RankRecord("clock", "mine", {1: rank}) for rank in step])
+    assert timeline.plan.num_messages == plan.num_messages
+    timeline.save(tmp_path / "timeline.json")
+    assert load_timeline(tmp_path / "timeline.json") == timeline
+    turned = Placement("turned", lambda rank, chunk, pp_size: (rank + chunk) % pp_size)
+    with pytest.raises(
+        ValueError, match="the placement 'turned' is not its own inverse: on 3 ranks stage 4 is on rank 0"
+    ):
+        make_plan(Schedule("mine", loops, turned, num_chunks=2), 3, 5)
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
         ("0F0,0X0\n1F0,1B0\n", "'0X0' is not an action like 2F0, 2B0 or 2W0"),
-        ("0F0,3F0\n1F0,5F0\n", "are neither a loop nor a V"),
+        ("0F\u00b2\n", "'0F\u00b2' is not an action"),
+        ("0F" + "1" * 5000, "'0F1{38}' is not an action"),
+        ("0F0,3F0\n1F0,5F0\n", r"the stages \[\[0, 3\], \[1, 5\]\] of the ranks are no placement: .* has 2 stages"),
+        ("0F0,4F0\n1F0,5F0\n2F0,3F0\n", "are no placement: .* a permutation that is its own inverse"),
+        ("0F0," + "x" * 200_000, "plan.csv holds no plan: field larger than field limit"),
+        (bytes(range(256)), "plan.csv is no text: .* can't decode byte 0x80"),
+        ('{"name": "x", "actions": ' + "[" * 200_000, "plan.csv is no JSON that can be read: maximum recursion depth"),
+        ('{"name": "x"', "plan.csv is no JSON that can be read: Expecting"),
+        (
+            '{"name": "x", "pp_size": 4, "actions": [["0F0"]]}',
+            "says that it has {'pp_size': 4, .*}, but its actions have {'pp_size': 1, .*}: it is not as it was saved",
+        ),
     ],
 )
-def test_files_that_hold_no_plan(text: str, message: str, tmp_path: Path) -> None:
+def test_files_that_hold_no_plan(content: str | bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
-    path.write_text(text)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         load_plan(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    plan = make_plan("1f1b", 2, 3)
+    for name, save in (("plan.csv", plan.save_csv), ("plan.json", plan.save_json)):
+        save(tmp_path / name)
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+        assert load_plan(tmp_path / name).actions == plan.actions
+
+
+def test_sizes_that_are_no_whole_numbers() -> None:
+    for sizes, message in (
+        (("2", 3), "pp_size is a whole number, got '2', a str"),
+        ((2, 3.0), "num_microbatches is a whole number, got 3.0, a float"),
+        ((2, 3, 1.0), "num_chunks is a whole number, got 1.0, a float"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make_plan("1f1b", *sizes)
+    assert make_plan("1f1b", np.int64(2), torch.tensor(3)).sizes == make_plan("1f1b", 2, 3).sizes
 
 
 @pytest.mark.parametrize(

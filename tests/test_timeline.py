@@ -1,5 +1,7 @@
 """Measured timelines: recorded on ranks, put on one clock, and split into what the idle time was for."""
 
+import json
+import math
 import random
 import time
 from dataclasses import replace
@@ -243,4 +245,17 @@ def test_files_that_are_no_timelines(tmp_path: Path) -> None:
     assert load_timeline(path) is None
     Timeline("1f1b", [as_measured(make_plan("1f1b", 2, m).simulate()) for m in (2, 3)]).save(path)
     with pytest.raises(ValueError, match="one and the same plan"):
+        load_timeline(path)
+    whole = {"timeline": "1f1b", "steps": [[{"begin": 0, "end": 2, "actions": [[0, "F", 0, 0, 1]], "waits": []}]]}
+    path.write_text("\ufeff" + json.dumps(whole), encoding="utf-8")
+    assert load_timeline(path) is not None
+    for part in ([math.inf, "F", 0, 0, 1], [0.5, "F", 0, 0, 1], [0, "F", 0, 0, math.nan], [0, "F", 0, 0, 10**400], []):
+        path.write_text(json.dumps({**whole, "steps": [[{**whole["steps"][0][0], "actions": [part]}]]}))
+        with pytest.raises(ValueError, match="does not hold a timeline as it was recorded"):
+            load_timeline(path)
+    path.write_text(json.dumps({**whole, "steps": [[{**whole["steps"][0][0], "actions": [[0, "F", 0, 1, 1]]}]]}))
+    with pytest.raises(ValueError, match="holds a step that takes no time"):
+        load_timeline(path)
+    path.write_text('{"timeline": ' + "[" * 200_000)
+    with pytest.raises(ValueError, match="is no JSON that can be read"):
         load_timeline(path)
