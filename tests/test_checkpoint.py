@@ -722,7 +722,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     num_refused = {}
     for file in path.iterdir():
         whole = file.read_bytes()
-        positions = range(0, len(whole), len(whole) // 100)
+        positions = range(0, len(whole), len(whole) // 50)
         for position in positions:
             changed = bytearray(whole)
             changed[position] ^= 1 << position % 8
@@ -736,12 +736,14 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
                 assert torch.equal(loaded.weight, layer.weight)
                 assert torch.equal(loaded.bias, layer.bias)
         file.write_bytes(whole)
-    assert num_refused[".metadata"] >= 100, "every bit of it counts"
+    assert num_refused[".metadata"] >= 50, "every bit of it counts"
     with open(path / "__0_0.distcp", "r+b") as stored:
         at = stored.read().index(torch.ones(4).numpy().tobytes())
         stored.seek(at + 3)
         stored.write(b"\xbf")
-    with pytest.raises(ValueError, match=r"cannot be read \(BadZipFile: Bad CRC-32 .*: its files are damaged"):
+    with pytest.raises(
+        ValueError, match=r"cannot be read \(BadZipFile: checksum .* where it was .*\): its files are damaged"
+    ):
         Checkpointer(tmp_path, layer).load()
 
 

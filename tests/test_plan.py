@@ -166,7 +166,7 @@ def test_a_placement_of_ones_own_comes_back(tmp_path: Path) -> None:
         ("0F0,4F0\n1F0,5F0\n2F0,3F0\n", "are no placement: .* a permutation that is its own inverse"),
         ("0F0," + "x" * 200_000, "plan.csv holds no plan: field larger than field limit"),
         (bytes(range(256)), "plan.csv is no text: .* can't decode byte 0x80"),
-        ('{"name": "x", "actions": ' + "[" * 200_000, "plan.csv is no JSON that can be read: maximum recursion depth"),
+        ('{"name": "x", "actions": ' + "[" * 200_000, "plan.csv is no JSON that can be read"),
         ('{"name": "x"', "plan.csv is no JSON that can be read: Expecting"),
         (
             '{"name": "x", "pp_size": 4, "actions": [["0F0"]]}',
