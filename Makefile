@@ -2,29 +2,36 @@
 
 PYTHON ?= python3
 NPROC ?= 4
+MINUTES ?= 10
+SEED ?=
 ARGS ?= --pipeline-model-parallel-size $(NPROC)
 
-VENV := .venv
+# TORCH=2.15.0 takes another torch than constraints.txt, in a virtual environment of its own.
+TORCH ?=
+VENV := .venv$(addprefix -,$(TORCH))
 INSTALLED := $(VENV)/.installed
+CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test soak lint docs bench format clean
+.PHONY: help pretrain generate test fuzz soak lint docs bench format clean
 
 help:
 	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
 	@echo "make generate   let the model of the last \`make pretrain\` write, with $(NPROC) pipeline ranks"
-	@echo "make test       run all tests"
+	@echo "make test       run all tests; TORCH=2.15.0 does it (and all else) with that torch, in .venv-2.15.0"
+	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
 	@echo "make soak       kill ranks of a run at 50 random moments (10 minutes); it must end as if nothing had happened"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write docs/schedules.md and its pictures"
 	@echo "make bench      run all benchmarks (an hour) and put their tables into docs/benchmarks.md"
 	@echo "make format     let ruff format the code"
-	@echo "make clean      remove the virtual environment and caches"
+	@echo "make clean      remove the virtual environments and caches"
 
 $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[examples,viz,test,lint]'
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps megatron-core packaging
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(CONSTRAINTS)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[examples,viz,test,lint]'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --no-deps megatron-core packaging
 	@touch $@
 
 # One thread per rank: the ranks share the cores. Starts afresh: what the last `make pretrain` saved makes room.
@@ -38,6 +45,9 @@ generate: $(INSTALLED)
 # Two tests side by side, each with ranks of its own. Most of them wait for each other most of the time.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -W ignore tests/fuzz.py --minutes $(MINUTES) $(addprefix --seed ,$(SEED))
 
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/soak_restart.py --kills 50
@@ -82,4 +92,4 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -5,9 +5,7 @@ passed by; in a pipeline that is once per microbatch, and too early where a W is
 parameters are gathered once per step, ahead of its first forward; gradients are kept whole; and once the chunk's last W
 is done they are reduced and the parameters sharded again, beside what other chunks still compute.
 
-All that FSDP2 does for it is private to torch, so nobody outside this file touches it. Of what is used, these differ
-between torch 2.6 and 2.13: a module's state had one parameter group and has several; `comm_ctx` kept one reduce-scatter
-and keeps several. On CPU it needs torch 2.9 or so, as FSDP2 itself.
+How FSDP2 is made to do that is the affair of `fsdp_root.py`, and of `fsdp_private.py` on older torch.
 """
 
 from __future__ import annotations
@@ -19,8 +17,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+
+from .fsdp_private import PrivateRoot
+from .fsdp_root import Root
 
 __all__ = ["ShardedChunks", "output_dtype"]
 
@@ -35,7 +35,7 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
     """
 
     def __init__(self, models: Sequence[nn.Module], forward_only: bool) -> None:
-        self._chunks = [[_Root(module, forward_only) for module in _roots(model)] for model in models]
+        self._chunks = [[_make_root(module, forward_only) for module in _roots(model)] for model in models]
         self._tasks = _Tasks()
 
     @classmethod
@@ -54,8 +54,10 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
         if not any(_is_fsdp(module) for model in models for module in model.modules()):
             return None
         sharded = cls(models, forward_only)
-        if not forward_only and not is_reduced_elsewhere:
-            for number, model in enumerate(models):
+        if not forward_only:
+            for root in sharded._roots():
+                root.check(sharded._roots())
+            for number, model in enumerate(models) if not is_reduced_elsewhere else ():
                 _check_all_reduced(number, model, sharded._chunks[number])
         return sharded
 
@@ -66,11 +68,13 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
-            self._tasks.abandon()
-            for root in self._roots():
-                root.abandon()
+            self._abandon()
             return
-        self._tasks.wait()
+        try:
+            self._tasks.wait()
+        except BaseException:
+            self._abandon()
+            raise
         for root in self._roots():
             root.end()
 
@@ -89,13 +93,22 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
     def reduce(self, chunk: int) -> None:
         """Start to reduce the gradients of a chunk, which are complete."""
         for root in self._chunks[chunk]:
-            root.reduce(self._tasks)
+            root.prepare_reduction()
+            if root.holds_thread:
+                self._tasks.add(root.reduce)
+            else:
+                root.reduce()
 
     def wait(self) -> None:
         """Until the process groups are free for others to use."""
         self._tasks.wait()
 
-    def _roots(self) -> Iterator[_Root]:
+    def _abandon(self) -> None:
+        self._tasks.abandon()
+        for root in self._roots():
+            root.abandon()
+
+    def _roots(self) -> Iterator[Root]:
         for roots in self._chunks:
             yield from roots
 
@@ -106,192 +119,6 @@ def output_dtype(model: nn.Module) -> torch.dtype | None:
         policy = module._get_fsdp_state()._mp_policy
         return policy.output_dtype or policy.param_dtype  # type: ignore[no-any-return]
     return None
-
-
-class _Root:
-    """An outermost module of FSDP2, and those in it, which share their communication."""
-
-    def __init__(self, module: Any, forward_only: bool) -> None:
-        self._forward_only = forward_only
-        try:
-            self._state = module._get_fsdp_state()
-            self._state._lazy_init()
-            if not self._state._is_root:
-                raise ValueError(
-                    f"{type(module).__name__} is part of another module of fully_shard: call fully_shard on each chunk."
-                )
-            self._context = self._state._state_ctx
-            self._groups = [group for state in self._context.all_states for group in _groups_of(state)]
-            self._settings = [
-                (group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info)
-                for group in self._groups
-            ]
-            self._is_last_backward = self._context.is_last_backward
-            self._finish_backward = self._state._root_post_backward_final_callback
-        except AttributeError as error:
-            raise RuntimeError(
-                f"fully_shard of torch {torch.__version__} is not as megapipe knows it ({error}): use a torch from 2.6 "
-                "to 2.13, or megapipe.data_parallel.GradientReducer."
-            ) from error
-        if self._state._device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-            raise RuntimeError(
-                f"fully_shard of torch {torch.__version__} does not run on CPU: use a newer torch, or "
-                "megapipe.data_parallel.GradientReducer."
-            )
-        self._unused: list[_Unused] = []
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Whether sharded at the moment or not."""
-        for group in self._groups:
-            for parameter in group.fsdp_params:
-                yield parameter.sharded_param
-                if hasattr(parameter, "_unsharded_param"):
-                    yield parameter._unsharded_param
-
-    def begin(self) -> None:
-        """Keep parameters and gradients whole until told otherwise."""
-        self._context.is_last_backward = False
-        for group in self._groups:
-            group.post_forward_mesh_info = None  # what reshard_after_forward=False makes it
-            group.reduce_grads = group.reshard_after_backward = False
-
-    def gather(self) -> None:
-        """FSDP2's own hooks wait for it, each module ahead of its forward."""
-        for group in self._groups:
-            group.unshard(async_op=True)
-
-    def add_up(self) -> None:
-        for group in self._groups:
-            if group.mp_policy.reduce_dtype is not None:
-                for parameter in group.fsdp_params:
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
-
-    def reduce(self, tasks: _Tasks) -> None:
-        for group in self._groups:
-            group.wait_for_unshard()  # in vain, where a module was never run
-        self.add_up()
-        self._restore()
-        reduced = [group for group in self._groups if group.reduce_grads]
-        self._unused = _fill_up(reduced)
-
-        def work() -> None:
-            for unused in self._unused:
-                unused.reduce()
-            for group in reversed(self._groups):
-                group.post_backward()
-
-        if self._state._device.type == "cpu":  # where a collective holds the thread that calls it
-            tasks.add(work)
-            return
-        # In the stream of the reductions, or else the stream that computes would wait for all but the last of them.
-        handle, stream = self._state._device_handle, self._state._comm_ctx.reduce_scatter_stream
-        stream.wait_stream(handle.current_stream())
-        for grad in _gradients(self._groups):
-            grad.record_stream(stream)
-        with handle.stream(stream), torch.no_grad():
-            work()
-
-    def end(self) -> None:
-        self._restore()
-        if self._forward_only:
-            for group in self._groups:
-                group.wait_for_unshard()
-                group.reshard()
-        else:
-            # Its end of a backward: waits for what was reduced.
-            self._finish_backward()
-            for unused in self._unused:
-                unused.forget_zeros()
-        self._forget_order()
-
-    def abandon(self) -> None:
-        """After a failure: sharded parameters, no gradients of the step, and FSDP2 as before a forward."""
-        self._restore()
-        for state in self._context.all_states:
-            state._training_state = type(state._training_state).IDLE
-            for group in _groups_of(state):
-                group.wait_for_unshard()  # the replicas have begun the step too
-                group._training_state = state._training_state
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
-                group.reshard()
-        self._context.iter_forward_root = None
-        self._context.post_backward_final_callback_queued = False
-        self._forget_order()
-
-    def _restore(self) -> None:
-        self._context.is_last_backward = self._is_last_backward
-        for group, settings in zip(self._groups, self._settings):
-            group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info = settings
-
-    def _forget_order(self) -> None:
-        """In which forwards ran, for FSDP2 to gather parameters in backward by it."""
-        self._state._comm_ctx.post_forward_order.clear()
-        for group in self._groups:
-            group._post_forward_indices.clear()
-
-
-class _Unused:
-    """Parameters that share process groups, and those of them that have no gradient on this rank.
-
-    Others may have one, and the reduction takes gradients from all or none: so these are filled up with zeros, and
-    flags are exchanged which tell a gradient of zeros from none at all.
-    """
-
-    def __init__(self, process_groups: tuple[dist.ProcessGroup, ...], parameters: list[Any]) -> None:
-        self._process_groups = process_groups
-        self._parameters = parameters
-        used = [_unsharded_gradient(parameter) is not None for parameter in parameters]
-        self._flags = torch.tensor(used, dtype=torch.uint8, device=parameters[0].device)
-        self._missing = [index for index, is_used in enumerate(used) if not is_used]
-        for index in self._missing:
-            parameter = parameters[index]
-            zeros = torch.zeros_like(parameter.unsharded_param)
-            if parameter.reduce_dtype is None:
-                parameter.unsharded_param.grad = zeros
-            else:
-                parameter.unsharded_accumulated_grad = zeros.to(parameter.reduce_dtype)
-        self._had_none = [parameters[index].sharded_param.grad is None for index in self._missing]
-
-    def reduce(self) -> None:
-        for process_group in self._process_groups:
-            dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=process_group)
-
-    def forget_zeros(self) -> None:
-        if not any(self._had_none):
-            return  # reading the flags waits for the device
-        used = self._flags.tolist()
-        for index, had_none in zip(self._missing, self._had_none):
-            if had_none and not used[index]:
-                self._parameters[index].sharded_param.grad = None
-
-
-def _fill_up(groups: Sequence[Any]) -> list[_Unused]:
-    alike: dict[tuple[dist.ProcessGroup, ...], list[Any]] = {}
-    for group in groups:
-        names = ("shard_process_group", "replicate_process_group")
-        found = [getattr(group.mesh_info, name, None) for name in names]
-        process_groups = tuple(one for one in found if one is not None and one.size() > 1)
-        for parameter in group.fsdp_params:
-            if parameter.sharded_param.requires_grad:
-                alike.setdefault(process_groups, []).append(parameter)
-    return [_Unused(process_groups, parameters) for process_groups, parameters in alike.items()]
-
-
-def _unsharded_gradient(parameter: Any) -> Tensor | None:
-    accumulated: Tensor | None = parameter.unsharded_accumulated_grad
-    return parameter.unsharded_param.grad if accumulated is None else accumulated
-
-
-def _gradients(groups: Sequence[Any]) -> Iterator[Tensor]:
-    for group in groups:
-        for parameter in group.fsdp_params:
-            grad = _unsharded_gradient(parameter)
-            if grad is not None:
-                yield grad
 
 
 class _Tasks:
@@ -309,8 +136,7 @@ class _Tasks:
                 before.join()
             if self._error is None:
                 try:
-                    with torch.no_grad():
-                        task()
+                    task()
                 except BaseException as error:
                     self._error = error
 
@@ -344,10 +170,20 @@ def _roots(module: nn.Module) -> Iterator[Any]:
             yield from _roots(child)
 
 
-def _groups_of(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+def _make_root(module: nn.Module, forward_only: bool) -> Root:
+    from torch.distributed.fsdp import FSDPModule
+
+    try:
+        if hasattr(FSDPModule, "finalize_backward"):
+            return Root(module, forward_only)
+        if "2.6" <= torch.__version__ < "2.14":
+            return PrivateRoot(module, forward_only)
+        raise AttributeError("there is no finalize_backward")
+    except AttributeError as error:
+        raise RuntimeError(
+            f"fully_shard of torch {torch.__version__} is not as megapipe knows it ({error}): use torch 2.15, one from "
+            "2.6 to 2.13, or megapipe.data_parallel.GradientReducer."
+        ) from error
 
 
 def _refuse_fsdp1(number: int, model: nn.Module) -> None:
@@ -360,7 +196,7 @@ def _refuse_fsdp1(number: int, model: nn.Module) -> None:
         )
 
 
-def _check_all_reduced(number: int, model: nn.Module, roots: Sequence[_Root]) -> None:
+def _check_all_reduced(number: int, model: nn.Module, roots: Sequence[Root]) -> None:
     managed = {parameter for root in roots for parameter in root.parameters()}
     for name, parameter in model.named_parameters():
         if managed and parameter.requires_grad and parameter not in managed:

@@ -163,8 +163,6 @@ class Stage(nn.Module):
         self.recomputes = False
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not name.startswith(case.frozen))
-        if "deferring" in case.forms[info.index]:
-            weight_grad.convert(self)
 
     def set_input_tensor(self, received: Any) -> None:
         self.received = received
@@ -240,6 +238,8 @@ def compute_shapes(stage: Stage) -> None:
 def build_chunk(case: Case, info: StageInfo) -> nn.Module:
     form = case.forms[info.index]
     stage = (StageInParts if "in parts" in form else Stage)(case, info)
+    if "deferring" in form:
+        weight_grad.convert(stage)
     if case.shapes == "computed":
         compute_shapes(stage)
     if form == "captured":

@@ -1,6 +1,6 @@
-"""Worker processes shared by all tests of one pytest process, and lent to one test at a time: a test runs a function on
-some ranks, and each run has process groups of its own. They are forks of a process that has imported what takes seconds.
-"""
+"""Worker processes shared by all tests of one pytest process, and lent to one test at a time: a test runs a function
+on some ranks, and each run has process groups of its own. They are forks of a process that has imported what takes
+seconds."""
 
 from __future__ import annotations
 

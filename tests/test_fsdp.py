@@ -25,18 +25,27 @@ from replicas import (
 from restarts import counting_restarts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
-try:
+if torch.__version__ >= "2.13":
     from torch.distributed._composable.replicate_with_fsdp import replicate
-except ImportError:  # an older torch
+else:
     replicate = None
+try:
+    from torch.distributed.fsdp import share_comm_ctx
+except ImportError:  # an older torch
+    share_comm_ctx = None
 
 import megapipe
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
 from megapipe.stage import Stage as RunningStage
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
+)
 
 BY_LAYER = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
 
@@ -261,7 +270,7 @@ def test_recomputed_unused_and_frozen(ranks: RankPool) -> None:
 
 
 def after_a_failure(rank: int) -> None:
-    """The failed step leaves no gradients behind, and the next one finds everything in place."""
+    """The failed step leaves the gradients as they were, and the next one finds everything in place."""
     use_mesh(pp=1, dp=2)
     num_calls = 0
 
@@ -275,13 +284,51 @@ def after_a_failure(rank: int) -> None:
 
     for schedule in ("1f1b", "zb1p"):
         chunks = shard(build_replicas(schedule, 1))
+        run(schedule, chunks, 3)
+        before = [full(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
         with pytest.raises(ZeroDivisionError):
             run(schedule, chunks, 3, forward_step_func=failing)
+        after = [full(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
+        assert all(torch.equal(one, other) for one, other in zip(before, after))
+        chunks[0].zero_grad()
         train_and_compare(schedule, chunks, full, num_steps=2, optimizer_of=LocalAdamW)
 
 
 def test_a_step_after_one_that_failed(ranks: RankPool) -> None:
     ranks.run(2, after_a_failure)
+
+
+def sharing(rank: int) -> None:
+    """Chunks that share streams and buffers: torch forgets the order of all forwards when one of them is reduced."""
+    use_mesh(pp=1, dp=2)
+    chunks = shard(build_replicas("interleaved_1f1b", 1))
+    share_comm_ctx(chunks)
+    if hasattr(FSDPModule, "finalize_backward"):
+        with pytest.raises(ValueError, match="do not call share_comm_ctx for the chunks of a pipeline"):
+            run("interleaved_1f1b", chunks, 3)
+    else:
+        train_and_compare("interleaved_1f1b", chunks, full, num_steps=2, optimizer_of=LocalAdamW)
+
+
+@pytest.mark.skipif(share_comm_ctx is None, reason="this torch has no share_comm_ctx")
+def test_chunks_that_share_their_communication(ranks: RankPool) -> None:
+    ranks.run(2, sharing)
+
+
+def reduced_in_part(rank: int) -> None:
+    """Torch's public end of a step cannot leave the sum over replicas for later, so that is refused."""
+    use_mesh(pp=1, dp_replicate=2, dp_shard=1)
+    chunks = shard(build_replicas("1f1b", 1))
+    chunks[0].set_requires_all_reduce(False)
+    with pytest.raises(ValueError, match=r"set_requires_all_reduce\(False\).*use set_requires_gradient_sync\(False\)"):
+        run("1f1b", chunks, 3)
+    chunks[0].set_requires_all_reduce(True)
+    run("1f1b", chunks, 3)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="this torch can do it")
+def test_gradients_reduced_in_part_are_refused(ranks: RankPool) -> None:
+    ranks.run(2, reduced_in_part)
 
 
 def accumulated(rank: int) -> None:
@@ -328,8 +375,13 @@ def mistakes(rank: int) -> None:
     chunk.config.finalize_model_grads_func = lambda models, tokens: None
     run("no_pipelining", [chunk], 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(type(chunk.layers["0"]._get_fsdp_state()), "_root_post_backward_final_callback")
+        patch.delattr(type(chunk.layers["0"]._get_fsdp_state()), "_lazy_init")
         expected = f"fully_shard of torch {torch.__version__} is not as megapipe knows it"
+        assert expected in message(chunk, RuntimeError)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "finalize_backward", raising=False)
+        patch.setattr(torch, "__version__", TorchVersion("2.99.1"))
+        expected = "fully_shard of torch 2.99.1 is not as megapipe knows it (there is no finalize_backward): use torch"
         assert expected in message(chunk, RuntimeError)
     chunk.wrapped = Fsdp1()
     assert "chunk 0 holds a FullyShardedDataParallel" in message(chunk)
