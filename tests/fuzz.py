@@ -406,7 +406,10 @@ class Trial:
         assert found == (losses if self.is_last else []), f"losses {found} and not {losses}"
 
     def fail(self, failing_rank: int, action: int) -> None:
-        """Every rank hears of it: in this step, or in the next where it has left this one already."""
+        """Every rank hears of it: in this step, or in the next where it has left this one already. That is not promised
+        to a rank that waits in a collective of the caller's, such as the sum of tied weights' gradients."""
+        for chunk in self.chunks:
+            inner(chunk).config.finalize_model_grads_func = None
         if self.rank == failing_rank:
             with failing_at(action), pytest.raises(MistakeError):
                 self.run(80)
