@@ -176,13 +176,13 @@ def _make_root(module: nn.Module, forward_only: bool) -> Root:
     try:
         if hasattr(FSDPModule, "finalize_backward"):
             return Root(module, forward_only)
-        if "2.6" <= torch.__version__ < "2.14":
+        if "2.6" <= torch.__version__ < "2.15":
             return PrivateRoot(module, forward_only)
         raise AttributeError("there is no finalize_backward")
     except AttributeError as error:
         raise RuntimeError(
             f"fully_shard of torch {torch.__version__} is not as megapipe knows it ({error}): use torch 2.15, one from "
-            "2.6 to 2.13, or megapipe.data_parallel.GradientReducer."
+            "2.6 to 2.14, or megapipe.data_parallel.GradientReducer."
         ) from error
 
 

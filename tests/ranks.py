@@ -54,9 +54,8 @@ class RankPool:
             ready = wait(list(open_jobs), max(0.0, end - time.monotonic()))
             if not ready:
                 where = "\n".join(f"rank {rank}: {self._where(rank)}" for rank in open_jobs.values())
-                failed = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(texts.items()))
                 self.stop()
-                raise RankError(f"{function.__name__} took longer than {PATIENCE} s.\n{where}\n{failed}")
+                raise RankError(f"{function.__name__} took longer than {PATIENCE} s.\n{where}\n{_joined(texts)}")
             for connection in ready:
                 rank = open_jobs.pop(connection)
                 try:
@@ -68,7 +67,7 @@ class RankPool:
         if any(not process.is_alive() for process, _, _ in lent) or "the process died" in texts.values():
             self.stop()
         if texts and not errors:
-            raise RankError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(texts.items())))
+            raise RankError(_joined(texts))
         return results
 
     def stop(self) -> None:
@@ -98,6 +97,10 @@ class RankPool:
             return str(control.recv()) if control.poll(5) else "does not answer"
         except (EOFError, OSError):
             return "the process died"
+
+
+def _joined(texts: dict[int, str]) -> str:
+    return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(texts.items()))
 
 
 def _work(jobs: Connection, control: Connection, port: int) -> None:
