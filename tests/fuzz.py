@@ -419,11 +419,13 @@ class Trial:
 
 
 def try_case(rank: int, case: Case) -> None:
-    trial = Trial(case, rank)
-    trial.compare_steps(0)
-    if case.failure is not None:
-        trial.fail(*case.failure)
-        trial.compare_steps(10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megapipe.watchdog, "PATIENCE", 20.0)  # beside other work, news of a failure may take its time
+        trial = Trial(case, rank)
+        trial.compare_steps(0)
+        if case.failure is not None:
+            trial.fail(*case.failure)
+            trial.compare_steps(10)
 
 
 def run_case(pool: RankPool, seed: int, number: int) -> str | None:
