@@ -19,6 +19,7 @@ from .meeting import Meeting
 from .p2p_communication import Communicator, Transport
 from .placement import Placement
 from .registry import Schedule
+from .sharing import share
 from .staging import STAGINGS, StagedTransport
 from .transports import MARKS, GlooTransport, Members, NcclTransport
 from .verbs import Settings
@@ -153,6 +154,10 @@ class Session:
             sizes = (schedule, len(self.ranks), num_microbatches, num_chunks)
             self._tuners[key] = WeightTuner(self.watchdog, self.pp_rank, sizes, settings)
         return self._tuners[key]
+
+    def share(self, value: Any, source: int, device: torch.device) -> Any:
+        """What rank `source` has for `value`, on every rank. All call it, at the end of one and the same step."""
+        return share(value, self._group, self.watchdog, source, device)
 
     def _abort(self) -> None:
         for communicator in list(self._communicators.values()):

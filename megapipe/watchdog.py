@@ -13,7 +13,7 @@ import atexit
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import NoReturn
@@ -81,6 +81,11 @@ class Watchdog:
     def has_raised(self) -> bool:
         """Whether the main thread knows of the failure. After it nothing of the session is of use."""
         return self._has_raised.is_set()
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have begun."""
+        return self._num_steps
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -159,17 +164,23 @@ class Watchdog:
         with self._lock:
             return [self._store.get(f"{name} {rank}").decode() for rank in range(self._size)]
 
+    def collect_from(self, rank: int, name: str) -> str:
+        """What that rank has posted under `name`, once it has."""
+        self._await_all(name, f"came to the {name}", [rank])
+        with self._lock:
+            return str(self._store.get(f"{name} {rank}").decode())
+
     # Main thread
 
-    def _await_all(self, name: str, reached: str) -> None:
-        """Wait until every rank has posted under `name`."""
+    def _await_all(self, name: str, reached: str, ranks: Sequence[int] | None = None) -> None:
+        """Wait until every rank has posted under `name`, or those in `ranks`."""
         end = time.monotonic() + self.timeout
         pause = 0.0005
-        keys = [f"{name} {rank}" for rank in range(self._size)]
-        while not self._has(*keys):
+        keys = {rank: f"{name} {rank}" for rank in (range(self._size) if ranks is None else ranks)}
+        while not self._has(*keys.values()):
             self.check()
             if time.monotonic() > end:
-                missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+                missing = [rank for rank, key in keys.items() if not self._has(key)]
                 raise _UnansweredError(
                     f"rank {self._rank} {reached} and waited {self.timeout:g} s for {_ranks(missing)} to do so too"
                 )
