@@ -66,20 +66,24 @@ class StepArguments:
 
 
 def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
+    for check in hooks.check_groups:
+        check(pg_collection)
+        check(p2p_communicator)
     group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)
     if group is not None:
         return group  # type: ignore[no-any-return]
     return parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
 
 
-def config_of(models: Sequence[nn.Module], pg_collection: Any) -> PipelineConfig:
+def config_of(schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any) -> PipelineConfig:
     configs = (find_attribute(model, "config") for model in models)
     config = next((config for config in configs if config is not None), None)
-    for check in hooks.check_config:
-        check(config)
     sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
     groups = {name: getattr(pg_collection, short, None) for name, short in sizes.items()}
-    return PipelineConfig.of(config, **{name: group.size() for name, group in groups.items() if group is not None})
+    settings = {name: group.size() for name, group in groups.items() if group is not None}
+    for read in hooks.read_config:
+        settings |= read(config, schedule)
+    return PipelineConfig.of(config, **settings)
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:

@@ -144,7 +144,7 @@ def divide_by_num_tokens(
 
     Args:
         models: this rank's chunks.
-        num_tokens: of this replica where this rank has its last stage, elsewhere 0.
+        num_tokens: of this replica where this rank has its last stage, elsewhere 0 or the same.
         data_parallel_group: the replicas; None takes that of `parallel_state`.
         averaged: the reduction over replicas averages gradients (the default of DistributedDataParallel and FSDP2)
             instead of adding them up.
@@ -158,8 +158,9 @@ def divide_by_num_tokens(
     if dist.is_initialized():
         replicas = data_parallel_group or parallel_state.get_data_parallel_group()
         num_replicas = replicas.size()
-        for group in (pipeline_group(), replicas):
-            dist.all_reduce(total, group=group)
+        # Where a framework has told all ranks of a pipeline already, they have the same number.
+        for group, op in ((pipeline_group(), dist.ReduceOp.MAX), (replicas, dist.ReduceOp.SUM)):
+            dist.all_reduce(total, op, group)
     divisor = torch.where(total > 0, total, 1)
     if grads := gradients(models):
         torch._foreach_div_(grads, divisor / num_replicas if averaged else divisor)

@@ -4,14 +4,28 @@ what it finds there, so that it knows none of them by name."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AroundForward", "Groups", "around_forwards", "check_config", "find_groups"]
+if TYPE_CHECKING:
+    from .arguments import StepArguments
+    from .registry import Schedule
+
+__all__ = [
+    "AroundForward",
+    "Groups",
+    "StepEnd",
+    "around_finalizing",
+    "around_forwards",
+    "check_groups",
+    "find_groups",
+    "read_config",
+]
 
 
 class Groups(NamedTuple):
@@ -36,11 +50,32 @@ class AroundForward(NamedTuple):
     """Called after each forward of a chunk."""
 
 
+class StepEnd(NamedTuple):
+    """A step of a pipeline whose loops are done."""
+
+    step: StepArguments
+    pp_rank: int
+    pp_size: int
+    last_stage: int
+    """The rank that has the last stage, and with it the reports and the number of tokens."""
+    finalize_keywords: dict[str, Any]
+    """What `finalize_model_grads_func` is about to be called with, besides models and tokens."""
+    share: Callable[[Any], Any]
+    """Called on every rank; returns what the rank of the last stage called it with."""
+
+
 find_groups: list[Callable[[], Groups | None]] = []
 """Asked in turn for groups that somebody else has made, where `parallel_state` is not initialised itself."""
 
-check_config: list[Callable[[Any], None]] = []
-"""Called with `model.config` at every step; may raise ValueError."""
+check_groups: list[Callable[[Any], None]] = []
+"""Called with each thing that the caller passed to describe process groups; may raise ValueError."""
+
+read_config: list[Callable[[Any, Schedule], dict[str, Any]]] = []
+"""Called with `model.config` and the schedule at every step. Returns settings of `PipelineConfig` that follow from it
+under other names; may raise ValueError."""
 
 around_forwards: list[Callable[[nn.Module, int, torch.device], AroundForward | None]] = []
 """Asked at every step, for each chunk with the number of microbatches and the device, what to call around forwards."""
+
+around_finalizing: list[Callable[[StepEnd], AbstractContextManager[None]]] = []
+"""Entered on every rank of a pipeline when the loops of a step are done, and left when gradients are finalized."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import parallel_state
+from . import hooks, parallel_state
 from .arguments import (
     Specs,
     StepArguments,
@@ -30,6 +30,7 @@ from .config import PipelineConfig
 from .fresh_start import leave_batch, start_together
 from .fsdp import ShardedChunks
 from .gradients import GradientSync, finalize_gradients
+from .hooks import StepEnd
 from .overlap.parts import find_forward_parts
 from .p2p_communication import Communicator, Lookahead
 from .pipeline import Chunk, Pipeline
@@ -98,7 +99,8 @@ class ForwardBackward(Schedule):
                 it. None stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
 
         Returns:
-            On the rank of the last stage the reports, in microbatch order; elsewhere an empty list.
+            On the rank of the last stage the reports, in microbatch order; elsewhere an empty list. Megatron's
+            trainers read them on the last rank, and find them there under V placement too.
 
         Raises:
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
@@ -113,7 +115,7 @@ class ForwardBackward(Schedule):
                 data_iterators=iterator_per_chunk(data_iterator, len(models)),
                 models=models,
                 num_microbatches=num_microbatches,
-                config=config_of(models, pg_collection),
+                config=config_of(self, models, pg_collection),
                 device=device_of(models),
                 forward_only=forward_only or self.forward_only,
                 collect_non_loss_data=collect_non_loss_data,
@@ -121,14 +123,15 @@ class ForwardBackward(Schedule):
             )
             lengths = (seq_length, micro_batch_size, decoder_seq_length)
             shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
+            keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
             try:
                 reports = self._run(step, shapes, session)
             except BaseException:
                 leave_batch(step.data_iterators)
                 raise
-            if not step.forward_only:
-                keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-                finalize_gradients(step.config, models, step.num_tokens, keywords)
+            with self._around_finalizing(step, session, keywords):
+                if not step.forward_only:
+                    finalize_gradients(step.config, models, step.num_tokens, keywords)
         return reports
 
     def _run(self, step: StepArguments, shapes: ShapeArguments, session: Session | None) -> list[Any]:
@@ -218,6 +221,20 @@ class ForwardBackward(Schedule):
             in_parts = any(find_forward_parts(module) is not None for module in step.models)
             is_split = in_parts or _splits_backward(self, *sizes)
         return GradientSync(step.config, step.models, step.num_microbatches, is_split, sharded)
+
+    @contextmanager
+    def _around_finalizing(
+        self, step: StepArguments, session: Session | None, keywords: dict[str, Any]
+    ) -> Iterator[None]:
+        """What frameworks around the core do at the end of a pipeline's step."""
+        with ExitStack() as stack:
+            if session is not None:
+                last_stage = self.placement.rank(len(session.ranks) * len(step.models) - 1, len(session.ranks))
+                share = functools.partial(session.share, source=last_stage, device=step.device)
+                end = StepEnd(step, session.pp_rank, len(session.ranks), last_stage, keywords, share)
+                for around in hooks.around_finalizing:
+                    stack.enter_context(around(end))
+            yield
 
     def _begin_record(self, step: StepArguments, tuner: WeightTuner | None) -> StepRecord | None:
         recorder = step.config.record_timeline

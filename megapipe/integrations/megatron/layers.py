@@ -1,0 +1,43 @@
+"""Megatron's layers that leave their weight gradients to W."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ...weight_grad.layers import linear
+
+__all__ = ["put_off_weight_gradients"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def put_off_weight_gradients(module: Module) -> Module:
+    """Make the layers that Megatron builds without transformer-engine leave their weight gradients to W: its
+    ColumnParallelLinear and RowParallelLinear, as `weight_grad.convert` does with torch's. Call it before the model is
+    wrapped or after.
+
+    Returns `module`. A layer's class is swapped and nothing else. Under tensor parallelism a layer whose backward
+    communicates between its two products (a ColumnParallelLinear, or any with sequence parallelism) stays as it is:
+    what Megatron hides there is its weight gradient.
+    """
+    layers = sys.modules["megatron.core.tensor_parallel.layers"]
+    for layer in module.modules():
+        original: Any = type(layer)
+        if original in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+            layer.__class__ = _deferring_class(original)
+    return module
+
+
+@functools.cache
+def _deferring_class(original: Any) -> Any:
+    def _forward_impl(self: Any, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        converts = options.get("output_dtype") not in (None, input.dtype)
+        if options["allreduce_dgrad"] or options["sequence_parallel"] or converts:
+            return original._forward_impl(self, input, weight, **options)  # type: ignore[no-any-return]
+        return linear(input, weight, options["bias"])
+
+    return type(original.__name__, (original,), {"__module__": original.__module__, "_forward_impl": _forward_impl})

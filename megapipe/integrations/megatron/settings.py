@@ -1,0 +1,100 @@
+"""Megatron's settings that its schedules look at: followed, or refused by name; and what these do around forwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import hooks
+from ...registry import Schedule
+from .loaded import megatrons_config
+
+__all__: list[str] = []
+
+# Features of Megatron's own schedules, with what to do instead.
+_UNSUPPORTED = {
+    "defer_embedding_wgrad_compute": "set it to False",
+    "overlap_moe_expert_parallel_comm": "set it to False",
+    "hybrid_context_parallel": "set it to False",
+    "fine_grained_activation_offloading": "set it to False",
+    "moe_paged_stash": "set it to False",
+    "use_ring_exchange_p2p": "set it to False",
+}
+
+_MEGATRONS_ORDERS = ("no_pipelining", "1f1b", "interleaved_1f1b")
+"""Schedules that run forwards and backwards in the order that Megatron's have."""
+
+
+def _read_config(config: Any, schedule: Schedule) -> dict[str, Any]:
+    for name, remedy in _UNSUPPORTED.items():
+        if getattr(config, name, False):
+            raise ValueError(f"config.{name} is part of Megatron's own schedules and not supported here: {remedy}.")
+    _check_cuda_graphs(config, schedule)
+    if not getattr(config, "mtp_standalone", False):
+        return {}
+    if schedule.placement.name != "loop":
+        raise ValueError(
+            f"config.mtp_standalone puts multi-token prediction and its copy of the embedding on another rank than the "
+            f"first, and {schedule.name} ties embeddings on the first rank only: leave the prediction on the last "
+            "stage, or use a schedule without a V, such as interleaved_1f1b."
+        )
+    return {"variable_seq_lengths": True}  # the messages between prediction and loss have a shape of their own
+
+
+def _check_cuda_graphs(config: Any, schedule: Schedule) -> None:
+    kind = getattr(config, "cuda_graph_impl", None) or "none"
+    if kind == "none":
+        return
+    if kind != "transformer_engine":
+        raise ValueError(f"config.cuda_graph_impl={kind!r} captures Megatron's own schedules: set it to 'none'.")
+    if schedule.name not in _MEGATRONS_ORDERS or getattr(config, "max_in_flight", None) is not None:
+        raise ValueError(
+            f"config.cuda_graph_impl='transformer_engine' captures microbatches in the order of Megatron's own "
+            f"schedules, which {schedule.name} does not keep to: set it to 'none', or use 1f1b or interleaved_1f1b "
+            "without max_in_flight."
+        )
+
+
+def _check_groups(groups: Any) -> None:
+    if any(base.__name__.startswith("MultiModule") for base in type(groups).__mro__):
+        raise ValueError(
+            f"a {type(groups).__name__} describes several models in pipelines of their own, which only Megatron's own "
+            "schedules run: pass the groups of one pipeline."
+        )
+
+
+def _around_forwards(model: nn.Module, num_microbatches: int, device: torch.device) -> hooks.AroundForward | None:
+    """Megatron's own functions, of the release that is there: each has more per-microbatch state, and more scales of
+    losses that are attached to the graph and not returned."""
+    config = megatrons_config(model)
+    if config is None:
+        return None
+    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    without_timers = copy.copy(config)  # the function would stop one that it has not started
+    without_timers.timers = None
+    return hooks.AroundForward(
+        functools.partial(schedules.set_current_microbatch, model),
+        functools.partial(
+            schedules.forward_step_calc_loss,
+            model,
+            torch.empty(0, device=device),
+            loss_func=None,
+            config=without_timers,
+            vp_stage=None,
+            collect_non_loss_data=False,
+            num_microbatches=num_microbatches,
+            forward_data_store=[],
+            cp_group_size=config.context_parallel_size,
+            is_last_stage=False,  # the loss itself is not its business here, only the scales
+        ),
+    )
+
+
+hooks.read_config.append(_read_config)
+hooks.check_groups.append(_check_groups)
+hooks.around_forwards.append(_around_forwards)
