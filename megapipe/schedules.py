@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import parallel_state
+from . import hooks, parallel_state
 from .placement import loop
 from .registry import find_schedule
 from .step import ForwardBackward, schedule
@@ -233,18 +233,30 @@ def extra_microbatches(pipe: Verbs, default: int) -> int:
 
 
 def get_forward_backward_func(
-    name: str | None = None, *, pp_size: int | None = None, vp_size: int | None = None
+    name: str | int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: Any = None,
+    *,
+    pp_size: int | None = None,
 ) -> ForwardBackward:
     """The function that runs one step of a schedule: forward and backward of all microbatches.
 
     Args:
         name: one of the schedules' names. None takes the environment variable MEGAPIPE_SCHEDULE, and without it what
             Megatron would take: no_pipelining on one rank, else interleaved_1f1b with virtual stages and 1f1b without.
+            A number is Megatron's first argument, `pp_size`.
         pp_size, vp_size: pipeline ranks and virtual stages to choose by, as in Megatron: where both are None they come
             from `parallel_state`, else each is taken as it is.
+        schedule_pg_collection: the groups, as in Megatron, which looks only for pipelines of several models in it.
 
-    Raises ValueError on an unknown name.
+    Raises ValueError on an unknown name, and for pipelines of several models.
     """
+    for check in hooks.check_groups:
+        check(schedule_pg_collection)
+    if isinstance(name, int):
+        if pp_size is not None:
+            raise TypeError(f"pp_size is given twice, as {name} and as {pp_size}: give it once.")
+        name, pp_size = None, name
     if name is None:
         name = os.environ.get("MEGAPIPE_SCHEDULE")
     if name is None:

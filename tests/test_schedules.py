@@ -402,6 +402,13 @@ def test_megatrons_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get() is megapipe.schedules.forward_backward_no_pipelining
     assert get(pp_size=4) is megapipe.schedules.forward_backward_pipelining_without_interleaving
     assert get(pp_size=1, vp_size=2) is megapipe.schedules.forward_backward_no_pipelining
+    # As Megatron's trainers call it: (pp_size, vp_size), and from 0.19 on with the groups.
+    assert get(4, 2) is megapipe.schedules.forward_backward_pipelining_with_interleaving
+    assert get(4, None, None) is megapipe.schedules.forward_backward_pipelining_without_interleaving
+    assert get(None, 2) is megapipe.schedules.forward_backward_no_pipelining
+    assert get(schedule_pg_collection=object()) is megapipe.schedules.forward_backward_no_pipelining
+    with pytest.raises(TypeError, match="pp_size is given twice, as 4 and as 2"):
+        get(4, pp_size=2)
     monkeypatch.setenv("MEGAPIPE_SCHEDULE", "gpipe")
     assert get() is get("gpipe")
     assert get("gpipe").__doc__ is not None
