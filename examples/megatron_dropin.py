@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 4 examples/megatron_dropin.py --pipeline-model-parallel-size 2 --virtual-stages 2
     torchrun --nproc-per-node 4 examples/megatron_dropin.py --schedule gpipe
 
-Everything but the schedule is Megatron's: the model, its process groups, its DistributedDataParallel and the way it
-finalizes gradients. Without CUDA a few of its calls are replaced first (tests/megatron_on_cpu.py says which and why).
+Everything but the schedule is Megatron's: the model with its tied embeddings, its process groups, its
+DistributedDataParallel and the way it finalizes gradients. Without CUDA a few of its calls are replaced first
+(tests/megatron_on_cpu.py says which and why).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe.integrations.megatron import build_model_chunks
+from megapipe.registry import find_schedule
 
 
 def parse_args() -> argparse.Namespace:
@@ -106,7 +108,7 @@ class Trainer:
             max_sequence_length=self.args.seq_length,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=True,
             vp_stage=vp_stage,
         )
 
@@ -146,6 +148,8 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -
 
 def main() -> None:
     args = parse_args()
+    if args.schedule is not None and find_schedule(args.schedule).placement.name == "v":
+        raise SystemExit("Megatron's schedules cannot run chunks placed in a V (docs/megatron.md says how ours do).")
     device = setup()
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func as get_megatrons

@@ -322,6 +322,58 @@ def test_chunks_for_v_placement(ranks: RankPool) -> None:
     ranks.run(2, megatron_chunks_in_v_placement)
 
 
+def at_their_stages(rank: int) -> None:
+    """As Megatron's trainer calls what it is given, with its own idea of where the chunk is."""
+    config = megatron(2, 2)
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    def ends(vp_stage: int) -> tuple[bool, bool]:
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        return is_first, parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+
+    def build(pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: int) -> nn.Module:
+        assert (pre_process, post_process) == ends(vp_stage)
+        is_end = {"pre_process": pre_process, "post_process": post_process}
+        model = provider(config, is_tied=True)(**is_end, vp_stage=vp_stage, pg_collection=pg_collection)
+        if post_process:
+            model.output_layer.weight.data.fill_(7.0)
+        return model
+
+    def datasets(num_samples: int, vp_stage: int | None = None) -> tuple[bool, bool]:
+        assert num_samples == 3
+        return ends(vp_stage or 0)
+
+    def forward(data_iterator: Any, model: nn.Module) -> tuple[bool, bool]:
+        return ends(model.vp_stage)
+
+    place = megapipe.integrations.megatron.at_its_stage
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    before = vars(groups).copy()
+    wrongly = {"pre_process": rank == 1, "post_process": rank == 1}
+    provide = place(build, V)
+    chunks = [provide(groups, **wrongly, vp_stage=vp_stage) for vp_stage in (0, 1)]
+    for vp_stage, stage in enumerate(megapipe.stages_for_rank(V)):
+        expected = (stage.is_first, stage.is_last)
+        assert (chunks[vp_stage].pre_process, chunks[vp_stage].post_process) == expected
+        assert place(datasets, V)(3, vp_stage=vp_stage) == expected
+        assert place(forward, V)(None, chunks[vp_stage]) == expected
+        # Elsewhere all is as before, and without a V always.
+        assert ends(vp_stage) == (rank == 0 == vp_stage, rank == 1 == vp_stage)
+        assert place(datasets, "interleaved_1f1b")(3, vp_stage=vp_stage) == ends(vp_stage)
+    assert vars(groups) == before
+    assert parallel_state.get_embedding_group(check_initialized=False) is before["embd"]
+    if rank == 0:
+        embedding, head = chunks[0].embedding.word_embeddings.weight, chunks[1].output_layer.weight
+        assert torch.equal(embedding, head)
+        assert head.shared
+        assert not getattr(embedding, "shared", False)
+
+
+def test_functions_at_the_stages_of_a_v(ranks: RankPool) -> None:
+    ranks.run(2, at_their_stages)
+
+
 def variable_lengths(rank: int) -> None:
     """Previous and next rank are the same one, and every message has another shape."""
     config = megatron(2, 2, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
@@ -567,3 +619,34 @@ def test_only_the_integration_knows_the_package() -> None:
     for path in package.rglob("*.py"):
         if "integrations" not in path.relative_to(package).parts:
             assert not re.search(r"\bmegatron\b", path.read_text()), path
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "megatron.md").read_text()
+
+
+def test_the_page_names_what_exists() -> None:
+    """Its diffs and scripts import what is there, and its tables have every schedule and every setting."""
+    lines = [line.lstrip("+ ") for line in re.findall(r"^\+?\s*(?:from|import) .+$", PAGE, flags=re.MULTILINE)]
+    ours = [line for line in lines if "megapipe" in line]
+    assert len(ours) == 5
+    for line in ours:
+        exec(line, {})
+    for name in set(re.findall(r"megapipe\.(\w+)", PAGE)) - {"integrations"}:
+        assert hasattr(megapipe, name)
+    rows = re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|.*\|$", PAGE, flags=re.MULTILINE)
+    assert rows == megapipe.schedule_names()
+    for row in rows:
+        try:
+            settings_of(row, cuda_graph_impl="transformer_engine")
+            expected = "as they are"
+        except ValueError:
+            expected = "no"
+        assert re.search(rf"^\| `{row}` \|.*\| {expected}", PAGE, flags=re.MULTILINE), row
+    for setting in megapipe.integrations.megatron.settings._UNSUPPORTED:
+        assert f"`{setting}`" in PAGE
+
+
+def test_the_page_names_what_megatron_has() -> None:
+    """Where Megatron's trainer can be imported, as from a checkout: the release's wheel has the core only."""
+    training = pytest.importorskip("megatron.training.training", exc_type=ImportError)
+    assert "get_forward_backward_func" in vars(training)
