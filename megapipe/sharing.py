@@ -28,7 +28,7 @@ def share(value: Any, group: dist.ProcessGroup, watchdog: Watchdog, source: int,
     if group.rank() == source:
         pickler = _TensorsApart(device)
         watchdog.post(name, pickler.dump_text(value))
-        watchdog.withdraw(f"results of step {watchdog.num_steps - 1}")  # every rank has begun this step since
+        watchdog.withdraw(f"results of step {watchdog.num_steps - 1}")  # each has begun this step since
         tensors = pickler.tensors
     else:
         unpickler = _TensorsToCome(watchdog.collect_from(source, name), device)

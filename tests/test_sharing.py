@@ -1,0 +1,91 @@
+"""What one rank has at the end of a step, given to all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import nn
+
+import megapipe
+from megapipe import parallel_state
+from megapipe.session import Session
+
+CPU = torch.device("cpu")
+
+
+def session_of_all(size: int) -> Session:
+    parallel_state.initialize_model_parallel(size)
+    return Session.of(parallel_state.get_pipeline_model_parallel_group())
+
+
+def shares(rank: int, source: int) -> None:
+    session = session_of_all(3)
+    for number in range(3):
+        value: Any = [
+            {
+                "loss": torch.tensor([number, 2.5]),
+                "tokens": torch.tensor(2**40 + number),
+                "name": "x",
+                "number": number,
+            },
+            (torch.ones(2, 3, dtype=torch.bfloat16).t(), torch.empty(0), None),
+        ]
+        with session.step():
+            dist.barrier()  # a step's loops end nowhere before it has begun everywhere
+            found = session.share(value if rank == source else rank, source, CPU)
+        assert torch.equal(found[0]["loss"], torch.tensor([number, 2.5]))
+        assert found[0]["tokens"] == 2**40 + number
+        assert (found[0]["name"], found[0]["number"]) == ("x", number)
+        assert torch.equal(found[1][0], torch.ones(3, 2, dtype=torch.bfloat16))
+        assert found[1][1].shape == (0,)
+        assert found[1][2] is None
+    if rank == source:
+        assert not session.watchdog._has(f"results of step 2 {source}")  # nothing piles up in the store
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_nested_values(ranks: RankPool, source: int) -> None:
+    ranks.run(3, shares, source)
+
+
+def cannot_be_pickled(rank: int) -> None:
+    session = session_of_all(2)
+    with pytest.raises((TypeError, megapipe.PipelineError), match="cannot be pickled"), session.step():
+        session.share([lambda: 0], 0, CPU)
+
+
+def test_what_cannot_travel_is_refused_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, cannot_be_pickled)
+
+
+def fails_before(rank: int) -> None:
+    session = session_of_all(2)
+    with pytest.raises((OSError, megapipe.PipelineError), match="no loss"), session.step():
+        lose_or_share(rank, session)
+
+
+def lose_or_share(rank: int, session: Session) -> None:
+    if rank == 0:
+        raise OSError("no loss")
+    session.share(None, 0, CPU)
+
+
+def test_a_failure_ends_the_wait(ranks: RankPool) -> None:
+    ranks.run(2, fails_before)
+
+
+def known_to_all(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2)
+    model = nn.Linear(2, 2, bias=False)
+    for num_tokens in (6, 6 if rank == 1 else 0):
+        model.weight.grad = torch.full((2, 2), 12.0)
+        megapipe.divide_by_num_tokens([model], torch.tensor(num_tokens))
+        assert torch.equal(model.weight.grad, torch.full((2, 2), 2.0))
+
+
+def test_tokens_that_all_ranks_know_count_once(ranks: RankPool) -> None:
+    ranks.run(2, known_to_all)
