@@ -20,6 +20,9 @@ def prepare() -> None:
         # Batched messages are followed by a wait for the device, against a bug of old versions of torch.
         torch.cuda.synchronize = lambda device=None: None
 
+        # From 0.19 on reductions of gradients ask for it, and do nothing with it without a stream of their own.
+        torch.cuda.current_stream = lambda device=None: None
+
         # The schedules count tokens in torch.zeros(..., device="cuda").
         zeros = torch.zeros
 
