@@ -101,6 +101,9 @@ def make_case(seed: int, number: int) -> Case:
         settings["max_in_flight"] = 2.0 * pp_size
     elif rng.random() < 0.15:
         settings["weight_grad_placement"] = "tuned"
+    message = "tensor" if shapes == "config" else rng.choice(["tensor", "list of one", "tuple", "list", "dict"])
+    if "captured" in forms and message == "dict":
+        shapes = "described"  # what is captured wants a gradient for each tensor of floating point
     return Case(
         schedule,
         pp_size,
@@ -110,7 +113,7 @@ def make_case(seed: int, number: int) -> Case:
         tuple(rng.choice(forms) for _ in range(num_stages)),
         tuple(rng.random() < 0.25 for _ in range(num_stages)),
         dropout,
-        "tensor" if shapes == "config" else rng.choice(["tensor", "list of one", "tuple", "list", "dict"]),
+        message,
         shapes,
         seq_lengths,
         rng.choice(["", "module", "_orig_mod"]),
