@@ -22,7 +22,7 @@ __all__ = ["share"]
 def share(value: Any, group: dist.ProcessGroup, watchdog: Watchdog, source: int, device: torch.device) -> Any:
     """What rank `source` of `group` has for `value`. All ranks call it at the end of a step, the others with anything.
 
-    Raises TypeError where the value cannot be pickled.
+    Raises TypeError where the value holds more than numbers, texts, tensors and containers of them.
     """
     name = f"results of step {watchdog.num_steps}"
     if group.rank() == source:
@@ -56,18 +56,23 @@ class _TensorsApart(pickle.Pickler):
     def dump_text(self, value: Any) -> str:
         try:
             self.dump(value)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            text = self._file.getvalue().hex()
+            _TensorsToCome(text, self._device).load()  # as the others will
+        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
             raise TypeError(
-                f"what the loss function reports goes to another rank, but cannot be pickled ({error}): let it return "
-                "numbers, texts and tensors, in dicts or lists."
+                f"what the loss function reports goes to another rank, but cannot be sent there ({error}): let it "
+                "return numbers, texts and tensors, in dicts, lists or tuples."
             ) from None
-        return self._file.getvalue().hex()
+        return text
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.device.type != self._device.type:
+        if not isinstance(value, Tensor):
             return None
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.device.type != self._device.type:
+            return tuple(value.shape), dtype, value.tolist()
         self.tensors.append(value.detach())
-        return tuple(value.shape), value.dtype
+        return tuple(value.shape), dtype, None
 
 
 class _TensorsToCome(pickle.Unpickler):
@@ -79,6 +84,12 @@ class _TensorsToCome(pickle.Unpickler):
         self.tensors: list[Tensor] = []
 
     def persistent_load(self, description: Any) -> Tensor:
-        shape, dtype = description
-        self.tensors.append(torch.empty(shape, dtype=dtype, device=self._device))
+        shape, dtype, values = description
+        if values is not None:
+            return torch.tensor(values, dtype=getattr(torch, dtype)).view(shape)
+        self.tensors.append(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device))
         return self.tensors[-1]
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Nothing read from a store may name what is to be called."""
+        raise pickle.UnpicklingError(f"{module}.{name}")

@@ -52,14 +52,14 @@ def test_nested_values(ranks: RankPool, source: int) -> None:
     ranks.run(3, shares, source)
 
 
-def cannot_be_pickled(rank: int) -> None:
+def cannot_be_sent(rank: int) -> None:
     session = session_of_all(2)
-    with pytest.raises((TypeError, megapipe.PipelineError), match="cannot be pickled"), session.step():
+    with pytest.raises((TypeError, megapipe.PipelineError), match="cannot be sent"), session.step():
         session.share([lambda: 0], 0, CPU)
 
 
 def test_what_cannot_travel_is_refused_on_every_rank(ranks: RankPool) -> None:
-    ranks.run(2, cannot_be_pickled)
+    ranks.run(2, cannot_be_sent)
 
 
 def fails_before(rank: int) -> None:
