@@ -175,6 +175,7 @@ class Session:
         self.watchdog.close()
         for communicator in self._communicators.values():
             communicator.close()
+        self._communicators.clear()  # with their connections: each has threads that poll
 
 
 def _number_of(group: dist.ProcessGroup) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 
 from .messages import MessageSpec
-from .p2p_communication import Channel, ConnectionLostError, Transfer, Transport
+from .p2p_communication import Channel, Transfer, Transport
 from .plan import ChannelName
-from .transports import BackendChannel, GlooTransport
+from .transports import BackendChannel, GlooTransport, Waiter
 
 __all__ = ["STAGINGS", "CudaStaging", "StagedTransport", "Staging"]
 
@@ -121,9 +120,7 @@ class StagedTransport(Transport):
         self._host = host
         self._staging = staging
         # In the order in which the stream needs them: what comes earlier out of turn is not needed earlier either.
-        self._awaited: queue.SimpleQueue[Transfer | threading.Event | None] = queue.SimpleQueue()
-        self._error: ConnectionLostError | None = None
-        threading.Thread(target=self._take_arrivals, name="megapipe-arrivals", daemon=True).start()
+        self._awaited = Waiter("megapipe-arrivals", self._arrive)
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         self._host.connect(edges)
@@ -137,8 +134,7 @@ class StagedTransport(Transport):
         self._awaited.put(drained)
         drained.wait()
         self._host.drain()
-        if self._error is not None:
-            raise self._error
+        self._awaited.check()
 
     def abort(self) -> None:
         self._host.abort()
@@ -154,20 +150,12 @@ class StagedTransport(Transport):
         self._awaited.put(transfer)
         return tensors
 
-    def _take_arrivals(self) -> None:
-        while (item := self._awaited.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                try:
-                    item.wait()
-                except ConnectionLostError as error:
-                    self._error = self._error or error
-                    for buffer in item.tensors:
-                        buffer.zero_()
-                self._staging.arrive()
-                self.num_arrived += 1
-            del item
+    def _arrive(self, transfer: Transfer, is_lost: bool) -> None:
+        if is_lost:
+            for buffer in transfer.tensors:
+                buffer.zero_()
+        self._staging.arrive()
+        self.num_arrived += 1
 
 
 class StagedChannel(Channel):

@@ -23,7 +23,7 @@ from .messages import MessageSpec, TensorSpec
 from .p2p_communication import Channel, ConnectionLostError, Lookahead, Transfer, Transport
 from .plan import ChannelName
 
-__all__ = ["MARKS", "BackendChannel", "GlooTransport", "Members", "NcclTransport", "Outbox", "WaitedOutbox"]
+__all__ = ["MARKS", "BackendChannel", "GlooTransport", "Members", "NcclTransport", "Outbox", "WaitedOutbox", "Waiter"]
 
 PATIENCE = 10.0  # seconds until a communicator that does not come to its end is left to itself
 
@@ -112,6 +112,44 @@ class StreamOutbox(Outbox):
         channel.start_sending(tensors)
 
 
+class Waiter:
+    """A thread that waits for transfers one after the other, and holds each until then: over gloo only a blocking wait
+    tells that a message has been sent, or has come.
+
+    Args:
+        then: called with each transfer that has completed, and with True where it was lost instead.
+    """
+
+    def __init__(self, name: str, then: Callable[[Transfer, bool], None] | None = None) -> None:
+        self._queue: queue.SimpleQueue[Transfer | threading.Event | None] = queue.SimpleQueue()
+        self._then = then
+        self._error: ConnectionLostError | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, item: Transfer | threading.Event | None) -> None:
+        """A transfer; an event that is set once all before it have completed; or None to end the thread."""
+        self._queue.put(item)
+
+    def check(self) -> None:
+        """Raise what the first transfer that was lost has raised."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                is_lost = False
+                try:
+                    item.wait()
+                except ConnectionLostError as error:
+                    self._error, is_lost = self._error or error, True
+                if self._then is not None:
+                    self._then(item, is_lost)
+            del item  # nothing sent may stay alive while this waits for the next one
+
+
 class WaitedOutbox(Outbox):
     """For gloo, which copies a message to the peer's socket in the time of whoever sends it, and where only a blocking
     wait tells that a send has completed. So one thread starts the large ones, and another waits for all.
@@ -122,17 +160,16 @@ class WaitedOutbox(Outbox):
 
     def __init__(self) -> None:
         self._to_start: queue.SimpleQueue[Callable[[], Transfer] | threading.Event | None] = queue.SimpleQueue()
-        self._to_wait_for: queue.SimpleQueue[Transfer | threading.Event | None] = queue.SimpleQueue()
+        self._started = Waiter("megapipe-sends")
         self._num_handed_over = 0
         self._num_started = 0  # of these
         self._error: ConnectionLostError | None = None
-        for run in (self._start_sends, self._wait_for_sends):
-            threading.Thread(target=run, name="megapipe-sends", daemon=True).start()
+        threading.Thread(target=self._start_sends, name="megapipe-sends", daemon=True).start()
 
     def send(self, channel: BackendChannel, tensors: list[torch.Tensor]) -> None:
         is_small = sum(tensor.nbytes for tensor in tensors) < LARGE
         if is_small and self._num_started == self._num_handed_over:  # none that it could overtake
-            self._to_wait_for.put(channel.start_sending(tensors))
+            self._started.put(channel.start_sending(tensors))
         else:
             self.hand_over(partial(channel.start_sending, tensors))
 
@@ -148,6 +185,7 @@ class WaitedOutbox(Outbox):
         drained.wait()
         if self._error is not None:
             raise self._error
+        self._started.check()
 
     def close(self) -> None:
         self._to_start.put(None)
@@ -155,26 +193,15 @@ class WaitedOutbox(Outbox):
     def _start_sends(self) -> None:
         while (item := self._to_start.get()) is not None:
             if isinstance(item, threading.Event):
-                self._to_wait_for.put(item)
+                self._started.put(item)
             else:
                 try:
-                    self._to_wait_for.put(item())
+                    self._started.put(item())
                 except ConnectionLostError as error:
                     self._error = self._error or error
                 self._num_started += 1
-            del item  # nothing sent may stay alive while this waits for the next one
-        self._to_wait_for.put(None)
-
-    def _wait_for_sends(self) -> None:
-        while (item := self._to_wait_for.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                try:
-                    item.wait()
-                except ConnectionLostError as error:
-                    self._error = self._error or error
             del item
+        self._started.put(None)
 
 
 class GlooTransport(Transport):

@@ -137,6 +137,8 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             # some torch (2.6) holds while it waits for that thread to end.
             time.sleep(0.005)
             dist.destroy_process_group()
+        for session in list(megapipe.session._sessions.values()):
+            session._end()  # the threads of its connections would slow down the next job
         try:
             jobs.send((result, text))
         except Exception:  # an exception that cannot be pickled

@@ -618,7 +618,7 @@ def test_exchanged_arguments_do_not_stay_in_the_store(ranks: RankPool) -> None:
         ("0F0,0W0,0B0\n", "has put no weight gradient of that chunk off"),
         ("\n,\n", "it has no row of actions"),
         ('{"name": "", "actions": 3}', "it has no row of actions"),
-        ('{"name": "", "actions": [[1]]}', "1 is not an action like"),
+        ('{"name": "", "actions": [[1]]}', "'1' is not an action like"),
     ],
 )
 def test_files_whose_plans_cannot_work(text: str, message: str, tmp_path: Path) -> None:

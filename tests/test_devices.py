@@ -120,10 +120,14 @@ def same_as_on_cpu(rank: int, pp_size: int, transport: str) -> None:
         expected = build(schedule, pp_size, transport)
         losses = step(schedule, expected, lambda x: x)
         validated = step(schedule, expected, lambda x: x, forward_only=True)
+        step(schedule, expected, lambda x: x)
         chunks = build(schedule, pp_size, transport)
         with on_lazy_device(chunks) as lazy:
             got = step(schedule, chunks, lazy.device.to_device)
+            assert len(lazy.device.SYNCS) <= len(chunks), schedule  # each looks once whether it is given gradients
+            lazy.device.SYNCS.clear()
             got_validated = step(schedule, chunks, lazy.device.to_device, forward_only=True)
+            step(schedule, chunks, lazy.device.to_device)
             assert not lazy.device.SYNCS, lazy.device.SYNCS[0]
             read = lazy.device.to_host
             assert [read(one["loss"]) for one in got] == [one["loss"] for one in losses], schedule
