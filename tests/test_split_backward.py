@@ -22,6 +22,7 @@ import megapipe.weight_tuning as tuning
 from megapipe import StageInfo, stages_for_rank, weight_grad
 from megapipe.plan import make_plan
 from megapipe.session import _sessions
+from megapipe.simulation import Costs
 from megapipe.weight_placement import _Search, count_weights
 
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
@@ -302,10 +303,11 @@ class Slow(Stage):
 
 
 def eager(*arguments: Any) -> tuning.Choice:
-    """A W wherever a rank waits, whether it pays or not."""
+    """A W wherever a rank would wait with these costs, whether it pays or not: with those measured on a busy machine
+    it might be where the schedule has it."""
     choice = tuning.choose(*arguments)
     plan = make_plan(*arguments[:4], settings=choice.settings)
-    return replace(choice, counts=_Search(plan, arguments[-1], 1000).fill(0.0))
+    return replace(choice, counts=_Search(plan, Costs(1.0, 3.0, 0.5), 1000).fill(0.0))
 
 
 def tuned(rank: int, schedule: str, m: int, max_in_flight: float | None) -> tuning.Choice:
