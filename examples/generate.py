@@ -32,6 +32,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-bytes", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte each time")
     parser.add_argument("--top-k", type=int, default=None, help="choose among this many likeliest bytes; default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: GPUs, if there are any")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1)
     args = parser.parse_args(argv)
@@ -105,8 +106,8 @@ def generate(args: argparse.Namespace, device: torch.device) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    device = setup()
-    texts = generate(parse_args(), device)
+    args = parse_args()
+    texts = generate(args, setup(args.device))
     if dist.get_rank() == 0:
         print("\n----\n".join(text.decode(errors="replace") for text in texts))
     dist.destroy_process_group()

@@ -9,9 +9,9 @@
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --pipeline-model-parallel-size 8 --bf16 \\
         --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --data-path my_text/
 
-Runs on CPU with gloo and on GPUs with NCCL, one rank per device, on one node or several: only torchrun's variables are
-read. Ranks beyond one pipeline are replicas of it, whose gradients are averaged; each --data-parallel-shard-size of
-them share out the parameters (FSDP2), and each --expert-model-parallel-size the experts.
+Runs on CPU with gloo and on GPUs with NCCL, on one node or several: only torchrun's variables are read. Ranks share
+GPUs where there are fewer of these. Ranks beyond one pipeline are replicas of it, whose gradients are averaged; each
+--data-parallel-shard-size of them share out the parameters (FSDP2), and each --expert-model-parallel-size the experts.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--post-validation", action="store_true", help="step without waiting for the norm; take it back if it says so"
     )
     training.add_argument("--bf16", action="store_true", help="compute in bfloat16 by autocast; weights stay float32")
+    training.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: GPUs, if there are any")
     training.add_argument("--seed", type=int, default=1234)
     data = parser.add_argument_group("data, validation and checkpoints")
     data.add_argument("--data-path", default=None, help="a text file or a folder of them; default: Python's own source")
@@ -313,11 +314,17 @@ def learning_rate(iteration: int, args: argparse.Namespace) -> float:
     return args.min_lr + (args.lr - args.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def setup() -> torch.device:
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+def setup(device_type: str | None) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if device_type == "cuda" and not num_gpus:
+        raise ValueError("--device cuda needs a GPU, and torch finds none: leave it out, or say --device cpu.")
+    if num_gpus and device_type != "cpu":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus:  # NCCL takes one rank per GPU
+            dist.init_process_group("gloo")
+        else:
+            dist.init_process_group("nccl", device_id=device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)  # the same arithmetic, to the bit, for every pipeline size
@@ -395,6 +402,6 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
 
 
 if __name__ == "__main__":
-    device = setup()
-    train(parse_args(), device)
+    args = parse_args()
+    train(args, setup(args.device))
     dist.destroy_process_group()

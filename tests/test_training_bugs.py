@@ -556,6 +556,9 @@ def pretrain_for_inference(rank: int) -> None:
     for option in ("eval-iters", "log-interval", "save-interval", "micro-batch-size"):
         with pytest.raises(SystemExit):
             pretrain_gpt.parse_args([f"--{option}", "0"])
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="--device cuda needs a GPU"):
+            pretrain_gpt.setup("cuda")
 
 
 def test_options_of_the_example(ranks: RankPool) -> None:
