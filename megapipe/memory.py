@@ -30,9 +30,9 @@ class Memory:
             return torch.empty(shape, dtype=dtype, device=self._device)
         block = next((block for block in self.trim() if block.nbytes() == num_bytes), None)
         if block is None:
-            block = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+            block = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
             self._blocks.append(block)
-        return torch.empty(0, dtype=dtype).set_(block).view(shape)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(block).view(shape)
 
     def trim(self) -> list[torch.UntypedStorage]:
         """Let go of all but `NUM_KEPT` of the blocks that nobody holds. Returns those."""

@@ -55,7 +55,7 @@ class CudaStaging(Staging):
         self._device = device
         with torch.cuda.device(device):
             self._out, self._in = (torch.cuda.Stream(priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._num_arrived = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._num_arrived = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._num_awaited = 0
 
     def copy_out(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
@@ -69,7 +69,7 @@ class CudaStaging(Staging):
         return copies, is_copied.synchronize
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)  # from torch's pool of such memory
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)  # from torch's pool of such memory
 
     def copy_in(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         self._num_awaited += 1

@@ -244,7 +244,7 @@ class GlooTransport(Transport):
         for peer in range(len(self._members.ranks)):
             if peer != self._members.pp_rank:
                 with contextlib.suppress(RuntimeError):
-                    probe = self._backend.recv([torch.empty(1)], peer, self.UNUSED_TAG)
+                    probe = self._backend.recv([torch.empty(1, device="cpu")], peer, self.UNUSED_TAG)
                     probe.wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:

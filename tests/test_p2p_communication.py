@@ -7,7 +7,7 @@ import torch.distributed as dist
 from models import communicator
 from ranks import RankPool
 
-from megapipe.memory import LARGE
+from megapipe.memory import LARGE, Memory
 from megapipe.messages import MessageSpec, TensorSpec, describe, pack, read_description
 from megapipe.p2p_communication import ConnectionLostError, Lookahead, PostedInbox
 from megapipe.plan import ChannelName
@@ -200,3 +200,9 @@ def blocks_used_again(rank: int) -> None:
 
 def test_large_blocks_are_used_again(ranks: RankPool) -> None:
     ranks.run(2, blocks_used_again)
+
+
+def test_host_memory_is_on_the_host() -> None:
+    """Under torch.set_default_device large messages were received into memory of that device, and the step failed."""
+    with torch.device("meta"):
+        assert Memory(torch.device("cpu")).empty((LARGE,), torch.uint8).is_cpu
