@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from models import BATCH, HIDDEN, SEQUENCE, VOCABULARY, Block, batches, loss_of, seed_cpu
 from ranks import MAX_RANKS, RankError, RankPool
@@ -427,6 +428,7 @@ def try_case(rank: int, case: Case) -> None:
         trial = Trial(case, rank)
         trial.compare_steps(0)
         if case.failure is not None:
+            dist.barrier()  # a rank that is still in the step before would fail there
             trial.fail(*case.failure)
             trial.compare_steps(10)
 

@@ -113,7 +113,7 @@ def test_through_torchrun(text: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.9 prints
     assert lines[0].startswith("4 layers of 16 on 2 ranks: 2 stages x 1 replicas, schedule 1f1b, 8 microbatches")
     assert "validation loss" in done.stdout
     assert lines[-2].endswith("tokens/s")
