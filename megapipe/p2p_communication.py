@@ -424,7 +424,8 @@ def edges_in_rounds(placement: Placement, pp_size: int, num_stages: int) -> list
     rounds: dict[tuple[int, int], int] = {}
     for pair in pairs:
         number = next((k for k, taken in enumerate(busy) if not taken & set(pair)), len(busy))
-        busy[number:number] = [set()] if number == len(busy) else []
+        if number == len(busy):
+            busy.append(set())
         busy[number] |= set(pair)
         rounds[pair] = number
     in_order = sorted(pairs, key=lambda pair: (rounds[pair], pair))

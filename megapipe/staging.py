@@ -21,7 +21,7 @@ from torch import Tensor
 from .messages import MessageSpec
 from .p2p_communication import Channel, Transfer, Transport
 from .plan import ChannelName
-from .transports import BackendChannel, GlooTransport, Waiter
+from .transports import BackendChannel, GlooTransport, Waiter, as_they_read
 
 __all__ = ["STAGINGS", "CudaStaging", "StagedTransport", "Staging"]
 
@@ -168,8 +168,7 @@ class StagedChannel(Channel):
         self._staging = staging
 
     def send(self, tensors: list[Tensor]) -> None:
-        as_they_read = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-        copies, wait_until_copied = self._staging.copy_out(as_they_read)
+        copies, wait_until_copied = self._staging.copy_out(as_they_read(tensors))
         self._host.outbox.hand_over(partial(self._send_when_copied, wait_until_copied, copies))
 
     def _send_when_copied(self, wait_until_copied: Callable[[], None], copies: list[Tensor]) -> Transfer:

@@ -23,7 +23,17 @@ from .messages import MessageSpec, TensorSpec
 from .p2p_communication import Channel, ConnectionLostError, Lookahead, Transfer, Transport
 from .plan import ChannelName
 
-__all__ = ["MARKS", "BackendChannel", "GlooTransport", "Members", "NcclTransport", "Outbox", "WaitedOutbox", "Waiter"]
+__all__ = [
+    "MARKS",
+    "BackendChannel",
+    "GlooTransport",
+    "Members",
+    "NcclTransport",
+    "Outbox",
+    "WaitedOutbox",
+    "Waiter",
+    "as_they_read",
+]
 
 PATIENCE = 10.0  # seconds until a communicator that does not come to its end is left to itself
 
@@ -76,8 +86,7 @@ class BackendChannel(Channel):
         self._outbox = outbox
 
     def send(self, tensors: list[torch.Tensor]) -> None:
-        # As they read: a conjugate or a negative may be but a mark on other numbers, which a transport does not see.
-        self._outbox.send(self, [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors])
+        self._outbox.send(self, as_they_read(tensors))
 
     def start_sending(self, tensors: list[torch.Tensor]) -> Transfer:
         """Over gloo the transfer must be kept until it has completed, or the message is lost."""
@@ -96,6 +105,11 @@ class BackendChannel(Channel):
         except RuntimeError as error:
             raise ConnectionLostError.of(error) from error
         return Transfer(spec, buffers, works)
+
+
+def as_they_read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A conjugate or a negative may be but a mark on other numbers, which a transport does not see."""
+    return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
 
 
 class Outbox(ABC):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -207,13 +208,19 @@ def test_many_chunks_take_no_more_of_a_device(ranks: RankPool, pp_size: int) -> 
     ranks.run(pp_size, occupied, pp_size, 8)
 
 
-def a_failing_rank(rank: int, transport: str) -> None:
+def failing_at(rank: int, number: int) -> Callable[[], None]:
+    """Disturbs rank 1: its forward or backward of that number fails."""
+    numbers = itertools.count(1)
+
     def fail() -> None:
-        counter[0] += 1
-        if rank == 1 and counter[0] == 7:
+        if next(numbers) == number and rank == 1:
             raise MemoryError
 
-    counter = [0]
+    return fail
+
+
+def a_failing_rank(rank: int, transport: str) -> None:
+    fail = failing_at(rank, 7)
     chunks = build("zbv", 2, transport)
     with on_lazy_device(chunks) as lazy:
         for chunk in chunks:
@@ -281,12 +288,7 @@ def test_a_time_limit_holds_where_only_the_device_waits(ranks: RankPool, transpo
 
 
 def no_step_from_garbage(rank: int, transport: str) -> None:
-    def fail() -> None:
-        counter[0] += 1
-        if rank == 1 and counter[0] == 5:
-            raise MemoryError
-
-    counter = [0]
+    fail = failing_at(rank, 5)
     chunks = build("1f1b", 2, transport)
     with on_lazy_device(chunks) as lazy:
         for chunk in chunks:
