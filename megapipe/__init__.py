@@ -6,6 +6,7 @@ from . import schedules, zero_bubble, dualpipe  # noqa: F401  # isort: skip  # r
 from . import integrations as integrations
 from .clipping import clip_grad_norm_
 from .config import PipelineConfig
+from .failures import PipelineError
 from .gradients import divide_by_num_tokens
 from .optimizer import PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer
 from .placement import StageInfo, distribute_layers
@@ -16,7 +17,6 @@ from .schedules import get_forward_backward_func
 from .stage import NoGradientWarning
 from .step import schedule, stages_for_rank
 from .tied_weights import TiedWeights
-from .watchdog import PipelineError
 
 __version__ = "0.1.0"
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import parallel_state
+from .failures import check_failures
 from .names import each_parameter
-from .watchdog import check_failures
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import parallel_state
+from .failures import check_failures
 from .gradients import divide_by_num_tokens
-from .watchdog import check_failures
 
 __all__ = ["GradientReducer"]
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .clipping import check_norm, device_of, gather_power_sums, gradients, local, norm_of, power_sum, scale_gradients
+from .failures import check_failures
 from .names import with_inner
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
-from .watchdog import check_failures
 
 __all__ = ["PostValidatedOptimizer", "optimizer_of"]
 

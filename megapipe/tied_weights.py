@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .clipping import as_list, gradient_of, local, pipeline_group
+from .failures import check_failures
 from .names import named_parameters
-from .watchdog import check_failures
 
 __all__ = ["TiedWeights"]
 

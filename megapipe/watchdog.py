@@ -20,18 +20,15 @@ from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
+from .failures import PipelineError, watched
 from .p2p_communication import ConnectionLostError
 from .position import DeviceWaits, Position
 
-__all__ = ["PipelineError", "Watchdog", "check_failures"]
+__all__ = ["Watchdog"]
 
 TICK = 0.25  # seconds between two looks at the store
 PATIENCE = 3.0  # seconds given to the other ranks to say, or to read, what happened
 GRACE = 1.0  # seconds given to the main thread to raise by itself, before its transport is aborted under it
-
-
-class PipelineError(RuntimeError):
-    """A step failed because of another rank, or waited too long. Says which rank, where it was, and why."""
 
 
 class DisagreementError(ValueError):
@@ -104,7 +101,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop watching, and let go of those who are to be told."""
-        _watched.discard(self)
+        watched.discard(self)
         self.abort, self.has_ended = (lambda: None), (lambda: True)
 
     def check(self) -> None:
@@ -264,6 +261,9 @@ class Watchdog:
 
     def watch(self) -> None:
         """What the helper thread does again and again."""
+        if self.has_ended():
+            self.close()
+            return
         self._look()
         if self.failure is not None and not self._has_aborted:
             if self.position.action is not None and self.position.awaited is None:
@@ -375,7 +375,6 @@ def _ranks(ranks: list[int]) -> str:
 # One helper thread per process looks after all pipelines, between their steps too: a rank that has left a step may
 # still be asked for the arguments it had in it.
 
-_watched: set[Watchdog] = set()
 _stop = threading.Event()
 _thread: threading.Thread | None = None
 _thread_lock = threading.Lock()
@@ -384,7 +383,7 @@ _thread_lock = threading.Lock()
 def _start_watching(watchdog: Watchdog) -> None:
     global _thread
     with _thread_lock:
-        _watched.add(watchdog)
+        watched.add(watchdog)
         if _thread is None:
             _thread = threading.Thread(target=_watch, name="megapipe-watchdog", daemon=True)
             _thread.start()
@@ -400,16 +399,5 @@ def _stop_watching() -> None:
 
 def _watch() -> None:
     while not _stop.wait(TICK):
-        for watchdog in list(_watched):
-            if watchdog.has_ended():
-                watchdog.close()
-            else:
-                watchdog.watch()
-
-
-def check_failures() -> None:
-    """Wait until all messages to this process have arrived, and raise what any of its pipelines has left for its main
-    thread. To be called before what changes weights, or waits for all ranks: the gradients of a step that failed
-    elsewhere may be garbage, and a rank that failed does not come."""
-    for watchdog in list(_watched):
-        watchdog.settle()
+        for watchdog in list(watched):
+            watchdog.watch()

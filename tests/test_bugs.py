@@ -306,10 +306,10 @@ def test_a_stage_may_end_in_a_python_function(ranks: RankPool) -> None:
 def torch_distributed_is_shut_down(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
     run("1f1b", chunks, 2)
-    assert megapipe.watchdog._watched
+    assert megapipe.failures.watched
     dist.destroy_process_group()
     time.sleep(3 * TICK)
-    assert not megapipe.watchdog._watched
+    assert not megapipe.failures.watched
 
 
 def test_the_watchdog_ends_with_torch_distributed(ranks: RankPool) -> None:

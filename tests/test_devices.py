@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank, weight_grad
-from megapipe.watchdog import check_failures
+from megapipe.failures import check_failures
 
 pytest.importorskip("torch.utils.backend_registration")
 HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
