@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .clipping import local
+from .chunks import local
 from .optimizer import OF_EACH_GROUP
 
 __all__ = ["check_alike", "fingerprint"]

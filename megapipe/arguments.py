@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import hooks, parallel_state
+from .chunks import find_attribute
 from .config import PER_CHUNK, PipelineConfig, check_whole_number
 from .messages import MessageSpec
-from .names import find_attribute
 from .placement import Placement, StageInfo
 from .post_validation import optimizer_of
 from .registry import Schedule

@@ -45,7 +45,7 @@ from .checkpoint_files import (
     remove_incomplete,
     serialise,
 )
-from .clipping import as_list
+from .chunks import as_list
 from .folder_lock import FolderLock, lock_folder
 from .optimizer import load_scheduler
 from .post_validation import optimizer_of

@@ -8,24 +8,18 @@ rank alike. All of it is float64, so that the norm does not depend on how the mo
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import parallel_state
+from .chunks import Models, as_list, as_sharded, device_of, gradient_of, gradients, local, trained_parameters
 from .failures import check_failures
-from .names import each_parameter
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 __all__ = ["clip_grad_norm_"]
-
-Models = nn.Module | Sequence[nn.Module]
 
 
 def clip_grad_norm_(
@@ -72,33 +66,6 @@ def check_norm(max_norm: float, norm_type: float) -> None:
         raise ValueError(f"norm_type must be positive, got {norm_type}: use 2.0, or math.inf for the largest value.")
 
 
-def as_list(model: Models) -> list[nn.Module]:
-    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):  # which is a list of chunks
-        return [model]
-    return list(model)
-
-
-def trained_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The trained parameters of all chunks with their names, each once."""
-    return ((name, parameter) for name, parameter in each_parameter(models) if parameter.requires_grad)
-
-
-def gradients(models: Iterable[nn.Module]) -> list[Tensor]:
-    """Every gradient there is, where sharded this rank's part of it."""
-    found = (gradient_of(name, parameter) for name, parameter in trained_parameters(models))
-    return [local(grad) for grad in found if grad is not None]
-
-
-def gradient_of(name: str, parameter: nn.Parameter) -> Tensor | None:
-    """Raises ValueError where somebody else keeps it."""
-    if parameter.grad is None and getattr(parameter, "main_grad", None) is not None:
-        raise ValueError(
-            f"{name} has its gradient in main_grad, of another's making: leave clipping, dividing and tied weights to "
-            "those who made it, or let them set .grad first."
-        )
-    return parameter.grad
-
-
 def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     """The sum of |g|^p over the stages of this rank, or the largest |g|: float64, without dimensions. Collective over
     the ranks that hold the same stages, where these share out shards or experts."""
@@ -121,25 +88,14 @@ def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     return total
 
 
-def device_of(models: Iterable[nn.Module]) -> torch.device:
-    """Of their parameters, which may all be frozen."""
-    everything = (parameter for model in models for parameter in model.parameters())
-    return next((local(parameter).device for parameter in everything), torch.device("cpu"))
-
-
 def gather_power_sums(own: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, Any]:
     """Those of all stages, by pipeline rank, and what to wait for where `async_op` is set. Collective."""
-    group = group or pipeline_group()
+    group = group or parallel_state.find_pipeline_group()
     if group is None or group.size() == 1:
         return own.reshape(1), None
     sums = own.new_empty(group.size())
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
     return sums, gather(sums, own.reshape(1), group=group, async_op=async_op)
-
-
-def pipeline_group() -> dist.ProcessGroup | None:
-    """None without torch.distributed."""
-    return parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
 
 
 def norm_of(power_sums: Tensor, norm_type: float) -> Tensor:
@@ -154,19 +110,6 @@ def scale_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
     coefficient = torch.where(norm > max_norm, max_norm / norm, 1.0)
     if grads and math.isfinite(max_norm):
         torch._foreach_mul_(grads, coefficient)
-
-
-def as_sharded(tensor: Tensor) -> DTensor | None:
-    """The tensor, where it is a DTensor. Their module takes longer to import than this package does: that is left to
-    those who make one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, as memory that both share."""
-    sharded = as_sharded(tensor)
-    return tensor if sharded is None else sharded.to_local()
 
 
 def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ...], list[tuple[str, nn.Parameter]]]:
@@ -212,7 +155,7 @@ def _describe_nonfinite(models: Sequence[nn.Module], norm: Tensor, group: dist.P
         for holders in groups:
             bad = _gather(bad, holders)
         found += bad
-    pipeline = group or pipeline_group()
+    pipeline = group or parallel_state.find_pipeline_group()
     if pipeline is not None:
         found = _gather(found, pipeline)
     named = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import parallel_state
-from .clipping import gradients, pipeline_group
+from .chunks import gradients
 from .config import PipelineConfig
 from .fsdp import ShardedChunks
 from .weight_grad.putting_off import visit_gradient_nodes
@@ -159,7 +159,7 @@ def divide_by_num_tokens(
         replicas = data_parallel_group or parallel_state.get_data_parallel_group()
         num_replicas = replicas.size()
         # Where a framework has told all ranks of a pipeline already, they have the same number.
-        for group, op in ((pipeline_group(), dist.ReduceOp.MAX), (replicas, dist.ReduceOp.SUM)):
+        for group, op in ((parallel_state.find_pipeline_group(), dist.ReduceOp.MAX), (replicas, dist.ReduceOp.SUM)):
             dist.all_reduce(total, op, group)
     divisor = torch.where(total > 0, total, 1)
     if grads := gradients(models):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, ReduceLROnPlateau
 
-from .clipping import as_list, pipeline_group
+from . import parallel_state
+from .chunks import as_list, each_parameter
 from .failures import check_failures
-from .names import each_parameter
 
 __all__ = ["PipelinedGradScaler", "PipelinedLRScheduler", "PipelinedOptimizer"]
 
@@ -64,7 +64,7 @@ class PipelinedOptimizer(Optimizer):
                 groups.append((own, parameters := []))
             parameters.append(parameter)
         is_trained = any(parameter.requires_grad for _, parameters in groups for parameter in parameters)
-        if not is_trained and ((pipeline := pipeline_group()) is None or pipeline.size() == 1):
+        if not is_trained and ((pipeline := parallel_state.find_pipeline_group()) is None or pipeline.size() == 1):
             raise ValueError("no parameter of the model has requires_grad: there is nothing to optimize.")
         self.optimizer = make([{**own, "params": parameters} for own, parameters in groups] or [{"params": []}])
         """The torch optimizer within."""

@@ -20,6 +20,7 @@ from .hooks import Groups
 
 __all__ = [
     "destroy_model_parallel",
+    "find_pipeline_group",
     "get_data_parallel_group",
     "get_data_parallel_mesh",
     "get_data_parallel_rank",
@@ -149,6 +150,11 @@ def model_parallel_is_initialized() -> bool:
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
     return _existing_groups().pipeline
+
+
+def find_pipeline_group() -> dist.ProcessGroup | None:
+    """The pipeline's group; None without torch.distributed."""
+    return get_pipeline_model_parallel_group() if dist.is_initialized() else None
 
 
 def get_pipeline_model_parallel_world_size() -> int:

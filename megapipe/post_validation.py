@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .clipping import check_norm, device_of, gather_power_sums, gradients, local, norm_of, power_sum, scale_gradients
+from .chunks import device_of, gradients, local, with_inner
+from .clipping import check_norm, gather_power_sums, norm_of, power_sum, scale_gradients
 from .failures import check_failures
-from .names import with_inner
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
 
 __all__ = ["PostValidatedOptimizer", "optimizer_of"]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .chunks import find_attribute
 from .config import PipelineConfig, check_whole_number
 from .fsdp import output_dtype
 from .messages import MessageSpec, TensorSpec, can_have_gradient, pack
-from .names import find_attribute
 from .placement import StageInfo
 
 __all__ = ["ShapeArguments", "message_specs"]

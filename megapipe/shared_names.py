@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .clipping import local
+from .chunks import local
 from .whole_state import WholeState
 
 __all__ = ["Use", "check_tied", "find_shared", "sum_up", "uses_of"]

@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import hooks
 from .arguments import StepArguments
+from .chunks import find_attribute
 from .messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, no_gradient, pack, unpack
-from .names import find_attribute
 from .p2p_communication import Transfer
 from .placement import StageInfo
 from .weight_grad.putting_off import PutOff, add_gradient, putting_off, unshared

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .clipping import as_list, gradient_of, local, pipeline_group
+from . import parallel_state
+from .chunks import as_list, gradient_of, local, named_parameters
 from .failures import check_failures
-from .names import named_parameters
 
 __all__ = ["TiedWeights"]
 
@@ -53,7 +53,7 @@ class TiedWeights:
         found = [(name, parameter) for wanted in names for name, parameter in named if name == wanted]
         self._copies = [parameter for _, parameter in found]
         self._names = {parameter: name for name, parameter in found}
-        group = group or pipeline_group()
+        group = group or parallel_state.find_pipeline_group()
         rank = 0 if group is None else group.rank()
         own = [_Copy(name, rank, tuple(parameter.shape), _kind_of(parameter)) for name, parameter in found]
         everywhere = [own]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from .checkpoint_files import Reader, serialise
-from .names import unwrapped, without_wrappers
+from .chunks import unwrapped, without_wrappers
 
 __all__ = ["GlobalName", "Parts", "WholeState"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..clipping import as_sharded
+from ..chunks import as_sharded
 from ..weight_grad.putting_off import capturing
 from .arguments import Arguments, Structure
 from .function import Forward, Graphs, autocast_dtype, offering, run_forward

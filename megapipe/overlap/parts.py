@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..names import with_inner
+from ..chunks import with_inner
 
 __all__ = ["Parts", "find_forward_parts", "in_parts", "run_parts"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ... import hooks
-from ...names import find_attribute
+from ...chunks import find_attribute
 
 __all__ = ["groups", "is_in_use", "loaded", "megatrons_config"]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import parallel_state as own_parallel_state
-from ...names import find_attribute
+from ...chunks import find_attribute
 from ...placement import StageInfo
 from ...registry import Schedule, find_schedule
 from .loaded import loaded

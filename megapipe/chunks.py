@@ -1,0 +1,127 @@
+"""The chunks of a rank, whatever they are wrapped in: their attributes, parameters, gradients and shards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "Models",
+    "as_list",
+    "as_sharded",
+    "device_of",
+    "each_parameter",
+    "find_attribute",
+    "gradient_of",
+    "gradients",
+    "local",
+    "named_parameters",
+    "trained_parameters",
+    "unwrapped",
+    "with_inner",
+    "without_wrappers",
+]
+
+Models = nn.Module | Sequence[nn.Module]
+"""A rank's chunks, or its only one."""
+
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def with_inner(chunk: Any) -> Iterator[Any]:
+    """A chunk, and what its wrappers hold as `module`, and torch.compile's as `_orig_mod`, from the outside in."""
+    inner = chunk
+    while isinstance(inner, nn.Module):
+        yield inner
+        original = inner._modules.get("_orig_mod")
+        inner = getattr(inner, "module", None) if original is None else original
+
+
+def find_attribute(chunk: Any, name: str) -> Any:
+    """The attribute of `chunk`, or of the first module inside its wrappers that has it, or None."""
+    return next((getattr(inner, name) for inner in with_inner(chunk) if hasattr(inner, name)), None)
+
+
+def named_parameters(chunk: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """As the chunk itself names them, without what torch.compile, checkpoints and DistributedDataParallel add."""
+    for name, parameter in unwrapped(chunk).named_parameters(remove_duplicate=remove_duplicate):
+        yield without_wrappers(name), parameter
+
+
+def each_parameter(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of all chunks with their names, each once."""
+    seen: set[int] = set()
+    for chunk in chunks:
+        for name, parameter in named_parameters(chunk):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+
+def unwrapped(chunk: nn.Module) -> nn.Module:
+    while True:
+        inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk._modules.get("_orig_mod")
+        if inner is None:
+            return chunk
+        chunk = inner
+
+
+def without_wrappers(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def as_list(model: Models) -> list[nn.Module]:
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):  # which is a list of chunks
+        return [model]
+    return list(model)
+
+
+def trained_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The trained parameters of all chunks with their names, each once."""
+    return ((name, parameter) for name, parameter in each_parameter(models) if parameter.requires_grad)
+
+
+def gradients(models: Iterable[nn.Module]) -> list[Tensor]:
+    """Every gradient there is, where sharded this rank's part of it."""
+    found = (gradient_of(name, parameter) for name, parameter in trained_parameters(models))
+    return [local(grad) for grad in found if grad is not None]
+
+
+def gradient_of(name: str, parameter: nn.Parameter) -> Tensor | None:
+    """Raises ValueError where somebody else keeps it."""
+    if parameter.grad is None and getattr(parameter, "main_grad", None) is not None:
+        raise ValueError(
+            f"{name} has its gradient in main_grad, of another's making: leave clipping, dividing and tied weights to "
+            "those who made it, or let them set .grad first."
+        )
+    return parameter.grad
+
+
+def device_of(models: Iterable[nn.Module]) -> torch.device:
+    """Of their parameters, which may all be frozen."""
+    everything = (parameter for model in models for parameter in model.parameters())
+    return next((local(parameter).device for parameter in everything), torch.device("cpu"))
+
+
+def as_sharded(tensor: Tensor) -> DTensor | None:
+    """The tensor, where it is a DTensor. Their module takes longer to import than this package does: that is left to
+    those who make one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, as memory that both share."""
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.to_local()
