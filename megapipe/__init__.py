@@ -7,8 +7,8 @@ from . import integrations as integrations
 from .clipping import clip_grad_norm_
 from .config import PipelineConfig
 from .failures import PipelineError
-from .gradients import divide_by_num_tokens
 from .optimizer import PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer
+from .per_token import divide_by_num_tokens
 from .placement import StageInfo, distribute_layers
 from .post_validation import PostValidatedOptimizer
 from .recording import TimelineRecorder

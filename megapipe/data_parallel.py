@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from . import parallel_state
 from .failures import check_failures
-from .gradients import divide_by_num_tokens
+from .per_token import divide_by_num_tokens
 
 __all__ = ["GradientReducer"]
 

@@ -1,4 +1,4 @@
-"""When data parallelism may touch the gradients: not before a chunk's last microbatch; and what they are divided by.
+"""When data parallelism may touch the gradients: not before a chunk's last microbatch.
 
 The names are Megatron's: `no_sync_func` holds synchronisation back, `grad_sync_func` starts it for a chunk,
 `finalize_model_grads_func` completes it at the end of the step.
@@ -11,17 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import parallel_state
-from .chunks import gradients
 from .config import PipelineConfig
 from .fsdp import ShardedChunks
 from .weight_grad.putting_off import visit_gradient_nodes
 
-__all__ = ["GradientSync", "divide_by_num_tokens", "finalize_gradients"]
+__all__ = ["GradientSync", "finalize_gradients"]
 
 
 class GradientSync(AbstractContextManager["GradientSync"]):
@@ -126,44 +122,6 @@ def finalize_gradients(
     if function is not None:
         tokens = num_tokens if config.calculate_per_token_loss else None
         function(models, tokens, **{name: value for name, value in keywords.items() if _takes(function, name)})
-
-
-def divide_by_num_tokens(
-    models: list[nn.Module],
-    num_tokens: Tensor | None,
-    data_parallel_group: dist.ProcessGroup | None = None,
-    averaged: bool = False,
-) -> None:
-    """Divide gradients by the number of tokens in the microbatches of all replicas, so that each token counts alike.
-
-    For `config.calculate_per_token_loss`, where losses are sums over tokens: to be called in
-    `finalize_model_grads_func` with what that is given, or to be that function. Every rank calls it, once for all calls
-    of a schedule before an optimizer step, and not while a reduction over replicas is under way
-    (`GradientReducer.finish` calls it by itself). Only the rank of the last stage knows its tokens, so all others hear
-    of them here.
-
-    Args:
-        models: this rank's chunks.
-        num_tokens: of this replica where this rank has its last stage, elsewhere 0 or the same.
-        data_parallel_group: the replicas; None takes that of `parallel_state`.
-        averaged: the reduction over replicas averages gradients (the default of DistributedDataParallel and FSDP2)
-            instead of adding them up.
-
-    Raises ValueError where `num_tokens` is None: the loss was divided already.
-    """
-    if num_tokens is None:
-        raise ValueError("there is no number of tokens: set config.calculate_per_token_loss.")
-    total = num_tokens.to(torch.float64)
-    num_replicas = 1
-    if dist.is_initialized():
-        replicas = data_parallel_group or parallel_state.get_data_parallel_group()
-        num_replicas = replicas.size()
-        # Where a framework has told all ranks of a pipeline already, they have the same number.
-        for group, op in ((parallel_state.find_pipeline_group(), dist.ReduceOp.MAX), (replicas, dist.ReduceOp.SUM)):
-            dist.all_reduce(total, op, group)
-    divisor = torch.where(total > 0, total, 1)
-    if grads := gradients(models):
-        torch._foreach_div_(grads, divisor / num_replicas if averaged else divisor)
 
 
 def _one_per_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any] | None]:
