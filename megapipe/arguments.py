@@ -66,7 +66,7 @@ class StepArguments:
 
 
 def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
-    for check in hooks.check_groups:
+    for check in parallel_state.check_groups:
         check(pg_collection)
         check(p2p_communicator)
     group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)

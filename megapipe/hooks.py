@@ -1,4 +1,4 @@
-"""Where frameworks around megapipe tie in. Each list is filled by the modules in `integrations/`, and the core calls
+"""Where frameworks around megapipe tie in to a step. Each list is filled by the modules in `integrations/`, and the core calls
 what it finds there, so that it knows none of them by name."""
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from .arguments import StepArguments
@@ -18,29 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AroundForward",
-    "Groups",
     "StepEnd",
     "around_finalizing",
     "around_forwards",
-    "check_groups",
-    "find_groups",
     "read_config",
 ]
-
-
-class Groups(NamedTuple):
-    """The process groups of a pipeline and its replicas."""
-
-    pipeline: dist.ProcessGroup
-    data: dist.ProcessGroup
-    virtual_size: int | None
-    """Chunks per rank, for schedules that leave it open."""
-    expert: dist.ProcessGroup | None = None
-    """The ranks that share out the experts of a stage; None where each rank has all of them."""
-    expert_data: dist.ProcessGroup | None = None
-    """The ranks that hold the same experts; None where these are the replicas in `data`."""
-    data_mesh: DeviceMesh | None = None
-    """The replicas in `data` as the mesh they were made from, if they were."""
 
 
 class AroundForward(NamedTuple):
@@ -63,12 +43,6 @@ class StepEnd(NamedTuple):
     share: Callable[[Any], Any]
     """Called on every rank; returns what the rank of the last stage called it with."""
 
-
-find_groups: list[Callable[[], Groups | None]] = []
-"""Asked in turn for groups that somebody else has made, where `parallel_state` is not initialised itself."""
-
-check_groups: list[Callable[[Any], None]] = []
-"""Called with each thing that the caller passed to describe process groups; may raise ValueError."""
 
 read_config: list[Callable[[Any, Schedule], dict[str, Any]]] = []
 """Called with `model.config` and the schedule at every step. Returns settings of `PipelineConfig` that follow from it

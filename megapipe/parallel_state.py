@@ -9,17 +9,18 @@ replicas that are sharded in part, describes them by a DeviceMesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import hooks
-from .hooks import Groups
-
 __all__ = [
+    "Groups",
+    "check_groups",
     "destroy_model_parallel",
+    "find_groups",
     "find_pipeline_group",
     "get_data_parallel_group",
     "get_data_parallel_mesh",
@@ -40,6 +41,27 @@ __all__ = [
     "model_parallel_is_initialized",
 ]
 
+
+class Groups(NamedTuple):
+    """The process groups of a pipeline and its replicas."""
+
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup
+    virtual_size: int | None
+    """Chunks per rank, for schedules that leave it open."""
+    expert: dist.ProcessGroup | None = None
+    """The ranks that share out the experts of a stage; None where each rank has all of them."""
+    expert_data: dist.ProcessGroup | None = None
+    """The ranks that hold the same experts; None where these are the replicas in `data`."""
+    data_mesh: DeviceMesh | None = None
+    """The replicas in `data` as the mesh they were made from, if they were."""
+
+
+find_groups: list[Callable[[], Groups | None]] = []
+"""Asked in turn for groups that somebody else has made, where `parallel_state` is not initialised itself."""
+
+check_groups: list[Callable[[Any], None]] = []
+"""Called with each thing that the caller passed to describe process groups; may raise ValueError."""
 
 _groups: Groups | None = None
 
@@ -295,7 +317,7 @@ def _needs_groups() -> bool:
 def _find_groups() -> Groups | None:
     if _groups is not None:
         return _groups
-    return next((groups for find in hooks.find_groups if (groups := find()) is not None), None)
+    return next((groups for find in find_groups if (groups := find()) is not None), None)
 
 
 def _existing_groups() -> Groups:

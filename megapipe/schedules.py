@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import hooks, parallel_state
+from . import parallel_state
 from .placement import loop
 from .registry import find_schedule
 from .step import ForwardBackward, schedule
@@ -251,7 +251,7 @@ def get_forward_backward_func(
 
     Raises ValueError on an unknown name, and for pipelines of several models.
     """
-    for check in hooks.check_groups:
+    for check in parallel_state.check_groups:
         check(schedule_pg_collection)
     if isinstance(name, int):
         if pp_size is not None:

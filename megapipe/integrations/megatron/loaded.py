@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ... import hooks
 from ...chunks import find_attribute
+from ...parallel_state import Groups, find_groups
 
 __all__ = ["groups", "is_in_use", "loaded", "megatrons_config"]
 
@@ -19,11 +19,11 @@ def loaded(name: str) -> Any:
     return sys.modules.get(f"megatron.core.{name}")
 
 
-def groups() -> hooks.Groups | None:
+def groups() -> Groups | None:
     parallel_state = loaded("parallel_state")
     if parallel_state is None or not parallel_state.model_parallel_is_initialized():
         return None
-    return hooks.Groups(
+    return Groups(
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_data_parallel_group(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
@@ -44,4 +44,4 @@ def is_in_use(models: Sequence[nn.Module]) -> bool:
     return groups() is not None or any(megatrons_config(model) is not None for model in models)
 
 
-hooks.find_groups.append(groups)
+find_groups.append(groups)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import hooks
+from ... import hooks, parallel_state
 from ...registry import Schedule
 from .loaded import megatrons_config
 
@@ -96,5 +96,5 @@ def _around_forwards(model: nn.Module, num_microbatches: int, device: torch.devi
 
 
 hooks.read_config.append(_read_config)
-hooks.check_groups.append(_check_groups)
+parallel_state.check_groups.append(_check_groups)
 hooks.around_forwards.append(_around_forwards)
