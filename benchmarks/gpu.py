@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.pipeline import Pipeline
-from megapipe.recording import Clock, clock_of
+from megapipe.step_record import Clock, clock_of
 from megapipe.weight_grad import convert
 from megapipe.weight_grad.putting_off import PutOff, putting_off
 

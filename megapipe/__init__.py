@@ -11,7 +11,7 @@ from .optimizer import PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptim
 from .per_token import divide_by_num_tokens
 from .placement import StageInfo, distribute_layers
 from .post_validation import PostValidatedOptimizer
-from .recording import TimelineRecorder
+from .recorder import TimelineRecorder
 from .registry import schedule_names
 from .schedules import get_forward_backward_func
 from .stage import NoGradientWarning

@@ -8,7 +8,8 @@ from statistics import fmean
 
 from .plan import Plan
 from .simulation import Costs, play, simulate
-from .timeline import RankStep, Timeline, first_start, step_time
+from .step_record import RankStep
+from .timeline import Timeline, first_start, step_time
 
 __all__ = ["BubbleSplit", "split_bubble"]
 

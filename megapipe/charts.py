@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .plan import Plan
 from .simulation import Simulation, Span
-from .timeline import RankStep
+from .step_record import RankStep
 
 __all__ = ["save_comparison", "save_comparison_html", "save_html", "save_picture"]
 

@@ -16,7 +16,8 @@ import math
 from collections.abc import Sequence
 
 from .plan import Plan
-from .timeline import RankStep, messages
+from .step_record import RankStep
+from .timeline import messages
 
 __all__ = ["align"]
 

@@ -10,14 +10,11 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .verbs import Settings
-
-if TYPE_CHECKING:
-    from .recording import TimelineRecorder
 
 __all__ = ["PER_CHUNK", "PipelineConfig", "check_whole_number"]
 
@@ -137,9 +134,10 @@ class PipelineConfig:
     timers: Any = None
     """Megatron's timers: `timers(name, log_level=...)` returns an object with `start(barrier=...)` and `stop()`."""
     barrier_with_L1_time: bool = True  # noqa: N815
-    record_timeline: TimelineRecorder | None = None
-    """Writes down when each action and each wait of the last training steps began and ended, at less than 2 us per
-    action; `record_timeline.save(path)` makes one file of all ranks' records, for `megapipe show` and `tune`."""
+    record_timeline: Any = None
+    """A megapipe.TimelineRecorder: writes down when each action and each wait of the last training steps began and
+    ended, at less than 2 us per action; `record_timeline.save(path)` makes one file of all ranks' records, for
+    `megapipe show` and `tune`."""
 
     @classmethod
     def of(cls, config: object, **overrides: Any) -> PipelineConfig:

@@ -1,5 +1,5 @@
-"""Where frameworks around megapipe tie in to a step. Each list is filled by the modules in `integrations/`, and the core calls
-what it finds there, so that it knows none of them by name."""
+"""Where frameworks around megapipe tie in to a step. Each list is filled by the modules in `integrations/`, and the
+core calls what it finds there, so that it knows none of them by name."""
 
 from __future__ import annotations
 

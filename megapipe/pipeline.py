@@ -23,9 +23,9 @@ from .p2p_communication import Communicator, Transfer
 from .pairs import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run_pair, run_pair_by_hook
 from .placement import Placement
 from .position import Position
-from .recording import StepRecord
 from .speculation import Speculation
 from .stage import NOTHING, InFlight, Stage
+from .step_record import StepRecord
 from .verbs import Action, Settings, Verbs
 from .watchdog import Watchdog
 from .weight_grad.putting_off import PutOff

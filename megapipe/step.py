@@ -36,12 +36,12 @@ from .p2p_communication import Communicator, Lookahead
 from .pipeline import Chunk, Pipeline
 from .placement import Placement, StageInfo
 from .plan import Plan, make_plan
-from .recording import StepRecord, clock_of
 from .registry import Schedule, find_schedule, register
 from .session import Session
 from .shapes import ShapeArguments
 from .speculation import WeightsTakenBack, speculate
 from .stage import Stage
+from .step_record import StepRecord, clock_of
 from .verbs import ScheduleError, Settings, Verbs
 from .weight_tuning import WeightTuner
 
@@ -241,7 +241,8 @@ class ForwardBackward(Schedule):
         if step.forward_only and not self.forward_only:
             return None
         if recorder is not None:
-            return recorder.begin(self.name, step.device)
+            record: StepRecord = recorder.begin(self.name, step.device)
+            return record
         return None if tuner is None else StepRecord(self.name, 0, clock_of(step.device))
 
     def _begin_tuning(self, step: StepArguments, session: Session | None) -> WeightTuner | None:

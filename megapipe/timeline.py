@@ -1,6 +1,6 @@
 """A measured timeline: what every rank of a pipeline did in some training steps, and what follows from it.
 
-The records come from a `TimelineRecorder` (recording.py). Here they are plain numbers, in milliseconds and on one
+The records come from a `TimelineRecorder` (recorder.py). Here they are plain numbers, in milliseconds and on one
 clock, so that whatever can be done with a simulated plan can be done with them too.
 """
 
@@ -19,59 +19,10 @@ from typing import Any, NamedTuple
 from .plan import Event, Plan, plan_of
 from .plan_files import parse_json, read_text
 from .simulation import Costs, Simulation, Span, simulate
+from .step_record import RankStep, Wait
 from .verbs import Action
 
-__all__ = ["Message", "RankStep", "Timeline", "Wait", "first_start", "load_timeline", "messages", "step_time"]
-
-
-class Wait(NamedTuple):
-    """A wait for a message."""
-
-    action: Action | None
-    """The action that needed it; None for the wait at the end of a step until everything sent has been taken."""
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """One step on one rank. `spans` and `waits` are in order; an action starts when its wait is over."""
-
-    begin: float
-    end: float
-    spans: list[Span]
-    waits: list[Wait]
-
-    @property
-    def busy(self) -> float:
-        return sum(span.end - span.start for span in self.spans)
-
-    @property
-    def waited(self) -> float:
-        return sum(wait.end - wait.start for wait in self.waits)
-
-    @property
-    def host(self) -> float:
-        """Time in neither: what the host does between actions."""
-        return self.end - self.begin - self.busy - self.waited
-
-    def pauses(self) -> dict[Action, float]:
-        """The host's time before each action."""
-        waited: defaultdict[Action | None, float] = defaultdict(float)
-        for wait in self.waits:
-            waited[wait.action] += wait.end - wait.start
-        pauses = {}
-        clock = self.begin
-        for action, start, end in self.spans:
-            pauses[action] = start - clock - waited[action]
-            clock = end
-        return pauses
-
-    def moved(self, offset: float) -> RankStep:
-        """The same step on a clock that shows `offset` more."""
-        spans = [Span(action, start + offset, end + offset) for action, start, end in self.spans]
-        waits = [Wait(action, start + offset, end + offset) for action, start, end in self.waits]
-        return RankStep(self.begin + offset, self.end + offset, spans, waits)
+__all__ = ["Message", "Timeline", "first_start", "load_timeline", "messages", "step_time"]
 
 
 class Message(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .plan import Plan
 from .simulation import Simulation, Span
-from .timeline import RankStep
+from .step_record import RankStep
 from .verbs import Action
 
 __all__ = ["Segment", "as_text", "save_trace", "timeline"]

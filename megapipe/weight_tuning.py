@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from .plan import Plan, make_plan
-from .recording import StepRecord
 from .registry import Schedule
 from .simulation import Costs, simulate
+from .step_record import StepRecord
 from .verbs import Settings
 from .watchdog import Watchdog
 from .weight_placement import Counts, move_weights, place_weights

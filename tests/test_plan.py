@@ -14,7 +14,7 @@ from measured import as_measured
 from megapipe.placement import Placement
 from megapipe.plan import Event, Plan, make_plan
 from megapipe.plan_files import load_plan
-from megapipe.recording import RankRecord, merge
+from megapipe.recorder import RankRecord, merge
 from megapipe.registry import Schedule, find_schedule
 from megapipe.timeline import load_timeline
 from megapipe.verbs import Action, ScheduleError

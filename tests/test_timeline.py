@@ -14,7 +14,7 @@ from measured import as_measured
 from models import build, run
 from ranks import RankPool
 
-from megapipe import PipelineError, TimelineRecorder, recording
+from megapipe import PipelineError, TimelineRecorder
 from megapipe.bubble import split_bubble
 from megapipe.clocks import align
 from megapipe.plan import make_plan
@@ -123,7 +123,7 @@ def record_on_another_host(rank: int) -> Timeline:
     recorder = TimelineRecorder()
     recorder._clock.now = lambda: time.perf_counter() + 1000 * rank
     monkeypatch = pytest.MonkeyPatch()  # workers are lent to other tests afterwards
-    monkeypatch.setattr(recording, "_clock_name", lambda: f"host {rank}")
+    monkeypatch.setattr("megapipe.recorder._clock_name", lambda: f"host {rank}")
     chunks = build("1f1b", 3, 3, record_timeline=recorder)
     for seed in range(4):
         run("1f1b", chunks, 6, seed=seed)

@@ -2,31 +2,75 @@
 
 The times are those of whatever computes: the host's clock on CPU; on CUDA events in the stream, which are read only
 when the records are gathered, so that nothing ever waits for the device. What a step costs for it is a tuple per
-action and one per wait; what is kept is bounded by the number of steps.
+action and one per wait.
 """
 
 from __future__ import annotations
 
 import functools
-import platform
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
-from . import parallel_state
-from .clocks import align
-from .plan import plan_of
 from .simulation import Span
-from .timeline import RankStep, Timeline, Wait
 from .verbs import Action
 
-__all__ = ["StepRecord", "TimelineRecorder"]
+__all__ = ["Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
+
+
+class Wait(NamedTuple):
+    """A wait for a message."""
+
+    action: Action | None
+    """The action that needed it; None for the wait at the end of a step until everything sent has been taken."""
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step on one rank. `spans` and `waits` are in order; an action starts when its wait is over."""
+
+    begin: float
+    end: float
+    spans: list[Span]
+    waits: list[Wait]
+
+    @property
+    def busy(self) -> float:
+        return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def waited(self) -> float:
+        return sum(wait.end - wait.start for wait in self.waits)
+
+    @property
+    def host(self) -> float:
+        """Time in neither: what the host does between actions."""
+        return self.end - self.begin - self.busy - self.waited
+
+    def pauses(self) -> dict[Action, float]:
+        """The host's time before each action."""
+        waited: defaultdict[Action | None, float] = defaultdict(float)
+        for wait in self.waits:
+            waited[wait.action] += wait.end - wait.start
+        pauses = {}
+        clock = self.begin
+        for action, start, end in self.spans:
+            pauses[action] = start - clock - waited[action]
+            clock = end
+        return pauses
+
+    def moved(self, offset: float) -> RankStep:
+        """The same step on a clock that shows `offset` more."""
+        spans = [Span(action, start + offset, end + offset) for action, start, end in self.spans]
+        waits = [Wait(action, start + offset, end + offset) for action, start, end in self.waits]
+        return RankStep(self.begin + offset, self.end + offset, spans, waits)
 
 
 class Clock(Protocol):
@@ -172,90 +216,3 @@ class StepRecord:
             ],
             [Wait(action, time_of(start), time_of(end)) for action, is_wait, start, end in self.entries if is_wait],
         )
-
-
-class RankRecord(NamedTuple):
-    """What a rank tells the others when records are gathered."""
-
-    clock: str
-    name: str
-    steps: dict[int, RankStep]
-    """By their number."""
-
-
-class TimelineRecorder:
-    """Records the last training steps: set it as `config.record_timeline`, and `gather` or `save` when they are done.
-
-    Args:
-        num_steps: how many steps are kept. A step takes about 400 bytes for each action: 100 KB for 64 microbatches
-            and two chunks, and as many CUDA events as that has starts and ends.
-
-    Steps with `forward_only` are left out, unless the schedule never does anything else: their plan is another one.
-    So are steps that failed. When the plan of the steps changes (another schedule, or number of microbatches), those
-    before are forgotten.
-    """
-
-    def __init__(self, num_steps: int = 10) -> None:
-        if num_steps < 1:
-            raise ValueError(f"a timeline needs at least 1 step, got num_steps={num_steps}.")
-        self._records: deque[StepRecord] = deque(maxlen=num_steps)
-        self._num_steps = 0
-        self._clock: Clock = HostClock()
-
-    def begin(self, name: str, device: torch.device) -> StepRecord:
-        """A record for the step of the schedule `name` that is about to begin."""
-        self._clock = clock_of(device)
-        self._num_steps += 1
-        return StepRecord(name, self._num_steps, self._clock)
-
-    def keep(self, record: StepRecord) -> None:
-        """The step has succeeded."""
-        if self._records and not self._records[-1].has_same_plan(record):
-            self._records.clear()
-        self._records.append(record)
-
-    def gather(self, group: dist.ProcessGroup | None = None) -> Timeline:
-        """The records of all ranks of the pipeline as one timeline, on one clock. Every rank calls it.
-
-        Args:
-            group: the pipeline's; None takes that of `parallel_state`.
-
-        Raises ValueError where no step was recorded on all ranks.
-        """
-        names = [record.name for record in self._records]
-        steps = self._clock.read(self._records)
-        own = RankRecord(_clock_name(), names[-1] if names else "", {r.number: s for r, s in zip(self._records, steps)})
-        ranks = [own]
-        if dist.is_initialized():
-            group = group or parallel_state.get_pipeline_model_parallel_group()
-            ranks = [own] * group.size()
-            dist.all_gather_object(ranks, own, group)
-        return merge(ranks)
-
-    def save(self, path: str | Path, group: dist.ProcessGroup | None = None) -> Timeline:
-        """`gather`, and write the timeline to a file on the first rank of the pipeline. Returns it on every rank."""
-        timeline = self.gather(group)
-        if not dist.is_initialized() or (group or parallel_state.get_pipeline_model_parallel_group()).rank() == 0:
-            timeline.save(path)
-        return timeline
-
-
-def merge(ranks: Sequence[RankRecord]) -> Timeline:
-    """One timeline of the steps that all ranks have, with the clocks in line, begun at 0."""
-    numbers = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
-    if not numbers:
-        raise ValueError("no training step was recorded: set config.record_timeline before the first one.")
-    steps = [[rank.steps[number] for rank in ranks] for number in numbers]
-    name = ranks[0].name
-    plan = plan_of(name, [[span.action for span in rank.spans] for rank in steps[0]])
-    steps = align(plan, steps, [rank.clock for rank in ranks])
-    begin = min(rank.begin for rank in steps[0])
-    return Timeline(name, [[rank.moved(-begin) for rank in step] for step in steps])
-
-
-def _clock_name() -> str:
-    """The same on all processes whose `perf_counter` is the same: it counts from when the machine was started."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()
