@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from . import parallel_state
+from .chunks import as_sharded
 from .failures import check_failures
 from .per_token import divide_by_num_tokens
 
@@ -76,7 +76,7 @@ class GradientReducer:
         `calculate_per_token_loss` they are then divided by the tokens of all replicas instead of their number."""
         check_failures()
         for name, parameter in (named for chunk in models for named in chunk.named_parameters()):
-            if parameter.requires_grad and parameter not in self._buckets and not isinstance(parameter, DTensor):
+            if parameter.requires_grad and parameter not in self._buckets and as_sharded(parameter) is None:
                 raise ValueError(
                     f"{name} has no part in the GradientReducer, since it was frozen or not there when that was made: "
                     "make a new one after parameters have been unfrozen or added."
@@ -154,7 +154,7 @@ def _by_destination(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> di
     chunks_of: dict[Tensor, list[int]] = {}
     for number, chunk in enumerate(chunks):
         for parameter in chunk.parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
+            if parameter.requires_grad and as_sharded(parameter) is None:
                 chunks_of.setdefault(parameter, []).append(number)
     found: dict[_Destination, list[Tensor]] = {}
     for shared, numbers in chunks_of.items():
@@ -204,7 +204,7 @@ def _broadcast(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
     works = []
     for chunk in chunks:
         for tensor in itertools.chain[Tensor](chunk.parameters(), chunk.buffers()):
-            if not isinstance(tensor, DTensor):
+            if as_sharded(tensor) is None:
                 among = _group_of(tensor, group)
                 source = dist.get_global_rank(among, 0)
                 works.append(dist.broadcast(tensor.detach(), source, group=among, async_op=True))
