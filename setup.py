@@ -40,5 +40,5 @@ setup(
     package_data={"megapipe": ["py.typed"]},
     install_requires=["torch>=2.6"],
     extras_require=extras,
-    entry_points={"console_scripts": ["megapipe = megapipe.cli:main"]},
+    entry_points={"console_scripts": ["megapipe = megapipe.analysis.cli:main"]},
 )

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from megapipe.graph import capture, multiplex, partition, split_di_dw, trace_joint
 from megapipe.graph.nodes import is_start, is_wait
 from megapipe.overlap import start_all_to_all
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.weight_grad import PutOff, putting_off
 
 from .launching import be_undisturbed, gather, launch
 from .memory import live_bytes

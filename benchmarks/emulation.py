@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapipe.plan import Event, Plan, plan_of
-from megapipe.simulation import Costs, Span, play
-from megapipe.verbs import Action
+from megapipe.plan import Action, Costs, Event, Plan, Span, plan_of, play
 from megapipe.weight_grad import defer
 
 HIDDEN = 1024

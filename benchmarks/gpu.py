@@ -23,10 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megapipe.pipeline import Pipeline
-from megapipe.step_record import Clock, clock_of
-from megapipe.weight_grad import convert
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.runtime import Clock, Pipeline, clock_of
+from megapipe.weight_grad import PutOff, convert, putting_off
 
 from .launching import launch
 from .memory import memory_of

@@ -10,11 +10,8 @@ import resource
 import time
 from pathlib import Path
 
-from megapipe.plan import make_plan
-from megapipe.registry import find_schedule
-from megapipe.simulation import Costs
-from megapipe.verbs import Settings
-from megapipe.weight_tuning import choose
+from megapipe.plan import Costs, Settings, find_schedule, make_plan
+from megapipe.runtime.weight_tuning import choose
 
 from .tables import FOLDER, save_table
 

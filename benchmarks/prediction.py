@@ -16,8 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megapipe import TimelineRecorder
-from megapipe.bubble import split_bubble
-from megapipe.timeline import step_time
+from megapipe.analysis import split_bubble, step_time
 
 from .launching import launch
 from .rounds import Emulated

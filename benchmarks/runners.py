@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megapipe import get_forward_backward_func, parallel_state, stages_for_rank
 from megapipe.config import PipelineConfig
 from megapipe.plan import make_plan
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.weight_grad import PutOff, putting_off
 
 MEGAPIPE = [
     "gpipe",

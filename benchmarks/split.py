@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megapipe.weight_grad import convert
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.weight_grad import PutOff, convert, putting_off
 
 from .launching import be_undisturbed
 from .tables import FOLDER, median_and_spread, save_table

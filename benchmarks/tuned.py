@@ -15,11 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megapipe.plan import make_plan
-from megapipe.session import _sessions
-from megapipe.simulation import Costs, simulate
-from megapipe.verbs import Settings
-from megapipe.weight_tuning import INTERVAL, WeightTuner, choose
+from megapipe.plan import Costs, Settings, make_plan, simulate
+from megapipe.runtime.session import _sessions
+from megapipe.runtime.weight_tuning import INTERVAL, WeightTuner, choose
 
 from .emulation import Step
 from .launching import launch
@@ -191,7 +189,7 @@ def forget_tuners() -> None:
 
 
 def _schedule(name: str) -> Any:
-    from megapipe.registry import find_schedule
+    from megapipe.plan import find_schedule
 
     return find_schedule(name)
 

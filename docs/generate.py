@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import megapipe
-from megapipe.charts import save_picture
-from megapipe.plan import Plan, make_plan
-from megapipe.registry import find_schedule
+from megapipe.analysis import save_picture
+from megapipe.plan import Plan, find_schedule, make_plan
 
 PP_SIZE, NUM_MICROBATCHES = 4, 8
 OVERLAP = 0.45

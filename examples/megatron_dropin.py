@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe.integrations.megatron import build_model_chunks
-from megapipe.registry import find_schedule
+from megapipe.plan import find_schedule
 
 
 def parse_args() -> argparse.Namespace:

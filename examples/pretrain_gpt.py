@@ -39,10 +39,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import megapipe
 from megapipe import parallel_state
-from megapipe.bubble import split_bubble
+from megapipe.analysis import split_bubble
 from megapipe.checkpoint import Checkpointer
-from megapipe.data_parallel import GradientReducer
 from megapipe.graph import capture
+from megapipe.training import GradientReducer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

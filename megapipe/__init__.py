@@ -4,19 +4,21 @@ from . import parallel_state, weight_grad
 
 from . import schedules, zero_bubble, dualpipe  # noqa: F401  # isort: skip  # registered in this order
 from . import integrations as integrations
-from .clipping import clip_grad_norm_
+from .analysis import TimelineRecorder
 from .config import PipelineConfig
 from .failures import PipelineError
-from .optimizer import PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer
-from .per_token import divide_by_num_tokens
-from .placement import StageInfo, distribute_layers
-from .post_validation import PostValidatedOptimizer
-from .recorder import TimelineRecorder
-from .registry import schedule_names
+from .plan import StageInfo, distribute_layers, schedule_names
+from .runtime import NoGradientWarning, schedule, stages_for_rank
 from .schedules import get_forward_backward_func
-from .stage import NoGradientWarning
-from .step import schedule, stages_for_rank
-from .tied_weights import TiedWeights
+from .training import (
+    PipelinedGradScaler,
+    PipelinedLRScheduler,
+    PipelinedOptimizer,
+    PostValidatedOptimizer,
+    TiedWeights,
+    clip_grad_norm_,
+    divide_by_num_tokens,
+)
 
 __version__ = "0.1.0"
 

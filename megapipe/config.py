@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .verbs import Settings
+from .plan import Settings
 
 __all__ = ["PER_CHUNK", "PipelineConfig", "check_whole_number"]
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from .placement import v_shape
-from .step import schedule
-from .verbs import Verbs
+from .plan import Verbs, v_shape
+from .runtime import schedule
 
 __all__ = ["forward_backward_dualpipev"]
 

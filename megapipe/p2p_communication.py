@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .messages import MessageSpec, read_description
-from .placement import Placement
-from .plan import ChannelName, Plan
+from .plan import ChannelName, Placement, Plan
 
 __all__ = [
     "Channel",

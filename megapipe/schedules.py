@@ -11,10 +11,8 @@ import os
 from typing import Any
 
 from . import parallel_state
-from .placement import loop
-from .registry import find_schedule
-from .step import ForwardBackward, schedule
-from .verbs import Verbs
+from .plan import Verbs, find_schedule, loop
+from .runtime import ForwardBackward, schedule
 
 __all__ = [
     "forward_backward_gpipe",

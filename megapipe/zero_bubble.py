@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from .placement import loop, v_shape
+from .plan import Verbs, loop, v_shape
+from .runtime import schedule
 from .schedules import extra_microbatches, interleaved_order
-from .step import schedule
-from .verbs import Verbs
 
 __all__ = [
     "forward_backward_interleaved_zb1p",

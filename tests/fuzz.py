@@ -34,10 +34,9 @@ from torch.utils.checkpoint import checkpoint
 import megapipe
 from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state, stages_for_rank, weight_grad
 from megapipe.graph import capture
-from megapipe.overlap import run_parts
-from megapipe.overlap.gaps import fill_gap
-from megapipe.pipeline import Pipeline
-from megapipe.registry import find_schedule
+from megapipe.overlap import fill_gap, run_parts
+from megapipe.plan import find_schedule
+from megapipe.runtime import Pipeline
 
 SCHEDULES = [name for name in megapipe.schedule_names() if name != "inference"]
 SIDE = 4  # features that a second tensor carries
@@ -424,7 +423,9 @@ class Trial:
 
 def try_case(rank: int, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megapipe.watchdog, "PATIENCE", 20.0)  # beside other work, news of a failure may take its time
+        patch.setattr(
+            megapipe.failures.watchdog, "PATIENCE", 20.0
+        )  # beside other work, news of a failure may take its time
         trial = Trial(case, rank)
         trial.compare_steps(0)
         if case.failure is not None:

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from megapipe.staging import STAGINGS, Staging
-from megapipe.transports import MARKS
+from megapipe.transports import MARKS, STAGINGS
+from megapipe.transports.staging import Staging
 
 DEVICE = torch.device("lazy", 0)
 SYNCS: list[str] = []

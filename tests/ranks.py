@@ -112,7 +112,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
 
     gc.freeze()  # what is imported stays: tests that collect garbage need not search it
     torch.set_num_threads(1)
-    megapipe.watchdog.PATIENCE = 1.0  # on one machine news travels fast
+    megapipe.failures.watchdog.PATIENCE = 1.0  # on one machine news travels fast
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     while True:
@@ -137,7 +137,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             # some torch (2.6) holds while it waits for that thread to end.
             time.sleep(0.005)
             dist.destroy_process_group()
-        for session in list(megapipe.session._sessions.values()):
+        for session in list(megapipe.runtime.session._sessions.values()):
             session._end()  # the threads of its connections would slow down the next job
         try:
             jobs.send((result, text))
@@ -146,7 +146,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
 
 
 def _answer(control: Connection, main_thread: int) -> None:
-    from megapipe.session import _sessions
+    from megapipe.runtime.session import _sessions
 
     while True:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megapipe.speculation import Speculation
+from megapipe.runtime.rollback import Speculation
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint_files import Reader, checkpoints_in, find_checkpoint
+from megapipe.checkpoint.files import Reader, checkpoints_in, find_checkpoint
 
 ROOT = Path(__file__).parent.parent
 TINY = (

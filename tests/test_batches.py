@@ -14,7 +14,7 @@ from ranks import RankPool
 from torch import Tensor, nn
 
 from megapipe import PipelineError, StageInfo
-from megapipe.batches import data_iterators, split_batch
+from megapipe.training import data_iterators, split_batch
 
 
 class Pair(NamedTuple):

@@ -11,8 +11,7 @@ import torch
 from ranks import PATIENCE, RankPool
 
 from megapipe import parallel_state
-from megapipe.plan import plan_of
-from megapipe.verbs import Action
+from megapipe.plan import Action, plan_of
 
 ROOT = Path(__file__).parent.parent
 

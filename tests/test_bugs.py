@@ -25,16 +25,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
 from megapipe import PipelineError, StageInfo, parallel_state, weight_grad
+from megapipe.analysis import load_timeline
+from megapipe.failures import Watchdog
+from megapipe.failures.watchdog import TICK
 from megapipe.messages import MessageSpec, TensorSpec, pack, unpack
 from megapipe.overlap import run_parts
 from megapipe.p2p_communication import ConnectionLostError
-from megapipe.placement import v_shape
-from megapipe.plan import ChannelName, make_plan
-from megapipe.plan_files import load_plan
-from megapipe.timeline import load_timeline
-from megapipe.verbs import ScheduleError, Settings, Verbs
-from megapipe.watchdog import TICK, Watchdog
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.plan import ChannelName, ScheduleError, Settings, Verbs, load_plan, make_plan, v_shape
+from megapipe.weight_grad import PutOff, putting_off
 
 TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
 
@@ -306,10 +304,10 @@ def test_a_stage_may_end_in_a_python_function(ranks: RankPool) -> None:
 def torch_distributed_is_shut_down(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
     run("1f1b", chunks, 2)
-    assert megapipe.failures.watched
+    assert megapipe.failures.errors.watched
     dist.destroy_process_group()
     time.sleep(3 * TICK)
-    assert not megapipe.failures.watched
+    assert not megapipe.failures.errors.watched
 
 
 def test_the_watchdog_ends_with_torch_distributed(ranks: RankPool) -> None:
@@ -402,7 +400,7 @@ def receives_too_early(pipe: Verbs) -> None:
 def test_a_receive_from_the_same_rank_before_its_send() -> None:
     """A rank hands tensors to itself, and cannot take what it has not made. The check of plans let that pass, and an
     assertion failed in the step."""
-    early = megapipe.registry.Schedule("early", receives_too_early, v_shape, 2, forward_only=True)
+    early = megapipe.plan.registry.Schedule("early", receives_too_early, v_shape, 2, forward_only=True)
     with pytest.raises(ScheduleError, match="takes 1RECV_F0 on rank 0 before 0SEND_F0, which is on the same rank"):
         make_plan(early, 1, 1).check()
 
@@ -696,7 +694,7 @@ def a_longer_time_limit(rank: int) -> None:
         return forward_step(data_iterator, model)
 
     with mock.patch(
-        "megapipe.session.SAFETY", 0
+        "megapipe.runtime.session.SAFETY", 0
     ):  # the transport's time limit is the watchdog's, and not a minute more
         chunks = build("1f1b", 2, 4, timeout=1.0)
         run("1f1b", chunks, 1)

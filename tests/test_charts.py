@@ -12,7 +12,8 @@ from matplotlib.text import Annotation, Text
 from measured import as_measured
 from ranks import PATIENCE
 
-from megapipe.charts import COLOURS, save_comparison, save_html, save_picture
+from megapipe.analysis import save_picture
+from megapipe.analysis.charts import COLOURS, save_comparison, save_html
 from megapipe.plan import make_plan
 
 CHROMIUM = next(

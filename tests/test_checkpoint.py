@@ -30,12 +30,11 @@ from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.optim.swa_utils import AveragedModel
 
-from megapipe import StageInfo, folder_lock, parallel_state
-from megapipe.alike import fingerprint
-from megapipe.checkpoint import Checkpointer, read_position
-from megapipe.checkpoint_files import INCOMPLETE, Reader, Writer, checkpoints_in
-from megapipe.export import save_safetensors
-from megapipe.optimizer import PipelinedOptimizer
+from megapipe import StageInfo, parallel_state
+from megapipe.checkpoint import Checkpointer, folder_lock, read_position, save_safetensors
+from megapipe.checkpoint.alike import fingerprint
+from megapipe.checkpoint.files import INCOMPLETE, Reader, Writer, checkpoints_in
+from megapipe.training import PipelinedOptimizer
 
 NUM_LAYERS, NUM_MICROBATCHES = 8, 4
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from measured import as_measured
 
-from megapipe.cli import main
+from megapipe.analysis import Timeline
+from megapipe.analysis.cli import main
 from megapipe.plan import make_plan
-from megapipe.timeline import Timeline
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

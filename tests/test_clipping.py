@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megapipe import parallel_state
-from megapipe.clipping import clip_grad_norm_
+from megapipe.training import clip_grad_norm_
 
 NORMS = [2.0, 1.0, 3.0, math.inf]
 

@@ -12,8 +12,8 @@ from replicas import SCHEDULES, average, build_replicas, replica_gradients, trai
 from torch import Tensor, nn
 
 from megapipe import PipelineConfig, StageInfo, parallel_state
-from megapipe.data_parallel import GradientReducer
-from megapipe.gradients import GradientSync
+from megapipe.runtime.grad_sync import GradientSync
+from megapipe.training import GradientReducer
 
 
 def replicated(schedule: str, pp_size: int, **options: Any) -> tuple[list[Stage], GradientReducer]:

@@ -267,7 +267,7 @@ def a_message_that_never_comes(rank: int, transport: str) -> None:
         message = "rank 0 waits for the output gradient of microbatch 1 from rank 1, which is at 1F1"
         if rank == 1:
             # The other rank's device waits; this one's host hears of it, once it looks.
-            watchdog = megapipe.session.Session.of(parallel_state.get_pipeline_model_parallel_group()).watchdog
+            watchdog = megapipe.runtime.session.Session.of(parallel_state.get_pipeline_model_parallel_group()).watchdog
             release = threading.Thread(target=lambda: (wait_for(lambda: watchdog.failure), is_over.set()))
             release.start()
         with pytest.raises(PipelineError, match=message):

@@ -41,7 +41,7 @@ except ImportError:  # an older torch
 import megapipe
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
-from megapipe.stage import Stage as RunningStage
+from megapipe.runtime.stage import Stage as RunningStage
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"

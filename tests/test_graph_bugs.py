@@ -15,7 +15,7 @@ from graphs import skip_without_tracer
 from torch import Tensor, nn
 
 from megapipe import graph
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.weight_grad import PutOff, putting_off
 
 skip_without_tracer()
 

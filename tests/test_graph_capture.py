@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import live_bytes
 from megapipe import graph, weight_grad
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.weight_grad import PutOff, putting_off
 
 skip_without_tracer()
 

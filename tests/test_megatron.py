@@ -21,11 +21,9 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe import StageInfo
-from megapipe.placement import v_shape
-from megapipe.registry import find_schedule
-from megapipe.step import ForwardBackward
-from megapipe.verbs import Verbs
-from megapipe.weight_grad.putting_off import PutOff, putting_off
+from megapipe.plan import Verbs, find_schedule, v_shape
+from megapipe.runtime import ForwardBackward
+from megapipe.weight_grad import PutOff, putting_off
 
 pytest.importorskip(
     "megatron.core", reason="make test installs megatron-core; pip install --no-deps megatron-core==0.16.1"
@@ -465,7 +463,7 @@ def auxiliary_losses(rank: int) -> None:
     step(megapipe.get_forward_backward_func("1f1b"), [chunk], batches(4, 0))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale == 8
     config.mtp_num_layers, config.calculate_per_token_loss = 1, False
-    for find in megapipe.hooks.around_forwards:
+    for find in megapipe.runtime.hooks.around_forwards:
         around = find(chunk, 2, torch.device("cpu"))
         assert around is not None
         around.after()
@@ -491,7 +489,7 @@ def test_what_is_not_supported_is_refused(ranks: RankPool) -> None:
 def settings_of(schedule: str, **fields: Any) -> dict[str, Any]:
     """What the integration makes of a config with these fields."""
     config, found = SimpleNamespace(**fields), find_schedule(schedule)
-    return {name: value for read in megapipe.hooks.read_config for name, value in read(config, found).items()}
+    return {name: value for read in megapipe.runtime.hooks.read_config for name, value in read(config, found).items()}
 
 
 @pytest.mark.parametrize(
@@ -568,7 +566,7 @@ def follows_megatron(rank: int) -> None:
         patch.setattr(schedules, "set_current_microbatch", lambda model, microbatch: calls.append(microbatch))
         patch.setattr(schedules, "forward_step_calc_loss", lambda *args, **options: calls.append(options))
         chunk, device = provider(config)(), torch.device("cpu")
-        (around,) = filter(None, (find(chunk, 4, device) for find in megapipe.hooks.around_forwards))
+        (around,) = filter(None, (find(chunk, 4, device) for find in megapipe.runtime.hooks.around_forwards))
     around.before(3)
     around.after()
     assert calls[0] == 3

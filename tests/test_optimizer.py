@@ -33,8 +33,8 @@ from megapipe import (
     parallel_state,
 )
 from megapipe.plan import make_plan
-from megapipe.session import _sessions
-from megapipe.speculation import validation_points
+from megapipe.runtime.rollback import validation_points
+from megapipe.runtime.session import _sessions
 
 MAX_NORM = 0.5
 

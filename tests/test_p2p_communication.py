@@ -7,10 +7,10 @@ import torch.distributed as dist
 from models import communicator
 from ranks import RankPool
 
-from megapipe.memory import LARGE, Memory
 from megapipe.messages import MessageSpec, TensorSpec, describe, pack, read_description
 from megapipe.p2p_communication import ConnectionLostError, Lookahead, PostedInbox
 from megapipe.plan import ChannelName
+from megapipe.transports.memory import LARGE, Memory
 
 TENSOR = torch.ones(2, 3)
 FORWARD = ChannelName("forward", 0)

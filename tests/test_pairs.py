@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import megapipe
-from megapipe import boundary, pairs, parallel_state, stages_for_rank
-from megapipe.overlap import run_parts
-from megapipe.overlap.gaps import fill_gap
-from megapipe.weight_grad.putting_off import PutOff
+from megapipe import parallel_state, stages_for_rank
+from megapipe.overlap import fill_gap, run_parts
+from megapipe.runtime import boundary
+from megapipe.runtime import overlapped as pairs
+from megapipe.weight_grad import PutOff
 
 NUM_LAYERS = 8
 
@@ -86,8 +87,8 @@ def sent_early(rank: int) -> None:
         build("dualpipev", 2, NUM_LAYERS)
         chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
         original, original_backward = boundary.Wire.send_output, boundary.Wire.send_gradient
-        weights = megapipe.stage.Stage.backward_weights
-        pair = megapipe.pipeline.Pipeline.forward_backward_step
+        weights = megapipe.runtime.stage.Stage.backward_weights
+        pair = megapipe.runtime.pipeline.Pipeline.forward_backward_step
 
         def watched(self: Any, *args: Any, pair: Any = pair, events: list[str] = events) -> None:
             events.append("(")
@@ -107,14 +108,14 @@ def sent_early(rank: int) -> None:
             original(self, put_off)
 
         boundary.Wire.send_output, boundary.Wire.send_gradient = send, send_backward
-        megapipe.stage.Stage.backward_weights = run_weights
-        megapipe.pipeline.Pipeline.forward_backward_step = watched
+        megapipe.runtime.stage.Stage.backward_weights = run_weights
+        megapipe.runtime.pipeline.Pipeline.forward_backward_step = watched
         try:
             run("dualpipev", chunks, 8)
         finally:
             boundary.Wire.send_output, boundary.Wire.send_gradient = original, original_backward
-            megapipe.stage.Stage.backward_weights = weights
-            megapipe.pipeline.Pipeline.forward_backward_step = pair
+            megapipe.runtime.stage.Stage.backward_weights = weights
+            megapipe.runtime.pipeline.Pipeline.forward_backward_step = pair
         expected = ["(", "F", ")", "B"] if model is Stage else ["(", "F", "B", "W", ")"]
         assert expected in [events[k : k + len(expected)] for k in range(len(events))]
         if model is InParts:

@@ -1,7 +1,7 @@
 import pytest
 
 from megapipe import StageInfo, distribute_layers, stages_for_rank
-from megapipe.placement import loop, v_shape
+from megapipe.plan import loop, v_shape
 
 
 def stages(placement: object, pp_size: int, num_chunks: int) -> list[list[int]]:

@@ -11,13 +11,9 @@ import torch
 import torch.distributed.pipelining.schedules as theirs
 from measured import as_measured
 
-from megapipe.placement import Placement
-from megapipe.plan import Event, Plan, make_plan
-from megapipe.plan_files import load_plan
-from megapipe.recorder import RankRecord, merge
-from megapipe.registry import Schedule, find_schedule
-from megapipe.timeline import load_timeline
-from megapipe.verbs import Action, ScheduleError
+from megapipe.analysis import load_timeline
+from megapipe.analysis.recorder import RankRecord, merge
+from megapipe.plan import Action, Event, Placement, Plan, Schedule, ScheduleError, find_schedule, load_plan, make_plan
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
 GRID = [(name, pp_size, m) for name in SCHEDULES for pp_size in (1, 2, 3, 4) for m in (1, 3, 4, 8)]

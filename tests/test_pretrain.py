@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import PATIENCE, RankPool
 
+from megapipe.analysis import load_timeline
 from megapipe.plan import make_plan
-from megapipe.timeline import load_timeline
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = (

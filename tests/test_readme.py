@@ -10,10 +10,9 @@ import pytest
 from ranks import RankPool
 
 import megapipe
-from megapipe.cli import main
+from megapipe.analysis import as_text, load_timeline
+from megapipe.analysis.cli import main
 from megapipe.plan import make_plan
-from megapipe.timeline import load_timeline
-from megapipe.visualize import as_text
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 import megapipe
-from megapipe.placement import loop
-from megapipe.plan import ChannelName, Plan, PlanRecorder, make_plan
-from megapipe.registry import find_schedule
-from megapipe.verbs import ScheduleError, Settings, Verbs
-from megapipe.visualize import as_text
+from megapipe.analysis import as_text
+from megapipe.plan import ChannelName, Plan, ScheduleError, Settings, Verbs, find_schedule, loop, make_plan
+from megapipe.plan.plan import PlanRecorder
 
 PICTURES = {
     "no_pipelining": (
@@ -291,7 +289,7 @@ def test_latency_is_paid_between_ranks_only() -> None:
 
 
 def record(loops: Any, pp_size: int = 2, num_microbatches: int = 2) -> Plan:
-    return make_plan(megapipe.registry.Schedule("mine", loops, loop), pp_size, num_microbatches)
+    return make_plan(megapipe.plan.registry.Schedule("mine", loops, loop), pp_size, num_microbatches)
 
 
 def waits_for_each_other(pipe: Verbs) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import megapipe
 from megapipe import parallel_state
-from megapipe.session import Session
+from megapipe.runtime.session import Session
 
 CPU = torch.device("cpu")
 

@@ -18,12 +18,11 @@ from ranks import RankPool
 from torch import Tensor, nn
 
 import megapipe
-import megapipe.weight_tuning as tuning
+import megapipe.runtime.weight_tuning as tuning
 from megapipe import StageInfo, stages_for_rank, weight_grad
-from megapipe.plan import make_plan
-from megapipe.session import _sessions
-from megapipe.simulation import Costs
-from megapipe.weight_placement import _Search, count_weights
+from megapipe.plan import Costs, make_plan
+from megapipe.plan.weight_placement import _Search, count_weights
+from megapipe.runtime.session import _sessions
 
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 SEED = random.randrange(2**32)

@@ -16,14 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import megapipe
 from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank
-from megapipe.arguments import StepArguments
 from megapipe.messages import check_sendable, is_no_gradient, no_gradient
-from megapipe.overlap import run_parts
-from megapipe.overlap.gaps import fill_gap
-from megapipe.placement import loop
-from megapipe.stage import InFlight, Stage
-from megapipe.step import ForwardBackward
-from megapipe.verbs import Verbs
+from megapipe.overlap import fill_gap, run_parts
+from megapipe.plan import Verbs, loop
+from megapipe.runtime import ForwardBackward
+from megapipe.runtime.arguments import StepArguments
+from megapipe.runtime.stage import InFlight, Stage
 
 SIZE = 4
 

@@ -15,11 +15,10 @@ from models import build, run
 from ranks import RankPool
 
 from megapipe import PipelineError, TimelineRecorder
-from megapipe.bubble import split_bubble
-from megapipe.clocks import align
-from megapipe.plan import make_plan
-from megapipe.simulation import Costs, play
-from megapipe.timeline import Timeline, load_timeline, messages
+from megapipe.analysis import Timeline, load_timeline, split_bubble
+from megapipe.analysis.clocks import align
+from megapipe.analysis.timeline import messages
+from megapipe.plan import Costs, make_plan, play
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
 
@@ -123,7 +122,7 @@ def record_on_another_host(rank: int) -> Timeline:
     recorder = TimelineRecorder()
     recorder._clock.now = lambda: time.perf_counter() + 1000 * rank
     monkeypatch = pytest.MonkeyPatch()  # workers are lent to other tests afterwards
-    monkeypatch.setattr("megapipe.recorder._clock_name", lambda: f"host {rank}")
+    monkeypatch.setattr("megapipe.analysis.recorder._clock_name", lambda: f"host {rank}")
     chunks = build("1f1b", 3, 3, record_timeline=recorder)
     for seed in range(4):
         run("1f1b", chunks, 6, seed=seed)

@@ -41,15 +41,11 @@ from megapipe import (
     clip_grad_norm_,
     divide_by_num_tokens,
     parallel_state,
-    weight_tuning,
 )
-from megapipe.batches import data_iterators, split_batch
-from megapipe.checkpoint import Checkpointer, read_position
-from megapipe.data_parallel import GradientReducer
-from megapipe.export import save_safetensors
-from megapipe.plan import make_plan
-from megapipe.post_validation import optimizer_of
-from megapipe.weight_placement import place_weights
+from megapipe.checkpoint import Checkpointer, read_position, save_safetensors
+from megapipe.plan import make_plan, place_weights
+from megapipe.runtime import weight_tuning
+from megapipe.training import GradientReducer, data_iterators, optimizer_of, split_batch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
-from megapipe.data_parallel import GradientReducer
-from megapipe.session import Session, _sessions
-from megapipe.tied_weights import TiedWeights
+from megapipe.runtime.session import Session, _sessions
+from megapipe.training import GradientReducer, TiedWeights
 
 PP = 4
 

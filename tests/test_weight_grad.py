@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megapipe import weight_grad
-from megapipe.weight_grad import products
-from megapipe.weight_grad.putting_off import Kept, PutOff, putting_off
+from megapipe.weight_grad import Kept, PutOff, products, putting_off
 
 TOKENS, IN, OUT = 6, 8, 12
 

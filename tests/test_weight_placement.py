@@ -4,12 +4,9 @@ import random
 
 import pytest
 
-from megapipe.plan import make_plan
-from megapipe.registry import find_schedule
-from megapipe.simulation import Costs
-from megapipe.verbs import Action, Settings
-from megapipe.weight_placement import count_weights, move_weights, place_weights
-from megapipe.weight_tuning import choose
+from megapipe.plan import Action, Costs, Settings, find_schedule, make_plan, move_weights, place_weights
+from megapipe.plan.weight_placement import count_weights
+from megapipe.runtime.weight_tuning import choose
 
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 

@@ -5,8 +5,7 @@ Peaks count a microbatch from its F to its W, in microbatches of a whole rank.
 
 import pytest
 
-from megapipe.plan import Plan, make_plan
-from megapipe.verbs import Settings
+from megapipe.plan import Plan, Settings, make_plan
 
 SIZES = range(2, 9)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..chunks import as_sharded
-from ..weight_grad.putting_off import capturing
+from ..weight_grad import capturing
 from .arguments import Arguments, Structure
 from .function import Forward, Graphs, autocast_dtype, offering, run_forward
 from .joint import CaptureError, line_in, trace_joint

@@ -17,8 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
-from ..overlap.gaps import fill_gap
-from ..weight_grad.putting_off import Kept, defer, is_putting_off, keep
+from ..overlap import fill_gap
+from ..weight_grad import Kept, defer, is_putting_off, keep
 from .arguments import Structure, laid_out
 from .compile import compile_graph
 from .multiplex import communicates, multiplex

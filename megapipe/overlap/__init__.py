@@ -7,8 +7,19 @@ its way, and every rank does so in the same order.
 """
 
 from .all_to_all import PendingAllToAll, start_all_to_all
-from .gaps import filling_gaps
-from .parts import Parts, in_parts, run_parts
-from .stand_in import call_in_parts
+from .gaps import fill_gap, filling_gaps
+from .parts import Parts, find_forward_parts, in_parts, run_parts
+from .stand_in import call_in_parts, note_call
 
-__all__ = ["Parts", "PendingAllToAll", "call_in_parts", "filling_gaps", "in_parts", "run_parts", "start_all_to_all"]
+__all__ = [
+    "Parts",
+    "PendingAllToAll",
+    "call_in_parts",
+    "fill_gap",
+    "filling_gaps",
+    "find_forward_parts",
+    "in_parts",
+    "note_call",
+    "run_parts",
+    "start_all_to_all",
+]

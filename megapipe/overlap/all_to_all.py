@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from ..weight_grad.putting_off import is_capturing
+from ..weight_grad import is_capturing
 from .gaps import fill_gap
 
 __all__ = ["PendingAllToAll", "start_all_to_all"]

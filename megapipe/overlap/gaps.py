@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..weight_grad.putting_off import one_backward_at_a_time
+from ..weight_grad import one_backward_at_a_time
 
 __all__ = ["fill_gap", "filling_gaps"]
 

@@ -6,14 +6,31 @@ once, and hands the computation of its weight's gradient to `defer`.
 
 from .layers import conv1d, conv2d, embedding, grouped_linear, linear
 from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert
-from .putting_off import defer, is_capturing
+from .putting_off import (
+    Kept,
+    PutOff,
+    add_gradient,
+    capturing,
+    defer,
+    is_capturing,
+    is_putting_off,
+    keep,
+    one_backward_at_a_time,
+    putting_off,
+    unshared,
+    visit_gradient_nodes,
+)
 
 __all__ = [
     "Conv1d",
     "Conv2d",
     "Embedding",
     "GroupedLinear",
+    "Kept",
     "Linear",
+    "PutOff",
+    "add_gradient",
+    "capturing",
     "conv1d",
     "conv2d",
     "convert",
@@ -21,5 +38,11 @@ __all__ = [
     "embedding",
     "grouped_linear",
     "is_capturing",
+    "is_putting_off",
+    "keep",
     "linear",
+    "one_backward_at_a_time",
+    "putting_off",
+    "unshared",
+    "visit_gradient_nodes",
 ]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ...weight_grad.layers import linear
+from ...weight_grad import linear
 
 __all__ = ["put_off_weight_gradients"]
 

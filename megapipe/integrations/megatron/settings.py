@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import hooks, parallel_state
-from ...registry import Schedule
+from ... import parallel_state
+from ...plan import Schedule
+from ...runtime import hooks
 from .loaded import megatrons_config
 
 __all__: list[str] = []

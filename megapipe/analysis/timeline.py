@@ -1,0 +1,213 @@
+"""A measured timeline: what every rank of a pipeline did in some training steps, and what follows from it.
+
+The records come from a `TimelineRecorder` (recorder.py). Here they are plain numbers, in milliseconds and on one
+clock, so that whatever can be done with a simulated plan can be done with them too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median, median_low
+from typing import Any, NamedTuple
+
+from ..plan import Action, Costs, Event, Plan, Simulation, Span, parse_json, plan_of, read_text, simulate
+from ..runtime import RankStep, Wait
+
+__all__ = ["Message", "Timeline", "first_start", "load_timeline", "messages", "step_time"]
+
+
+class Message(NamedTuple):
+    """A message between two ranks as it was measured."""
+
+    sender: int
+    sent: float
+    """The end of the sender's last action before the send."""
+    receiver: int
+    received: float
+    """The start of the action that needed it."""
+    awaited: float
+    """When the receiver began to wait for it."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Some training steps of one pipeline, all with the same plan.
+
+    Attributes:
+        name: of the schedule.
+        steps: per step, per rank.
+    """
+
+    name: str
+    steps: list[list[RankStep]]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What was run."""
+        return plan_of(self.name, [[span.action for span in rank.spans] for rank in self.steps[0]])
+
+    @cached_property
+    def typical_step(self) -> list[RankStep]:
+        """The one of median length. Its first action starts at 0, and waits before that are cut off."""
+        durations = [step_time(step) for step in self.steps]
+        step = self.steps[durations.index(median_low(durations))]
+        moved = [rank.moved(-first_start(step)) for rank in step]
+        return [
+            replace(rank, waits=[Wait(action, max(0.0, start), end) for action, start, end in rank.waits if end > 0])
+            for rank in moved
+        ]
+
+    @cached_property
+    def mean_times(self) -> dict[str, list[float]]:
+        """Per kind of action, the mean time on each stage; 0 on stages without that kind."""
+        times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        for rank in (rank for step in self.steps for rank in step):
+            for action, start, end in rank.spans:
+                times[action.kind, action.stage].append(end - start)
+        num_stages = self.plan.pp_size * self.plan.num_chunks
+        return {
+            kind: [fmean(times.get((kind, stage), [0.0])) for stage in range(num_stages)]
+            for kind in sorted({kind for kind, _ in times}, key=lambda kind: (kind != "F", kind))
+        }
+
+    @cached_property
+    def latency(self) -> float:
+        """Of a message, from the end of the action that made it to the start of the one that needs it: the median of
+        those that somebody was waiting for when they were sent. 0 where there are none."""
+        waited_for = [
+            message.received - message.sent
+            for step in self.steps
+            for message in messages(self.plan, step)
+            if message.awaited < message.sent
+        ]
+        return max(0.0, median(waited_for)) if waited_for else 0.0
+
+    def costs(self) -> Costs:
+        """The mean times of each stage, and the latency. Where backwards were measured only as a whole, half of each
+        counts for the input gradients and half for the weight gradients."""
+        nothing = [0.0] * self.plan.pp_size * self.plan.num_chunks
+        forward, whole, inputs, weights = (self.mean_times.get(kind, nothing) for kind in ("F", "BW", "B", "W"))
+        return Costs(
+            forward,
+            [part or both / 2 for part, both in zip(inputs, whole)],
+            [part or both / 2 for part, both in zip(weights, whole)],
+            self.latency,
+        )
+
+    def even_costs(self) -> Costs:
+        """The same with all stages alike: the times of a whole rank."""
+        costs = self.costs()
+        parts = (costs.forward, costs.backward_input, costs.backward_weight)
+        forward, inputs, weights = (sum(part) / self.plan.pp_size for part in parts if isinstance(part, list))
+        return Costs(forward, inputs, weights, costs.p2p)
+
+    def predict(self) -> Simulation:
+        """The plan with the mean times of each stage and the latency."""
+        return simulate(self.plan, self.costs())
+
+    def save(self, path: str | Path) -> None:
+        """As JSON; see `load_timeline`."""
+        steps = [
+            [
+                {
+                    "begin": _rounded(rank.begin),
+                    "end": _rounded(rank.end),
+                    "actions": [[*action, _rounded(start), _rounded(end)] for action, start, end in rank.spans],
+                    "waits": [
+                        [*(action or (None, None, None)), _rounded(start), _rounded(end)]
+                        for action, start, end in rank.waits
+                    ],
+                }
+                for rank in step
+            ]
+            for step in self.steps
+        ]
+        content = {"timeline": self.name, "unit": "ms", "steps": steps}
+        Path(path).write_text(json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def load_timeline(path: str | Path) -> Timeline | None:
+    """A timeline that was saved; None where the file is something else.
+
+    Raises ValueError where it is no text, where its steps cannot be read, or are not of one plan.
+    """
+    text = read_text(path)
+    if not text.lstrip().startswith("{") or '"timeline"' not in text:
+        return None
+    content = parse_json(path, text)
+    if "timeline" not in content:
+        return None
+    try:
+        steps = [[_read_rank(rank) for rank in step] for step in content["steps"]]
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"{path} does not hold a timeline as it was recorded: record a new one.") from None
+    plans = [[[span.action for span in rank.spans] for rank in step] for step in steps]
+    if not plans or not plans[0] or not all(plans[0]) or any(plan != plans[0] for plan in plans):
+        raise ValueError(f"{path} does not hold steps of one and the same plan: record a new one.")
+    if not all(step_time(step) > 0 for step in steps):
+        raise ValueError(f"{path} holds a step that takes no time: record a new one.")
+    return Timeline(str(content["timeline"]), steps)
+
+
+def _read_rank(rank: dict[str, Any]) -> RankStep:
+    spans = [Span(_read_action(*action), *_read_times(start, end)) for *action, start, end in rank["actions"]]
+    waits = [
+        Wait(None if action[0] is None else _read_action(*action), *_read_times(start, end))
+        for *action, start, end in rank["waits"]
+    ]
+    return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits)
+
+
+def _read_action(stage: Any, kind: Any, microbatch: Any) -> Action:
+    if kind not in ("F", "BW", "B", "W") or not isinstance(stage, int) or not isinstance(microbatch, int):
+        raise ValueError
+    return Action(stage, kind, microbatch)
+
+
+def _read_times(start: Any, end: Any) -> tuple[float, float]:
+    times = float(start), float(end)
+    if not (all(map(math.isfinite, times)) and times[0] <= times[1]):
+        raise ValueError
+    return times
+
+
+def messages(plan: Plan, step: Sequence[RankStep]) -> Iterator[Message]:
+    """What travelled between ranks in a step."""
+    sent: dict[Event, tuple[int, float]] = {}
+    for rank, events in enumerate(plan.events):
+        spans = iter(step[rank].spans)
+        end = step[rank].begin
+        for event in events:
+            if event.action is not None:
+                end = next(spans).end
+            elif event.sends and plan.peer(rank, event) is not None:
+                sent[event] = (rank, end)
+    for rank, events in enumerate(plan.events):
+        awaited = {wait.action: wait.start for wait in step[rank].waits}
+        starts = {span.action: span.start for span in step[rank].spans}
+        for event in events:
+            needed, action = plan.needs(event), event.action
+            if needed in sent and action is not None:
+                yield Message(*sent[needed], rank, starts[action], awaited.get(action, starts[action]))
+
+
+def step_time(step: Sequence[RankStep]) -> float:
+    """From the start of the first action on any rank to the end of the last one, as in a simulation.
+
+    Not from the first rank's beginning on: without a barrier it begins while others are still in the step before.
+    """
+    return max(rank.spans[-1].end for rank in step) - first_start(step)
+
+
+def first_start(step: Sequence[RankStep]) -> float:
+    return min(rank.spans[0].start for rank in step)
+
+
+def _rounded(time: float) -> float:
+    return round(time, 4)  # 0.1 us: what a clock is good for, and half the size of the file

@@ -1,0 +1,321 @@
+"""What a rank holds of the model and of its optimizer, under the names of the whole model.
+
+A name says which parameter it is, not where it is kept; so what one arrangement of stages and replicas has saved,
+another finds. Optimizer state goes by the names of the parameters. Values are tensors wherever they are tensors, to be
+read in place and shard by shard; the rest (learning rates, step counts that are numbers) is small and travels beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from ..chunks import unwrapped, without_wrappers
+from .files import Reader, serialise
+
+__all__ = ["GlobalName", "Parts", "WholeState"]
+
+GlobalName = Callable[[nn.Module, str], str]
+"""(chunk, its name for a parameter) to the whole model's name for it."""
+
+Parts = Callable[[str, nn.Parameter, Tensor], Iterable[tuple[str, Tensor]]]
+"""(name, parameter, the parameter or a tensor of its shape) to named views of the tensor, under which it is saved."""
+
+PARAMETERS = ("params", "param_names")
+"""What of a parameter group is no setting."""
+
+
+class Held(NamedTuple):
+    """One entry of a chunk's state_dict."""
+
+    chunk: int
+    local_name: str
+    name: str
+    value: Any
+
+
+class WholeState:
+    """This rank's chunks and optimizers as they are now.
+
+    What an optimizer has is what its own `state_dict()` says, as its `load_state_dict` is what will read it.
+
+    Raises ValueError where an optimizer has a parameter that no chunk has.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        global_name: GlobalName | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        self._chunks = [unwrapped(chunk) for chunk in chunks]
+        self._optimizers = optimizers
+        self._parts = parts
+        self.held = [
+            Held(number, local_name, name_of(chunk, local_name, global_name), value)
+            for number, chunk in enumerate(self._chunks)
+            for local_name, value in chunk.state_dict(keep_vars=True).items()
+        ]
+        self._names: dict[int, str] = {}  # of parameters by id; of a tied one the first
+        self.aliases: dict[str, str] = {}
+        """Further names of tied parameters, with the name they are saved under."""
+        for held in self.held:
+            if isinstance(held.value, nn.Parameter):
+                first = self._names.setdefault(id(held.value), held.name)
+                if first != held.name:
+                    self.aliases[held.name] = first
+        for number, optimizer in enumerate(optimizers):
+            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._names]
+            if strangers:
+                raise ValueError(
+                    f"optimizer {number} has {len(strangers)} parameters that none of the {len(chunks)} chunks has, "
+                    f"the first of shape {list(strangers[0].shape)}: pass the chunks whose parameters it trains."
+                )
+
+    # Saving
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All there is to save in tensors, by key."""
+        tensors = self.model_tensors()
+        for name, parameter, state in self._optimizer_states():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self._check_divisible(key, name, parameter, value)
+                    key = _without_dots(key)
+                    tensors |= {f"optimizer.{key}.{n}": t for n, t in self._divided(name, parameter, value)}
+        return tensors
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        tensors = {f"model.{name}": tensor for _, name, tensor in self.named_tensors()}
+        for held in self.held:
+            if is_extra_state(held):
+                tensors[f"model.{held.name}"] = serialise(held.value, f"the extra state {held.name}")
+        return tensors
+
+    def named_tensors(self) -> Iterator[tuple[Held, str, Tensor]]:
+        """Parameters and buffers, in parts where they are saved in parts, under the names they are saved under."""
+        for held in self.held:
+            if held.name not in self.aliases and not is_extra_state(held):
+                for name, tensor in self._divided(held.name, held.value, held.value.detach()):
+                    yield held, name, tensor
+
+    def options(self) -> list[dict[str, Any]]:
+        """The settings of the optimizers' parameter groups, with the names of their parameters."""
+        return [
+            {"group": number, "names": names, "options": {k: v for k, v in group.items() if k not in PARAMETERS}}
+            for optimizer, packed in zip(self._optimizers, self._packed)
+            for number, ((_, names), group) in enumerate(zip(self._groups(optimizer), packed["param_groups"]))
+        ]
+
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state that is not in tensors, by parameter."""
+        states = (
+            (name, {k: v for k, v in s.items() if not isinstance(v, Tensor)}) for name, _, s in self._optimizer_states()
+        )
+        return {name: state for name, state in states if state}
+
+    def extras(self) -> list[dict[str, Any]]:
+        """What each optimizer has besides groups and the state of parameters: state under names of its own, and what
+        its `state_dict()` adds."""
+        return [
+            {
+                "state": {key: value for key, value in packed["state"].items() if isinstance(key, str)},
+                "entries": {key: value for key, value in packed.items() if key not in ("state", "param_groups")},
+            }
+            for packed in self._packed
+        ]
+
+    # Loading
+
+    def load_model(self, reader: Reader, aliases: Mapping[str, str]) -> None:
+        """Raises ValueError, before anything is read, where the checkpoint lacks something or has another shape."""
+        targets: dict[str, Tensor] = {}
+        copies: list[tuple[Tensor, Tensor]] = []  # of what two chunks of this rank have under one name
+        extra: dict[str, Any] = {}
+        first: dict[str, Tensor] = {}
+        for held in self.held:
+            name = self._saved_name(held.name, reader, aliases)
+            if is_extra_state(held):
+                check_there(f"model.{name}", reader)
+                extra[held.name] = reader.read_value(f"model.{name}")
+            elif name in first:
+                copies.append((held.value.detach(), first[name]))
+            else:
+                first[name] = held.value.detach()
+                for part, target in self._divided(name, held.value, first[name]):
+                    check_there(f"model.{part}", reader, target)
+                    targets[f"model.{part}"] = target
+        reader.read(targets)
+        for target, source in copies:
+            if target is not source:
+                target.copy_(source)
+        for number, chunk in enumerate(self._chunks):  # again into themselves, for the sake of hooks and extra state
+            own = [held for held in self.held if held.chunk == number]
+            chunk.load_state_dict(
+                {h.local_name: extra[h.name] if is_extra_state(h) else h.value.detach() for h in own}, strict=True
+            )
+
+    def load_optimizers(
+        self,
+        reader: Reader,
+        aliases: Mapping[str, str],
+        options: Sequence[dict[str, Any]],
+        numbers: Mapping[str, dict[str, Any]],
+        extras: Sequence[dict[str, Any]],
+    ) -> None:
+        """After `load_model`. Parameters that had no state when it was saved have none afterwards."""
+        saved: dict[str, dict[str, TensorStorageMetadata]] = {}
+        for full_key, what in reader.contents.items():
+            if full_key.startswith("optimizer."):
+                _, key, name = full_key.split(".", 2)
+                saved.setdefault(name, {})[_with_dots(key)] = what
+        by_name = {name: group["options"] for group in options for name in group["names"]}
+        by_number = {group["group"]: group["options"] for group in reversed(options)}
+        targets: dict[str, Tensor] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        states: list[dict[str, Any]] = []
+        for optimizer in self._optimizers:
+            state: dict[int, dict[str, Any]] = {}
+            groups: list[dict[str, Any]] = []
+            for number, (group, names) in enumerate(self._groups(optimizer)):
+                names = [self._saved_name(name, reader, aliases) for name in names]
+                found = self._options_of(names, by_name) if names else by_number.get(number, {})
+                indices = range(len(state), len(state) + len(names))
+                groups.append({**group, **found, "params": list(indices)})
+                for index, name, parameter in zip(indices, names, group["params"]):
+                    state[index] = dict(numbers.get(name, {}))
+                    part, like = self._divided(name, parameter, parameter.detach())[0]
+                    for key, what in {**saved.get(name, {}), **saved.get(part, {})}.items():
+                        # As the parameter is, sharded too; step counts and the like have a shape of their own.
+                        alike = what.size == like.shape and parameter.dim() > 0
+                        empty = torch.zeros(what.size) if not alike else torch.zeros_like(parameter)
+                        state[index][key] = target = empty.to(what.properties.dtype)
+                        for part_name, view in self._divided(name, parameter, target):
+                            full_key = f"optimizer.{_without_dots(key)}.{part_name}"
+                            check_there(full_key, reader, view)
+                            if full_key in targets:
+                                copies.append((view, targets[full_key]))
+                            targets.setdefault(full_key, view)
+            extra = extras[len(states)] if len(states) < len(extras) else {"state": {}, "entries": {}}
+            state_of_all = {**{i: s for i, s in state.items() if s}, **extra["state"]}
+            states.append({**extra["entries"], "state": state_of_all, "param_groups": groups})
+        reader.read(targets)
+        for view, source in copies:
+            view.copy_(source)
+        for optimizer, loaded in zip(self._optimizers, states):
+            optimizer.load_state_dict(loaded)
+
+    def keys(self, reader: Reader, aliases: Mapping[str, str]) -> set[str]:
+        """The keys of the model in the checkpoint that this rank loads."""
+        return {
+            f"model.{part}"
+            for held in self.held
+            for part, _ in self._divided(self._saved_name(held.name, reader, aliases), held.value, held.value)
+        }
+
+    # Names
+
+    def _divided(self, name: str, parameter: Any, tensor: Any) -> list[tuple[str, Tensor]]:
+        if self._parts is None or not isinstance(parameter, nn.Parameter) or tensor.shape != parameter.shape:
+            return [(name, tensor)]
+        divided = list(self._parts(name, parameter, tensor))
+        if len(divided) > 1 and isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} is sharded and to be saved in {len(divided)} parts, which is not supported: leave it out of "
+                "FSDP, or let `parts` keep it whole."
+            )
+        return divided
+
+    def _check_divisible(self, key: str, name: str, parameter: nn.Parameter, value: Tensor) -> None:
+        if value.shape == parameter.shape or value.numel() <= 1:  # the step's number is the same for all parts
+            return
+        if [part for part, _ in self._divided(name, parameter, parameter.detach())] != [name]:
+            raise ValueError(
+                f"the optimizer's {key} of {name} has shape {list(value.shape)}, unlike the parameter's "
+                f"{list(parameter.shape)}, so it cannot be saved in parts like that: use an optimizer whose state "
+                "has the parameters' shapes."
+            )
+
+    def _saved_name(self, name: str, reader: Reader, aliases: Mapping[str, str]) -> str:
+        """Of a tied parameter, the name that it was saved under."""
+        return aliases[name] if f"model.{name}" not in reader.contents and name in aliases else name
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[str]]]:
+        return [(group, [self._names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+
+    @cached_property
+    def _packed(self) -> list[dict[str, Any]]:
+        """Of each optimizer, its `state_dict()`. Raises ValueError where what is in it could not be found again."""
+        for number, optimizer in enumerate(self._optimizers):
+            parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for key, state in optimizer.state.items():
+                names = state if isinstance(key, Tensor) else [key]
+                if isinstance(key, Tensor) and id(key) not in parameters:
+                    raise ValueError(
+                        f"optimizer {number} has state of a tensor of shape {list(key.shape)}, which is none of its "
+                        "parameters: take it out of its `state`, or keep it under a name."
+                    )
+                if strange := [name for name in names if not isinstance(name, str)]:
+                    raise ValueError(
+                        f"optimizer {number} has state under {strange[0]!r}, which cannot be saved: use a string."
+                    )
+        return [optimizer.state_dict() for optimizer in self._optimizers]
+
+    def _optimizer_states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+        for optimizer, packed in zip(self._optimizers, self._packed):
+            for (group, names), packed_group in zip(self._groups(optimizer), packed["param_groups"]):
+                for name, parameter, index in zip(names, group["params"], packed_group["params"]):
+                    yield name, parameter, packed["state"].get(index, {})
+
+    def _options_of(self, names: list[str], by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        for name in names:
+            if name not in by_name:
+                raise ValueError(
+                    f"no optimizer trained {name} when the checkpoint was saved: load without the optimizer."
+                )
+            if by_name[name] != by_name[names[0]]:
+                raise ValueError(
+                    f"{names[0]} and {name} are in one parameter group of the optimizer, but were saved with different "
+                    f"settings ({by_name[names[0]]} and {by_name[name]}): make the groups as they were."
+                )
+        return by_name[names[0]]
+
+
+def _without_dots(key: str) -> str:
+    """As part of a longer key, whose parts dots divide."""
+    return key.replace("%", "%25").replace(".", "%2E")
+
+
+def _with_dots(key: str) -> str:
+    return key.replace("%2E", ".").replace("%25", "%")
+
+
+def name_of(chunk: nn.Module, local_name: str, global_name: GlobalName | None) -> str:
+    name = without_wrappers(local_name)
+    return name if global_name is None else global_name(chunk, name)
+
+
+def is_extra_state(held: Held) -> bool:
+    """Whether it is what a module's get_extra_state() returns: not a tensor, or one of a size of its own."""
+    return held.local_name.endswith("_extra_state") or not isinstance(held.value, Tensor)
+
+
+def check_there(key: str, reader: Reader, target: Tensor | None = None) -> None:
+    what = reader.contents.get(key)
+    if what is None:
+        raise ValueError(
+            f"the checkpoint {reader.path} has no {key}: it is of another model, or the chunks name their parameters "
+            "otherwise."
+        )
+    if target is not None and what.size != target.shape:
+        raise ValueError(
+            f"{key} has shape {list(what.size)} in the checkpoint {reader.path} and {list(target.shape)} here: build "
+            "the model with the sizes it was saved with."
+        )

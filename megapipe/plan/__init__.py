@@ -1,0 +1,41 @@
+"""A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
+
+from .files import load_plan, parse_json, read_text
+from .placement import Placement, StageInfo, distribute_layers, loop, v_shape
+from .plan import ChannelName, Event, Plan, make_plan, plan_of
+from .registry import Schedule, find_schedule, register, schedule_names
+from .simulation import Costs, Simulation, Span, play, simulate
+from .verbs import Action, ScheduleError, Settings, Verbs
+from .weight_placement import Counts, move_weights, place_weights
+
+__all__ = [
+    "Action",
+    "ChannelName",
+    "Costs",
+    "Counts",
+    "Event",
+    "Placement",
+    "Plan",
+    "Schedule",
+    "ScheduleError",
+    "Settings",
+    "Simulation",
+    "Span",
+    "StageInfo",
+    "Verbs",
+    "distribute_layers",
+    "find_schedule",
+    "load_plan",
+    "loop",
+    "make_plan",
+    "move_weights",
+    "parse_json",
+    "place_weights",
+    "plan_of",
+    "play",
+    "read_text",
+    "register",
+    "schedule_names",
+    "simulate",
+    "v_shape",
+]

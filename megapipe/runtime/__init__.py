@@ -1,0 +1,20 @@
+"""One step of a schedule on this rank, from the caller's arguments to the losses."""
+
+from .pipeline import Pipeline
+from .stage import NoGradientWarning
+from .step import ForwardBackward, schedule, stages_for_rank
+from .step_record import Clock, HostClock, RankStep, StepRecord, Wait, clock_of
+
+__all__ = [
+    "Clock",
+    "ForwardBackward",
+    "HostClock",
+    "NoGradientWarning",
+    "Pipeline",
+    "RankStep",
+    "StepRecord",
+    "Wait",
+    "clock_of",
+    "schedule",
+    "stages_for_rank",
+]

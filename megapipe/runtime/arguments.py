@@ -1,0 +1,183 @@
+"""What the caller of a schedule passed for one step, brought into one form and checked, once.
+
+Everything that can be wrong is found here, before anything is computed; what ranks must agree on is listed here too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import parallel_state
+from ..chunks import find_attribute
+from ..config import PER_CHUNK, PipelineConfig, check_whole_number
+from ..messages import MessageSpec
+from ..plan import Placement, Schedule, StageInfo
+from ..training import optimizer_of
+from . import hooks
+from .shapes import ShapeArguments, message_specs
+
+__all__ = [
+    "Specs",
+    "StepArguments",
+    "check_arguments",
+    "config_of",
+    "device_of",
+    "iterator_per_chunk",
+    "pipeline_group",
+    "specs_of",
+    "to_agree_on",
+]
+
+Specs = list[tuple[MessageSpec | None, MessageSpec | None]]
+"""Per stage the message that it receives and the one that it sends, where known."""
+
+
+@dataclass
+class StepArguments:
+    """What the caller of a schedule passed for one step, checked; and what the step reports back."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    models: list[nn.Module]
+    num_microbatches: int
+    config: PipelineConfig
+    device: torch.device
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    needs_loss: bool = True
+    """Whether a last stage without a loss function is an error, where something is to be trained."""
+    results: list[Any] = field(default_factory=list)
+    """What the loss function reported, in microbatch order. Stays empty without the last stage."""
+    num_tokens: Tensor = field(init=False)
+    """Sum of the token counts of 3-tuple loss functions, which may be weights, and more than 32 bits hold. The dtype is
+    the same on every rank, for those who add it up over ranks."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+
+
+def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
+    for check in parallel_state.check_groups:
+        check(pg_collection)
+        check(p2p_communicator)
+    group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)
+    if group is not None:
+        return group  # type: ignore[no-any-return]
+    return parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
+
+
+def config_of(schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any) -> PipelineConfig:
+    configs = (find_attribute(model, "config") for model in models)
+    config = next((config for config in configs if config is not None), None)
+    sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
+    groups = {name: getattr(pg_collection, short, None) for name, short in sizes.items()}
+    settings = {name: group.size() for name, group in groups.items() if group is not None}
+    for read in hooks.read_config:
+        settings |= read(config, schedule)
+    return PipelineConfig.of(config, **settings)
+
+
+def device_of(models: Sequence[nn.Module]) -> torch.device:
+    # Not model.buffers(): wrappers for data parallelism keep gradient buffers under that name.
+    tensors = itertools.chain.from_iterable((*model.parameters(), *nn.Module.buffers(model)) for model in models)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
+    if isinstance(data_iterator, (list, tuple)):
+        if len(data_iterator) != num_chunks:
+            raise ValueError(
+                f"data_iterator is a list of {len(data_iterator)} but there are {num_chunks} chunks: pass one iterator "
+                "for each, or a single one for all."
+            )
+        return list(data_iterator)
+    if data_iterator is None or num_chunks == 1:
+        return [data_iterator] * num_chunks
+    return list(itertools.tee(data_iterator, num_chunks))
+
+
+def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
+    check_whole_number("num_microbatches", step.num_microbatches, 1)
+    for name in PER_CHUNK:
+        functions = getattr(step.config, name)
+        if isinstance(functions, (list, tuple)) and len(functions) != len(step.models):
+            raise ValueError(
+                f"config.{name} is a list of {len(functions)} but there are {len(step.models)} chunks: give one for "
+                "each, or a single one for all."
+            )
+    for model, stage in zip(step.models, stages):
+        if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
+            raise TypeError(
+                f"the model of stage {stage.index} ({type(model).__name__}) has no set_input_tensor(input): give it "
+                "one that keeps the input for the next forward, to be used instead of the embedding's output."
+            )
+    if not callable(step.forward_step_func):
+        raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
+    is_pipelined = len(stages) < stages[0].num_stages
+    if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
+        try:
+            inspect.signature(step.forward_step_func).bind(None, None, None)
+        except TypeError:
+            raise TypeError(
+                "config.num_microbatches_with_partial_activation_checkpoints passes forward_step_func a third "
+                "argument, checkpoint_activations_microbatch: let it take one, or leave the setting None."
+            ) from None
+
+
+def specs_of(
+    step: StepArguments,
+    shapes: ShapeArguments,
+    stages: Sequence[StageInfo],
+    placement: Placement,
+    pp_rank: int,
+    pp_size: int,
+) -> Specs:
+    """Per stage, the messages from and to other ranks, where they are known beforehand."""
+    specs: Specs = []
+    for model, stage in zip(step.models, stages):
+        last = stage.num_stages - 1
+        receives = stage.index > 0 and placement.rank(stage.index - 1, pp_size) != pp_rank
+        sends = stage.index < last and placement.rank(stage.index + 1, pp_size) != pp_rank
+        if step.config.variable_seq_lengths or not (receives or sends):
+            specs.append((None, None))
+        else:
+            received, sent = message_specs(model, stage, shapes, step.config)
+            specs.append((received if receives else None, sent if sends else None))
+    return specs
+
+
+def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
+    """What the ranks must agree on. Of a message, both ends tell what they think it is."""
+    arguments = {
+        "the schedule": schedule.name,
+        "the number of chunks per rank": str(len(stages)),
+        "num_microbatches": str(step.num_microbatches),
+        "forward_only": str(step.forward_only),
+        "variable_seq_lengths": str(step.config.variable_seq_lengths),
+        "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
+        "max_in_flight": str(step.config.max_in_flight),
+        "weight_grad_placement": step.config.weight_grad_placement,
+        "the type of device": step.device.type,
+        "p2p_transport": str(step.config.p2p_transport),
+        "timeout": str(step.config.timeout),
+        "whether a PostValidatedOptimizer trains the model": str(optimizer_of(step.models) is not None),
+    }
+    for stage, (received, sent) in zip(stages, specs):
+        if received is not None:
+            arguments[_boundary_name(stage.index - 1)] = str(received)
+        if sent is not None:
+            arguments[_boundary_name(stage.index)] = str(sent)
+    return arguments
+
+
+def _boundary_name(index: int) -> str:
+    return f"the message from stage {index} to stage {index + 1}"

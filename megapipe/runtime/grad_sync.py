@@ -1,0 +1,136 @@
+"""When data parallelism may touch the gradients: not before a chunk's last microbatch.
+
+The names are Megatron's: `no_sync_func` holds synchronisation back, `grad_sync_func` starts it for a chunk,
+`finalize_model_grads_func` completes it at the end of the step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..config import PipelineConfig
+from ..sharding import ShardedChunks
+from ..weight_grad import visit_gradient_nodes
+
+__all__ = ["GradientSync", "finalize_gradients"]
+
+
+class GradientSync(AbstractContextManager["GradientSync"]):
+    """Around one training step: holds gradient synchronisation back, and releases it chunk by chunk.
+
+    Args:
+        is_split: the schedule splits backwards, so that gradients become complete in a W.
+        sharded: the chunks whose gradients torch's FSDP2 reduces.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        models: Sequence[nn.Module],
+        num_microbatches: int,
+        is_split: bool,
+        sharded: ShardedChunks | None = None,
+    ) -> None:
+        self._models = models
+        self._sharded = sharded
+        self._is_split = is_split
+        self._num_microbatches = num_microbatches
+        per_chunk = isinstance(config.no_sync_func, (list, tuple))
+        # One context for all chunks, or one for each.
+        self._no_sync = list(config.no_sync_func) if per_chunk else [config.no_sync_func]
+        self._contexts = [ExitStack() for _ in self._no_sync]
+        self._grad_sync = _one_per_chunk(config.grad_sync_func, len(models))
+        self._complete: set[int] = set()  # chunks
+        self._to_release = list(range(len(models)))
+        self._param_sync = _one_per_chunk(config.param_sync_func, len(models))
+
+    def __enter__(self) -> GradientSync:
+        for context in range(len(self._contexts)):
+            self._hold(context)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for context in self._contexts:
+            context.close()
+
+    def before_forward(self, chunk: int, microbatch: int, num_backwards_left: int) -> None:
+        """Gather parameters one chunk ahead of their use, and let torch's DistributedDataParallel see the last forward.
+
+        That one prepares its reduction in the forward. Where nothing but the last backward is left to come, the
+        forward before it may run with synchronisation on, as in Megatron without a pipeline.
+        """
+        if microbatch == 0:
+            for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
+                if ahead < len(self._models) and (param_sync := self._param_sync[ahead]) is not None:
+                    param_sync(self._models[ahead].parameters())
+        is_last = microbatch == self._num_microbatches - 1 and num_backwards_left == 1
+        has_own_context = len(self._contexts) == len(self._models)
+        if is_last and has_own_context and self._grad_sync[chunk] is None and not self._is_split:
+            self._contexts[chunk].close()
+
+    @contextmanager
+    def last_gradients(self, chunk: int, in_w: bool) -> Iterator[None]:
+        """Around the computation that completes the gradients of `chunk`: its last backward, or with `in_w` its last W.
+        There those who watch autograd's nodes have missed the end, and autograd passes by once more."""
+        context = self._context_of(chunk)
+        if self._grad_sync[chunk] is None:
+            self._contexts[context].close()  # the model's own hooks fire during the backward
+            yield
+            if in_w and self._no_sync[context] is not None:
+                visit_gradient_nodes([p for p in self._models[chunk].parameters() if p.requires_grad])
+            self._hold(context)
+        else:
+            yield
+        self._complete.add(chunk)
+        # From the last chunk to the first, as backwards end: replicas whose Ws were tuned apart may complete them in
+        # different orders, but must reduce in the same.
+        while self._to_release and self._to_release[-1] in self._complete:
+            self._release(self._to_release.pop())
+
+    def _release(self, chunk: int) -> None:
+        """Start to reduce the gradients of a chunk."""
+        if self._sharded is not None:
+            self._sharded.reduce(chunk)
+        grad_sync = self._grad_sync[chunk]
+        if grad_sync is not None:
+            if self._sharded is not None:
+                self._sharded.wait()  # both may use the same process group, in the same order on every replica
+            context = self._context_of(chunk)
+            self._contexts[context].close()
+            grad_sync(self._models[chunk].parameters())
+            self._hold(context)
+
+    def _context_of(self, chunk: int) -> int:
+        return min(chunk, len(self._contexts) - 1)
+
+    def _hold(self, context: int) -> None:
+        no_sync = self._no_sync[context]
+        if no_sync is not None:
+            self._contexts[context].enter_context(no_sync())
+
+
+def finalize_gradients(
+    config: PipelineConfig, models: list[nn.Module], num_tokens: Tensor, keywords: dict[str, Any]
+) -> None:
+    """Call the caller's `finalize_model_grads_func`, with those of Megatron's `keywords` that it takes."""
+    function = config.finalize_model_grads_func
+    if function is not None:
+        tokens = num_tokens if config.calculate_per_token_loss else None
+        function(models, tokens, **{name: value for name, value in keywords.items() if _takes(function, name)})
+
+
+def _one_per_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any] | None]:
+    return list(function) if isinstance(function, (list, tuple)) else [function] * num_chunks
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some builtins have none
+        return False
+    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

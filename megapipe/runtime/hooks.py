@@ -1,0 +1,55 @@
+"""Where frameworks around megapipe tie in to a step. Each list is filled by the modules in `integrations/`, and the
+core calls what it finds there, so that it knows none of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ..plan import Schedule
+    from .arguments import StepArguments
+
+__all__ = [
+    "AroundForward",
+    "StepEnd",
+    "around_finalizing",
+    "around_forwards",
+    "read_config",
+]
+
+
+class AroundForward(NamedTuple):
+    before: Callable[[int], None]
+    """Called before each forward of a chunk with the microbatch."""
+    after: Callable[[], None]
+    """Called after each forward of a chunk."""
+
+
+class StepEnd(NamedTuple):
+    """A step of a pipeline whose loops are done."""
+
+    step: StepArguments
+    pp_rank: int
+    pp_size: int
+    last_stage: int
+    """The rank that has the last stage, and with it the reports and the number of tokens."""
+    finalize_keywords: dict[str, Any]
+    """What `finalize_model_grads_func` is about to be called with, besides models and tokens."""
+    share: Callable[[Any], Any]
+    """Called on every rank; returns what the rank of the last stage called it with."""
+
+
+read_config: list[Callable[[Any, Schedule], dict[str, Any]]] = []
+"""Called with `model.config` and the schedule at every step. Returns settings of `PipelineConfig` that follow from it
+under other names; may raise ValueError."""
+
+around_forwards: list[Callable[[nn.Module, int, torch.device], AroundForward | None]] = []
+"""Asked at every step, for each chunk with the number of microbatches and the device, what to call around forwards."""
+
+around_finalizing: list[Callable[[StepEnd], AbstractContextManager[None]]] = []
+"""Entered on every rank of a pipeline when the loops of a step are done, and left when gradients are finalized."""

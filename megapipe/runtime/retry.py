@@ -1,0 +1,46 @@
+"""The first step after one that failed: every rank begins it with the same batch and the same weights.
+
+A step fails in different places on different ranks: one has read its batch, another has not; one is in the step before
+or behind, and has made an optimizer step less or more. Where a new session begins they tell each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..training import optimizer_of
+from .arguments import StepArguments
+from .session import Session
+
+__all__ = ["leave_batch", "start_together"]
+
+
+def start_together(step: StepArguments, session: Session) -> None:
+    """At the first training step of a session, and its first validation: from the furthest batch that any rank has come
+    to, and with an optimizer step that not all ranks have made taken back. Collective over the pipeline."""
+    iterators = _readers(step.data_iterators)
+    optimizer = optimizer_of(step.models)
+    num_gathers = 0 if optimizer is None else optimizer.num_gathers
+    own = (max((iterator.next_batch for iterator in iterators), default=0), num_gathers)
+    everybody = session.tell_once(f"progress, {'validation' if step.forward_only else 'training'}", own)
+    if everybody is None:
+        return
+    next_batch, num_gathers = (max(values) for values in zip(*everybody))
+    for iterator in iterators:
+        iterator.skip_to(next_batch)
+    if optimizer is not None:
+        optimizer.catch_up(num_gathers)
+
+
+def leave_batch(data_iterators: Sequence[Any]) -> None:
+    """After a failed step: what is left of its batch is not for the next one."""
+    iterators = _readers(data_iterators)
+    next_batch = max((iterator.next_batch for iterator in iterators), default=0)
+    for iterator in iterators:
+        iterator.skip_to(next_batch)
+
+
+def _readers(data_iterators: Sequence[Any]) -> list[Any]:
+    """Those that know of batches, as those of `megapipe.batches.data_iterators` do."""
+    return [one for one in data_iterators if hasattr(one, "next_batch") and hasattr(one, "skip_to")]

@@ -1,0 +1,177 @@
+"""Forwards with weights that may still be taken back, and running them again if they are.
+
+A rank goes on to its next step before it knows whether its last optimizer step stands. Until then it runs forwards
+only, which change nothing outside of the pipeline. If the step is taken back, every rank stops at a point known from
+the plan, takes the messages that are still under way, and begins again with the same data and random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..failures import Watchdog
+from ..plan import Event, Plan
+from ..training import optimizer_of
+from .arguments import StepArguments
+
+__all__ = ["Speculation", "WeightsTakenBack", "speculate", "validation_points"]
+
+
+class WeightsTakenBack(Exception):  # noqa: N818  # no error: the step begins again
+    """The forwards of this step ran with weights that do not stand."""
+
+
+def validation_points(plan: Plan) -> list[int]:
+    """Per rank, how many of its events in `plan` may come before it knows whether the last optimizer step stands.
+
+    Those before it takes its first output gradient. Fewer where it would take an input that another rank sends only
+    behind its own point: if the step is taken back, that input never comes.
+    """
+    points = [next(k for k, event in enumerate(events) if event.verb == "recv_backward") for events in plan.events]
+    sent_at = {event: k for events in plan.events for k, event in enumerate(events) if event.verb == "send_forward"}
+
+    def comes(event: Event) -> bool:
+        sent = event._replace(verb="send_forward", stage=event.stage - 1)
+        return event.stage == 0 or sent_at[sent] < points[plan.rank_of(sent.stage)]
+
+    while True:
+        earlier = [
+            next((k for k, e in enumerate(events[:point]) if e.verb == "recv_forward" and not comes(e)), point)
+            for events, point in zip(plan.events, points)
+        ]
+        if earlier == points:
+            return points
+        points = earlier
+
+
+def speculate(
+    step: StepArguments, plan: Callable[[], Plan], pp_rank: int, watchdog: Watchdog | None
+) -> Speculation | None:
+    """What a step needs that begins before the last optimizer step has been validated; None for any other.
+
+    Args:
+        watchdog: None for a pipeline of one rank, where there is nobody to wait for.
+    """
+    optimizer = optimizer_of(step.models)
+    if optimizer is None:
+        return None
+    if step.forward_only or watchdog is None:
+        optimizer.settle_everywhere()
+        return None
+    for iterator in step.data_iterators:
+        if iterator is not None and not hasattr(iterator, "__next__"):
+            raise TypeError(
+                "with a PostValidatedOptimizer forwards may have to be run again, so data_iterator must be an iterator "
+                f"(or None), whose items can be kept, but it is a {type(iterator).__name__}: pass iter(...) of it."
+            )
+    if not optimizer.is_open:
+        return None
+
+    def validate() -> bool:
+        position = watchdog.position
+        position.action, position.peer = "the validation of the last optimizer step", None
+        position.awaited = "the norms of all ranks"
+        taken_back = optimizer.validate(watchdog.check)
+        position.awaited = None
+        return taken_back
+
+    return Speculation(validate, plan(), pp_rank, step)
+
+
+class Speculation:
+    """One training step that begins before it is known whether the last optimizer step stands.
+
+    Args:
+        validate: waits until that is known, and returns whether the step was taken back.
+    """
+
+    def __init__(self, validate: Callable[[], bool], plan: Plan, pp_rank: int, step: StepArguments) -> None:
+        self._validate = validate
+        self._step = step
+        before = [events[:point] for events, point in zip(plan.events, validation_points(plan))]
+        self._num_inputs = sum(event.verb == "recv_forward" for event in before[pp_rank])
+        self.num_sent = Counter(event.stage for events in before for event in events if event.verb == "send_forward")
+        """By stage, the outputs that it sends before the point of its rank."""
+        self._is_validated = False
+        self._iterators = {id(it): _Recorded(it) for it in step.data_iterators if it is not None}
+        step.data_iterators = [None if it is None else self._iterators[id(it)] for it in step.data_iterators]
+        self._restore = [*_random_states(step.device), *_buffers(step.models)]
+
+    def before_recv_forward(self) -> None:
+        """Raises WeightsTakenBack where this input is behind the point, and the step was taken back."""
+        if self._num_inputs == 0:
+            self.before_backward()
+        self._num_inputs -= 1
+
+    def before_backward(self) -> None:
+        if not self._is_validated:
+            self._is_validated = True
+            if self._validate():
+                raise WeightsTakenBack
+            self._forget(again=False)
+
+    def begin_again(self) -> None:
+        """Bring everything that the forwards have changed back to what it was before them."""
+        for restore in self._restore:
+            restore()
+        self._step.results.clear()
+        self._step.num_tokens.zero_()
+        self._forget(again=True)
+
+    def _forget(self, again: bool) -> None:
+        for iterator in self._iterators.values():
+            iterator.stop(again)
+        self._restore.clear()
+
+
+class _Recorded(Iterator[Any]):
+    """An iterator that can begin again, until told to stop."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._seen: list[Any] | None = []
+        self._again: deque[Any] = deque()
+
+    def __next__(self) -> Any:
+        if self._again:
+            return self._again.popleft()
+        item = next(self._iterator)
+        if self._seen is not None:
+            self._seen.append(item)
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def stop(self, again: bool) -> None:
+        """Keep no more items; with `again`, begin with those that were kept."""
+        if again:
+            self._again.extend(self._seen or ())
+        self._seen = None
+
+
+def _random_states(device: torch.device) -> Iterator[Callable[[], None]]:
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        yield functools.partial(module.set_rng_state, module.get_rng_state(device), device)
+
+
+def _buffers(models: list[nn.Module]) -> Iterator[Callable[[], None]]:
+    """Statistics and counters that a forward moves on."""
+    for model in models:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield functools.partial(_restore_buffer, module, name, buffer, buffer.clone())
+
+
+def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, saved: Tensor) -> None:
+    with torch.no_grad():
+        module._buffers[name] = buffer.copy_(saved)

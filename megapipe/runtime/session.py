@@ -1,0 +1,192 @@
+"""What a pipeline keeps from one step to the next on one rank: its watchdog, and the channels to its neighbours."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
+
+from ..failures import Meeting, Watchdog
+from ..p2p_communication import Communicator, Transport
+from ..plan import Placement, Schedule, Settings
+from ..transports import MARKS, STAGINGS, GlooTransport, Members, NcclTransport, StagedTransport
+from .sharing import share
+from .weight_tuning import WeightTuner
+
+__all__ = ["Session"]
+
+SAFETY = 60  # seconds that a transport waits longer than the watchdog, which says where everybody is
+
+
+class Session:
+    """One pipeline on one rank, for as long as its steps succeed.
+
+    A failed step leaves messages under way that nobody will take, so it ends the session: the next step begins
+    another, with channels of its own. A rank that had left the step before it failed elsewhere raises before its next
+    step, where it clips or steps, or else in its next one. So every rank sees every session fail, and none is skipped.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.pp_rank = group.rank()
+        name = f"megapipe {'-'.join(map(str, self.ranks))} {_number_of(group)}"
+        store = _get_default_store()
+        # Counted in the store, which may outlive this process group or have known others before.
+        number = store.add(f"{name} sessions of {self.pp_rank}", 1)
+        self._torch_store = PrefixStore(f"{name} {number}", store)
+        self._store = Meeting(self._torch_store, self.pp_rank, len(self.ranks))
+        self.watchdog = Watchdog(self._store, self.pp_rank, len(self.ranks))
+        self.watchdog.abort = self._abort
+        self.watchdog.has_ended = self.has_ended
+        self._store.check_failure = self.watchdog.check
+        self._is_in_step = False
+        self._told: set[str] = set()
+        self._is_device_shared = False
+        self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
+        self._tuners: dict[tuple[str, int, int, Settings], WeightTuner] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Session:
+        """The session of the pipeline that `group` is, begun if there is none."""
+        for session in list(_sessions.values()):
+            if session.has_ended() or (session._group is group and session.watchdog.has_raised):
+                session._end()
+        if group not in _sessions:
+            _sessions[group] = cls(group)
+        return _sessions[group]
+
+    def has_ended(self) -> bool:
+        """Whether the process group was destroyed."""
+        return self._group not in _world.pg_map
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that one step does."""
+        if self._is_in_step or getattr(_this_thread, "is_in_step", False):
+            raise ValueError(
+                "a schedule was called while another call of it is under way, where other ranks cannot follow: call it "
+                "before or after, not in forward_step_func, and in several threads with a process group for each."
+            )
+        self._is_in_step = _this_thread.is_in_step = True
+        try:
+            with self.watchdog.step():
+                yield
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            self._is_in_step = _this_thread.is_in_step = False
+
+    def tell_once(self, name: str, own: Any) -> list[Any] | None:
+        """What every rank of the pipeline tells under `name`, at the first call in this session; after it None.
+        Collective."""
+        if name in self._told:
+            return None
+        self._told.add(name)
+        self.watchdog.post(name, json.dumps(own))
+        return [json.loads(text) for text in self.watchdog.collect(name)]
+
+    def communicator(
+        self, placement: Placement, num_chunks: int, device: torch.device, described: bool, transport: str | None
+    ) -> Communicator:
+        """The channels for this placement, built at the first step that needs them. Collective over the pipeline.
+
+        Args:
+            transport: `config.p2p_transport`.
+        """
+        # A transport keeps its time limit for good, so another limit takes another transport.
+        key = (placement.name, num_chunks, device.type, described, transport, self.watchdog.timeout)
+        if key not in self._communicators:
+            own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
+            members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY)
+            communicator = Communicator(
+                self._transport(transport, members, device, described),
+                placement,
+                self.pp_rank,
+                len(self.ranks),
+                num_chunks,
+                described,
+            )
+            self._communicators[key] = communicator
+            position = self.watchdog.position
+            position.action, position.awaited = "the connecting of its channels", "the others to connect"
+            communicator.connect()
+            position.awaited = None
+        return self._communicators[key]
+
+    def _transport(self, name: str | None, members: Members, device: torch.device, described: bool) -> Transport:
+        if device.type == "cpu":
+            return GlooTransport(members)
+        if device.type not in STAGINGS:
+            raise ValueError(f"pipelines run on cpu and cuda devices, but the model is on {device}.")
+        if name is None:
+            name = "nccl" if device.type == "cuda" and not self._shares_a_device(device) else "host"
+        if name == "nccl":
+            return NcclTransport(members, device, GlooTransport(members) if described else None)
+        mark = functools.partial(MARKS[device.type], device)
+        return StagedTransport(GlooTransport(members), STAGINGS[device.type](device), mark)
+
+    def _shares_a_device(self, device: torch.device) -> bool:
+        """Whether two ranks of this pipeline are on one GPU."""
+        told = self.tell_once("GPU", str(torch.cuda.get_device_properties(device).uuid))
+        if told is not None:
+            self._is_device_shared = len(set(told)) < len(told)
+        return self._is_device_shared
+
+    def tuner(self, schedule: Schedule, num_microbatches: int, num_chunks: int, settings: Settings) -> WeightTuner:
+        """What places the Ws of such steps by what was measured in those before."""
+        key = (schedule.name, num_microbatches, num_chunks, settings)
+        if key not in self._tuners:
+            sizes = (schedule, len(self.ranks), num_microbatches, num_chunks)
+            self._tuners[key] = WeightTuner(self.watchdog, self.pp_rank, sizes, settings)
+        return self._tuners[key]
+
+    def share(self, value: Any, source: int, device: torch.device) -> Any:
+        """What rank `source` has for `value`, on every rank. All call it, at the end of one and the same step."""
+        return share(value, self._group, self.watchdog, source, device)
+
+    def _abort(self) -> None:
+        for communicator in list(self._communicators.values()):
+            communicator.abort()
+
+    def _end(self) -> None:
+        if _sessions.get(self._group) is self:
+            del _sessions[self._group]
+        self._close()
+        if not self.has_ended():  # with the group the store may be gone
+            with contextlib.suppress(RuntimeError):
+                self._store.leave()
+
+    def _close(self) -> None:
+        self.watchdog.close()
+        for communicator in self._communicators.values():
+            communicator.close()
+        self._communicators.clear()  # with their connections: each has threads that poll
+
+
+def _number_of(group: dist.ProcessGroup) -> int:
+    """Of the groups of the same ranks, which one this is: the same on all of these, who made them in one order. The
+    name of a group need not be."""
+    ranks = dist.get_process_group_ranks(group)
+    alike = [other for other, members in list(_world.pg_group_ranks.items()) if list(members) == ranks]
+    return alike.index(group)
+
+
+_sessions: dict[dist.ProcessGroup, Session] = {}
+_this_thread = threading.local()
+
+
+@atexit.register
+def _close_sessions() -> None:
+    for session in _sessions.values():
+        session._close()

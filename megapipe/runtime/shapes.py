@@ -1,0 +1,123 @@
+"""What travels over each boundary, known before it is sent: from the arguments, or from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..chunks import find_attribute
+from ..config import PipelineConfig, check_whole_number
+from ..messages import MessageSpec, TensorSpec, can_have_gradient, pack
+from ..plan import StageInfo
+from ..sharding import output_dtype
+
+__all__ = ["ShapeArguments", "message_specs"]
+
+Shapes = list[tuple[int, ...]]
+
+
+@dataclass
+class ShapeArguments:
+    """The arguments of a step that decide about shapes, as the caller passed them."""
+
+    seq_length: int | None
+    micro_batch_size: int | None
+    decoder_seq_length: int | None
+    num_microbatches: int
+    pipeline_inputs: Any
+    adjust_tensor_shapes_fn: Callable[[Shapes, Shapes], tuple[Shapes, Shapes]] | None
+
+
+def message_specs(
+    model: nn.Module, stage: StageInfo, arguments: ShapeArguments, config: PipelineConfig
+) -> tuple[MessageSpec, MessageSpec]:
+    """The messages that `stage` receives and sends. At the ends of the pipeline one of them means nothing.
+
+    The model decides where it has `infer_stage_inputs_from_pipeline_inputs(inputs, n_microbatches)` and
+    `infer_stage_outputs_from_pipeline_inputs(inputs, n_microbatches)`. They are called on the meta device, in every
+    step, and return a tensor, or a list, tuple or dict of tensors, of which only shapes and dtypes matter. Of their
+    floating-point and complex tensors all have gradients, unless some are marked by `requires_grad`: then only those.
+    """
+    infer_inputs = find_attribute(model, "infer_stage_inputs_from_pipeline_inputs")
+    infer_outputs = find_attribute(model, "infer_stage_outputs_from_pipeline_inputs")
+    if infer_inputs is not None and infer_outputs is not None:
+        inputs = _pipeline_inputs(arguments)
+        with torch.device("meta"):
+            received = infer_inputs(inputs, arguments.num_microbatches)
+            sent = infer_outputs(inputs, arguments.num_microbatches)
+        return (
+            _spec_of(received, "infer_stage_inputs_from_pipeline_inputs", stage.is_first),
+            _spec_of(sent, "infer_stage_outputs_from_pipeline_inputs", stage.is_last),
+        )
+    shape = _tensor_shape(arguments, config)
+    dtype = config.pipeline_dtype or _dtype_of(model)
+    receive_shapes, send_shapes = [shape], [shape]
+    if arguments.adjust_tensor_shapes_fn is not None:
+        receive_shapes, send_shapes = arguments.adjust_tensor_shapes_fn(receive_shapes, send_shapes)
+    return _spec_of_shapes(receive_shapes, dtype), _spec_of_shapes(send_shapes, dtype)
+
+
+def _pipeline_inputs(arguments: ShapeArguments) -> Any:
+    """What the whole pipeline is given in one step, on the meta device."""
+    if arguments.pipeline_inputs is not None:
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), arguments.pipeline_inputs)
+    if arguments.seq_length is None or arguments.micro_batch_size is None:
+        return {}
+    batch_size = arguments.micro_batch_size * arguments.num_microbatches
+    return {"input_ids": torch.empty(batch_size, arguments.seq_length, dtype=torch.long, device="meta")}
+
+
+def _spec_of(message: Any, source: str, is_end: bool) -> MessageSpec:
+    try:
+        structure, tensors = pack(message)
+    except TypeError as error:
+        if is_end:  # nothing travels there, so the model may say anything
+            return MessageSpec("list", ())
+        raise TypeError(
+            f"{source} must return a tensor, or a list, tuple or dict of tensors on the meta device: {error}."
+        ) from None
+    marked = any(t.requires_grad for t in tensors)
+    return MessageSpec(
+        structure,
+        tuple(
+            TensorSpec(tuple(t.shape), t.dtype, t.requires_grad if marked else can_have_gradient(t.dtype))
+            for t in tensors
+        ),
+    )
+
+
+def _spec_of_shapes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> MessageSpec:
+    tensors = tuple(TensorSpec(tuple(shape), dtype, can_have_gradient(dtype)) for shape in shapes)
+    return MessageSpec("tensor" if len(tensors) == 1 else "list", tensors)
+
+
+def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[int, ...]:
+    """Megatron's: sequence first, and only this rank's part of it."""
+    check_whole_number("config.hidden_size", config.hidden_size, 1, or_none=True)
+    for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
+        check_whole_number(name, getattr(arguments, name), 1, or_none=True)
+    if config.hidden_size is None or arguments.seq_length is None or arguments.micro_batch_size is None:
+        raise ValueError(
+            "the shape of the tensor between stages is not known: it takes seq_length and micro_batch_size "
+            f"(got {arguments.seq_length} and {arguments.micro_batch_size}) and model.config.hidden_size "
+            f"({config.hidden_size}). Pass them, give the model infer_stage_inputs_from_pipeline_inputs and "
+            "infer_stage_outputs_from_pipeline_inputs, or set config.variable_seq_lengths."
+        )
+    seq_length = arguments.decoder_seq_length or arguments.seq_length
+    num_parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    if seq_length % num_parts:
+        raise ValueError(
+            f"a sequence of {seq_length} cannot be shared by {num_parts} ranks (context_parallel_size "
+            f"{config.context_parallel_size}, sequence_parallel {config.sequence_parallel}, tensor_model_parallel_size "
+            f"{config.tensor_model_parallel_size}): choose a seq_length that is a multiple of {num_parts}."
+        )
+    return seq_length // num_parts, arguments.micro_batch_size, config.hidden_size
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    dtype = output_dtype(model)
+    return dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

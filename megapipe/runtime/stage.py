@@ -1,0 +1,486 @@
+"""One stage of the model: its forward and its backward, as the caller's forward_step_func and loss function define it.
+
+What has been run is kept as the edges of its graph, not as tensors: a `GradientEdge` is all that backward needs. So an
+output is freed as soon as it has been sent, views included, and nothing is ever written into a tensor of the model.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..chunks import find_attribute
+from ..messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, no_gradient, pack, unpack
+from ..p2p_communication import Transfer
+from ..plan import StageInfo
+from ..weight_grad import PutOff, add_gradient, putting_off, unshared
+from . import hooks
+from .arguments import StepArguments
+
+__all__ = ["NOTHING", "InFlight", "NoGradientWarning", "Stage", "run_backward"]
+
+NOTHING = nullcontext()
+"""Where there is nothing to be around: one for all, since making them shows beside small layers."""
+
+
+class NoGradientWarning(UserWarning):
+    """A stage trains nothing, or nothing before it: by a mistake, or on purpose."""
+
+
+class InFlight(NamedTuple):
+    """What a backward needs of a microbatch whose forward is done. The graph hangs on the edges."""
+
+    received: Transfer | None
+    """The input, for what is computed again in the backward."""
+    inputs: list[Tensor]
+    """The leaves whose gradients go to the previous stage."""
+    outputs: list[GradientEdge | None]
+    """One per output that a gradient comes back for; None where it does not depend on anything trained."""
+    output_grads: list[Tensor] | None = None
+    """On the last stage, whose output is the loss: its gradient."""
+
+
+_all_given: WeakSet[nn.Module] = WeakSet()
+"""Chunks on a device that have been given a gradient for each output, where looking for it makes the host wait."""
+_looked_at: WeakSet[nn.Module] = WeakSet()
+"""Chunks that had an output, a loss or an input without a gradient."""
+
+
+class Stage:
+    """Runs one chunk of the model.
+
+    Args:
+        output_spec: what the next stage expects; None where it takes whatever comes.
+    """
+
+    def __init__(self, info: StageInfo, chunk: int, step: StepArguments, output_spec: MessageSpec | None) -> None:
+        self.info = info
+        self.module = step.models[chunk]
+        self._step = step
+        self._data_iterator = step.data_iterators[chunk]
+        self._output_spec = output_spec
+        self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
+        self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
+        self._received: Transfer | None = None
+        self._looks_for_none = step.device.type == "cpu" or self.module not in _all_given
+        self._around = [
+            around
+            for find in hooks.around_forwards
+            if (around := find(self.module, step.num_microbatches, step.device)) is not None
+        ]
+        has_delayed = step.config.delay_wgrad_compute and not step.forward_only
+        self._delayed = _innermost_with_backward_dw(self.module) if has_delayed else []
+        self._has_run: dict[PutOff, bool] = {}  # the backwards that a W belongs to
+
+    def forward(
+        self, received: Transfer | None, microbatch: int, *extra: bool
+    ) -> tuple[Transfer | None, InFlight | None]:
+        """F. Returns what to send on (None on the last stage) and what to keep for backward (None if forward only).
+
+        Args:
+            received: the input, arrived; None on the first stage.
+            extra: the third argument of forward_step_func, where the config asks for one.
+        """
+        inputs = self.take_input(received)
+        output, loss = self.run(microbatch, *extra)
+        return self.keep(inputs, output, loss, microbatch)
+
+    def keep(
+        self, inputs: list[Tensor], output: Any, loss: Tensor | None, microbatch: int
+    ) -> tuple[Transfer | None, InFlight | None]:
+        """What `forward` returns, once the model and the loss function have been run."""
+        if self.info.is_last:
+            return None, self._keep_loss(inputs, loss)
+        structure, tensors = self._pack_output(output, microbatch)
+        spec = self._output_spec
+        if spec is None or not _fits(structure, tensors, spec):
+            spec = self._check_output(structure, tensors, microbatch)
+        sent = Transfer(spec, [_as_it_is_now(tensor) for tensor in tensors])
+        if self._step.forward_only:
+            return sent, None
+        outputs = [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
+        if not any(outputs):
+            self._warn_of_no_gradient("output", inputs)
+        return sent, InFlight(self._received, inputs, outputs)
+
+    def run(self, microbatch: int, *extra: bool, is_first_microbatch: bool | None = None) -> tuple[Any, Tensor | None]:
+        """The caller's forward_step_func, on the input set before, and on the last stage the loss function.
+
+        Args:
+            is_first_microbatch: whether the model is to take it for a step's first one; None to go by its number.
+
+        Returns the output, and the loss where there is one to differentiate.
+        """
+        self._announce(microbatch, is_first_microbatch)
+        with self._timed("forward-compute"):
+            with self.autocast():
+                output, loss_func = self._call(self._step.forward_step_func, microbatch, extra)
+            loss = self._compute_loss(output, loss_func) if self.info.is_last else None
+        self._conclude()
+        return output, loss
+
+    def begin(
+        self, call: Callable[..., Any], microbatch: int, *extra: bool
+    ) -> tuple[Any, Callable[[Any], Tensor | None]]:
+        """`run` in two steps, for a forward that is overlapped with a backward.
+
+        Args:
+            call: takes the caller's forward_step_func, and its arguments, and runs it in its own way.
+
+        Returns what stands for the output, and what is to be called with the output itself: it computes the loss.
+        """
+        self._announce(microbatch)
+        with self.autocast():
+            stand_in, loss_func = self._call(partial(call, self._step.forward_step_func), microbatch, extra)
+
+        def conclude(output: Any) -> Tensor | None:
+            loss = self._compute_loss(output, loss_func) if self.info.is_last else None
+            self._conclude()
+            return loss
+
+        return stand_in, conclude
+
+    def set_input(self, message: Any) -> None:
+        """Hand the model its input: Megatron's models are given a list, also when it holds one tensor, or None."""
+        if self._set_input_tensor is not None:
+            self._set_input_tensor(message)
+
+    def forget_input(self) -> None:
+        """The model has kept its last input, and with it an activation. Where that was one tensor, as Megatron's models
+        take it, None may be in its place, as on the first stage."""
+        received, self._received = self._received, None
+        if received is not None and received.spec is not None and received.spec.structure == "tensor":
+            with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
+                self.set_input([None])
+
+    def backward(
+        self, in_flight: InFlight, output_grads: list[Tensor] | None, put_off: PutOff | None = None
+    ) -> list[Tensor]:
+        """B, and W unless that is left to `put_off`. Returns the gradients of the received tensors that want one.
+
+        Args:
+            output_grads: gradients of the outputs that want one; None on the last stage.
+        """
+        before = self.hand_over(in_flight.received)  # for what is computed again
+        with self._timed("backward-compute"):
+            if roots := self.roots(in_flight, output_grads):
+                with putting_off(put_off):
+                    run_backward(*zip(*roots))
+            if put_off is not None:
+                self._has_run[put_off] = bool(roots)
+            elif roots:
+                self.run_delayed()
+        self.hand_over(before)
+        return self.input_grads(in_flight, bool(roots))
+
+    def roots(self, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
+        """Where backward begins, with which gradients. `output_grads` is None on the last stage."""
+        grads = in_flight.output_grads if output_grads is None else output_grads
+        assert grads is not None
+        roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
+        if output_grads is None or not self._looks_for_none:
+            return roots
+        given = [(edge, grad) for edge, grad in roots if not is_no_gradient(grad)]
+        if len(given) == len(roots) and self._step.device.type != "cpu":
+            self._looks_for_none = False
+            _all_given.add(self.module)
+        return given
+
+    def input_grads(self, in_flight: InFlight, has_run: bool) -> list[Tensor]:
+        """What goes to the previous stage after backward, if that has run."""
+        leaves = in_flight.inputs
+        if has_run and leaves and all(leaf.grad is None for leaf in leaves):
+            self._warn(
+                f"stage {self.info.index} gives stage {self.info.index - 1} no gradient, since it does not use its "
+                "input, or detaches it"
+            )
+        return [no_gradient(leaf) if leaf.grad is None else unshared(leaf.grad) for leaf in leaves]
+
+    def backward_weights(self, put_off: PutOff) -> None:
+        """W: what a B has left to it."""
+        with self._timed("backward-compute"):
+            put_off.run()
+            if self._has_run.pop(put_off):
+                self.run_delayed()
+
+    def run_delayed(self) -> None:
+        """Such a module may assign the gradient, or keep one that is there: so it finds none, and what it leaves is
+        added to what was there."""
+        for module in self._delayed:
+            before = [(p, p.grad) for p in module.parameters() if p.requires_grad]
+            for parameter, _ in before:
+                parameter.grad = None
+            module.backward_dw()
+            for parameter, grad in before:
+                computed, parameter.grad = parameter.grad, grad
+                if computed is not None:
+                    add_gradient(parameter, computed)
+
+    # Input
+
+    def take_input(self, received: Transfer | None) -> list[Tensor]:
+        """Hand the input to the model. Returns the tensors of it that want a gradient."""
+        wanted: list[Tensor] = []
+        if received is not None and not self._step.forward_only:
+            assert received.spec is not None
+            wanted = [t for t, spec in zip(received.tensors, received.spec.tensors) if spec.differentiable]
+            for tensor in wanted:
+                tensor.requires_grad_()
+        self._received = received
+        self._set_received()
+        return wanted
+
+    def hand_over(self, received: Transfer | None) -> Transfer | None:
+        """Let the model have the input of another microbatch again. Returns the one that it had."""
+        before, self._received = self._received, received
+        if received is not before:
+            self._set_received()
+        return before
+
+    def _set_received(self) -> None:
+        if self._received is None:
+            self.set_input([None])
+            return
+        assert self._received.spec is not None
+        structure, tensors = self._received.spec.structure, list(self._received.tensors)
+        self.set_input(tensors if structure == "tensor" else unpack(structure, tensors))
+
+    def _announce(self, microbatch: int, is_first_microbatch: bool | None = None) -> None:
+        if self._set_is_first_microbatch is not None:
+            if is_first_microbatch is None:
+                is_validated = self._step.forward_only and self._step.first_val_step is False
+                is_first_microbatch = microbatch == 0 and not is_validated
+            if is_first_microbatch:
+                self._set_is_first_microbatch()
+        for around in self._around:
+            around.before(microbatch)
+
+    def _conclude(self) -> None:
+        for around in self._around:
+            around.after()
+
+    # Output
+
+    def _call(self, function: Callable[..., Any], microbatch: int, extra: tuple[bool, ...]) -> tuple[Any, Any]:
+        try:
+            returned = function(self._data_iterator, self.module, *extra)
+        except StopIteration as error:
+            if any(
+                frame.f_code is nn.Module._call_impl.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)
+            ):
+                raise RuntimeError(
+                    f"the model of stage {self.info.index} raised StopIteration for microbatch {microbatch}: {error!r}."
+                ) from error
+            raise ValueError(
+                f"data_iterator ended at microbatch {microbatch} of {self._step.num_microbatches} (stage "
+                f"{self.info.index}): it must yield one item per microbatch; give it more, or lower num_microbatches."
+            ) from None
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error) or self._received is None:
+                raise
+            raise RuntimeError(
+                f"stage {self.info.index} failed for microbatch {microbatch}: {error} What it received is such a leaf: "
+                "compute its first result out of place (inplace=False, or a clone())."
+            ) from error
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise TypeError(
+                f"forward_step_func must return (output, loss_func), but on stage {self.info.index} it returned "
+                f"{_describe(returned)}."
+            )
+        return returned[0], returned[1]
+
+    def _pack_output(self, output: Any, microbatch: int) -> tuple[Any, list[Tensor]]:
+        try:
+            structure, tensors = pack(output)
+            for tensor in tensors:
+                check_sendable(tensor, self._step.device)
+            return structure, tensors
+        except TypeError as error:
+            raise TypeError(
+                f"the output of stage {self.info.index} for microbatch {microbatch} cannot be sent on: {error}. Return "
+                "a tensor, or a list, tuple or dict of tensors."
+            ) from None
+
+    def _check_output(self, structure: Any, tensors: list[Tensor], microbatch: int) -> MessageSpec:
+        """Its spec, where the next stage takes whatever comes."""
+        spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+        expected = self._output_spec
+        if expected is None:
+            return spec
+        remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
+        if spec.matches(expected):
+            remedy = "The model says that part of it has no gradient, but it requires one. Detach it, or set "
+        raise ValueError(
+            f"stage {self.info.index} returned {spec} for microbatch {microbatch}, but stage {self.info.index + 1} "
+            f"expects {expected}. {remedy}variable_seq_lengths."
+        )
+
+    # Loss
+
+    def _compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
+        """The loss to differentiate, divided as Megatron divides it; None where there is none to differentiate."""
+        step = self._step
+        if loss_func is None and (step.forward_only or not step.needs_loss):
+            step.results.append(output)
+            return None
+        if not callable(loss_func):
+            raise TypeError(
+                f"forward_step_func must return (output, loss_func); on the last stage its loss_func is "
+                f"{_describe(loss_func)}, which cannot be called."
+            )
+        if step.collect_non_loss_data:
+            step.results.append(loss_func(output, non_loss_data=True))
+            return None
+        returned = loss_func(output)
+        if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+            raise TypeError(
+                "loss_func must return (loss, report) or (loss, num_tokens, report), but it returned "
+                f"{_describe(returned)}."
+            )
+        loss, report = returned[0], returned[-1]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"loss_func must return a loss of one element first, but it is {_describe(loss)}.")
+        step.results.append(report)
+        if len(returned) == 2:
+            # Out of place: `report` may share memory with the loss.
+            if step.config.context_parallel_size > 1:
+                loss = loss * step.config.context_parallel_size
+            return loss / step.num_microbatches
+        num_tokens = returned[1]
+        if isinstance(num_tokens, (int, float)):  # filled in on the device: copying it there would wait for that
+            num_tokens = torch.full((), num_tokens, device=loss.device)
+        num_tokens = torch.as_tensor(num_tokens, device=loss.device)
+        if num_tokens.numel() != 1:
+            raise TypeError(f"loss_func must return one number of tokens, but it is {_describe(num_tokens)}.")
+        num_tokens = num_tokens.reshape(())
+        step.num_tokens += num_tokens.detach()
+        if step.config.calculate_per_token_loss:
+            return loss
+        return loss / torch.where(num_tokens > 0, num_tokens, 1) / step.num_microbatches
+
+    def _keep_loss(self, inputs: list[Tensor], loss: Tensor | None) -> InFlight | None:
+        if self._step.forward_only:
+            return None
+        if loss is None:
+            return InFlight(self._received, inputs, [], [])
+        if self._step.config.grad_scale_func is not None:
+            loss = self._step.config.grad_scale_func(loss)
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {_describe(loss)}.")
+        if not loss.requires_grad:
+            self._warn_of_no_gradient("loss", inputs)
+        return InFlight(self._received, inputs, [_edge(loss)], [torch.ones_like(loss)])
+
+    # What is not trained
+
+    def _warn_of_no_gradient(self, what: str, inputs: list[Tensor]) -> None:
+        if self.module not in _looked_at and (inputs or any(p.requires_grad for p in self.module.parameters())):
+            number = self.info.index
+            whom = f"stages 0 to {number} are" if number else "it is"
+            self._warn(
+                f"the {what} of stage {number} has no gradient (detached, or computed under no_grad?), so {whom} not "
+                "trained by it"
+            )
+        _looked_at.add(self.module)
+
+    def _warn(self, text: str) -> None:
+        """Once for each chunk."""
+        if self.module not in _looked_at:
+            _looked_at.add(self.module)
+            warnings.warn(
+                f"{text}. If that is meant, silence it by warnings.filterwarnings('ignore', "
+                "category=megapipe.NoGradientWarning).",
+                NoGradientWarning,
+                stacklevel=2,
+            )
+
+    # Around both
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        config = self._step.config
+        if not config.enable_autocast:
+            return NOTHING
+        return torch.autocast(self._step.device.type, dtype=config.autocast_dtype or config.pipeline_dtype)
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        timers = self._step.config.timers
+        return NOTHING if timers is None else _running(timers(name, log_level=2))
+
+
+@contextmanager
+def _running(timer: Any) -> Iterator[None]:
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
+
+
+def _innermost_with_backward_dw(module: nn.Module) -> list[Any]:
+    """The modules that put off their weight gradients by themselves, as transformer-engine's do with
+    `delay_wgrad_compute`, and compute the oldest of them when `backward_dw()` is called. A module around others that
+    have it, as in Megatron, only passes the call on."""
+    inner = [found for child in module.children() for found in _innermost_with_backward_dw(child)]
+    return inner or ([module] if callable(getattr(module, "backward_dw", None)) else [])
+
+
+def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
+    if structure != spec.structure or len(tensors) != len(spec.tensors):
+        return False
+    for tensor, (shape, dtype, differentiable) in zip(tensors, spec.tensors):
+        if tensor.shape != shape or tensor.dtype != dtype or (tensor.requires_grad and not differentiable):
+            return False
+    return True
+
+
+def _as_it_is_now(tensor: Tensor) -> Tensor:
+    """What may be written to again before it has been sent, or used, is copied: what autograd has not made, which may
+    be a buffer, a parameter or the input, and memory that others have too, as a Function that uses it every time."""
+    if tensor.grad_fn is None:
+        return tensor.detach().clone()
+    kept = unshared(tensor)
+    return tensor if kept is tensor else kept.detach()
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    if not tensor.requires_grad:
+        return None
+    node: Any = tensor.grad_fn
+    if node is None:  # a leaf
+        return get_gradient_edge(tensor)
+    if isinstance(node, torch._C._FunctionBase):
+        # The node of a Python Function goes with its outputs, whoever holds an edge to it. The node of a view owns it.
+        tensor = tensor.view_as(tensor)
+        node = tensor.grad_fn
+    return GradientEdge(node, tensor.output_nr)
+
+
+def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the engine's
+    own are made against the graph, which knows what the outputs looked like."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges),
+        tuple(grads),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r}" if value is None else f"a {type(value).__name__}"

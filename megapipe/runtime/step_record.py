@@ -1,0 +1,217 @@
+"""Writing down when a rank computes and when it waits, as it happens.
+
+The times are those of whatever computes: the host's clock on CPU; on CUDA events in the stream, which are read only
+when the records are gathered, so that nothing ever waits for the device. What a step costs for it is a tuple per
+action and one per wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..plan import Action, Span
+
+__all__ = ["Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
+
+
+class Wait(NamedTuple):
+    """A wait for a message."""
+
+    action: Action | None
+    """The action that needed it; None for the wait at the end of a step until everything sent has been taken."""
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step on one rank. `spans` and `waits` are in order; an action starts when its wait is over."""
+
+    begin: float
+    end: float
+    spans: list[Span]
+    waits: list[Wait]
+
+    @property
+    def busy(self) -> float:
+        return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def waited(self) -> float:
+        return sum(wait.end - wait.start for wait in self.waits)
+
+    @property
+    def host(self) -> float:
+        """Time in neither: what the host does between actions."""
+        return self.end - self.begin - self.busy - self.waited
+
+    def pauses(self) -> dict[Action, float]:
+        """The host's time before each action."""
+        waited: defaultdict[Action | None, float] = defaultdict(float)
+        for wait in self.waits:
+            waited[wait.action] += wait.end - wait.start
+        pauses = {}
+        clock = self.begin
+        for action, start, end in self.spans:
+            pauses[action] = start - clock - waited[action]
+            clock = end
+        return pauses
+
+    def moved(self, offset: float) -> RankStep:
+        """The same step on a clock that shows `offset` more."""
+        spans = [Span(action, start + offset, end + offset) for action, start, end in self.spans]
+        waits = [Wait(action, start + offset, end + offset) for action, start, end in self.waits]
+        return RankStep(self.begin + offset, self.end + offset, spans, waits)
+
+
+class Clock(Protocol):
+    """What tells the time on a device."""
+
+    def now(self) -> Any:
+        """A mark, put down without waiting for anything."""
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        """Milliseconds between two marks. Waits until the second one was passed."""
+
+    def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
+        """The records in milliseconds of the host's clock."""
+
+
+class HostClock:
+    """`time.perf_counter`, which all processes of a host share."""
+
+    now = staticmethod(time.perf_counter)
+
+    def elapsed(self, start: float, end: float) -> float:
+        return 1000 * (end - start)
+
+    def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
+        return [record.read(lambda mark: 1000 * mark) for record in records]
+
+
+class CudaClock:
+    """Events on the current stream. They are put on the host's clock by one more event, waited for when they are read:
+    that is soon after the recorded steps, so the two clocks have no time to drift apart."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
+        torch.cuda.synchronize(self._device)
+        anchor = self.now()
+        anchor.synchronize()
+        host = 1000 * time.perf_counter()
+
+        def time_of(first: torch.cuda.Event, mark: torch.cuda.Event) -> float:
+            # Through the step's own first event: times between events are given in single precision.
+            return float(host - first.elapsed_time(anchor) + first.elapsed_time(mark))
+
+        return [record.read(functools.partial(time_of, record.begin)) for record in records]
+
+
+@functools.cache
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what computes there."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class StepRecord:
+    """What one rank does in one step. Also the context around each of its actions: they do not nest."""
+
+    __slots__ = (
+        "_action",
+        "_clock",
+        "_inner",
+        "_now",
+        "_start",
+        "begin",
+        "end",
+        "entries",
+        "name",
+        "number",
+        "overlapped",
+    )
+
+    def __init__(self, name: str, number: int, clock: Clock) -> None:
+        self.name = name
+        self.number = number
+        self._clock = clock
+        self.entries: list[tuple[Action | None, bool, Any, Any]] = []
+        """(action, whether it is the wait of that action, start, end)"""
+        self.overlapped: set[Action] = set()
+        """Those of overlapped pairs: of such a pair only the sum of the two times means anything."""
+        self._now = clock.now
+        self._action: Action | None = None
+        self.begin: Any = clock.now()
+        self.end: Any = self.begin
+
+    def during(self, action: Action, inner: AbstractContextManager[Any]) -> StepRecord:
+        """The context around an action, with another one in it."""
+        self._action = action
+        self._inner = inner
+        return self
+
+    def __enter__(self) -> None:
+        self._start = self._now()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self.entries.append((self._action, False, self._start, self._now()))
+        self._action = None
+
+    def now(self) -> Any:
+        return self._now()
+
+    def waited(self, since: Any) -> None:
+        """A wait is over. An action that it happened in starts only now; outside any it is the step's last."""
+        self._start = now = self._now()
+        self.entries.append((self._action, True, since, now))
+
+    def finish(self) -> None:
+        """The step has succeeded."""
+        self.end = self._now()
+
+    def durations(self) -> Iterator[tuple[Action, float]]:
+        """Each action with its time in milliseconds, but for overlapped pairs."""
+        for action, is_wait, start, end in self.entries:
+            if action is not None and not is_wait and action not in self.overlapped:
+                yield action, self._clock.elapsed(start, end)
+
+    def duration(self) -> float:
+        """Of the whole step, in milliseconds."""
+        return self._clock.elapsed(self.begin, self.end)
+
+    def has_same_plan(self, other: StepRecord) -> bool:
+        actions, others = ([entry[0] for entry in record.entries] for record in (self, other))
+        return self.name == other.name and actions == others
+
+    def read(self, time_of: Callable[[Any], float]) -> RankStep:
+        """In milliseconds of the host's clock."""
+        return RankStep(
+            time_of(self.begin),
+            time_of(self.end),
+            [
+                Span(action, time_of(start), time_of(end))
+                for action, is_wait, start, end in self.entries
+                if not is_wait and action is not None
+            ],
+            [Wait(action, time_of(start), time_of(end)) for action, is_wait, start, end in self.entries if is_wait],
+        )

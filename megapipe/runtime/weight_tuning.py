@@ -1,0 +1,191 @@
+"""Ws where the measured times want them: measure, tell each other, decide alike, and look again now and then.
+
+Every rank's actions are timed in every step. Now and then the ranks exchange their typical times, and two steps later,
+when all have surely posted them, each plays the schedule with all of them and finds the same places for the Ws
+(weight_placement.py). Between those steps nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from ..failures import Watchdog
+from ..plan import Costs, Counts, Plan, Schedule, Settings, make_plan, move_weights, place_weights, simulate
+from .step_record import StepRecord
+
+__all__ = ["Choice", "WeightTuner", "choose"]
+
+FIRST, INTERVAL = 6, 10
+"""The step before which times are first exchanged, and the steps between exchanges."""
+
+DRIFT = 0.05
+"""How much, in parts of the mean action, a time may move before the search is repeated."""
+
+GAIN = 0.005
+"""What a choice must gain by the plan to be taken over the schedule's own."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a schedule is to be run.
+
+    Attributes:
+        settings: those to record and run it with.
+        counts: the places of its Ws; None for the schedule's own.
+        makespan, own_makespan: of one step, by the plan, and with the schedule's own places.
+    """
+
+    settings: Settings
+    counts: Counts | None
+    makespan: float
+    own_makespan: float
+
+
+def choose(
+    schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, settings: Settings, costs: Costs
+) -> Choice:
+    """Places for the Ws, and within the limit on memory the number of warmup forwards, that make a step shortest.
+
+    Deterministic: the same costs give the same choice on every rank.
+    """
+    own = make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=settings)
+    simulation = simulate(own, costs)
+    own_makespan = simulation.makespan
+    best = Choice(settings, None, own_makespan, own_makespan)
+    limit = settings.max_in_flight
+    max_held = max(simulation.peak_activations) + pp_size / 4 if limit is None else limit
+    starts = [settings] if limit is None else [replace(settings, max_in_flight=n) for n in _spread(pp_size, limit)]
+    seen: list[Plan] = []
+    for start in starts:
+        try:
+            plan = make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=start)
+        except ValueError:
+            continue  # this schedule needs more in any case
+        if any(plan.events == other.events for other in seen):
+            continue
+        seen.append(plan)
+        counts = place_weights(plan, costs, max_held)
+        makespan = simulate(move_weights(plan, counts), costs).makespan
+        if makespan < min(best.makespan, (1 - GAIN) * own_makespan):
+            best = Choice(start, counts, makespan, own_makespan)
+    return best
+
+
+def _spread(pp_size: int, limit: float) -> list[float]:
+    """A few limits between 1F1B's and `limit`."""
+    low = min(float(pp_size), limit)
+    return [low + (limit - low) * k / 4 for k in range(5)]
+
+
+class WeightTuner:
+    """For one schedule with one number of microbatches, in one pipeline."""
+
+    choose = staticmethod(choose)
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        pp_rank: int,
+        sizes: tuple[Schedule, int, int, int],
+        settings: Settings,
+    ) -> None:
+        self._watchdog = watchdog
+        self._rank = pp_rank
+        self._sizes = sizes
+        self._own_settings = settings
+        self._name = f"times of {sizes[0].name} {sizes[1:]} {settings}"
+        self._num_steps = 0
+        self._posted = 0  # the step before which times were last posted
+        self._records: deque[StepRecord] = deque(maxlen=INTERVAL)
+        self._measured: Costs | None = None  # what the choice was made for
+        self.choice: Choice | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return self._own_settings if self.choice is None else self.choice.settings
+
+    @property
+    def counts(self) -> list[int] | None:
+        """This rank's; None for the schedule's own places."""
+        return None if self.choice is None or self.choice.counts is None else self.choice.counts[self._rank]
+
+    def __str__(self) -> str:
+        """Short, the same where the choice is."""
+        return "the schedule's" if self.choice is None else f"{zlib.crc32(repr(self.choice).encode()):08x}"
+
+    def begin_step(self) -> None:
+        """Before each training step, on every rank."""
+        self._num_steps += 1
+        if self._num_steps >= FIRST and (self._num_steps - FIRST) % INTERVAL == 0:
+            self._post()
+        elif self._posted and self._num_steps == self._posted + 2:
+            self._decide([json.loads(text) for text in self._watchdog.collect(f"{self._name} {self._posted}")])
+
+    def end_step(self, record: StepRecord) -> None:
+        if self._num_steps > 1:  # the first one is not like those that follow
+            self._records.append(record)
+
+    def _post(self) -> None:
+        """The median times of each kind of action on each of this rank's stages, and of a whole step: now and then
+        something takes much longer, and is no news of the next steps."""
+        times: defaultdict[str, list[float]] = defaultdict(list)
+        # The last step may still be under way on a device.
+        finished = list(self._records)[:-1]
+        for record in finished:
+            for action, duration in record.durations():
+                times[f"{action.stage} {action.kind}"].append(duration)
+        means = {name: median(values) for name, values in times.items()}
+        means["step"] = median(record.duration() for record in finished)
+        self._records.clear()
+        if self._posted:
+            self._watchdog.withdraw(f"{self._name} {self._posted}")
+        self._posted = self._num_steps
+        self._watchdog.post(f"{self._name} {self._posted}", json.dumps(means))
+
+    def _decide(self, means: Sequence[dict[str, float]]) -> None:
+        plan = self._plan_in_use()
+        costs = _costs(plan, means)
+        if self._measured is not None and not _has_drifted(costs, self._measured):
+            return
+        costs.p2p = _latency(plan, costs, max(one["step"] for one in means))
+        self._measured = costs
+        self.choice = self.choose(*self._sizes, self._own_settings, costs)
+
+    def _plan_in_use(self) -> Plan:
+        plan = make_plan(*self._sizes, settings=self.settings)
+        return plan if self.choice is None or self.choice.counts is None else move_weights(plan, self.choice.counts)
+
+
+def _costs(plan: Plan, means: Sequence[dict[str, float]]) -> Costs:
+    merged = {name: mean for one in means for name, mean in one.items()}
+    stages = range(plan.pp_size * plan.num_chunks)
+    forward, inputs, weights = ([merged.get(f"{stage} {kind}", 0.0) for stage in stages] for kind in "FBW")
+    return Costs(forward, inputs, weights)
+
+
+def _lists(costs: Costs) -> list[float]:
+    parts = (costs.forward, costs.backward_input, costs.backward_weight)
+    return [time for part in parts if isinstance(part, list) for time in part]
+
+
+def _has_drifted(costs: Costs, before: Costs) -> bool:
+    now, then = _lists(costs), _lists(before)
+    return max(abs(a - b) for a, b in zip(now, then)) > DRIFT * fmean(then)
+
+
+def _latency(plan: Plan, costs: Costs, step: float) -> float:
+    """The latency that makes the plan as long as the step was: it stands for all that is not computation. Where it
+    would be long beside an action, something else was slow."""
+    low, high = 0.0, fmean(_lists(costs)) / 4
+    for _ in range(6):
+        middle = (low + high) / 2
+        if simulate(plan, replace(costs, p2p=middle)).makespan > step:
+            high = middle
+        else:
+            low = middle
+    return low

@@ -1,0 +1,207 @@
+"""Chunks with parameters sharded by torch's `fully_shard` (FSDP2), over the microbatches of one step.
+
+By itself FSDP2 gathers parameters for each forward and reduces gradients in each backward, as soon as autograd has
+passed by; in a pipeline that is once per microbatch, and too early where a W is still to come. Here a chunk's
+parameters are gathered once per step, ahead of its first forward; gradients are kept whole; and once the chunk's last W
+is done they are reduced and the parameters sharded again, beside what other chunks still compute.
+
+How FSDP2 is made to do that is the affair of `fsdp_root.py`, and of `fsdp_private.py` on older torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .private import PrivateRoot
+from .root import Root
+
+__all__ = ["ShardedChunks", "output_dtype"]
+
+PATIENCE = 3.0  # seconds
+
+
+class ShardedChunks(AbstractContextManager["ShardedChunks"]):
+    """Around one step of chunks of which some hold modules of `fully_shard` (or of `replicate`, which is built on it).
+
+    What the user has set on a module (`set_requires_gradient_sync` and its kin) says what becomes of the whole step's
+    gradients, as it does for those of one backward elsewhere.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], forward_only: bool) -> None:
+        self._chunks = [[_make_root(module, forward_only) for module in _roots(model)] for model in models]
+        self._tasks = _Tasks()
+
+    @classmethod
+    def find(cls, models: Sequence[nn.Module], forward_only: bool, is_reduced_elsewhere: bool) -> ShardedChunks | None:
+        """None where no chunk is sharded.
+
+        Args:
+            is_reduced_elsewhere: the caller has functions of their own for gradients.
+
+        Raises ValueError for what cannot work, and RuntimeError where this torch's FSDP2 is not as expected.
+        """
+        if "torch.distributed.fsdp" not in sys.modules:  # then nobody has used it, and importing it takes time
+            return None
+        for number, model in enumerate(models):
+            _refuse_fsdp1(number, model)
+        if not any(_is_fsdp(module) for model in models for module in model.modules()):
+            return None
+        sharded = cls(models, forward_only)
+        if not forward_only:
+            for root in sharded._roots():
+                root.check(sharded._roots())
+            for number, model in enumerate(models) if not is_reduced_elsewhere else ():
+                _check_all_reduced(number, model, sharded._chunks[number])
+        return sharded
+
+    def __enter__(self) -> ShardedChunks:
+        for root in self._roots():
+            root.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._abandon()
+            return
+        try:
+            self._tasks.wait()
+        except BaseException:
+            self._abandon()
+            raise
+        for root in self._roots():
+            root.end()
+
+    def before_forward(self, chunk: int, microbatch: int) -> None:
+        """Gather parameters one chunk ahead of their use."""
+        if microbatch == 0:
+            for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
+                for root in self._chunks[ahead] if ahead < len(self._chunks) else ():
+                    root.gather()
+
+    def after_weights(self, chunk: int) -> None:
+        """Add a W's gradients up in the dtype that they are reduced in, as FSDP2 does after a backward."""
+        for root in self._chunks[chunk]:
+            root.add_up()
+
+    def reduce(self, chunk: int) -> None:
+        """Start to reduce the gradients of a chunk, which are complete."""
+        for root in self._chunks[chunk]:
+            root.prepare_reduction()
+            if root.holds_thread:
+                self._tasks.add(root.reduce)
+            else:
+                root.reduce()
+
+    def wait(self) -> None:
+        """Until the process groups are free for others to use."""
+        self._tasks.wait()
+
+    def _abandon(self) -> None:
+        self._tasks.abandon()
+        for root in self._roots():
+            root.abandon()
+
+    def _roots(self) -> Iterator[Root]:
+        for roots in self._chunks:
+            yield from roots
+
+
+def output_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype in which a sharded chunk's mixed precision has it compute; None where it has none."""
+    for module in _roots(model) if "torch.distributed.fsdp" in sys.modules else ():
+        policy = module._get_fsdp_state()._mp_policy
+        return policy.output_dtype or policy.param_dtype  # type: ignore[no-any-return]
+    return None
+
+
+class _Tasks:
+    """What runs beside the main thread, one after the other, in the order in which it was added."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+
+    def add(self, task: Callable[[], None]) -> None:
+        before = self._threads[-1] if self._threads else None
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            if self._error is None:
+                try:
+                    task()
+                except BaseException as error:
+                    self._error = error
+
+        self._threads.append(threading.Thread(target=run, name="megapipe-fsdp", daemon=True))
+        self._threads[-1].start()
+
+    def abandon(self) -> None:
+        """After a failure. The replicas may not come to what is left, so give them a moment and no more."""
+        for thread in self._threads:
+            thread.join(PATIENCE)
+
+    def wait(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        if self._error is not None:
+            raise self._error
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _roots(module: nn.Module) -> Iterator[Any]:
+    if _is_fsdp(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _roots(child)
+
+
+def _make_root(module: nn.Module, forward_only: bool) -> Root:
+    from torch.distributed.fsdp import FSDPModule
+
+    try:
+        if hasattr(FSDPModule, "finalize_backward"):
+            return Root(module, forward_only)
+        if "2.6" <= torch.__version__ < "2.15":
+            return PrivateRoot(module, forward_only)
+        raise AttributeError("there is no finalize_backward")
+    except AttributeError as error:
+        raise RuntimeError(
+            f"fully_shard of torch {torch.__version__} is not as megapipe knows it ({error}): use torch 2.15, one from "
+            "2.6 to 2.14, or megapipe.data_parallel.GradientReducer."
+        ) from error
+
+
+def _refuse_fsdp1(number: int, model: nn.Module) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            f"chunk {number} holds a FullyShardedDataParallel, which shards and reduces in every backward and cannot "
+            "wait for weight gradients that are put off: use torch.distributed.fsdp.fully_shard."
+        )
+
+
+def _check_all_reduced(number: int, model: nn.Module, roots: Sequence[Root]) -> None:
+    managed = {parameter for root in roots for parameter in root.parameters()}
+    for name, parameter in model.named_parameters():
+        if managed and parameter.requires_grad and parameter not in managed:
+            raise ValueError(
+                f"{name} of chunk {number} is in no module of fully_shard, though others are, so nobody averages its "
+                "gradient over the replicas: call fully_shard on the chunk too, or set config.grad_sync_func or "
+                "config.finalize_model_grads_func (see megapipe.data_parallel)."
+            )

@@ -1,0 +1,100 @@
+"""The same as `fsdp_root.py` for torch from 2.6 to 2.14, where FSDP2 has no public doors to it.
+
+Nothing here can be relied on in another torch than those that the tests are run on. Of what is used, these differ
+between them: a module's state had one group of parameters and has several; `comm_ctx` kept one reduce-scatter and keeps
+several. On CPU it needs torch 2.9 or so, as FSDP2 itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .root import Root
+
+__all__ = ["PrivateRoot"]
+
+
+class PrivateRoot(Root):
+    def __init__(self, module: Any, forward_only: bool) -> None:
+        super().__init__(module, forward_only)
+        self._context = self._state._state_ctx
+        self._is_last_backward = self._context.is_last_backward
+        self._end_backward = self._state._root_post_backward_final_callback
+        if self._device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise RuntimeError(
+                f"fully_shard of torch {torch.__version__} does not run on CPU: use a newer torch, or "
+                "megapipe.data_parallel.GradientReducer."
+            )
+
+    def check(self, roots: Iterable[Root]) -> None:
+        """Here all of it works."""
+
+    def begin(self) -> None:
+        self._context.is_last_backward = False
+        self._keep_whole()
+
+    def gather(self) -> None:
+        for group in self._groups:
+            group.unshard(async_op=True)
+
+    def add_up(self) -> None:
+        for group in self._groups:
+            if group.mp_policy.reduce_dtype is not None:
+                for parameter in group.fsdp_params:
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+    def abandon(self) -> None:
+        self._restore()
+        for state in self._states:
+            state._training_state = type(state._training_state).IDLE
+        for group in self._groups:
+            group.wait_for_unshard()  # the replicas have begun the step too
+            group._training_state = self._state._training_state
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+            group.reshard()
+        self._context.iter_forward_root = None
+        self._context.post_backward_final_callback_queued = False
+        self._forget_forwards()
+
+    def _finish_backwards(self) -> None:
+        for group in reversed(self._groups):
+            group.post_backward()
+
+    def _wait_for_reduction(self) -> None:
+        self._end_backward()
+        self._forget_forwards()
+
+    def _forget_forwards(self) -> None:
+        self._communication.post_forward_order.clear()
+        for group in self._groups:
+            group._post_forward_indices.clear()
+
+    def _wait_for_gathers(self) -> None:
+        for group in self._groups:
+            group.wait_for_unshard()
+
+    def _restore(self) -> None:
+        self._context.is_last_backward = self._is_last_backward
+        super()._restore()
+
+    def _gradient(self, parameter: Any) -> Tensor | None:
+        accumulated: Tensor | None = parameter.unsharded_accumulated_grad
+        return super()._gradient(parameter) if accumulated is None else accumulated
+
+    def _give_zeros(self, parameter: Any) -> None:
+        zeros = torch.zeros_like(parameter.unsharded_param)
+        if parameter.reduce_dtype is None:
+            parameter.unsharded_param.grad = zeros
+        else:
+            parameter.unsharded_accumulated_grad = zeros.to(parameter.reduce_dtype)
+
+    def _stream(self) -> Any:
+        return self._communication.reduce_scatter_stream

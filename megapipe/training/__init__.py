@@ -1,0 +1,25 @@
+"""What a trainer puts around a step: batches, replicas, clipping, tied weights, optimizers."""
+
+from .batches import data_iterators, split_batch
+from .clipping import clip_grad_norm_
+from .data_parallel import GradientReducer
+from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
+from .per_token import divide_by_num_tokens
+from .post_validation import PostValidatedOptimizer, optimizer_of
+from .tied_weights import TiedWeights
+
+__all__ = [
+    "OF_EACH_GROUP",
+    "GradientReducer",
+    "PipelinedGradScaler",
+    "PipelinedLRScheduler",
+    "PipelinedOptimizer",
+    "PostValidatedOptimizer",
+    "TiedWeights",
+    "clip_grad_norm_",
+    "data_iterators",
+    "divide_by_num_tokens",
+    "load_scheduler",
+    "optimizer_of",
+    "split_batch",
+]

@@ -1,0 +1,221 @@
+"""A step's batch cut into microbatches, of which each rank reads only what its stages need.
+
+Only the first stage needs inputs and only the last one labels. With V placement that is the same rank, in two chunks;
+most ranks need neither and never ask for a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..plan import StageInfo
+
+__all__ = ["data_iterators", "split_batch"]
+
+
+def split_batch(batch: Any, num_microbatches: int, spec: Any = 0, *, uneven: bool = False) -> list[Any]:
+    """Cut the tensors of a batch into `num_microbatches` pieces, as views.
+
+    Args:
+        batch: a tensor, or dicts, lists and tuples of tensors, nested as you like. Numbers, strings and the like go
+            into every microbatch.
+        spec: the dimension that counts samples; None puts the whole tensor into every microbatch. One for all tensors,
+            or a tree like the batch, or like its upper levels: {"tokens": 1, "mask": None}.
+        uneven: whether the first microbatches may have one sample more than the others.
+
+    Returns the microbatches, each a tree like the batch.
+
+    Raises ValueError where the spec does not fit, tensors have different numbers of samples, or the samples cannot be
+    shared out evenly.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"a batch cannot be cut into {num_microbatches} microbatches: use 1 or more.")
+    entries, tree = pytree.tree_flatten_with_path(batch)
+    dims = pytree._broadcast_to_and_flatten(spec, tree)
+    if dims is None:
+        raise ValueError(
+            f"the spec {spec} does not fit the batch {pytree.tree_map(_describe, batch)}: give it its keys."
+        )
+    named = [(pytree.keystr(path), value, dim) for (path, value), dim in zip(entries, dims)]
+    _check(named, num_microbatches, uneven)
+    pieces = [
+        value.tensor_split(num_microbatches, dim) if _is_cut(value, dim) else [value] * num_microbatches
+        for _, value, dim in named
+    ]
+    return [pytree.tree_unflatten(list(leaves), tree) for leaves in zip(*pieces)] or [batch] * num_microbatches
+
+
+def data_iterators(
+    batches: Iterable[Mapping[str, Any]],
+    num_microbatches: int,
+    stages: Sequence[StageInfo],
+    *,
+    inputs: Sequence[str],
+    labels: Sequence[str],
+    spec: Any = 0,
+    uneven: bool = False,
+) -> list[Iterator[dict[str, Any]] | None]:
+    """What to pass as `data_iterator`, step after step: one iterator over microbatches for each of the rank's chunks.
+
+    The first stage's yields dicts with the `inputs`, the last one's with the `labels`; the others are None. Of a batch
+    only the names needed on this rank are looked up, so a mapping that reads when asked reads no more; on ranks without
+    either stage `batches` is not even begun.
+
+    Args:
+        batches: of this replica, one per step.
+        num_microbatches, uneven: see `split_batch`.
+        stages: the rank's, as `stages_for_rank` returns them.
+        inputs, labels: names in each batch.
+        spec: a dimension for all, or by name.
+
+    After a step that failed, the next one begins with the next batch, the same on all ranks; a batch whose reading
+    raised counts as one. So `batches` should go on after it has raised, as a DataLoader does and a generator cannot.
+
+    Raises ValueError where the spec lacks a name; the iterators do where a batch lacks a name or does not fit.
+    """
+    wanted = [[*(inputs if stage.is_first else ()), *(labels if stage.is_last else ())] for stage in stages]
+    names = list(dict.fromkeys(itertools.chain(*wanted)))
+    if isinstance(spec, Mapping) and (unsaid := [name for name in names if name not in spec]):
+        raise ValueError(f"the spec {dict(spec)} has no {unsaid[0]!r}: give it every name of inputs and labels.")
+    specs = {name: spec[name] for name in names} if isinstance(spec, Mapping) else spec
+
+    def cut(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return split_batch({name: _look_up(batch, name) for name in names}, num_microbatches, specs, uneven=uneven)
+
+    reader = _Reader(batches, cut)  # the two ends of a V read the same batch
+    return [_Microbatches(reader, own) if own else None for own in wanted]
+
+
+class _Reader:
+    """The batches of one rank, each kept until all iterators over its microbatches are past it."""
+
+    def __init__(self, batches: Iterable[Mapping[str, Any]], cut: Callable[[Any], list[dict[str, Any]]]) -> None:
+        self.iterators: list[_Microbatches] = []
+        self._batches = batches
+        self._cut = cut
+        self._source: Iterator[Any] | None = None
+        self._num_read = 0
+        self._kept: dict[int, list[dict[str, Any]] | Exception] = {}
+
+    def batch(self, number: int) -> list[dict[str, Any]]:
+        """Its microbatches. Raises what reading it raised, for each iterator."""
+        while self._num_read <= number:
+            self._read(is_wanted=self._num_read == number)
+        found = self._kept[number]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def forget(self) -> None:
+        first = min(iterator.batch for iterator in self.iterators)
+        self._kept = {number: found for number, found in self._kept.items() if number >= first}
+
+    def _read(self, is_wanted: bool) -> None:
+        if self._source is None:
+            self._source = iter(self._batches)
+        found: list[dict[str, Any]] | Exception = []
+        try:
+            batch = next(self._source)
+            if is_wanted:
+                found = self._cut(batch)
+        except StopIteration:
+            raise
+        except Exception as error:
+            found = error
+        self._kept[self._num_read] = found
+        self._num_read += 1
+
+
+class _Microbatches(Iterator[dict[str, Any]]):
+    """What one chunk takes of each microbatch."""
+
+    def __init__(self, reader: _Reader, names: Sequence[str]) -> None:
+        self.batch = 0
+        """The number of the batch that comes next, or that it is in."""
+        self._num_taken = 0  # of its microbatches
+        self._reader = reader
+        self._names = names
+        reader.iterators.append(self)
+
+    def __next__(self) -> dict[str, Any]:
+        try:
+            microbatches = self._reader.batch(self.batch)
+        except StopIteration:
+            raise
+        except Exception:
+            self.skip_to(self.batch + 1)
+            raise
+        microbatch = microbatches[self._num_taken]
+        self._num_taken += 1
+        if self._num_taken == len(microbatches):
+            self.skip_to(self.batch + 1)
+        return {name: microbatch[name] for name in self._names}
+
+    @property
+    def next_batch(self) -> int:
+        """The number of the first batch of which nothing has been taken."""
+        return self.batch + (self._num_taken > 0)
+
+    def skip_to(self, batch: int) -> None:
+        """Go on with the first microbatch of a batch, of this number, or stay where that is passed already."""
+        if batch > self.batch:
+            self.batch, self._num_taken = batch, 0
+            self._reader.forget()
+
+
+def _look_up(batch: Mapping[str, Any], name: str) -> Any:
+    try:
+        return batch[name]
+    except KeyError:
+        raise ValueError(
+            f"the batch has no {name!r}, only {list(batch)}: name what it has as inputs or labels."
+        ) from None
+
+
+def _is_cut(value: Any, dim: int | None) -> bool:
+    return isinstance(value, Tensor) and dim is not None
+
+
+def _check(named: Sequence[tuple[str, Any, int | None]], num_microbatches: int, uneven: bool) -> None:
+    first: tuple[str, int] | None = None
+    for name, value, dim in named:
+        if not isinstance(value, Tensor) and dim is not None and _has_samples(value):
+            raise ValueError(
+                f"batch{name} is a {type(value).__name__}, which cannot be cut: make it a tensor, or a dict, list or "
+                "tuple of tensors, or say None in the spec to have all of it in every microbatch."
+            )
+        if not _is_cut(value, dim):
+            continue
+        if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
+            raise ValueError(
+                f"batch{name} has shape {list(value.shape)}, so dimension {dim} of it cannot count samples: name "
+                "another one in the spec, or None to have it in every microbatch."
+            )
+        num_samples = value.shape[dim]
+        first = first or (name, num_samples)
+        if num_samples != first[1]:
+            raise ValueError(
+                f"batch{first[0]} has {first[1]} samples and batch{name} has {num_samples} (dimension {dim} of "
+                f"{list(value.shape)}): name another dimension in the spec, or None to have it in every microbatch."
+            )
+        if num_samples < num_microbatches or (num_samples % num_microbatches and not uneven):
+            raise ValueError(
+                f"the {num_samples} samples of batch{name} cannot be shared out evenly among {num_microbatches} "
+                f"microbatches: use a multiple of {num_microbatches}"
+                + (", or uneven=True." if num_samples > num_microbatches and not uneven else ".")
+            )
+
+
+def _has_samples(value: Any) -> bool:
+    """Of what is no tensor: an array, or a container that is none to torch's pytrees."""
+    return bool(getattr(value, "shape", ())) or isinstance(value, Mapping) or dataclasses.is_dataclass(value)
+
+
+def _describe(value: Any) -> Any:
+    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,172 @@
+"""The norm of all gradients of a pipeline, and clipping by it.
+
+Every rank adds up what it holds: its own stages, each tied weight in one place only, and the shards and experts that
+the ranks beside it hold of the same stages. The sums of all stages are then added in the order of the ranks, on every
+rank alike. All of it is float64, so that the norm does not depend on how the model is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import parallel_state
+from ..chunks import Models, as_list, as_sharded, device_of, gradient_of, gradients, local, trained_parameters
+from ..failures import check_failures
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    model: Models,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale the gradients of the whole pipeline so that their norm is at most `max_norm`. Every rank calls it.
+
+    It is called after the gradients have been reduced over replicas and summed over tied weights. Gradients may be
+    DTensors: what is sharded is added up over its mesh, what is replicated counts once. Parameters with
+    `allreduce=False` are experts, added up over the expert-parallel group; those with `shared=True` are further copies
+    of tied weights, scaled but not counted (`TiedWeights` marks them).
+
+    Args:
+        model: this rank's chunks, or the only one.
+        max_norm: what the norm is brought down to; `math.inf` only measures.
+        norm_type: the order p of the norm, positive, or `math.inf` for the largest absolute value.
+        error_if_nonfinite: raise where the norm is NaN or infinite. Otherwise gradients are scaled by max_norm / norm
+            where that is below 1, so not at all by a NaN.
+        group: the pipeline's ranks; None takes that of `parallel_state`.
+
+    Returns the norm before clipping, a float64 tensor without dimensions, the same on every rank.
+
+    Raises ValueError for sizes that make no sense and for gradients kept as `main_grad`, and with `error_if_nonfinite`
+    RuntimeError on every rank, which names the parameters and the ranks that hold them.
+    """
+    check_norm(max_norm, norm_type)
+    check_failures()
+    models = as_list(model)
+    norm = norm_of(gather_power_sums(power_sum(models, norm_type), group)[0], norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(_describe_nonfinite(models, norm, group))
+    scale_gradients(gradients(models), norm, max_norm)
+    return norm
+
+
+def check_norm(max_norm: float, norm_type: float) -> None:
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}: use math.inf to measure without clipping.")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}: use 2.0, or math.inf for the largest value.")
+
+
+def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
+    """The sum of |g|^p over the stages of this rank, or the largest |g|: float64, without dimensions. Collective over
+    the ranks that hold the same stages, where these share out shards or experts."""
+    # The gradients of sequence-parallel parameters are yet to be summed.
+    for name, parameter in trained_parameters(models):
+        own = gradient_of(name, parameter)
+        sharded, grad = as_sharded(parameter), None if own is None else as_sharded(own)
+        if sharded is not None and grad is not None and any(placed.is_partial() for placed in grad.placements):
+            parameter.grad = grad.redistribute(placements=sharded.placements)
+    device = device_of(models)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for groups, parameters in _by_holders(models).items():
+        part = _power_sum([local(p.grad) for _, p in parameters if p.grad is not None], norm_type, device)
+        if math.isinf(norm_type):
+            part = part.nan_to_num(math.inf, math.inf)  # a maximum over ranks may pass over a NaN
+        for group in groups:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            dist.all_reduce(part, op, group=group)
+        total = _combine(torch.stack([total, part]), norm_type)
+    return total
+
+
+def gather_power_sums(own: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, Any]:
+    """Those of all stages, by pipeline rank, and what to wait for where `async_op` is set. Collective."""
+    group = group or parallel_state.find_pipeline_group()
+    if group is None or group.size() == 1:
+        return own.reshape(1), None
+    sums = own.new_empty(group.size())
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
+    return sums, gather(sums, own.reshape(1), group=group, async_op=async_op)
+
+
+def norm_of(power_sums: Tensor, norm_type: float) -> Tensor:
+    total = _combine(power_sums, norm_type)
+    if math.isinf(norm_type):
+        return total
+    return total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
+
+
+def scale_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Multiply `grads` in place by max_norm / norm where that is below 1. The host waits for nothing."""
+    coefficient = torch.where(norm > max_norm, max_norm / norm, 1.0)
+    if grads and math.isfinite(max_norm):
+        torch._foreach_mul_(grads, coefficient)
+
+
+def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ...], list[tuple[str, nn.Parameter]]]:
+    """The parameters that count, by the groups whose ranks hold the other parts of them. It depends on no gradient, so
+    that the ranks of a group agree on what they add up."""
+    experts = parallel_state.get_expert_model_parallel_group()
+    held: dict[tuple[dist.ProcessGroup, ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in trained_parameters(models):
+        if getattr(parameter, "shared", False):
+            continue
+        groups = []
+        if (sharded := as_sharded(parameter)) is not None:
+            mesh = sharded.device_mesh
+            groups = [mesh.get_group(dim) for dim, placed in enumerate(sharded.placements) if not placed.is_replicate()]
+        if experts is not None and experts.size() > 1 and not getattr(parameter, "allreduce", True):
+            groups.append(experts)
+        held.setdefault(tuple(groups), []).append((name, parameter))
+    return held
+
+
+def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    grads = [grad for grad in grads if grad.numel()]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64))
+    return _combine(norms if math.isinf(norm_type) else norms.pow(norm_type), norm_type)
+
+
+def _combine(parts: Tensor, norm_type: float) -> Tensor:
+    return parts.max() if math.isinf(norm_type) else parts.sum()
+
+
+def _describe_nonfinite(models: Sequence[nn.Module], norm: Tensor, group: dist.ProcessGroup | None) -> str:
+    """Told to everybody by way of the same groups as the norm, so that every rank takes part."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found: list[str] = []
+    for groups, parameters in _by_holders(models).items():
+        bad = [
+            f"{name} on rank {rank}"
+            for name, parameter in parameters
+            if parameter.grad is not None and not local(parameter.grad).isfinite().all()
+        ]
+        for holders in groups:
+            bad = _gather(bad, holders)
+        found += bad
+    pipeline = group or parallel_state.find_pipeline_group()
+    if pipeline is not None:
+        found = _gather(found, pipeline)
+    named = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    return (
+        f"the norm of the gradients is {norm.item()}: there is NaN or Inf in the gradient of "
+        f"{named or 'no parameter, only the sum is too large'}. Skip this step, or lower the learning rate or loss "
+        "scale."
+    )
+
+
+def _gather(own: list[str], group: dist.ProcessGroup) -> list[str]:
+    everybody: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(everybody, own, group)
+    return [name for one in everybody for name in one]

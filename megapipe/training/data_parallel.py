@@ -1,0 +1,212 @@
+"""Replicas of the pipeline without sharding: gradients averaged chunk by chunk, while other chunks still compute.
+
+A chunk's gradients are complete after its last W. Then they are packed into buckets, and the buckets' all-reduces run
+beside what is left of the step. A bucket holds the same parameters on every replica, whichever of them have a gradient,
+and ends with a flag for each of them: so replicas that used different parameters neither wait for each other in vain
+nor take a gradient of zeros for one.
+
+For parameters that are sharded as well there is `fully_shard` of torch (see `fsdp.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import parallel_state
+from ..chunks import as_sharded
+from ..failures import check_failures
+from .per_token import divide_by_num_tokens
+
+__all__ = ["GradientReducer"]
+
+
+class GradientReducer:
+    """Averages the gradients of all replicas. Every rank makes one, from all its chunks, before the first step:
+
+        reducer = GradientReducer(chunks)
+        config.grad_sync_func = reducer.start
+        config.finalize_model_grads_func = reducer.finish
+
+    Parameters and buffers take the values of the first replica. A parameter that no replica used keeps no gradient. One
+    with the attribute `allreduce = False`, an expert's, is reduced among the ranks that hold the same expert
+    (`parallel_state.get_expert_data_parallel_group()`), and divided by the number of all replicas nevertheless: its
+    gradient is a sum over the tokens of those that share it already. So, other than the rest, it must be cleared before
+    the next step: what has been reduced would be divided again. What `fully_shard` manages is left to it.
+
+    Args:
+        chunks: this rank's chunks, as they are handed to the schedule.
+        bucket_cap_mb: a bucket is started with as many gradients as fit into this many MiB, or with a single one.
+
+    Raises ValueError on all replicas of a stage where their parameters differ in name, shape, dtype or whether they are
+    trained; and in a step where some are trained that were not when it was made.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], bucket_cap_mb: float = 25.0) -> None:
+        if bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}: 25 is torch's own choice.")
+        self._group = parallel_state.get_data_parallel_group()
+        _check_same_on_replicas(chunks, self._group)
+        _broadcast(chunks, self._group)
+        self._buckets: dict[Tensor, _Bucket] = {}
+        for key, parameters in _by_destination(chunks, self._group).items():
+            for part in _split(parameters, bucket_cap_mb * 2**20):
+                self._buckets.update(dict.fromkeys(part, _Bucket(part, key.group, key.chunks)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
+        """Itself, for copies of a chunk that has it in its config: connections cannot be copied. A copy that is to be
+        trained needs one made from its own parameters, as `finish` says."""
+        return self
+
+    def start(self, parameters: Iterable[Tensor]) -> None:
+        """`grad_sync_func`: start to average the gradients of a chunk, given by its parameters."""
+        mine = list(parameters)
+        for bucket in dict.fromkeys(self._buckets[p] for p in mine if p in self._buckets):
+            bucket.complete.add(mine[0])
+            if len(bucket.complete) == len(bucket.chunks):
+                bucket.start()
+
+    def finish(self, models: Sequence[nn.Module], num_tokens: Tensor | None = None) -> None:
+        """`finalize_model_grads_func`: wait until all gradients are averaged; starts those that have not been. With
+        `calculate_per_token_loss` they are then divided by the tokens of all replicas instead of their number."""
+        check_failures()
+        for name, parameter in (named for chunk in models for named in chunk.named_parameters()):
+            if parameter.requires_grad and parameter not in self._buckets and as_sharded(parameter) is None:
+                raise ValueError(
+                    f"{name} has no part in the GradientReducer, since it was frozen or not there when that was made: "
+                    "make a new one after parameters have been unfrozen or added."
+                )
+        buckets = list(dict.fromkeys(self._buckets.values()))
+        for bucket in buckets:
+            if bucket.work is None:
+                bucket.start()
+        for bucket in buckets:
+            bucket.finish(self._group.size())
+        if num_tokens is not None:
+            divide_by_num_tokens(list(models), num_tokens, averaged=True)
+
+
+class _Bucket:
+    """Parameters whose gradients are reduced in one go.
+
+    Args:
+        chunks: those that the parameters belong to. There are several where a weight is tied within the rank.
+    """
+
+    def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup, chunks: tuple[int, ...]) -> None:
+        self.chunks = chunks
+        self.complete: set[Tensor] = set()
+        """A parameter of each chunk that is."""
+        self.work: Any = None
+        self._parameters = parameters
+        self._group = group
+        self._flat = torch.empty(0)
+
+    def start(self) -> None:
+        self.complete.clear()
+        parts = []
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} is sparse, which cannot be averaged "
+                    "in a bucket: make it dense (sparse=False in nn.Embedding)."
+                )
+            parts.append(parameter.new_zeros(parameter.numel()) if grad is None else grad.flatten())
+        flags = parts[0].new_ones(len(parts))  # filled on the device: a copy from the host would wait for it
+        for parameter, flag in zip(self._parameters, flags):
+            if parameter.grad is None:
+                flag.zero_()
+        self._flat = torch.cat([*parts, flags])
+        self.work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+
+    def finish(self, num_replicas: int) -> None:
+        self.work.wait()
+        self.work = None
+        self._flat /= num_replicas
+        sizes = [parameter.numel() for parameter in self._parameters]
+        *parts, flags = torch.split(self._flat, [*sizes, len(sizes)])
+        self._flat = torch.empty(0)
+        has_missing = any(parameter.grad is None for parameter in self._parameters)
+        is_used = flags.tolist() if has_missing else [1.0] * len(sizes)  # reading them waits for the device
+        for parameter, part, used in zip(self._parameters, parts, is_used):
+            if parameter.grad is not None:
+                parameter.grad.copy_(part.view_as(parameter))
+            elif used:
+                parameter.grad = part.view_as(parameter).clone()
+
+
+class _Destination(NamedTuple):
+    """What parameters must have in common to be in one bucket."""
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype
+    device: torch.device
+    chunks: tuple[int, ...]
+
+
+def _by_destination(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[_Destination, list[Tensor]]:
+    chunks_of: dict[Tensor, list[int]] = {}
+    for number, chunk in enumerate(chunks):
+        for parameter in chunk.parameters():
+            if parameter.requires_grad and as_sharded(parameter) is None:
+                chunks_of.setdefault(parameter, []).append(number)
+    found: dict[_Destination, list[Tensor]] = {}
+    for shared, numbers in chunks_of.items():
+        key = _Destination(_group_of(shared, group), shared.dtype, shared.device, tuple(numbers))
+        found.setdefault(key, []).append(shared)
+    return found
+
+
+def _group_of(tensor: Tensor, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group if getattr(tensor, "allreduce", True) else parallel_state.get_expert_data_parallel_group()
+
+
+def _split(parameters: list[Tensor], cap: float) -> list[list[Tensor]]:
+    """In order, into lists of at most `cap` bytes, or of one parameter."""
+    parts: list[list[Tensor]] = []
+    size = cap
+    for parameter in parameters:
+        num_bytes = parameter.numel() * parameter.element_size()
+        if size + num_bytes > cap:
+            parts.append([])
+            size = 0.0
+        parts[-1].append(parameter)
+        size += num_bytes
+    return parts
+
+
+def _check_same_on_replicas(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    own = [
+        (f"chunk {number}'s {name}", f"{list(p.shape)} {p.dtype}{'' if p.requires_grad else ' and frozen'}")
+        for number, chunk in enumerate(chunks)
+        for name, p in chunk.named_parameters()
+    ]
+    everybody: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybody, own, group=group)
+    for replica, theirs in enumerate(everybody):
+        if theirs != everybody[0]:
+            first, other = dict(everybody[0]), dict(theirs)
+            names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            what = "the order of the parameters differs"
+            if names:
+                values = [one.get(names[0], "missing") for one in (first, other)]
+                what = f"{names[0]} is {values[0]} on replica 0 and {values[1]} on replica {replica}"
+            raise ValueError(f"replicas of a stage must have the same parameters, but {what}: build them alike.")
+
+
+def _broadcast(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    works = []
+    for chunk in chunks:
+        for tensor in itertools.chain[Tensor](chunk.parameters(), chunk.buffers()):
+            if as_sharded(tensor) is None:
+                among = _group_of(tensor, group)
+                source = dist.get_global_rank(among, 0)
+                works.append(dist.broadcast(tensor.detach(), source, group=among, async_op=True))
+    for work in works:
+        work.wait()

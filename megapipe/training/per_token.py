@@ -1,0 +1,50 @@
+"""Gradients of losses that are sums over tokens, divided by the tokens of all replicas."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import parallel_state
+from ..chunks import gradients
+
+__all__ = ["divide_by_num_tokens"]
+
+
+def divide_by_num_tokens(
+    models: list[nn.Module],
+    num_tokens: Tensor | None,
+    data_parallel_group: dist.ProcessGroup | None = None,
+    averaged: bool = False,
+) -> None:
+    """Divide gradients by the number of tokens in the microbatches of all replicas, so that each token counts alike.
+
+    For `config.calculate_per_token_loss`, where losses are sums over tokens: to be called in
+    `finalize_model_grads_func` with what that is given, or to be that function. Every rank calls it, once for all calls
+    of a schedule before an optimizer step, and not while a reduction over replicas is under way
+    (`GradientReducer.finish` calls it by itself). Only the rank of the last stage knows its tokens, so all others hear
+    of them here.
+
+    Args:
+        models: this rank's chunks.
+        num_tokens: of this replica where this rank has its last stage, elsewhere 0 or the same.
+        data_parallel_group: the replicas; None takes that of `parallel_state`.
+        averaged: the reduction over replicas averages gradients (the default of DistributedDataParallel and FSDP2)
+            instead of adding them up.
+
+    Raises ValueError where `num_tokens` is None: the loss was divided already.
+    """
+    if num_tokens is None:
+        raise ValueError("there is no number of tokens: set config.calculate_per_token_loss.")
+    total = num_tokens.to(torch.float64)
+    num_replicas = 1
+    if dist.is_initialized():
+        replicas = data_parallel_group or parallel_state.get_data_parallel_group()
+        num_replicas = replicas.size()
+        # Where a framework has told all ranks of a pipeline already, they have the same number.
+        for group, op in ((parallel_state.find_pipeline_group(), dist.ReduceOp.MAX), (replicas, dist.ReduceOp.SUM)):
+            dist.all_reduce(total, op, group)
+    divisor = torch.where(total > 0, total, 1)
+    if grads := gradients(models):
+        torch._foreach_div_(grads, divisor / num_replicas if averaged else divisor)

@@ -1,0 +1,255 @@
+"""The optimizer steps at once, and whether it should have is found out later.
+
+Clipping needs the norm of all stages' gradients, and so makes every rank wait for the last one, in each step: a bubble
+of (p - 1) forwards which no schedule can fill. Here a rank takes it that the step needs neither clipping nor skipping,
+steps, and goes on to the warmup of the next one, while the norms travel. When they are there and say otherwise, the
+step is taken back and made again as it should have been.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..chunks import device_of, gradients, local, with_inner
+from ..failures import check_failures
+from .clipping import check_norm, gather_power_sums, norm_of, power_sum, scale_gradients
+from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
+
+__all__ = ["PostValidatedOptimizer", "optimizer_of"]
+
+POLL = 2e-5  # seconds between two looks at a collective
+
+
+class PostValidatedOptimizer(PipelinedOptimizer):
+    """Clips by the norm of the whole pipeline, skips steps whose norm is NaN or Inf, and waits for nobody.
+
+    After the method of https://arxiv.org/abs/2401.10241, section 4, but exact: the weights are bitwise those of
+
+        norm = clip_grad_norm_(model, max_norm)
+        if norm.isfinite():
+            optimizer.step()
+
+    `step` starts an all-gather of what each rank has to add to the norm, and steps without clipping. In the next call
+    of the schedule a rank runs forwards up to its first backward. By then, in a zero-bubble schedule, the last rank has
+    long ended its step: a rank's first backward comes p - 1 forwards or more after its first forward, and the last rank
+    ends p - 1 forwards or fewer after the first one. So the norms are there, and the wait is none.
+
+    If the norm calls for clipping or skipping, every rank puts weights and optimizer state back from copies, steps
+    again from the same gradients, and the schedule runs its forwards again, with the same data, random numbers and
+    buffers. That costs a warmup; so after such a step the next ones wait for the norm in `step`, as others do, until
+    one needed neither.
+
+    Between `step` and the schedule's next call the weights may change once more: call `settle` before you read them.
+    `state_dict` and validation (`forward_only`) do so by themselves. The schedule must be called with a `data_iterator`
+    that is an iterator or None, whose items are not changed in place, and gradients be cleared by `zero_grad`, or set
+    to None, since they may be needed again.
+
+    Memory: a copy of the weights and of the optimizer's state, and the gradients, from `step` to the first backward of
+    the next step. None of it is there in a backward, when most activations are.
+
+    Args:
+        model, make, group_of: see `PipelinedOptimizer`.
+        max_norm, norm_type, group: see `clip_grad_norm_`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+        max_norm: float,
+        group_of: Callable[[str, nn.Parameter], Hyperparameters] | None = None,
+        norm_type: float = 2.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_norm(max_norm, norm_type)
+        super().__init__(model, make, group_of)
+        if extra := self.optimizer.state_dict().keys() - {"state", "param_groups"}:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} adds {sorted(extra)} in its state_dict(), of which a step cannot be "
+                "taken back: use a PipelinedOptimizer and clip_grad_norm_ with it."
+            )
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.grad_norm: float | None = None
+        """Of the last step that is settled, before clipping."""
+        self._group = group
+        self._pending: _Pending | None = None
+        self._was_taken_back = False  # where this rank was asked to settle before the others
+        self._is_finite = True
+        self.num_gathers = 0
+        """How many norms this rank has had a part in, finished or not."""
+        self._waits = False
+        """Whether the last step was not one to guess: the next one waits for its norm."""
+        for chunk in self.models:
+            _optimizers.update((inner, ref(self)) for inner in with_inner(chunk))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next step of the pipeline may have to begin again."""
+        return self._pending is not None or self._was_taken_back
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise TypeError("a pipeline's optimizer takes no closure: run the schedule again instead.")
+        check_failures()
+        self.settle_everywhere()
+        sums, work = self._gather(power_sum(self.models, self.norm_type))
+        if work is None or self._waits:
+            if work is not None:
+                _await(work, check_failures)
+            self._conclude(sums)
+            if self._is_finite:
+                self._step(gradients(self.models), sums)
+            return
+        self._pending = _Pending(self.optimizer, sums, work)
+        self.optimizer.step()
+        self._pending.stepped = copy_hyperparameters(self.optimizer)
+        self.num_steps += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            raise ValueError(
+                "a PostValidatedOptimizer may need the gradients once more: call zero_grad(set_to_none=True)."
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        """Wait until the weights are final. Any rank may call it, without the others."""
+        self._was_taken_back |= self._settle(lambda: None)
+
+    def settle_everywhere(self) -> None:
+        """The same, where every rank does so at this point: no rank has then to begin the next step again."""
+        self.settle()
+        self._was_taken_back = False
+
+    def catch_up(self, num_gathers: int) -> None:
+        """Make the weights final on all ranks after a step that failed, where one of them has had a part in
+        `num_gathers` norms. A norm that this rank had no part in is of a step that it did not make: nobody does."""
+        while self.num_gathers < num_gathers:
+            _, work = self._gather(torch.full((), math.nan, dtype=torch.float64, device=device_of(self.models)))
+            work.wait()
+        self.settle_everywhere()
+
+    def validate(self, check: Callable[[], None]) -> bool:
+        """`settle` for a schedule. Returns whether weights have changed since the last `step`, on all ranks alike.
+
+        Args:
+            check: called while waiting; may raise.
+        """
+        was_taken_back, self._was_taken_back = self._was_taken_back, False
+        return self._settle(check) or was_taken_back
+
+    def _settle(self, check: Callable[[], None]) -> bool:
+        pending = self._pending
+        if pending is None:
+            return False
+        _await(pending.work, check)
+        self._pending = None
+        self._conclude(pending.sums)
+        if not self._waits:
+            return False
+        with pending.taken_back(self.optimizer) as grads:
+            if self._is_finite:
+                self.num_steps -= 1
+                self._step(grads, pending.sums)
+        if not self._is_finite:
+            for take_back in self.when_taken_back:
+                take_back()
+            self.num_steps -= 1
+        return True
+
+    def _gather(self, own: Tensor) -> tuple[Tensor, Any]:
+        """What each rank adds to the norm, and what to wait for; None for a pipeline of one rank."""
+        self.num_gathers += 1
+        return gather_power_sums(own, self._group, async_op=True)
+
+    def _conclude(self, sums: Tensor) -> None:
+        """What the norm says of the step that it belongs to."""
+        self.grad_norm = norm_of(sums, self.norm_type).item()
+        self._is_finite = math.isfinite(self.grad_norm)
+        self._waits = not self._is_finite or self.grad_norm > self.max_norm
+
+    def _step(self, grads: list[Tensor], sums: Tensor) -> None:
+        """The ordinary step."""
+        scale_gradients(grads, norm_of(sums, self.norm_type), self.max_norm)
+        self.optimizer.step()
+        self.num_steps += 1
+
+
+def _await(work: dist.Work, check: Callable[[], None]) -> None:
+    while not work.is_completed():
+        check()
+        time.sleep(POLL)
+    work.wait()
+
+
+class _Pending:
+    """A step that was made before its norm was known, and what it takes to take it back."""
+
+    def __init__(self, optimizer: Optimizer, sums: Tensor, work: dist.Work) -> None:
+        self.sums = sums
+        self.work = work
+        self._hyperparameters = copy_hyperparameters(optimizer)
+        self.stepped: list[Hyperparameters] = []  # what the step itself has made of them
+        self._weights = [_Weight(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._state = _copied(dict(optimizer.state))
+
+    @contextmanager
+    def taken_back(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
+        """Within, everything is as it was before the step, gradients and learning rates included. Yields the gradients.
+        After it, gradients and learning rates are again what has become of them since."""
+        if any(local(weight.grad)._version != weight.grad_version for weight in self._weights):
+            raise RuntimeError(
+                "gradients were changed in place while a PostValidatedOptimizer still needs them to make its step "
+                "again: clear them with zero_grad(set_to_none=True), and add to them only in the next backward."
+            )
+        hyperparameters = [dict(group) for group in optimizer.param_groups]
+        current_grads = [weight.parameter.grad for weight in self._weights]
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+        set_hyperparameters(optimizer, self._hyperparameters)
+        with torch.no_grad():
+            for weight in self._weights:
+                local(weight.parameter).copy_(weight.value)
+                weight.parameter.grad = weight.grad
+        yield [local(weight.grad) for weight in self._weights]
+        for group, own, stepped in zip(optimizer.param_groups, hyperparameters, self.stepped):
+            group.update({name: value for name, value in own.items() if name not in stepped or value != stepped[name]})
+        for weight, grad in zip(self._weights, current_grads):
+            weight.parameter.grad = grad
+
+
+class _Weight:
+    def __init__(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self.parameter = parameter
+        self.value = local(parameter).detach().clone()
+        self.grad = parameter.grad
+        self.grad_version = local(parameter.grad)._version
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return state.detach().clone() if isinstance(state, Tensor) else copy.deepcopy(state)
+
+
+_optimizers: WeakKeyDictionary[nn.Module, ref[PostValidatedOptimizer]] = WeakKeyDictionary()
+"""By chunk, so that the schedule finds the optimizer of the model that it is called with."""
+
+
+def optimizer_of(models: Iterable[nn.Module]) -> PostValidatedOptimizer | None:
+    """The optimizer that trains any of `models`, or what they wrap."""
+    found = (_optimizers.get(inner) for model in models for inner in with_inner(model))
+    return next((optimizer for one in found if one is not None and (optimizer := one()) is not None), None)

@@ -1,0 +1,148 @@
+"""One weight with a copy on several stages, such as an embedding that is also the head.
+
+The first stage and the last are on different ranks under loop placement and on one under V placement; either way each
+has a parameter of its own. They begin equal, have the same gradient, the sum of all copies', and so stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import parallel_state
+from ..chunks import as_list, gradient_of, local, named_parameters
+from ..failures import check_failures
+
+__all__ = ["TiedWeights"]
+
+
+class TiedWeights:
+    """Ties parameters of several stages. Every rank makes it, whatever it holds, after the parallel groups.
+
+        tied = TiedWeights(chunks, ["embedding.tokens.weight", "head.output.weight"])
+        config.finalize_model_grads_func = tied.sum_gradients
+
+    Making it copies the first one's values to the others. It marks these with `shared = True`, as Megatron does, so
+    that `clip_grad_norm_` counts the weight once. Sharded (FSDP2) parameters may be tied where all copies are sharded
+    alike. Chunks of one rank may also have one and the same parameter under several names: that needs no summing.
+
+    Make it after `fully_shard`, which replaces parameters, and give all copies the same hyperparameters. Over several
+    calls of a schedule before an optimizer step sum once, in the last: what has been summed would be counted again
+    (`finalize_model_grads_func` is read at every call).
+
+    Gradients are summed when the step is complete, its last W included, and after they have been reduced over replicas:
+    in that order the reduction of a chunk overlaps with the cooldown, and both sums come out the same.
+
+    Args:
+        model: this rank's chunks, or the only one.
+        names: of the parameters, wherever they are.
+        group: the pipeline's ranks; None takes that of `parallel_state`.
+
+    Raises ValueError on every rank where a name is on no stage or on several, or where they differ in shape, dtype or
+    whether they are trained.
+    """
+
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], names: Sequence[str], group: dist.ProcessGroup | None = None
+    ) -> None:
+        named = [item for chunk in as_list(model) for item in named_parameters(chunk, remove_duplicate=False)]
+        found = [(name, parameter) for wanted in names for name, parameter in named if name == wanted]
+        self._copies = [parameter for _, parameter in found]
+        self._names = {parameter: name for name, parameter in found}
+        group = group or parallel_state.find_pipeline_group()
+        rank = 0 if group is None else group.rank()
+        own = [_Copy(name, rank, tuple(parameter.shape), _kind_of(parameter)) for name, parameter in found]
+        everywhere = [own]
+        if group is not None:
+            everywhere = [[]] * group.size()
+            dist.all_gather_object(everywhere, own, group)
+        copies = [copy for one in everywhere for copy in one]
+        _check(copies, names)
+        holders = sorted({copy.rank for copy in copies})
+        self._group = None if group is None else _group_of(holders, group)
+        (first,) = (copy.rank for copy in copies if copy.name == names[0])
+        self._make_equal(first == rank, holders.index(first))
+
+    def _make_equal(self, has_first: bool, first: int) -> None:
+        if not self._copies:
+            return
+        with torch.no_grad():
+            value = local(self._copies[0]).detach()
+            if self._group is not None:
+                dist.broadcast(value, dist.get_global_rank(self._group, first), group=self._group)
+            for parameter in self._copies:
+                local(parameter).copy_(value)
+        for number, parameter in enumerate(self._copies):
+            if not has_first or (number and parameter is not self._copies[0]):
+                parameter.shared = True  # type: ignore[attr-defined]
+
+    def sum_gradients(self, *finalize_arguments: object) -> None:
+        """Give all copies the sum of their gradients. Every rank calls it, once after each training step.
+
+        It may be the `finalize_model_grads_func` itself, whose arguments it ignores, or be called by it.
+        """
+        check_failures()
+        copies = {id(parameter): parameter for parameter in self._copies if parameter.requires_grad}.values()
+        if not copies:
+            return
+        grads = [_gradient(self._names[parameter], parameter) for parameter in copies]
+        total = grads[0]
+        for grad in grads[1:]:
+            total += grad
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        for grad in grads[1:]:
+            grad.copy_(total)
+
+
+class _Copy(NamedTuple):
+    name: str
+    rank: int
+    shape: tuple[int, ...]
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.kind}{list(self.shape)} on pipeline rank {self.rank}"
+
+
+def _kind_of(parameter: nn.Parameter) -> str:
+    return ("" if parameter.requires_grad else "frozen ") + str(parameter.dtype).removeprefix("torch.")
+
+
+def _check(copies: list[_Copy], names: Sequence[str]) -> None:
+    """What all ranks have told each other, so all raise alike."""
+    for name in names:
+        ranks = [copy.rank for copy in copies if copy.name == name]
+        if len(ranks) != 1:
+            where = f"on pipeline ranks {ranks}" if ranks else "on no stage"
+            raise ValueError(
+                f"the tied parameter {name!r} is {where}, but should be on one: give the names that parameters have in "
+                "the whole model."
+            )
+    if len({copy[2:] for copy in copies}) > 1:
+        raise ValueError(f"tied parameters must be alike, but {'; '.join(map(str, copies))}.")
+
+
+def _group_of(holders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The holders of this pipeline, on them. Torch wants every process to make every group, so replicas tell."""
+    ranks = [dist.get_global_rank(group, holder) for holder in holders]
+    everybody: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everybody, ranks)
+    own = None
+    for members in sorted({tuple(one) for one in everybody}):
+        if len(members) > 1:
+            made = dist.new_group(list(members))
+            if list(members) == ranks and dist.get_rank() in members:
+                own = made
+    return own
+
+
+def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
+    if gradient_of(name, parameter) is None:
+        parameter.grad = torch.zeros_like(parameter)
+    assert parameter.grad is not None
+    return local(parameter.grad)
