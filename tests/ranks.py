@@ -5,7 +5,10 @@ seconds."""
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -14,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
 
@@ -97,6 +100,43 @@ class RankPool:
             return str(control.recv()) if control.poll(5) else "does not answer"
         except (EOFError, OSError):
             return "the process died"
+
+
+def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run a test on several ranks:
+
+        @on_ranks(2)
+        def test_something(rank: int, schedule: str) -> None: ...
+
+    Its first parameter is the rank; the others are pytest's, fixtures and parameters alike. Without a number there is a
+    parameter `num_ranks` among them.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: RankPool, **arguments: Any) -> None:
+            ranks.run(num_ranks or arguments["num_ranks"], _Body(body.__module__, body.__name__), arguments)
+
+        own = inspect.signature(body)
+        parameters = [inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD), *own.parameters.values()]
+        test.__signature__ = own.replace(parameters=[parameters[0], *parameters[2:]])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+class _Body(NamedTuple):
+    """The function inside a test, found on the ranks by its name: what bears that name in the module is the test."""
+
+    module: str
+    qualified_name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.qualified_name
+
+    def __call__(self, rank: int, arguments: dict[str, Any]) -> None:
+        inspect.unwrap(getattr(importlib.import_module(self.module), self.qualified_name))(rank, **arguments)
 
 
 def _joined(texts: dict[int, str]) -> str:

@@ -5,7 +5,7 @@ passed by; in a pipeline that is once per microbatch, and too early where a W is
 parameters are gathered once per step, ahead of its first forward; gradients are kept whole; and once the chunk's last W
 is done they are reduced and the parameters sharded again, beside what other chunks still compute.
 
-How FSDP2 is made to do that is the affair of `fsdp_root.py`, and of `fsdp_private.py` on older torch.
+How FSDP2 is made to do that is the affair of `root.py`, and of `private.py` on older torch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ beside what is left of the step. A bucket holds the same parameters on every rep
 and ends with a flag for each of them: so replicas that used different parameters neither wait for each other in vain
 nor take a gradient of zeros for one.
 
-For parameters that are sharded as well there is `fully_shard` of torch (see `fsdp.py`).
+For parameters that are sharded as well there is `fully_shard` of torch (see `sharding`).
 """
 
 from __future__ import annotations

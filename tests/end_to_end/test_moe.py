@@ -16,7 +16,7 @@ import megapipe
 from megapipe import StageInfo, parallel_state
 from megapipe.overlap import Parts, filling_gaps
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from gpt import GPTConfig, GPTStage
 from moe import MoE, load_balancing_loss

@@ -14,7 +14,7 @@ from ranks import PATIENCE, RankPool
 from megapipe.analysis import load_timeline
 from megapipe.plan import make_plan
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 16 --train-iters 6 --log-interval 1 --eval-interval 3 --eval-iters 1 --lr-warmup-iters 2"

@@ -4,7 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_docs_are_up_to_date(tmp_path: Path) -> None:

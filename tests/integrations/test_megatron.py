@@ -619,7 +619,7 @@ def test_only_the_integration_knows_the_package() -> None:
             assert not re.search(r"\bmegatron\b", path.read_text()), path
 
 
-PAGE = (Path(__file__).parent.parent / "docs" / "megatron.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
 
 
 def test_the_page_names_what_exists() -> None:

@@ -14,7 +14,7 @@ from megapipe.analysis import as_text, load_timeline
 from megapipe.analysis.cli import main
 from megapipe.plan import make_plan
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 

@@ -47,7 +47,7 @@ from megapipe.plan import make_plan, place_weights
 from megapipe.runtime import weight_tuning
 from megapipe.training import GradientReducer, data_iterators, optimizer_of, split_batch
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from ranks import PATIENCE, RankPool
 from megapipe import parallel_state
 from megapipe.plan import Action, plan_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 with_torchs_pipelines = pytest.mark.skipif(
     torch.__version__ < "2.10", reason="torch's own pipelining, a peer in this, lacks options (2.6) or aborts (2.9)"

@@ -1,0 +1,50 @@
+"""Imports go one way, down the levels of CONTRIBUTING's map, and into a room only by its `__init__`."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import megapipe
+
+PACKAGE = Path(megapipe.__file__).parent
+LEVELS = [
+    ["plan"],
+    ["chunks", "config", "messages", "parallel_state"],
+    ["p2p_communication", "sharding", "weight_grad"],
+    ["failures", "overlap", "transports"],
+    ["graph"],
+    ["training"],
+    ["runtime"],
+    ["schedules"],
+    ["dualpipe", "zero_bubble"],
+    ["analysis", "checkpoint", "integrations"],
+    ["__init__", "__main__"],
+]
+LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
+    """The modules of megapipe that a file imports, or imports from: ("plan",) or ("runtime", "hooks")."""
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = file.parent.parts[: len(file.parent.parts) + 1 - node.level]
+            path = (*base, *(node.module.split(".") if node.module else ()))
+            module = importlib.import_module(".".join(("megapipe", *path)))
+            for alias in node.names:
+                yield (*path, alias.name) if isinstance(getattr(module, alias.name, None), ModuleType) else path
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_imports_go_down_and_through_the_front(file: Path) -> None:
+    own = file.parts[0].removesuffix(".py")
+    for imported in imports_of(file):
+        room = imported[0] if imported else "__init__"
+        if room != own:
+            assert LEVEL[room] < LEVEL[own], f"{file} imports {'.'.join(imported)}, which does not stand below it"
+            is_front = len(imported) <= 1 or imported == ("runtime", "hooks") or own.startswith("__")
+            assert is_front, f"{file} imports {'.'.join(imported)}: import it from {room}/__init__.py"
