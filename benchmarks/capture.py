@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from megapipe.graph import capture, multiplex, partition, split_di_dw, trace_joint
 from megapipe.graph.nodes import is_start, is_wait
 from megapipe.overlap import start_all_to_all
-from megapipe.weight_grad import PutOff, putting_off
+from megapipe.weight_grad import DeferredGrads, deferring
 
 from .launching import be_undisturbed, gather, launch
 from .memory import live_bytes
@@ -124,10 +124,10 @@ def backward_in_two(num_layers: int, hidden: int, batch: int, sequence: int, rep
 
 
 def in_two(stage: nn.Module, x: Tensor, grad: Tensor) -> None:
-    output, put_off = stage(x), PutOff()
-    with putting_off(put_off):
+    output, deferred = stage(x), DeferredGrads()
+    with deferring(deferred):
         output.backward(grad)
-    put_off.run()
+    deferred.run()
 
 
 def saved_by_eager(stage: nn.Module, x: Tensor) -> int:
@@ -148,15 +148,15 @@ def saved_by_eager(stage: nn.Module, x: Tensor) -> int:
 
 def kept(stage: nn.Module, x: Tensor, grad: Tensor) -> tuple[int, int]:
     """By the forward, and between B and W: its input counts, as it does in eager, its output does not."""
-    put_off = PutOff()
+    deferred = DeferredGrads()
     before = live_bytes() - x.nbytes
     output = stage(x)
     saved = live_bytes() - before - output.nbytes
-    with putting_off(put_off):
+    with deferring(deferred):
         output.backward(grad)
     del output
     held = live_bytes() - before - x.nbytes
-    put_off.run()
+    deferred.run()
     return saved, held
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.runtime import Clock, Pipeline, clock_of
-from megapipe.weight_grad import PutOff, convert, putting_off
+from megapipe.weight_grad import DeferredGrads, convert, deferring
 
 from .launching import launch
 from .memory import memory_of
@@ -151,8 +151,8 @@ class Pair:
         output: Tensor = layers(self.example.detach().requires_grad_())
         return output
 
-    def backward(self, output: Tensor, put_off: PutOff | None = None) -> None:
-        with putting_off(put_off):
+    def backward(self, output: Tensor, deferred: DeferredGrads | None = None) -> None:
+        with deferring(deferred):
             output.backward(self.grad)
 
     def difference(self) -> float:
@@ -176,10 +176,10 @@ def _add_to_main_grad(parameter: Any) -> None:
 
 
 def split_row(args: argparse.Namespace, clock: Clock, pair: Pair) -> list[str]:
-    put_off = PutOff()
+    deferred = DeferredGrads()
     pair.backward(pair.forward(pair.plain))
-    pair.backward(pair.forward(pair.ours), put_off)
-    put_off.run()
+    pair.backward(pair.forward(pair.ours), deferred)
+    deferred.run()
     difference = pair.difference()
     passes = [one_pass(clock, pair) for _ in range(WARMUP + args.repeats)][WARMUP:]
     times = [[clock.elapsed(*interval) for interval in intervals] for intervals in passes]
@@ -198,9 +198,9 @@ def one_pass(clock: Clock, pair: Pair) -> list[tuple[Any, Any]]:
     outputs: list[Tensor] = []
     forward = interval(clock, lambda: outputs.append(pair.forward(pair.ours)))
     full = interval(clock, lambda: pair.backward(outputs[0]))
-    put_off, output = PutOff(), pair.forward(pair.ours)
-    inputs = interval(clock, lambda: pair.backward(output, put_off))
-    return [forward, whole, full, inputs, interval(clock, put_off.run)]
+    deferred, output = DeferredGrads(), pair.forward(pair.ours)
+    inputs = interval(clock, lambda: pair.backward(output, deferred))
+    return [forward, whole, full, inputs, interval(clock, deferred.run)]
 
 
 def interval(clock: Clock, function: Callable[[], Any]) -> tuple[Any, Any]:
@@ -217,12 +217,12 @@ def memory_row(args: argparse.Namespace, pair: Pair) -> list[str]:
     kept: list[Any] = []
 
     def run(actions: str, layers: nn.Sequential) -> None:
-        output, put_off = pair.forward(layers), PutOff()
-        kept.append((output, put_off))
+        output, deferred = pair.forward(layers), DeferredGrads()
+        kept.append((output, deferred))
         if "B" in actions:
-            pair.backward(output, put_off)
+            pair.backward(output, deferred)
         if "W" in actions:
-            put_off.run()
+            deferred.run()
 
     found = []
     for actions, layers in [("F", pair.ours), ("FB", pair.ours), ("FBW", pair.ours), ("FBW", pair.plain)]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megapipe import get_forward_backward_func, parallel_state, stages_for_rank
 from megapipe.config import PipelineConfig
 from megapipe.plan import make_plan
-from megapipe.weight_grad import PutOff, putting_off
+from megapipe.weight_grad import DeferredGrads, deferring
 
 MEGAPIPE = [
     "gpipe",
@@ -233,7 +233,7 @@ class ByHand(Runner):
         self._inputs: dict[int, deque[Arriving]] = {stage: deque() for stage in self._modules}
         self._grads: dict[int, deque[Arriving]] = {stage: deque() for stage in self._modules}
         self._in_flight: dict[int, deque[tuple[Tensor, Tensor]]] = {stage: deque() for stage in self._modules}
-        self._put_off: dict[int, deque[PutOff]] = {stage: deque() for stage in self._modules}
+        self._deferred: dict[int, deque[DeferredGrads]] = {stage: deque() for stage in self._modules}
 
     def step(self) -> None:
         for stage in self._modules:
@@ -243,9 +243,9 @@ class ByHand(Runner):
             if kind == "F":
                 self._forward(stage)
             elif kind == "W":
-                self._put_off[stage].popleft().run()
+                self._deferred[stage].popleft().run()
             else:
-                self._backward(stage, PutOff() if kind == "B" else None)
+                self._backward(stage, DeferredGrads() if kind == "B" else None)
         for work in self._sends:
             work.wait()
         self._sends.clear()
@@ -265,15 +265,15 @@ class ByHand(Runner):
             self._post(self._grads, stage, stage + 1)
         self._in_flight[stage].append((x, y))
 
-    def _backward(self, stage: int, put_off: PutOff | None) -> None:
+    def _backward(self, stage: int, deferred: DeferredGrads | None) -> None:
         x, y = self._in_flight[stage].popleft()
         grad = self._take(self._grads[stage]) if stage < len(self._rank_of) - 1 else None
-        if put_off is None:
+        if deferred is None:
             y.backward(grad)
         else:
-            with putting_off(put_off):
+            with deferring(deferred):
                 y.backward(grad)
-            self._put_off[stage].append(put_off)
+            self._deferred[stage].append(deferred)
         if stage > 0:
             assert x.grad is not None
             self._hand_over(x.grad, self._grads, stage - 1, stage)

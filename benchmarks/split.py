@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megapipe.weight_grad import PutOff, convert, putting_off
+from megapipe.weight_grad import DeferredGrads, convert, deferring
 
 from .launching import be_undisturbed
 from .tables import FOLDER, median_and_spread, save_table
@@ -61,9 +61,9 @@ def compare(device: str, num_layers: int, inner: int, outer: int, tokens: int, r
         torch_time = timed(device, lambda output=output: output.backward(grad))  # type: ignore[misc]
         output = ours(x)
         full = timed(device, lambda output=output: output.backward(grad))  # type: ignore[misc]
-        output, put_off = ours(x), PutOff()
-        inputs = timed(device, lambda output=output, put_off=put_off: split_backward(output, grad, put_off))  # type: ignore[misc]
-        weights = timed(device, put_off.run)
+        output, deferred = ours(x), DeferredGrads()
+        inputs = timed(device, lambda output=output, deferred=deferred: split_backward(output, grad, deferred))  # type: ignore[misc]
+        weights = timed(device, deferred.run)
         if repeat >= 3:
             for name, value in zip(times, (torch_time, full, inputs, weights, inputs + weights)):
                 times[name].append(value)
@@ -74,8 +74,8 @@ def compare(device: str, num_layers: int, inner: int, outer: int, tokens: int, r
     return [f"{num_layers} of {inner} x {outer}", str(tokens), device, *cells, median_and_spread(ratios)]
 
 
-def split_backward(output: Tensor, grad: Tensor, put_off: PutOff) -> None:
-    with putting_off(put_off):
+def split_backward(output: Tensor, grad: Tensor, deferred: DeferredGrads) -> None:
+    with deferring(deferred):
         output.backward(grad)
 
 

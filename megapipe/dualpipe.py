@@ -19,7 +19,7 @@ __all__ = ["forward_backward_dualpipev"]
 def forward_backward_dualpipev(pipe: Verbs) -> Any:
     """DualPipeV, for models whose communication inside a layer is long. https://github.com/deepseek-ai/DualPipe"""
     size, rank = pipe.pp_size, pipe.pp_rank
-    put_off: deque[int] = deque()  # the chunks whose Ws they are
+    deferred: deque[int] = deque()  # the chunks whose Ws they are
 
     def F(chunk: int) -> None:
         if pipe.num_forwards_left(chunk):
@@ -32,14 +32,14 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
             pipe.recv_backward(chunk)
             if split:
                 pipe.backward_input_step(chunk)
-                put_off.append(chunk)
+                deferred.append(chunk)
             else:
                 pipe.backward_step(chunk)
             pipe.send_backward(chunk)
 
     def W() -> None:
-        if put_off:
-            pipe.backward_weight_step(put_off.popleft())
+        if deferred:
+            pipe.backward_weight_step(deferred.popleft())
 
     def FB(forward_chunk: int, backward_chunk: int) -> None:
         if not (pipe.num_forwards_left(forward_chunk) and pipe.num_backwards_left(backward_chunk)):
@@ -93,7 +93,7 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
         B(0, split=True)
 
     # Phase 8: nW.
-    while put_off:
+    while deferred:
         W()
 
     return pipe.finish()

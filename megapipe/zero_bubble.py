@@ -42,7 +42,7 @@ def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
     # What a rank does not need of that, it uses to put off Ws, for the time when earlier ranks do their last Bs.
     extra_warmup = round(num_extra * (size - rank - 1) / max(1, size - 1))
     num_warmup = size - rank - 1 + extra_warmup
-    num_put_off = rank + num_extra - extra_warmup
+    num_deferred = rank + num_extra - extra_warmup
 
     def F() -> None:
         pipe.recv_forward()
@@ -62,13 +62,13 @@ def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
     while pipe.num_forwards_left():
         F()
         B()
-        if pipe.num_pending_weights() > num_put_off:
+        if pipe.num_pending_weights() > num_deferred:
             pipe.backward_weight_step()
 
     # Cooldown: n(B W), nW.
     while pipe.num_backwards_left():
         B()
-        if pipe.num_pending_weights() > num_put_off:
+        if pipe.num_pending_weights() > num_deferred:
             pipe.backward_weight_step()
     while pipe.num_pending_weights():
         pipe.backward_weight_step()
@@ -81,8 +81,8 @@ def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
     """Interleaved 1F1B with its Ws put off. With one chunk it is ZB-H1."""
     forwards, backwards, num_warmup = interleaved_order(pipe)
     # Ws that are put off, for the time when earlier ranks still do their last Bs.
-    num_put_off = pipe.pp_rank
-    put_off: deque[int] = deque()  # the chunks whose Ws they are
+    num_deferred = pipe.pp_rank
+    deferred: deque[int] = deque()  # the chunks whose Ws they are
 
     def F(chunk: int) -> None:
         pipe.recv_forward(chunk)
@@ -93,7 +93,7 @@ def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
         pipe.recv_backward(chunk)
         pipe.backward_input_step(chunk)
         pipe.send_backward(chunk)
-        put_off.append(chunk)
+        deferred.append(chunk)
 
     # Warmup: nF.
     for chunk in forwards[:num_warmup]:
@@ -103,16 +103,16 @@ def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
     for chunk, last_chunk in zip(forwards[num_warmup:], backwards):
         F(chunk)
         B(last_chunk)
-        if len(put_off) > num_put_off:
-            pipe.backward_weight_step(put_off.popleft())
+        if len(deferred) > num_deferred:
+            pipe.backward_weight_step(deferred.popleft())
 
     # Cooldown: n(B W), nW.
     for chunk in backwards[len(forwards) - num_warmup :]:
         B(chunk)
-        if len(put_off) > num_put_off:
-            pipe.backward_weight_step(put_off.popleft())
-    while put_off:
-        pipe.backward_weight_step(put_off.popleft())
+        if len(deferred) > num_deferred:
+            pipe.backward_weight_step(deferred.popleft())
+    while deferred:
+        pipe.backward_weight_step(deferred.popleft())
 
     return pipe.finish()
 
@@ -204,7 +204,7 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
         starts.append(time + hop * place)
         time += hop * (size - 1) + turn
     assert len({start % 6 for start in starts}) == 4, "two actions of the block fall on the same unit of time"
-    put_off: deque[int] = deque()  # the chunks whose Ws they are
+    deferred: deque[int] = deque()  # the chunks whose Ws they are
 
     def F(chunk: int) -> None:
         pipe.recv_forward(chunk)
@@ -215,11 +215,11 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
         pipe.recv_backward(chunk)
         pipe.backward_input_step(chunk)
         pipe.send_backward(chunk)
-        put_off.append(chunk)
+        deferred.append(chunk)
 
     def W() -> None:
-        if put_off:
-            pipe.backward_weight_step(put_off.popleft())
+        if deferred:
+            pipe.backward_weight_step(deferred.popleft())
 
     # n(F0 F1 B1 B0 W W), in an order that depends on the rank.
     block = dict(zip(starts, ((F, 0), (F, 1), (B, 1), (B, 0))))
@@ -232,7 +232,7 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
             W()
 
     # Cooldown: nW.
-    while put_off:
+    while deferred:
         W()
 
     return pipe.finish()

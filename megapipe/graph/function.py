@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from ..overlap import fill_gap
-from ..weight_grad import Kept, defer, is_putting_off, keep
+from ..weight_grad import SavedTensor, defer, is_deferring, keep
 from .arguments import Structure, laid_out
 from .compile import compile_graph
 from .multiplex import communicates, multiplex
@@ -179,8 +179,8 @@ class _Run(Function):
         forward = _take_offered()
         arguments = _arguments_of_backward(ctx, output_grads)
         del output_grads
-        if is_putting_off():
-            return None, None, *_put_off(graphs, ctx.weights, forward, arguments)
+        if is_deferring():
+            return None, None, *_deferred(graphs, ctx.weights, forward, arguments)
         return None, None, *graphs.run_with(forward, graphs.parts.backward, "the backward", arguments)
 
 
@@ -200,12 +200,12 @@ def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Ten
     return [*again[:num_read], *saved, *(laid_out(grad, s) for grad, s in zip(grads, graphs.tangent_strides))]
 
 
-def _put_off(
+def _deferred(
     graphs: Graphs, weights: Sequence[Tensor], forward: Forward | None, arguments: list[Tensor]
 ) -> list[Tensor | None]:
     """B. What it leaves to W is handed to `defer`, one weight at a time."""
     split = graphs.split
-    held = {n: keep(arguments[n]) if n >= graphs.first_tangent else Kept(arguments[n]) for n in split.held}
+    held = {n: keep(arguments[n]) if n >= graphs.first_tangent else SavedTensor(arguments[n]) for n in split.held}
     first_kept = len(arguments)
     results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
     grads = list(results[: split.num_outputs])
@@ -221,7 +221,7 @@ def _put_off(
     return grads
 
 
-def _weight_gradient(graphs: Graphs, graph: GraphModule, held: list[Kept]) -> Tensor:
+def _weight_gradient(graphs: Graphs, graph: GraphModule, held: list[SavedTensor]) -> Tensor:
     (gradient,) = graphs.run(graph, "a weight gradient", [kept.get() for kept in held])
     return gradient  # type: ignore[no-any-return]
 

@@ -70,8 +70,8 @@ def _parse_rows(path: str | Path, rows: Any) -> list[list[Action]]:
 def _parse_row(cells: Sequence[object]) -> list[Action]:
     """A backward is a whole one unless there is a W for it."""
     row = [_parse_action(cell) for cell in cells]
-    put_off = {action._replace(kind="BW") for action in row if action.kind == "W"}
-    return [action._replace(kind="B") if action in put_off else action for action in row]
+    deferred = {action._replace(kind="BW") for action in row if action.kind == "W"}
+    return [action._replace(kind="B") if action in deferred else action for action in row]
 
 
 def _parse_action(cell: object) -> Action:

@@ -113,17 +113,17 @@ class PlanRecorder(Verbs):
         self._record("recv_backward", chunk)
 
     def backward_step(self, chunk: int = 0) -> None:
-        self._record_backward("backward_step", chunk, put_off=False)
+        self._record_backward("backward_step", chunk, deferred=False)
 
     def backward_input_step(self, chunk: int = 0) -> None:
-        self._record_backward("backward_input_step", chunk, put_off=True)
+        self._record_backward("backward_input_step", chunk, deferred=True)
 
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
         if not self.forward_only:
             self._check_ready("backward_step", backward_chunk)
         microbatch = self._advance("forward_step", forward_chunk)
         self.events.append(Event(PAIR[0], self.stages[forward_chunk].index, microbatch))
-        self._record_backward(PAIR[1], backward_chunk, put_off=False)
+        self._record_backward(PAIR[1], backward_chunk, deferred=False)
 
     def backward_weight_step(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -141,9 +141,9 @@ class PlanRecorder(Verbs):
             microbatch = self._advance(verb, chunk)
             self.events.append(Event(verb, self.stages[chunk].index, microbatch))
 
-    def _record_backward(self, verb: str, chunk: int, put_off: bool) -> None:
+    def _record_backward(self, verb: str, chunk: int, deferred: bool) -> None:
         if not self.forward_only:
-            microbatch = self._advance_backward(chunk, put_off)
+            microbatch = self._advance_backward(chunk, deferred)
             self.events.append(Event(verb, self.stages[chunk].index, microbatch))
 
 
@@ -342,7 +342,7 @@ class Plan:
         num_steps: int = 1,
         synchronize: bool = False,
         activation_bytes: PerStage = 0.0,
-        put_off_bytes: PerStage = 0.0,
+        deferred_bytes: PerStage = 0.0,
     ) -> Simulation:
         """Play the plan through time.
 
@@ -350,11 +350,11 @@ class Plan:
             forward, backward_input, backward_weight, p2p, message, overlap, optimizer: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
-            activation_bytes, put_off_bytes: what a microbatch occupies between F and B, and between B and W: a number
+            activation_bytes, deferred_bytes: what a microbatch occupies between F and B, and between B and W: a number
                 is that of a whole rank, a list has those of each stage. They make `peak_bytes`.
         """
         costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, overlap)
-        return simulate(self, costs, num_steps, synchronize, activation_bytes, put_off_bytes)
+        return simulate(self, costs, num_steps, synchronize, activation_bytes, deferred_bytes)
 
     # Files
 

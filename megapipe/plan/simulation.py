@@ -152,7 +152,7 @@ def simulate(
     num_steps: int = 1,
     synchronize: bool = False,
     activation_bytes: PerStage = 0.0,
-    put_off_bytes: PerStage = 0.0,
+    deferred_bytes: PerStage = 0.0,
 ) -> Simulation:
     """Play `num_steps` steps of a plan.
 
@@ -163,8 +163,8 @@ def simulate(
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
     num_stages = plan.pp_size * plan.num_chunks
     times = {kind: costs.of(kind, num_stages, plan.num_chunks) for kind in ("F", "BW", "B", "W")}
-    activation, put_off = (
-        costs.per_stage(size, num_stages, plan.num_chunks) for size in (activation_bytes, put_off_bytes)
+    activation, deferred = (
+        costs.per_stage(size, num_stages, plan.num_chunks) for size in (activation_bytes, deferred_bytes)
     )
     share, nothing = [1 / plan.num_chunks] * num_stages, [0.0] * num_stages
     clocks = [0.0] * plan.pp_size
@@ -180,26 +180,26 @@ def simulate(
         spans=spans,
         peak_activations=[peak_memory(actions, share, share) for actions in plan.actions],
         peak_pending_weights=[peak_memory(actions, nothing, share) for actions in plan.actions],
-        peak_bytes=[peak_memory(actions, activation, put_off) for actions in plan.actions],
+        peak_bytes=[peak_memory(actions, activation, deferred) for actions in plan.actions],
         lower_bound=_lower_bound(plan, costs),
         step_ends=step_ends,
         overlap=costs.overlap,
     )
 
 
-def peak_memory(actions: Sequence[Action], activation: Sequence[float], put_off: Sequence[float]) -> float:
+def peak_memory(actions: Sequence[Action], activation: Sequence[float], deferred: Sequence[float]) -> float:
     """The most that a rank holds at once, where a microbatch of a stage holds `activation` of it between F and B and
-    `put_off` between B and W."""
+    `deferred` between B and W."""
     held = peak = 0.0
     for stage, kind, _ in actions:
         if kind == "F":
             held += activation[stage]
         elif kind == "W":
-            held -= put_off[stage]
+            held -= deferred[stage]
         else:
             held -= activation[stage]
             if kind == "B":
-                held += put_off[stage]
+                held += deferred[stage]
         peak = max(peak, held)
     return peak
 

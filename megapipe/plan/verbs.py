@@ -96,7 +96,7 @@ class Verbs(ABC):
         counts = [[num_microbatches] * num_chunks, *self._counts.values()]
         self._before_and_own = dict(zip(COURSE, pairwise(counts)))
         """For each verb the counts, by chunk, of the one before it and its own."""
-        self._put_off: list[deque[int]] = [deque() for _ in range(num_chunks)]
+        self._deferred: list[deque[int]] = [deque() for _ in range(num_chunks)]
 
     # Facts
 
@@ -110,7 +110,7 @@ class Verbs(ABC):
 
     def num_pending_weights(self, chunk: int = 0) -> int:
         """Ws of this chunk whose B has been run."""
-        return len(self._put_off[chunk])
+        return len(self._deferred[chunk])
 
     # Verbs
 
@@ -180,19 +180,19 @@ class Verbs(ABC):
                 f"rank {self.pp_rank} calls {verb}({chunk}) for microbatch {own[chunk]} before {required}({chunk})."
             )
 
-    def _advance_backward(self, chunk: int, put_off: bool) -> int:
+    def _advance_backward(self, chunk: int, deferred: bool) -> int:
         microbatch = self._advance("backward_step", chunk)
-        if put_off:
-            self._put_off[chunk].append(microbatch)
+        if deferred:
+            self._deferred[chunk].append(microbatch)
         return microbatch
 
     def _advance_weight(self, chunk: int) -> int:
-        if not self._put_off[chunk]:
+        if not self._deferred[chunk]:
             raise ScheduleError(
                 f"rank {self.pp_rank} calls backward_weight_step({chunk}) but has put no weight gradient of that chunk "
                 f"off (after {self._counts['backward_step'][chunk]} backwards)."
             )
-        return self._put_off[chunk].popleft()
+        return self._deferred[chunk].popleft()
 
     def _check_finished(self) -> None:
         for verb, counts in self._counts.items():
@@ -203,9 +203,9 @@ class Verbs(ABC):
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
                         f"{expected} microbatches."
                     )
-        for chunk, put_off in enumerate(self._put_off):
-            if put_off:
+        for chunk, deferred in enumerate(self._deferred):
+            if deferred:
                 raise ScheduleError(
-                    f"rank {self.pp_rank} ended its step with {len(put_off)} weight gradients of chunk {chunk} still "
+                    f"rank {self.pp_rank} ended its step with {len(deferred)} weight gradients of chunk {chunk} still "
                     "put off."
                 )

@@ -81,13 +81,13 @@ def _deadlines(actions: list[Action]) -> list[int]:
     """How many Ws must be done before each F and B: a whole backward adds to the same gradients as the Ws of its stage
     before it, which must not come after it."""
     deadlines = []
-    num_put_off = 0
+    num_deferred = 0
     last: dict[int, int] = {}  # per stage, how many had been put off when its last was
     for stage, kind, _ in actions:
         deadlines.append(last.get(stage, 0) if kind == "BW" else 0)
         if kind == "B":
-            num_put_off += 1
-            last[stage] = num_put_off
+            num_deferred += 1
+            last[stage] = num_deferred
     return deadlines
 
 
@@ -168,7 +168,7 @@ class _Search:
         self.plays_left -= 1
         ends: list[list[float | None]] = [[None] * len(row) for row in self.durations]
         waits = [[0.0] * len(row) for row in self.durations]
-        position, num_done, num_put_off, num_held = ([0] * len(ends) for _ in range(4))
+        position, num_done, num_deferred, num_held = ([0] * len(ends) for _ in range(4))
         clocks = [0.0] * len(ends)
         runnable = list(self.ranks)
         while runnable:
@@ -188,7 +188,7 @@ class _Search:
                         num_done[rank] += 1
                 else:
                     is_full = kinds[k] == "F" and num_held[rank] >= self.max_held
-                    while num_done[rank] < num_put_off[rank] and (
+                    while num_done[rank] < num_deferred[rank] and (
                         is_full
                         or num_done[rank] < self.deadlines[rank][k]
                         or arrival - clock > fill * weights[num_done[rank]] + 1e-9
@@ -199,7 +199,7 @@ class _Search:
                         counts[rank][k] += 1
                         is_full = False
                     num_held[rank] += {"F": 1, "B": 0, "BW": -1}[kinds[k]]
-                    num_put_off[rank] += kinds[k] == "B"
+                    num_deferred[rank] += kinds[k] == "B"
                 waits[rank][k] = arrival - clock
                 clock = max(clock, arrival) + durations[k]
                 ends[rank][k] = clock
@@ -213,18 +213,18 @@ class _Search:
 
     def _can_hold(self, rank: int, row: list[int]) -> bool:
         """Whether every W comes after its B, and before too much is held."""
-        num_held = num_put_off = num_done = 0
+        num_held = num_deferred = num_done = 0
         for kind, count, deadline in zip(self.kinds[rank], row, self.deadlines[rank]):
             num_done += count
             num_held -= count
-            if not deadline <= num_done <= num_put_off:
+            if not deadline <= num_done <= num_deferred:
                 return False
             if kind == "F":
                 num_held += 1
                 if num_held > self.max_held:
                     return False
             elif kind == "B":
-                num_put_off += 1
+                num_deferred += 1
             else:
                 num_held -= 1
         return True

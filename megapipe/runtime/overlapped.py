@@ -17,14 +17,14 @@ from torch.autograd.graph import GradientEdge
 
 from ..overlap import Parts, call_in_parts, filling_gaps, find_forward_parts, note_call
 from ..p2p_communication import Transfer
-from ..weight_grad import PutOff, putting_off
-from .stage import InFlight, Stage, run_backward
+from ..weight_grad import DeferredGrads, deferring
+from .stage import SavedForward, Stage, run_backward
 
 __all__ = ["Forward", "can_overlap", "has_hook", "may_have_gaps", "run_alone", "run_pair", "run_pair_by_hook"]
 
 HOOK = "overlapped_forward_backward"
 
-Kept = tuple[Transfer | None, InFlight | None]
+Made = tuple[Transfer | None, SavedForward | None]
 
 
 def can_overlap(forward: Stage, backward: Stage) -> bool:
@@ -51,7 +51,7 @@ class Forward:
         received: Transfer | None,
         microbatch: int,
         extra: tuple[bool, ...],
-        done: Callable[[Kept], None],
+        done: Callable[[Made], None],
     ) -> None:
         self.stage = stage
         self.microbatch = microbatch
@@ -65,7 +65,11 @@ class Forward:
 
 
 def run_pair(
-    forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None, put_off: PutOff
+    forward: Forward,
+    backward: Stage,
+    in_flight: SavedForward,
+    output_grads: list[Tensor] | None,
+    deferred: DeferredGrads,
 ) -> list[Tensor]:
     """Run both in parts, without W. Returns what `Stage.backward` returns.
 
@@ -80,7 +84,7 @@ def run_pair(
     def advance() -> None:
         nonlocal is_done
         if is_done:
-            put_off.compute()
+            deferred.compute()
             return
         before = forward.stage.hand_over(forward.received)  # the backward may be of the same chunk
         if not parts.advance():
@@ -92,7 +96,7 @@ def run_pair(
 
     # The forward begins in the backward's first gap: so one of them computes whenever the other's data is on its way.
     with filling_gaps(advance):
-        input_grads = backward.backward(in_flight, output_grads, put_off)
+        input_grads = backward.backward(in_flight, output_grads, deferred)
     while not is_done:
         advance()
     return input_grads
@@ -106,24 +110,26 @@ def may_have_gaps(backward: Stage) -> bool:
     return backward.module not in _without_gaps and find_forward_parts(backward.module) is not None
 
 
-def run_alone(backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None, put_off: PutOff) -> list[Tensor]:
+def run_alone(
+    backward: Stage, in_flight: SavedForward, output_grads: list[Tensor] | None, deferred: DeferredGrads
+) -> list[Tensor]:
     """Run a backward, and in its gaps what it has put off so far. Returns what `Stage.backward` returns."""
     has_gaps = False
 
     def compute() -> None:
         nonlocal has_gaps
         has_gaps = True
-        put_off.compute()
+        deferred.compute()
 
     with filling_gaps(compute):
-        input_grads = backward.backward(in_flight, output_grads, put_off)
+        input_grads = backward.backward(in_flight, output_grads, deferred)
     if not has_gaps:
         _without_gaps.add(backward.module)
     return input_grads
 
 
 def run_pair_by_hook(
-    forward: Forward, backward: Stage, in_flight: InFlight, output_grads: list[Tensor] | None
+    forward: Forward, backward: Stage, in_flight: SavedForward, output_grads: list[Tensor] | None
 ) -> list[Tensor]:
     """Run both in the model's way, W included. Returns what `Stage.backward` returns.
 
@@ -155,7 +161,7 @@ def run_pair_by_hook(
     hook = getattr(type(module), HOOK)
     # A hook that overlaps a chunk with itself sees the input of its forward.
     before = None if backward is forward.stage else backward.hand_over(in_flight.received)
-    with putting_off(None):
+    with deferring(None):
         outputs, _ = hook(
             _InAutocast(forward.stage),
             arguments,

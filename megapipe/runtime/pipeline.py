@@ -20,12 +20,12 @@ from ..failures import Position, Watchdog
 from ..p2p_communication import Communicator, Transfer
 from ..plan import Action, Placement, Settings, Verbs
 from ..sharding import ShardedChunks
-from ..weight_grad import PutOff
+from ..weight_grad import DeferredGrads
 from .boundary import Boundary
 from .grad_sync import GradientSync
 from .overlapped import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run_pair, run_pair_by_hook
 from .rollback import Speculation
-from .stage import NOTHING, InFlight, Stage
+from .stage import NOTHING, SavedForward, Stage
 from .step_record import StepRecord
 
 __all__ = ["Chunk", "Pipeline"]
@@ -43,19 +43,19 @@ class Chunk:
         self.outputs: deque[Transfer | None] = deque()
         self.num_sent_early = 0  # outputs that were sent before the schedule asked for it
         self.num_grads_sent_early = 0  # input gradients too
-        self.in_flight: deque[InFlight] = deque()
+        self.in_flight: deque[SavedForward] = deque()
         self.output_grads: deque[Transfer | None] = deque()
         self.input_grads: deque[list[Tensor]] = deque()
-        self.put_off: deque[tuple[int, PutOff]] = deque()  # with their microbatches
+        self.deferred: deque[tuple[int, DeferredGrads]] = deque()  # with their microbatches
 
-    def keep(self, output: Transfer | None, in_flight: InFlight | None) -> None:
+    def keep(self, output: Transfer | None, in_flight: SavedForward | None) -> None:
         """What a forward has made: to be sent, and for its backward."""
         self.outputs.append(output)
         if in_flight is not None:
             self.in_flight.append(in_flight)
 
     def is_empty(self) -> bool:
-        queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads, self.put_off)
+        queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads, self.deferred)
         return not any(queues) and self.below.is_empty() and self.above.is_empty()
 
 
@@ -105,7 +105,7 @@ class Pipeline(Verbs):
         self._num_forwards = 0
         self._has_waited = False
         self._weight_counts = None if weight_counts is None else iter(weight_counts)
-        self._put_off_in: deque[int] = deque()  # the chunks whose Ws are to be run, in the order of the Bs
+        self._deferred_in: deque[int] = deque()  # the chunks whose Ws are to be run, in the order of the Bs
         self._record = record
         self._speculation = speculation
         self._profiling = torch._C._autograd._profiler_enabled()
@@ -146,14 +146,14 @@ class Pipeline(Verbs):
         if self._gradient_sync is None:
             return
         self._run_weights_due()
-        microbatch = self._advance_backward(chunk, put_off=False)
+        microbatch = self._advance_backward(chunk, deferred=False)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "BW", microbatch)):
             grads = self._wait_for_gradient(this, microbatch)
             if this.has_gaps:
-                put_off = PutOff()
-                this.input_grads.append(run_alone(this.stage, this.in_flight.popleft(), grads, put_off))
-                self._end_backward(chunk, put_off)
+                deferred = DeferredGrads()
+                this.input_grads.append(run_alone(this.stage, this.in_flight.popleft(), grads, deferred))
+                self._end_backward(chunk, deferred)
             else:
                 with self._around_gradients(chunk):
                     this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads))
@@ -162,15 +162,15 @@ class Pipeline(Verbs):
         if self.forward_only:
             return
         self._run_weights_due()
-        microbatch = self._advance_backward(chunk, put_off=True)
+        microbatch = self._advance_backward(chunk, deferred=True)
         this = self._chunks[chunk]
         with self._at(Action(this.stage.info.index, "B", microbatch)):
             grads = self._wait_for_gradient(this, microbatch)
-            put_off = PutOff()
-            this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads, put_off))
-            this.put_off.append((microbatch, put_off))
+            deferred = DeferredGrads()
+            this.input_grads.append(this.stage.backward(this.in_flight.popleft(), grads, deferred))
+            this.deferred.append((microbatch, deferred))
         if self._weight_counts is not None:
-            self._put_off_in.append(chunk)
+            self._deferred_in.append(chunk)
 
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
         forward, backward = self._chunks[forward_chunk], self._chunks[backward_chunk]
@@ -183,7 +183,7 @@ class Pipeline(Verbs):
         for _ in range(2):  # the places before either
             self._run_weights_due()
         begun = self._begin_forward(forward_chunk)
-        microbatch = self._advance_backward(backward_chunk, put_off=False)
+        microbatch = self._advance_backward(backward_chunk, deferred=False)
         action = Action(backward.stage.info.index, "BW", microbatch)
         if self._record is not None:
             self._record.overlapped |= {action, Action(forward.stage.info.index, "F", begun.microbatch)}
@@ -195,11 +195,11 @@ class Pipeline(Verbs):
                         run_pair_by_hook(begun, backward.stage, backward.in_flight.popleft(), grads)
                     )
                 return
-            put_off = PutOff()
-            backward.input_grads.append(run_pair(begun, backward.stage, backward.in_flight.popleft(), grads, put_off))
-            self._end_backward(backward_chunk, put_off)
+            deferred = DeferredGrads()
+            backward.input_grads.append(run_pair(begun, backward.stage, backward.in_flight.popleft(), grads, deferred))
+            self._end_backward(backward_chunk, deferred)
 
-    def _end_backward(self, chunk: int, put_off: PutOff) -> None:
+    def _end_backward(self, chunk: int, deferred: DeferredGrads) -> None:
         """Send the input gradients of the backward just run in parts, and then run its W, which nobody waits for: pairs
         of neighbours run in step, each in need of what the other's has just made."""
         this = self._chunks[chunk]
@@ -207,7 +207,7 @@ class Pipeline(Verbs):
             this.below.send_gradient(this.input_grads.popleft())
             this.num_grads_sent_early += 1
         with self._around_gradients(chunk, in_w=True):
-            this.stage.backward_weights(put_off)
+            this.stage.backward_weights(deferred)
             if self._sharded is not None:
                 self._sharded.after_weights(chunk)
 
@@ -216,7 +216,7 @@ class Pipeline(Verbs):
         microbatch = self._advance("forward_step", chunk)
         this = self._chunks[chunk]
 
-        def done(kept: tuple[Transfer | None, InFlight | None]) -> None:
+        def done(kept: tuple[Transfer | None, SavedForward | None]) -> None:
             this.keep(*kept)
             if len(this.outputs) == 1:
                 self._send_early(this)
@@ -251,20 +251,20 @@ class Pipeline(Verbs):
         """The Ws that have been given their place before the next F or B."""
         if self._weight_counts is not None:
             for _ in range(next(self._weight_counts)):
-                self._run_weights(self._put_off_in.popleft())
+                self._run_weights(self._deferred_in.popleft())
 
     def _run_weights(self, chunk: int) -> None:
         this = self._chunks[chunk]
-        microbatch, put_off = this.put_off.popleft()
+        microbatch, deferred = this.deferred.popleft()
         with self._at(Action(this.stage.info.index, "W", microbatch)), self._around_gradients(chunk, in_w=True):
-            this.stage.backward_weights(put_off)
+            this.stage.backward_weights(deferred)
             if self._sharded is not None:
                 self._sharded.after_weights(chunk)
 
     def _around_gradients(self, chunk: int, in_w: bool = False) -> AbstractContextManager[Any]:
         """Around what may be the last to come to the gradients of the chunk."""
         assert self._gradient_sync is not None
-        if self.num_backwards_left(chunk) or self._chunks[chunk].put_off:
+        if self.num_backwards_left(chunk) or self._chunks[chunk].deferred:
             return NOTHING
         return self._gradient_sync.last_gradients(chunk, in_w)
 
@@ -281,8 +281,8 @@ class Pipeline(Verbs):
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
         self._check_finished()
-        while self._put_off_in:
-            self._run_weights(self._put_off_in.popleft())
+        while self._deferred_in:
+            self._run_weights(self._deferred_in.popleft())
         assert all(chunk.is_empty() for chunk in self._chunks), "the schedule ended with work left in its queues"
         for chunk in self._chunks:
             chunk.stage.forget_input()

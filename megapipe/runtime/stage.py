@@ -22,11 +22,11 @@ from ..chunks import find_attribute
 from ..messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, no_gradient, pack, unpack
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
-from ..weight_grad import PutOff, add_gradient, putting_off, unshared
+from ..weight_grad import DeferredGrads, add_gradient, deferring, unshared
 from . import hooks
 from .arguments import StepArguments
 
-__all__ = ["NOTHING", "InFlight", "NoGradientWarning", "Stage", "run_backward"]
+__all__ = ["NOTHING", "NoGradientWarning", "SavedForward", "Stage", "run_backward"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
@@ -36,7 +36,7 @@ class NoGradientWarning(UserWarning):
     """A stage trains nothing, or nothing before it: by a mistake, or on purpose."""
 
 
-class InFlight(NamedTuple):
+class SavedForward(NamedTuple):
     """What a backward needs of a microbatch whose forward is done. The graph hangs on the edges."""
 
     received: Transfer | None
@@ -79,11 +79,11 @@ class Stage:
         ]
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
         self._delayed = _innermost_with_backward_dw(self.module) if has_delayed else []
-        self._has_run: dict[PutOff, bool] = {}  # the backwards that a W belongs to
+        self._has_run: dict[DeferredGrads, bool] = {}  # the backwards that a W belongs to
 
     def forward(
         self, received: Transfer | None, microbatch: int, *extra: bool
-    ) -> tuple[Transfer | None, InFlight | None]:
+    ) -> tuple[Transfer | None, SavedForward | None]:
         """F. Returns what to send on (None on the last stage) and what to keep for backward (None if forward only).
 
         Args:
@@ -96,7 +96,7 @@ class Stage:
 
     def keep(
         self, inputs: list[Tensor], output: Any, loss: Tensor | None, microbatch: int
-    ) -> tuple[Transfer | None, InFlight | None]:
+    ) -> tuple[Transfer | None, SavedForward | None]:
         """What `forward` returns, once the model and the loss function have been run."""
         if self.info.is_last:
             return None, self._keep_loss(inputs, loss)
@@ -110,7 +110,7 @@ class Stage:
         outputs = [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
         if not any(outputs):
             self._warn_of_no_gradient("output", inputs)
-        return sent, InFlight(self._received, inputs, outputs)
+        return sent, SavedForward(self._received, inputs, outputs)
 
     def run(self, microbatch: int, *extra: bool, is_first_microbatch: bool | None = None) -> tuple[Any, Tensor | None]:
         """The caller's forward_step_func, on the input set before, and on the last stage the loss function.
@@ -163,9 +163,9 @@ class Stage:
                 self.set_input([None])
 
     def backward(
-        self, in_flight: InFlight, output_grads: list[Tensor] | None, put_off: PutOff | None = None
+        self, in_flight: SavedForward, output_grads: list[Tensor] | None, deferred: DeferredGrads | None = None
     ) -> list[Tensor]:
-        """B, and W unless that is left to `put_off`. Returns the gradients of the received tensors that want one.
+        """B, and W unless that is left to `deferred`. Returns the gradients of the received tensors that want one.
 
         Args:
             output_grads: gradients of the outputs that want one; None on the last stage.
@@ -173,16 +173,16 @@ class Stage:
         before = self.hand_over(in_flight.received)  # for what is computed again
         with self._timed("backward-compute"):
             if roots := self.roots(in_flight, output_grads):
-                with putting_off(put_off):
+                with deferring(deferred):
                     run_backward(*zip(*roots))
-            if put_off is not None:
-                self._has_run[put_off] = bool(roots)
+            if deferred is not None:
+                self._has_run[deferred] = bool(roots)
             elif roots:
                 self.run_delayed()
         self.hand_over(before)
         return self.input_grads(in_flight, bool(roots))
 
-    def roots(self, in_flight: InFlight, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
+    def roots(self, in_flight: SavedForward, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
         """Where backward begins, with which gradients. `output_grads` is None on the last stage."""
         grads = in_flight.output_grads if output_grads is None else output_grads
         assert grads is not None
@@ -195,7 +195,7 @@ class Stage:
             _all_given.add(self.module)
         return given
 
-    def input_grads(self, in_flight: InFlight, has_run: bool) -> list[Tensor]:
+    def input_grads(self, in_flight: SavedForward, has_run: bool) -> list[Tensor]:
         """What goes to the previous stage after backward, if that has run."""
         leaves = in_flight.inputs
         if has_run and leaves and all(leaf.grad is None for leaf in leaves):
@@ -205,11 +205,11 @@ class Stage:
             )
         return [no_gradient(leaf) if leaf.grad is None else unshared(leaf.grad) for leaf in leaves]
 
-    def backward_weights(self, put_off: PutOff) -> None:
+    def backward_weights(self, deferred: DeferredGrads) -> None:
         """W: what a B has left to it."""
         with self._timed("backward-compute"):
-            put_off.run()
-            if self._has_run.pop(put_off):
+            deferred.run()
+            if self._has_run.pop(deferred):
                 self.run_delayed()
 
     def run_delayed(self) -> None:
@@ -367,18 +367,18 @@ class Stage:
             return loss
         return loss / torch.where(num_tokens > 0, num_tokens, 1) / step.num_microbatches
 
-    def _keep_loss(self, inputs: list[Tensor], loss: Tensor | None) -> InFlight | None:
+    def _keep_loss(self, inputs: list[Tensor], loss: Tensor | None) -> SavedForward | None:
         if self._step.forward_only:
             return None
         if loss is None:
-            return InFlight(self._received, inputs, [], [])
+            return SavedForward(self._received, inputs, [], [])
         if self._step.config.grad_scale_func is not None:
             loss = self._step.config.grad_scale_func(loss)
             if not isinstance(loss, Tensor):
                 raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {_describe(loss)}.")
         if not loss.requires_grad:
             self._warn_of_no_gradient("loss", inputs)
-        return InFlight(self._received, inputs, [_edge(loss)], [torch.ones_like(loss)])
+        return SavedForward(self._received, inputs, [_edge(loss)], [torch.ones_like(loss)])
 
     # What is not trained
 

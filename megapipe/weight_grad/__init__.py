@@ -4,45 +4,45 @@ A W needs nothing from other ranks and nobody waits for it. So a layer's backwar
 once, and hands the computation of its weight's gradient to `defer`.
 """
 
-from .layers import conv1d, conv2d, embedding, grouped_linear, linear
-from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert
-from .putting_off import (
-    Kept,
-    PutOff,
+from .deferred import (
+    DeferredGrads,
+    SavedTensor,
     add_gradient,
     capturing,
     defer,
+    deferring,
     is_capturing,
-    is_putting_off,
+    is_deferring,
     keep,
     one_backward_at_a_time,
-    putting_off,
     unshared,
     visit_gradient_nodes,
 )
+from .layers import conv1d, conv2d, embedding, grouped_linear, linear
+from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert
 
 __all__ = [
     "Conv1d",
     "Conv2d",
+    "DeferredGrads",
     "Embedding",
     "GroupedLinear",
-    "Kept",
     "Linear",
-    "PutOff",
+    "SavedTensor",
     "add_gradient",
     "capturing",
     "conv1d",
     "conv2d",
     "convert",
     "defer",
+    "deferring",
     "embedding",
     "grouped_linear",
     "is_capturing",
-    "is_putting_off",
+    "is_deferring",
     "keep",
     "linear",
     "one_backward_at_a_time",
-    "putting_off",
     "unshared",
     "visit_gradient_nodes",
 ]

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .deferred import SavedTensor, defer, has_main_grad, is_capturing, is_deferring, keep
 from .products import add_weight_gradient, rows, weight_gradient
-from .putting_off import Kept, defer, has_main_grad, is_capturing, is_putting_off, keep
 
 __all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear"]
 
@@ -127,17 +127,17 @@ class _Linear(Function):
         grad_rows = rows(grad)
         grad_x = grad_rows.mm(weight.to(x.dtype)).view(x.shape) if needs_x else None
         grad_bias = grad_rows.sum(0) if needs_bias else None
-        both = Kept(x.detach()), keep(grad)  # without the graph behind it
+        both = SavedTensor(x.detach()), keep(grad)  # without the graph behind it
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
         add_to = partial(_add, compute) if x.is_cpu else partial(_add_linear, *both)
-        return grad_x, _put_off(ctx, 1, ctx.weight, compute, add_to), grad_bias
+        return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), grad_bias
 
 
-def _linear_gradient(x: Kept, grad: Kept, dtype: torch.dtype) -> Tensor:
+def _linear_gradient(x: SavedTensor, grad: SavedTensor, dtype: torch.dtype) -> Tensor:
     return weight_gradient(rows(x.get()), rows(grad.get())).to(dtype)
 
 
-def _add_linear(x: Kept, grad: Kept, target: Tensor) -> None:
+def _add_linear(x: SavedTensor, grad: SavedTensor, target: Tensor) -> None:
     add_weight_gradient(target, rows(x.get()), rows(grad.get()))
 
 
@@ -157,13 +157,13 @@ class _Embedding(Function):
     @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        both = Kept(tokens), keep(grad)
+        both = SavedTensor(tokens), keep(grad)
         compute = partial(_embedding_gradient, *both, len(ctx.weight), ctx.padding)
         add_to = partial(_add_embedding, *both, ctx.padding)
-        return None, _put_off(ctx, 1, ctx.weight, compute, add_to), None
+        return None, _deferred(ctx, 1, ctx.weight, compute, add_to), None
 
 
-def _embedding_gradient(tokens: Kept, grad: Kept, num_rows: int, padding: int) -> Tensor:
+def _embedding_gradient(tokens: SavedTensor, grad: SavedTensor, num_rows: int, padding: int) -> Tensor:
     return _sum_rows(tokens.get(), grad.get(), num_rows, padding)
 
 
@@ -171,7 +171,7 @@ def _sum_rows(tokens: Tensor, grad: Tensor, num_rows: int, padding: int) -> Tens
     return torch.ops.aten.embedding_dense_backward(grad, tokens, num_rows, padding, False)  # type: ignore[no-any-return]
 
 
-def _add_embedding(kept_tokens: Kept, kept_grad: Kept, padding: int, target: Tensor) -> None:
+def _add_embedding(kept_tokens: SavedTensor, kept_grad: SavedTensor, padding: int, target: Tensor) -> None:
     """First the sums over equal tokens, as autograd has them, then to their rows: a temporary as large as the output
     instead of the weight. No size here depends on the tokens' values, so an accelerator need not be waited for."""
     tokens, grad = kept_tokens.get(), kept_grad.get()
@@ -207,11 +207,11 @@ class _Convolution(Function):
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         mask = [True, False, False]
         grad_x = _convolution_backward(grad, x, weight.to(x.dtype), ctx.options, mask)[0] if needs_x else None
-        gradients = _ConvolutionGradients(Kept(x.detach()), keep(grad), ctx.weight, ctx.options, needs_bias)
+        gradients = _ConvolutionGradients(SavedTensor(x.detach()), keep(grad), ctx.weight, ctx.options, needs_bias)
         grads: list[Tensor | None] = [None, None]
         for number, parameter in enumerate((ctx.weight, ctx.bias) if needs_bias else (ctx.weight,), 1):
             compute = partial(gradients.take, number, parameter.dtype)
-            grads[number - 1] = _put_off(ctx, number, parameter, compute, partial(_add, compute))
+            grads[number - 1] = _deferred(ctx, number, parameter, compute, partial(_add, compute))
         return grad_x, *grads, *[None] * len(ctx.options)
 
 
@@ -266,7 +266,9 @@ def _convolution_backward(
 class _ConvolutionGradients:
     """Of weight and bias, which torch computes in one go: whoever comes first leaves the other's to be taken."""
 
-    def __init__(self, x: Kept, grad: Kept, weight: Tensor, options: tuple[Any, ...], needs_bias: bool) -> None:
+    def __init__(
+        self, x: SavedTensor, grad: SavedTensor, weight: Tensor, options: tuple[Any, ...], needs_bias: bool
+    ) -> None:
         self._needs = x, grad, weight.detach(), options, [False, True, needs_bias]
         self._computed: dict[int, Tensor] = {}
 
@@ -302,13 +304,13 @@ class _GroupedLinear(Function):
             matrices = weight.to(x.dtype)
             for part, matrix, out in zip(torch.split(grad, ctx.counts), matrices, torch.split(grad_x, ctx.counts)):
                 torch.mm(part, matrix, out=out)
-        both = Kept(x.detach()), keep(grad)
+        both = SavedTensor(x.detach()), keep(grad)
         compute = partial(_grouped_gradient, *both, ctx.counts, ctx.weight.dtype)
         add_to = partial(_add, compute) if x.is_cpu else partial(_add_grouped, *both, ctx.counts)
-        return grad_x, _put_off(ctx, 1, ctx.weight, compute, add_to), None
+        return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), None
 
 
-def _grouped_gradient(kept_x: Kept, kept_grad: Kept, counts: list[int], dtype: torch.dtype) -> Tensor:
+def _grouped_gradient(kept_x: SavedTensor, kept_grad: SavedTensor, counts: list[int], dtype: torch.dtype) -> Tensor:
     x, grad = kept_x.get(), kept_grad.get()
     result = x.new_empty(len(counts), grad.shape[1], x.shape[1])
     for part, part_grad, out in zip(torch.split(x, counts), torch.split(grad, counts), result):
@@ -316,7 +318,7 @@ def _grouped_gradient(kept_x: Kept, kept_grad: Kept, counts: list[int], dtype: t
     return result.to(dtype)
 
 
-def _add_grouped(x: Kept, grad: Kept, counts: list[int], target: Tensor) -> None:
+def _add_grouped(x: SavedTensor, grad: SavedTensor, counts: list[int], target: Tensor) -> None:
     for part, part_grad, out in zip(torch.split(x.get(), counts), torch.split(grad.get(), counts), target):
         if len(part):
             add_weight_gradient(out, part, part_grad)
@@ -328,7 +330,7 @@ def _can_defer(weight: Tensor) -> bool:
     return not is_capturing() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
-def _put_off(
+def _deferred(
     ctx: Any, number: int, parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]
 ) -> Tensor | None:
     """Defer the gradient of a parameter, given with its number among the inputs. Returns it where autograd must have
@@ -337,7 +339,7 @@ def _put_off(
     there; elsewhere it is added in place, without a temporary of its size."""
     if parameter._backward_hooks or not parameter.is_leaf:
         return compute()
-    if parameter.is_cpu and not is_putting_off() and not has_main_grad(parameter):
+    if parameter.is_cpu and not is_deferring() and not has_main_grad(parameter):
         return compute()
     try:
         is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[number][0])

@@ -15,7 +15,7 @@ from graphs import skip_without_tracer
 from torch import Tensor, nn
 
 from megapipe import graph
-from megapipe.weight_grad import PutOff, putting_off
+from megapipe.weight_grad import DeferredGrads, deferring
 
 skip_without_tracer()
 
@@ -31,15 +31,15 @@ def assert_same_as_eager(module: nn.Module, num_microbatches: int = 1, **options
     captured = graph.capture(copy.deepcopy(module), (example(),), **options)
     inputs = [example().detach() for _ in range(num_microbatches)]
     for one, is_split in ((module, False), (captured, True)):
-        all_put_off = []
+        all_deferred = []
         for x in inputs:
-            put_off = PutOff() if is_split else None
+            deferred = DeferredGrads() if is_split else None
             y = one(x.clone().requires_grad_())
-            with putting_off(put_off):
+            with deferring(deferred):
                 y.sin().sum().backward()
-            all_put_off.append(put_off)
-        for put_off in filter(None, all_put_off):
-            put_off.run()
+            all_deferred.append(deferred)
+        for deferred in filter(None, all_deferred):
+            deferred.run()
     for (name, expected), found in zip(module.named_parameters(), captured.parameters()):
         assert torch.equal(found.grad, expected.grad), name
 
@@ -281,10 +281,10 @@ def test_copies_of_a_captured_stage() -> None:
 
 def test_an_input_changed_between_b_and_w() -> None:
     """Autograd watches what a stage saved until B, and nobody watched it from there to W: the gradient was wrong."""
-    stage, x, put_off = graph.capture(Plain(), (example(),)), example(), PutOff()
+    stage, x, deferred = graph.capture(Plain(), (example(),)), example(), DeferredGrads()
     output = stage(x)
-    with putting_off(put_off):
+    with deferring(deferred):
         output.sum().backward()
     x.detach().zero_()
     with pytest.raises(RuntimeError, match="was changed in place between its B and its W"):
-        put_off.run()
+        deferred.run()

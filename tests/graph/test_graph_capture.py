@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import live_bytes
 from megapipe import graph, weight_grad
-from megapipe.weight_grad import PutOff, putting_off
+from megapipe.weight_grad import DeferredGrads, deferring
 
 skip_without_tracer()
 
@@ -177,11 +177,11 @@ def test_equal_to_eager(case: str, autocast: bool) -> None:
             torch.manual_seed(microbatch)
             with around:
                 output = model(*again)
-            put_off = PutOff() if model is captured and microbatch >= 2 else None
-            with putting_off(put_off):
+            deferred = DeferredGrads() if model is captured and microbatch >= 2 else None
+            with deferring(deferred):
                 scalar(output).backward()
-            if put_off is not None:
-                put_off.run()
+            if deferred is not None:
+                deferred.run()
             results.append((output, [i.grad for i in again if isinstance(i, Tensor)]))
         assert_same(results[1], results[0])
     for (name, ours), theirs in zip(captured.named_parameters(), eager.parameters()):
@@ -232,15 +232,15 @@ def test_last_stage_with_its_loss() -> None:
     eager, x, target = Part(), sequence(), torch.randn(5, 2, H)
     captured = graph.capture(copy.deepcopy(eager), (None, target), squares, input_tensor=torch.empty(5, 2, H))
     results = []
-    for model, put_off in ((eager, None), (captured, None), (captured, PutOff())):
+    for model, deferred in ((eager, None), (captured, None), (captured, DeferredGrads())):
         model.zero_grad()
         again = x.detach().requires_grad_()
         model.set_input_tensor([again])
         loss = model(None, target) if model is captured else squares(model(), target)
-        with putting_off(put_off):
+        with deferring(deferred):
             loss.backward()
-        if put_off is not None:
-            put_off.run()
+        if deferred is not None:
+            deferred.run()
         results.append([loss, again.grad, *(p.grad for p in model.parameters())])
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
@@ -271,19 +271,19 @@ def test_other_modes_are_captured_when_they_are_run() -> None:
 def test_what_a_backward_keeps_for_the_weights() -> None:
     """Between B and W at most 1.15 of what the forward saved; nothing after W."""
     stage = graph.capture(nn.Sequential(Block(), Block()), (sequence(),))
-    x, put_off = sequence(), PutOff()
+    x, deferred = sequence(), DeferredGrads()
     before = live_bytes()
     output = stage(x)
     saved = live_bytes() - before
     grad = torch.randn_like(output)
-    with putting_off(put_off):
+    with deferring(deferred):
         output.backward(grad)
     between = live_bytes() - before
     del output, grad
     x.grad = None
     gradients = sum(p.grad.nbytes for p in stage.parameters() if p.grad is not None)
     assert between - gradients < 1.15 * saved
-    put_off.run()
+    deferred.run()
     assert live_bytes() - before == sum(p.nbytes for p in stage.parameters())
     output = stage(x)
     output.sum().backward(retain_graph=True)
@@ -453,17 +453,17 @@ def test_recompute_saves_a_quarter_at_most() -> None:
     x, grad = sequence(), torch.randn(5, 2, H)
     results, saved = {}, {}
     for name, stage in stages.items():
-        for put_off in (None, PutOff()):
+        for deferred in (None, DeferredGrads()):
             again = x.detach().requires_grad_()
             torch.manual_seed(1)
             before = live_bytes()
             output = stage(again)
             saved[name] = live_bytes() - before - output.nbytes
             drawn = torch.rand(1)
-            with putting_off(put_off):
+            with deferring(deferred):
                 output.backward(grad)
-            if put_off is not None:
-                put_off.run()
+            if deferred is not None:
+                deferred.run()
         results[name] = [output, drawn, again.grad, *(p.grad for p in stage.parameters())]
     assert_same(results["all"], results["eager"])
     assert_same(results["recompute"], results["eager"])
@@ -488,12 +488,12 @@ def test_inductor(capsys: pytest.CaptureFixture[str]) -> None:
     x, grad = sequence(), torch.randn(5, 2, H)
     results = []
     for stage in (plain, *stages):
-        again, put_off = x.detach().requires_grad_(), PutOff()
+        again, deferred = x.detach().requires_grad_(), DeferredGrads()
         torch.manual_seed(1)
         output = stage(again)
-        with putting_off(put_off):
+        with deferring(deferred):
             output.backward(grad)
-        put_off.run()
+        deferred.run()
         results.append([output, again.grad, *(p.grad for p in stage.parameters())])
     for ours in results[1:]:
         for one, other in zip(ours, results[0]):

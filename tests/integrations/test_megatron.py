@@ -23,7 +23,7 @@ import megapipe
 from megapipe import StageInfo
 from megapipe.plan import Verbs, find_schedule, v_shape
 from megapipe.runtime import ForwardBackward
-from megapipe.weight_grad import PutOff, putting_off
+from megapipe.weight_grad import DeferredGrads, deferring
 
 pytest.importorskip(
     "megatron.core", reason="make test installs megatron-core; pip install --no-deps megatron-core==0.16.1"
@@ -416,16 +416,16 @@ def test_pp2_vpp2_with_variable_lengths(ranks: RankPool) -> None:
     ranks.run(2, variable_lengths)
 
 
-def put_off(rank: int) -> None:
+def deferred(rank: int) -> None:
     """In B the layers' weights have no gradient yet; after W all have the same as without."""
     plain = provider(megatron(1))()
     (model,) = copy_of([plain])
-    assert megapipe.integrations.megatron.put_off_weight_gradients(model) is model
+    assert megapipe.integrations.megatron.defer_weight_gradients(model) is model
     losses = [forward_step(iter(batches(1, 0)), one)[0].mean() for one in (plain, model)]
     assert torch.equal(*losses)
     losses[0].backward()
-    later = PutOff()
-    with putting_off(later):
+    later = DeferredGrads()
+    with deferring(later):
         losses[1].backward()
     waiting = {name for name, p in model.named_parameters() if p.grad is None}
     assert waiting == {name for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name}
@@ -436,7 +436,7 @@ def put_off(rank: int) -> None:
         chunks = megapipe.integrations.megatron.build_model_chunks(provider(megatron(2, vp_size)), schedule)
         both = [chunks, copy_of(chunks)]
         for chunk in both[1]:
-            megapipe.integrations.megatron.put_off_weight_gradients(chunk)
+            megapipe.integrations.megatron.defer_weight_gradients(chunk)
         reports = [step(megapipe.get_forward_backward_func(schedule), one, batches(4, 0)) for one in both]
         assert reports[0] == reports[1]
         for a, b in zip(*both):
@@ -445,7 +445,7 @@ def put_off(rank: int) -> None:
 
 
 def test_layers_that_leave_their_weight_gradients_to_w(ranks: RankPool) -> None:
-    ranks.run(2, put_off)
+    ranks.run(2, deferred)
 
 
 def auxiliary_losses(rank: int) -> None:

@@ -32,7 +32,7 @@ from megapipe.messages import MessageSpec, TensorSpec, pack, unpack
 from megapipe.overlap import run_parts
 from megapipe.p2p_communication import ConnectionLostError
 from megapipe.plan import ChannelName, ScheduleError, Settings, Verbs, load_plan, make_plan, v_shape
-from megapipe.weight_grad import PutOff, putting_off
+from megapipe.weight_grad import DeferredGrads, deferring
 
 TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
 
@@ -425,13 +425,13 @@ def test_w_holds_no_graph() -> None:
     """What a layer kept for W was the input as autograd knew it, and with it every node that had made it. Functions of
     other people that keep tensors as attributes kept them until W."""
     layer = weight_grad.Linear(4, 4)
-    put_off = PutOff()
+    deferred = DeferredGrads()
     output = layer(Watched.apply(torch.ones(2, 4, requires_grad=True)))
-    with putting_off(put_off):
+    with deferring(deferred):
         output.sum().backward()
     del output
     assert Watched.alive[0]() is None
-    put_off.run()
+    deferred.run()
     assert layer.weight.grad is not None
 
 
@@ -518,10 +518,10 @@ def test_embeddings_of_32_bit_tokens_and_complex_layers() -> None:
         deferring = weight_grad.convert(copy.deepcopy(layer))
         for _ in range(2):
             layer(data).abs().square().sum().backward()
-            put_off = PutOff()
-            with putting_off(put_off):
+            deferred = DeferredGrads()
+            with deferring(deferred):
                 deferring(data).abs().square().sum().backward()
-            put_off.run()
+            deferred.run()
         for ours, torchs in zip(deferring.parameters(), layer.parameters()):
             assert torch.equal(ours.grad, torchs.grad)
 

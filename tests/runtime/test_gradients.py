@@ -59,7 +59,7 @@ def test_equal_to_the_unpartitioned_model(ranks: RankPool, pp_size: int, num_mic
 
 
 @pytest.mark.parametrize(("pp_size", "num_microbatches"), SIZES)
-def test_equal_with_weight_gradients_put_off(ranks: RankPool, pp_size: int, num_microbatches: list[int]) -> None:
+def test_equal_with_deferred_weight_gradients(ranks: RankPool, pp_size: int, num_microbatches: list[int]) -> None:
     """To the unpartitioned model with the same layers, which adds to its gradients as they do."""
     ranks.run(pp_size, compare, SPLIT, pp_size, num_microbatches, 0.0, True)
 

@@ -18,7 +18,7 @@ from megapipe import parallel_state, stages_for_rank
 from megapipe.overlap import fill_gap, run_parts
 from megapipe.runtime import boundary
 from megapipe.runtime import overlapped as pairs
-from megapipe.weight_grad import PutOff
+from megapipe.weight_grad import DeferredGrads
 
 NUM_LAYERS = 8
 
@@ -103,9 +103,9 @@ def sent_early(rank: int) -> None:
             events.append("B")
             original(self, grads)
 
-        def run_weights(self: Any, put_off: Any, original: Any = weights, events: list[str] = events) -> None:
+        def run_weights(self: Any, deferred: Any, original: Any = weights, events: list[str] = events) -> None:
             events.append("W")
-            original(self, put_off)
+            original(self, deferred)
 
         boundary.Wire.send_output, boundary.Wire.send_gradient = send, send_backward
         megapipe.runtime.stage.Stage.backward_weights = run_weights
@@ -136,18 +136,18 @@ def test_a_lone_backward_fills_its_gaps_with_its_own_weight_gradients() -> None:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name, hooked=hooked: hooked.append(name))
         for layer in chunk.layers.values():
             layer.up.register_forward_pre_hook(lambda *_: LOG.append("F"))
-        original = PutOff.compute
+        original = DeferredGrads.compute
 
-        def compute(self: PutOff, original: Any = original) -> None:
+        def compute(self: DeferredGrads, original: Any = original) -> None:
             LOG.append(f"{sum(len(each.left) for weights in self._running.values() for each in weights.values())} Ws")
             original(self)
 
-        PutOff.compute = compute
+        DeferredGrads.compute = compute
         try:
             for _ in range(2):
                 run("no_pipelining", [chunk], 2)
         finally:
-            PutOff.compute = original
+            DeferredGrads.compute = original
         last_backward = LOG[LOG.index("F", len(LOG) - LOG[::-1].index("F") - 1) + 1 :]
         if is_in_gaps:  # those of the head and the last layer, and of the first layer; at the end the embedding's
             assert last_backward == ["gap", "3 Ws", "gap", "2 Ws"]

@@ -21,7 +21,7 @@ from megapipe.overlap import fill_gap, run_parts
 from megapipe.plan import Verbs, loop
 from megapipe.runtime import ForwardBackward
 from megapipe.runtime.arguments import StepArguments
-from megapipe.runtime.stage import InFlight, Stage
+from megapipe.runtime.stage import SavedForward, Stage
 
 SIZE = 4
 
@@ -285,7 +285,7 @@ def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
 def test_a_device_is_waited_for_once_where_all_have_gradients() -> None:
     """Reading whether a gradient is none makes the host wait: on a device only until all were given once."""
     module, edge = nn.Linear(2, 2), torch.autograd.graph.get_gradient_edge(torch.ones(2, requires_grad=True))
-    in_flight = InFlight(None, [], [edge])
+    in_flight = SavedForward(None, [], [edge])
     none, grad = no_gradient(torch.ones(2)), torch.ones(2)
     for device, is_found_later in (("cpu", True), ("meta", False)):
         assert a_stage(device, module).roots(in_flight, [none]) == []

@@ -165,8 +165,8 @@ def overlapped(rank: int) -> None:
     done: list[int] = []
     backward_weights = RunningStage.backward_weights
 
-    def logged(self: RunningStage, put_off: Any) -> None:
-        backward_weights(self, put_off)
+    def logged(self: RunningStage, deferred: Any) -> None:
+        backward_weights(self, deferred)
         done.append(self.info.index)
         if done.count(chunks[0].info.index) == 3:
             ended.set()

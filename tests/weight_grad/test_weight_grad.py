@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megapipe import weight_grad
-from megapipe.weight_grad import Kept, PutOff, products, putting_off
+from megapipe.weight_grad import DeferredGrads, SavedTensor, deferring, products
 
 TOKENS, IN, OUT = 6, 8, 12
 
@@ -31,10 +31,10 @@ def backward(output: Tensor, grad: Tensor | None = None, split: bool = True) -> 
     if not split:
         output.backward(grad)
         return
-    put_off = PutOff()
-    with putting_off(put_off):
+    deferred = DeferredGrads()
+    with deferring(deferred):
         output.backward(grad)
-    put_off.run()
+    deferred.run()
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
@@ -431,11 +431,11 @@ def test_layers_on_cuda() -> None:
     layer = weight_grad.Linear(64, 48, bias=False, device="cuda", dtype=torch.bfloat16)
     layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
     x = torch.randn(5, 32, 64, device="cuda", dtype=torch.bfloat16)
-    put_off = PutOff()
-    with putting_off(put_off):
+    deferred = DeferredGrads()
+    with deferring(deferred):
         layer(x).sum().backward()
     assert not layer.weight.main_grad.any()
-    put_off.run()
+    deferred.run()
     want = x.flatten(0, 1).float().sum(0).expand(48, 64)
     torch.testing.assert_close(layer.weight.main_grad, want, atol=1e-2, rtol=1e-2)
 
@@ -503,14 +503,14 @@ def test_model(use_reentrant: bool | None) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_are_recomputed_once_and_in_b(use_reentrant: bool) -> None:
-    model, put_off = weight_grad.convert(Model(use_reentrant)), PutOff()
+    model, deferred = weight_grad.convert(Model(use_reentrant)), DeferredGrads()
     output = model(tokens())
     assert model.block.num_runs == 1
-    with putting_off(put_off):
+    with deferring(deferred):
         output.sum().backward()
     assert model.block.num_runs == 2
     assert model.block.up.weight.grad is None
-    put_off.run()
+    deferred.run()
     assert model.block.num_runs == 2
     assert model.block.up.weight.grad is not None
 
@@ -610,15 +610,15 @@ def test_output_gradients_that_others_go_on_using(shape: tuple[int, ...]) -> Non
         torch.manual_seed(0)
         layer, other = (weight_grad.Linear(IN, OUT, bias=False) for _ in range(2))
         bias = torch.zeros(shape, requires_grad=True)
-        put_off = [PutOff() if split else None for _ in x]
-        for microbatch, put_off_here in zip(x, put_off):
-            with putting_off(put_off_here):
+        deferred = [DeferredGrads() if split else None for _ in x]
+        for microbatch, deferred_here in zip(x, deferred):
+            with deferring(deferred_here):
                 (
                     (bias.view(2, 3, OUT) + layer(microbatch) + other(microbatch.view(6, IN)).view(2, 3, OUT)) * 2
                 ).sum().backward()
-        for put_off_here in put_off:
-            if put_off_here is not None:
-                put_off_here.run()
+        for deferred_here in deferred:
+            if deferred_here is not None:
+                deferred_here.run()
         return [layer.weight.grad, other.weight.grad, bias.grad]
 
     for got, want in zip(run(True), run(False)):
@@ -773,11 +773,11 @@ def test_nothing_as_large_as_the_weight_is_made_to_accumulate(
     if not isinstance(layer, nn.Embedding):
         monkeypatch.setattr(Tensor, "is_cpu", False)
     backward(layer(*arguments).sum())
-    put_off = PutOff()
-    with putting_off(put_off):
+    deferred = DeferredGrads()
+    with deferring(deferred):
         layer(*arguments).sum().backward()
     with Largest() as largest:
-        put_off.run()
+        deferred.run()
     assert largest.num_elements <= 2 * 3 * 64
 
 
@@ -794,17 +794,17 @@ def test_only_inputs_and_output_gradients_are_held_between_b_and_w() -> None:
     for name, layer in model.named_children():
         layer.register_forward_hook(keep(name))
     held: list[Any] = []
-    hold = PutOff.add
+    hold = DeferredGrads.add
 
-    def watch(self: PutOff, weight: Tensor, compute: Any, add_to: Any = None) -> None:
-        held.extend(part.get() for part in compute.args if isinstance(part, Kept))
+    def watch(self: DeferredGrads, weight: Tensor, compute: Any, add_to: Any = None) -> None:
+        held.extend(part.get() for part in compute.args if isinstance(part, SavedTensor))
         hold(self, weight, compute, add_to)
 
-    put_off = PutOff()
+    deferred = DeferredGrads()
     x = torch.randn(TOKENS, IN)
     loss = model(x).square().sum()
-    with pytest.MonkeyPatch.context() as patch, putting_off(put_off):
-        patch.setattr(PutOff, "add", watch)
+    with pytest.MonkeyPatch.context() as patch, deferring(deferred):
+        patch.setattr(DeferredGrads, "add", watch)
         loss.backward()
     assert sorted(tuple(tensor.shape) for tensor in held) == sorted([(TOKENS, OUT)] * 2 + [(TOKENS, IN)] * 2)
     held.clear()
@@ -812,7 +812,7 @@ def test_only_inputs_and_output_gradients_are_held_between_b_and_w() -> None:
     gc.collect()
     alive = {name for name, reference in kept.items() if reference() is not None}
     assert alive == {"2"}  # the GELU's output, which the last layer needs
-    put_off.run()
+    deferred.run()
     gc.collect()
     assert kept["2"]() is None
 
@@ -832,12 +832,12 @@ def test_an_input_changed_between_b_and_w(layer: nn.Module, arguments: tuple[Any
     """Autograd no longer watches it then."""
     for _ in range(num_before):  # then there is a gradient to add to
         backward(layer(*arguments).sum())
-    put_off = PutOff()
-    with putting_off(put_off):
+    deferred = DeferredGrads()
+    with deferring(deferred):
         layer(*arguments).sum().backward()
     arguments[0].zero_()
     with pytest.raises(RuntimeError, match="was changed in place between its B and its W"):
-        put_off.run()
+        deferred.run()
 
 
 def test_w_frees_what_it_has_done() -> None:
@@ -853,12 +853,12 @@ def test_w_frees_what_it_has_done() -> None:
 
         return compute
 
-    put_off = PutOff()
+    deferred = DeferredGrads()
     for weight, tensor in zip(weights, needed):
-        put_off.add(weight, computation(tensor))
+        deferred.add(weight, computation(tensor))
     needed.clear()
     del tensor
-    put_off.run()
+    deferred.run()
     assert seen == [[True, True], [False, True]]
 
 
@@ -905,7 +905,7 @@ def test_a_backward_that_is_run_within_b_puts_nothing_off(use_reentrant: bool) -
 def test_a_backward_of_another_thread_puts_nothing_off() -> None:
     """While a B was under way, everybody's weight gradients were put off to its W."""
     layer, other = weight_grad.Linear(IN, IN), weight_grad.Linear(IN, IN)
-    x, put_off = torch.randn(TOKENS, IN, requires_grad=True), PutOff()
+    x, deferred = torch.randn(TOKENS, IN, requires_grad=True), DeferredGrads()
     found: list[Tensor | None] = []
 
     def in_a_thread() -> None:
@@ -920,11 +920,11 @@ def test_a_backward_of_another_thread_puts_nothing_off() -> None:
     y = layer(x)
     y.register_hook(in_b)
     output = y.sum()
-    with putting_off(put_off):
+    with deferring(deferred):
         output.backward()
     assert layer.weight.grad is None
     assert found[0] is not None
-    put_off.run()
+    deferred.run()
     assert layer.weight.grad is not None
 
 
@@ -937,14 +937,14 @@ def test_threads_do_not_mix() -> None:
         layers = [weight_grad.Linear(IN, IN, bias=False) for _ in range(3)]
         start.wait()
         for _ in range(20):
-            x, put_off = torch.randn(TOKENS, IN), PutOff()
+            x, deferred = torch.randn(TOKENS, IN), DeferredGrads()
             output = layers[2](layers[1](layers[0](x))).sum()
-            with putting_off(put_off):
+            with deferring(deferred):
                 output.backward()
-            put_off_here = {id(weight) for ended in put_off._ended.values() for weight in ended}
-            if put_off_here != {id(layer.weight) for layer in layers}:
+            deferred_here = {id(weight) for ended in deferred._ended.values() for weight in ended}
+            if deferred_here != {id(layer.weight) for layer in layers}:
                 return
-            put_off.run()
+            deferred.run()
         results[number] = True
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]

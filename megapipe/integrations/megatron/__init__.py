@@ -6,7 +6,7 @@ A trainer changes one import:
 
 and may then name any schedule. `megatron.core.parallel_state` is used where it is initialised, `model.config` may be
 Megatron's own, and the scales of auxiliary losses are set as Megatron's schedules set them. For schedules that split
-the backward there is `put_off_weight_gradients`, and for those in a V `build_model_chunks` and `at_its_stage`.
+the backward there is `defer_weight_gradients`, and for those in a V `build_model_chunks` and `at_its_stage`.
 
 The functions that trainers import from Megatron's schedules (`forward_step`, `backward_step`, `get_tensor_shapes`, ...)
 are there too: those of the Megatron that is installed, whose arguments change from release to release.
@@ -19,10 +19,10 @@ from typing import Any
 
 from . import finish as finish
 from . import settings as settings
-from .layers import put_off_weight_gradients
+from .layers import defer_weight_gradients
 from .stages import at_its_stage, build_model_chunks
 
-__all__ = ["at_its_stage", "build_model_chunks", "put_off_weight_gradients"]
+__all__ = ["at_its_stage", "build_model_chunks", "defer_weight_gradients"]
 
 _MEGATRONS = (
     "backward_step",

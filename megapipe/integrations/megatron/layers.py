@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ...weight_grad import linear
 
-__all__ = ["put_off_weight_gradients"]
+__all__ = ["defer_weight_gradients"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def put_off_weight_gradients(module: Module) -> Module:
+def defer_weight_gradients(module: Module) -> Module:
     """Make the layers that Megatron builds without transformer-engine leave their weight gradients to W: its
     ColumnParallelLinear and RowParallelLinear, as `weight_grad.convert` does with torch's. Call it before the model is
     wrapped or after.

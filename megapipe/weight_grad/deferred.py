@@ -22,28 +22,28 @@ from torch import Tensor
 from torch.autograd import Variable
 
 __all__ = [
-    "Kept",
-    "PutOff",
+    "DeferredGrads",
+    "SavedTensor",
     "add_gradient",
     "capturing",
     "defer",
+    "deferring",
     "has_main_grad",
     "is_capturing",
-    "is_putting_off",
+    "is_deferring",
     "keep",
     "one_backward_at_a_time",
-    "putting_off",
     "unshared",
     "visit_gradient_nodes",
 ]
 
 one_backward_at_a_time = threading.RLock()
-_current: PutOff | None = None
+_current: DeferredGrads | None = None
 _is_capturing = False
 _stand_ins: dict[Tensor, Tensor] | None = None  # gradients that stand in during the backward under way, if one is
 
 
-class PutOff:
+class DeferredGrads:
     """The weight gradients that one B leaves to its W.
 
     On CPU they are torch's own: what a backward contributes to a weight is added up first, in the order in which
@@ -57,13 +57,13 @@ class PutOff:
         self._running: dict[int, dict[Tensor, _Contributions]] = {}
         self._ended: dict[int, dict[Tensor, _Contributions]] = {}
         self._silenced: dict[Tensor, dict[Any, Any]] = {}
-        self._kept: list[weakref[Kept]] = []
+        self._kept: list[weakref[SavedTensor]] = []
 
     def is_under_way(self) -> bool:
         """Whether the backward that is running is this B, or one within it, and not that of another thread."""
         if torch._C._current_graph_task_id() in self._running:
             return True
-        return _this_thread().put_off is self
+        return _this_thread().deferred is self
 
     def add(
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
@@ -85,7 +85,7 @@ class PutOff:
             self._silenced[weight] = dict(hooks)
             hooks.clear()
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: SavedTensor) -> None:
         self._kept.append(weakref(kept))
 
     def _end(self, number: int) -> None:
@@ -108,7 +108,7 @@ class PutOff:
         for number in list(self._running):  # that did not end, because of an error
             self._settle(number)
         self.restore_hooks()
-        kept_of: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}  # per memory that others have too
+        kept_of: dict[int, tuple[torch.UntypedStorage, list[SavedTensor]]] = {}  # per memory that others have too
         for kept in filter(None, [reference() for reference in self._kept]):  # those that are still to be used
             storage = kept.get().untyped_storage()
             if _may_be_shared(storage):
@@ -140,7 +140,7 @@ class PutOff:
 
 
 class _Thread:
-    put_off: PutOff | None = None
+    deferred: DeferredGrads | None = None
 
 
 def _this_thread() -> _Thread:
@@ -220,21 +220,21 @@ class _without_grad:  # noqa: N801  # torch.no_grad() takes longer than a small 
         torch._C._set_grad_enabled(self._was_enabled)
 
 
-class putting_off:  # noqa: N801  # a context; a generator would take longer than a small backward
-    """Around one backward: what it hands to `defer` goes to `put_off`; with None it runs at once.
+class deferring:  # noqa: N801  # a context; a generator would take longer than a small backward
+    """Around one backward: what it hands to `defer` goes to `deferred`; with None it runs at once.
 
     Two pipelines in one process take turns, so neither finds its gradients in the other's list.
     """
 
-    def __init__(self, put_off: PutOff | None) -> None:
-        self._put_off = put_off
+    def __init__(self, deferred: DeferredGrads | None) -> None:
+        self._deferred = deferred
 
     def __enter__(self) -> None:
         global _current, _stand_ins
         one_backward_at_a_time.acquire()
-        self._before, _current = (_current, _stand_ins), self._put_off
+        self._before, _current = (_current, _stand_ins), self._deferred
         _stand_ins = {}
-        _this_thread().put_off = _current
+        _this_thread().deferred = _current
 
     def __exit__(self, *error: object) -> None:
         global _current, _stand_ins
@@ -242,14 +242,14 @@ class putting_off:  # noqa: N801  # a context; a generator would take longer tha
             if _stand_ins:
                 _remove_stand_ins(_stand_ins)
             _current, _stand_ins = self._before
-            _this_thread().put_off = _current
-            if self._put_off is not None:
-                self._put_off.end_backward()
+            _this_thread().deferred = _current
+            if self._deferred is not None:
+                self._deferred.end_backward()
         finally:
             one_backward_at_a_time.release()
 
 
-def is_putting_off() -> bool:
+def is_deferring() -> bool:
     """Whether the backward that is running leaves weight gradients to a W."""
     return _current is not None and _current.is_under_way()
 
@@ -317,7 +317,7 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
         _call_hooks_after_backward(weight)
 
 
-class Kept:
+class SavedTensor:
     """A tensor that a layer keeps until W. As in autograd, it is an error to change it in place before."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -338,14 +338,14 @@ class Kept:
         self._version = self._tensor._version
 
 
-def keep(grad: Tensor) -> Kept:
+def keep(grad: Tensor) -> SavedTensor:
     """For what is handed to `defer`: `grad` as it is now.
 
     Autograd may make a view of the same memory some parameter's `.grad`, as in `layer(x) + position.view(...)`, and
     add the gradients of the next microbatches to it in place. So where others still hold the memory when B ends, it is
     copied then; while B runs they cannot be told from those who only pass it on.
     """
-    kept = Kept(grad)
+    kept = SavedTensor(grad)
     if _current is not None:
         _current.keep(kept)
     return kept
@@ -374,9 +374,9 @@ def visit_gradient_nodes(weights: list[Tensor]) -> None:
     as Megatron's and torch's DistributedDataParallel do: when B passed by, the gradient was not complete."""
     if not weights:
         return
-    silent = PutOff()
+    silent = DeferredGrads()
     added = {weight: weight.grad_added_to_main_grad for weight in weights if hasattr(weight, "grad_added_to_main_grad")}
-    with putting_off(None):
+    with deferring(None):
         try:
             for weight in weights:
                 _let_stand_in(weight)
