@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,19 +12,9 @@ import pytest
 import megapipe
 
 PACKAGE = Path(megapipe.__file__).parent
-LEVELS = [
-    ["plan"],
-    ["chunks", "config", "messages", "parallel_state"],
-    ["p2p_communication", "sharding", "weight_grad"],
-    ["failures", "overlap", "transports"],
-    ["graph"],
-    ["training"],
-    ["runtime"],
-    ["schedules"],
-    ["dualpipe", "zero_bubble"],
-    ["analysis", "checkpoint", "integrations"],
-    ["__init__", "__main__"],
-]
+MAP = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+LEVELS = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`.+?) \|", MAP, flags=re.MULTILINE)]
+LEVELS.append(["__init__", "__main__"])
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
@@ -48,3 +39,7 @@ def test_imports_go_down_and_through_the_front(file: Path) -> None:
             assert LEVEL[room] < LEVEL[own], f"{file} imports {'.'.join(imported)}, which does not stand below it"
             is_front = len(imported) <= 1 or imported == ("runtime", "hooks") or own.startswith("__")
             assert is_front, f"{file} imports {'.'.join(imported)}: import it from {room}/__init__.py"
+
+
+def test_every_room_is_on_the_map() -> None:
+    assert {file.parts[0].removesuffix(".py") for file in FILES} == LEVEL.keys()
