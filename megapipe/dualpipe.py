@@ -6,7 +6,6 @@ better without the Dual" by Sea AI Lab (https://hackmd.io/@ufotalent/r1lVXsa9Jg)
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from .plan import Verbs, v_shape
@@ -19,7 +18,6 @@ __all__ = ["forward_backward_dualpipev"]
 def forward_backward_dualpipev(pipe: Verbs) -> Any:
     """DualPipeV, for models whose communication inside a layer is long. https://github.com/deepseek-ai/DualPipe"""
     size, rank = pipe.pp_size, pipe.pp_rank
-    deferred: deque[int] = deque()  # the chunks whose Ws they are
 
     def F(chunk: int) -> None:
         if pipe.num_forwards_left(chunk):
@@ -32,14 +30,13 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
             pipe.recv_backward(chunk)
             if split:
                 pipe.backward_input_step(chunk)
-                deferred.append(chunk)
             else:
                 pipe.backward_step(chunk)
             pipe.send_backward(chunk)
 
     def W() -> None:
-        if deferred:
-            pipe.backward_weight_step(deferred.popleft())
+        if pipe.num_pending_weights():
+            pipe.backward_weight_step()
 
     def FB(forward_chunk: int, backward_chunk: int) -> None:
         if not (pipe.num_forwards_left(forward_chunk) and pipe.num_backwards_left(backward_chunk)):
@@ -93,7 +90,7 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
         B(0, split=True)
 
     # Phase 8: nW.
-    while deferred:
+    while pipe.num_pending_weights():
         W()
 
     return pipe.finish()

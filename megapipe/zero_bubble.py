@@ -6,7 +6,6 @@ Memory (https://arxiv.org/abs/2405.15362).
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from .plan import Verbs, loop, v_shape
@@ -82,7 +81,6 @@ def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
     forwards, backwards, num_warmup = interleaved_order(pipe)
     # Ws that are put off, for the time when earlier ranks still do their last Bs.
     num_deferred = pipe.pp_rank
-    deferred: deque[int] = deque()  # the chunks whose Ws they are
 
     def F(chunk: int) -> None:
         pipe.recv_forward(chunk)
@@ -93,7 +91,6 @@ def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
         pipe.recv_backward(chunk)
         pipe.backward_input_step(chunk)
         pipe.send_backward(chunk)
-        deferred.append(chunk)
 
     # Warmup: nF.
     for chunk in forwards[:num_warmup]:
@@ -103,16 +100,16 @@ def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
     for chunk, last_chunk in zip(forwards[num_warmup:], backwards):
         F(chunk)
         B(last_chunk)
-        if len(deferred) > num_deferred:
-            pipe.backward_weight_step(deferred.popleft())
+        if pipe.num_pending_weights() > num_deferred:
+            pipe.backward_weight_step()
 
     # Cooldown: n(B W), nW.
     for chunk in backwards[len(forwards) - num_warmup :]:
         B(chunk)
-        if len(deferred) > num_deferred:
-            pipe.backward_weight_step(deferred.popleft())
-    while deferred:
-        pipe.backward_weight_step(deferred.popleft())
+        if pipe.num_pending_weights() > num_deferred:
+            pipe.backward_weight_step()
+    while pipe.num_pending_weights():
+        pipe.backward_weight_step()
 
     return pipe.finish()
 
@@ -204,7 +201,6 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
         starts.append(time + hop * place)
         time += hop * (size - 1) + turn
     assert len({start % 6 for start in starts}) == 4, "two actions of the block fall on the same unit of time"
-    deferred: deque[int] = deque()  # the chunks whose Ws they are
 
     def F(chunk: int) -> None:
         pipe.recv_forward(chunk)
@@ -215,11 +211,10 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
         pipe.recv_backward(chunk)
         pipe.backward_input_step(chunk)
         pipe.send_backward(chunk)
-        deferred.append(chunk)
 
     def W() -> None:
-        if deferred:
-            pipe.backward_weight_step(deferred.popleft())
+        if pipe.num_pending_weights():
+            pipe.backward_weight_step()
 
     # n(F0 F1 B1 B0 W W), in an order that depends on the rank.
     block = dict(zip(starts, ((F, 0), (F, 1), (B, 1), (B, 0))))
@@ -232,7 +227,7 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
             W()
 
     # Cooldown: nW.
-    while deferred:
+    while pipe.num_pending_weights():
         W()
 
     return pipe.finish()

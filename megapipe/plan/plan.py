@@ -125,9 +125,9 @@ class PlanRecorder(Verbs):
         self.events.append(Event(PAIR[0], self.stages[forward_chunk].index, microbatch))
         self._record_backward(PAIR[1], backward_chunk, deferred=False)
 
-    def backward_weight_step(self, chunk: int = 0) -> None:
+    def backward_weight_step(self, chunk: int | None = None) -> None:
         if not self.forward_only:
-            microbatch = self._advance_weight(chunk)
+            chunk, microbatch = self._advance_weight(chunk)
             self.events.append(Event("backward_weight_step", self.stages[chunk].index, microbatch))
 
     def send_backward(self, chunk: int = 0) -> None:

@@ -96,7 +96,8 @@ class Verbs(ABC):
         counts = [[num_microbatches] * num_chunks, *self._counts.values()]
         self._before_and_own = dict(zip(COURSE, pairwise(counts)))
         """For each verb the counts, by chunk, of the one before it and its own."""
-        self._deferred: list[deque[int]] = [deque() for _ in range(num_chunks)]
+        self._deferred: deque[tuple[int, int]] = deque()
+        """Chunk and microbatch of every pending W, in the order of the Bs."""
 
     # Facts
 
@@ -108,9 +109,11 @@ class Verbs(ABC):
         """Backwards of this chunk still to be run in this step: none with `forward_only`."""
         return 0 if self.forward_only else self.num_microbatches - self._counts["backward_step"][chunk]
 
-    def num_pending_weights(self, chunk: int = 0) -> int:
-        """Ws of this chunk whose B has been run."""
-        return len(self._deferred[chunk])
+    def num_pending_weights(self, chunk: int | None = None) -> int:
+        """Deferred weight-gradient passes (W) that are still to be run: of this chunk, or of all."""
+        if chunk is None:
+            return len(self._deferred)
+        return sum(of == chunk for of, _ in self._deferred)
 
     # Verbs
 
@@ -144,8 +147,8 @@ class Verbs(ABC):
         there, which may be before this returns; `send_forward` and `send_backward` follow all the same."""
 
     @abstractmethod
-    def backward_weight_step(self, chunk: int = 0) -> None:
-        """W: the weight gradients put off longest."""
+    def backward_weight_step(self, chunk: int | None = None) -> None:
+        """W: the weight gradients deferred longest, of this chunk or of all."""
 
     @abstractmethod
     def send_backward(self, chunk: int = 0) -> None:
@@ -183,16 +186,21 @@ class Verbs(ABC):
     def _advance_backward(self, chunk: int, deferred: bool) -> int:
         microbatch = self._advance("backward_step", chunk)
         if deferred:
-            self._deferred[chunk].append(microbatch)
+            self._deferred.append((chunk, microbatch))
         return microbatch
 
-    def _advance_weight(self, chunk: int) -> int:
-        if not self._deferred[chunk]:
-            raise ScheduleError(
-                f"rank {self.pp_rank} calls backward_weight_step({chunk}) but has put no weight gradient of that chunk "
-                f"off (after {self._counts['backward_step'][chunk]} backwards)."
-            )
-        return self._deferred[chunk].popleft()
+    def _advance_weight(self, chunk: int | None) -> tuple[int, int]:
+        """Take the oldest pending W of the chunk, or of all: its chunk and its microbatch."""
+        for index, oldest in enumerate(self._deferred):
+            if chunk in (None, oldest[0]):
+                del self._deferred[index]
+                return oldest
+        backwards = self._counts["backward_step"]
+        whose, num_backwards = ("", sum(backwards)) if chunk is None else (" of that chunk", backwards[chunk])
+        raise ScheduleError(
+            f"rank {self.pp_rank} calls backward_weight_step({'' if chunk is None else chunk}) but has no deferred "
+            f"weight gradient{whose} (after {num_backwards} backwards)."
+        )
 
     def _check_finished(self) -> None:
         for verb, counts in self._counts.items():
@@ -203,9 +211,8 @@ class Verbs(ABC):
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
                         f"{expected} microbatches."
                     )
-        for chunk, deferred in enumerate(self._deferred):
-            if deferred:
+        for chunk in range(self.num_chunks):
+            if num_pending := self.num_pending_weights(chunk):
                 raise ScheduleError(
-                    f"rank {self.pp_rank} ended its step with {len(deferred)} weight gradients of chunk {chunk} still "
-                    "put off."
+                    f"rank {self.pp_rank} ended its step without the Ws of {num_pending} microbatches of chunk {chunk}."
                 )

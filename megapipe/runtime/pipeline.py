@@ -241,9 +241,9 @@ class Pipeline(Verbs):
         chunk.above.send_output(chunk.outputs.popleft())
         chunk.num_sent_early += 1
 
-    def backward_weight_step(self, chunk: int = 0) -> None:
+    def backward_weight_step(self, chunk: int | None = None) -> None:
         if not self.forward_only:
-            self._advance_weight(chunk)
+            chunk, _ = self._advance_weight(chunk)
             if self._weight_counts is None:
                 self._run_weights(chunk)
 

@@ -364,10 +364,10 @@ def weights_of_nothing(pipe: Verbs) -> None:
     [
         (no_receive, "rank 0 calls forward_step(0) for microbatch 0 before recv_forward(0)."),
         (no_send, "rank 0 ended its step after 0 calls of send_forward(0); there are 2 microbatches."),
-        (no_weights, "rank 0 ended its step with 2 weight gradients of chunk 0 still put off."),
+        (no_weights, "rank 0 ended its step without the Ws of 2 microbatches of chunk 0."),
         (
             weights_of_nothing,
-            "rank 0 calls backward_weight_step(0) but has put no weight gradient of that chunk off (after 1 backwards)",
+            "rank 0 calls backward_weight_step() but has no deferred weight gradient (after 1 backwards).",
         ),
         (too_many, "rank 0 calls recv_forward(0) more often than there are microbatches (2)."),
     ],
