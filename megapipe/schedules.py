@@ -1,8 +1,9 @@
 """The schedules: one function each, whose loops are the schedule.
 
-A schedule speaks the verbs of `Verbs` to the one object it is given. It is the only source of truth: training runs
-it, and plans, pictures and checks are made by running it on a recorder. To add one, write the function, decorate it,
-draw its picture in tests/plan/test_schedules.py, and add its row to the README's table.
+A schedule speaks the verbs of `Verbs` to the one object it is given, most of them through F, B, W and BW below. It is
+the only source of truth: training runs it, and plans, pictures and checks are made by running it on a recorder. To add
+one, write the function, decorate it, draw its picture in tests/plan/test_schedules.py, and add its row to the README's
+table.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from .plan import Verbs, find_schedule, loop
 from .runtime import ForwardBackward, schedule
 
 __all__ = [
+    "BW",
+    "B",
+    "F",
+    "W",
     "forward_backward_gpipe",
     "forward_backward_looped_bfs",
     "forward_backward_no_pipelining",
@@ -24,19 +29,48 @@ __all__ = [
     "get_forward_backward_func",
 ]
 
+# What a schedule is made of, in the letters of the figures. Each does nothing where its chunk has nothing left to do,
+# so a loop may run past the last microbatch.
+
+
+def F(pipe: Verbs, chunk: int = 0) -> None:
+    """Forward of the chunk's next microbatch."""
+    if pipe.num_forwards_left(chunk):
+        pipe.recv_forward(chunk)
+        pipe.forward_step(chunk)
+        pipe.send_forward(chunk)
+
+
+def B(pipe: Verbs, chunk: int = 0) -> None:
+    """Input gradient of the chunk's next microbatch. Its weight-gradient pass (W) is deferred."""
+    if pipe.num_backwards_left(chunk):
+        pipe.recv_backward(chunk)
+        pipe.backward_input_step(chunk)
+        pipe.send_backward(chunk)
+
+
+def W(pipe: Verbs, chunk: int | None = None) -> None:
+    """The weight-gradient pass deferred longest, of this chunk or of all."""
+    if pipe.num_pending_weights(chunk):
+        pipe.backward_weight_step(chunk)
+
+
+def BW(pipe: Verbs, chunk: int = 0) -> None:
+    """Whole backward of the chunk's next microbatch: B and W in one. Figures without a split backward call it B."""
+    if pipe.num_backwards_left(chunk):
+        pipe.recv_backward(chunk)
+        pipe.backward_step(chunk)
+        pipe.send_backward(chunk)
+
 
 @schedule("no_pipelining", placement=loop, num_chunks=None, max_pp_size=1)
 def forward_backward_no_pipelining(pipe: Verbs) -> Any:
     """The whole model on one rank, microbatch by microbatch."""
     for _ in range(pipe.num_microbatches):
         for chunk in range(pipe.num_chunks):
-            pipe.recv_forward(chunk)
-            pipe.forward_step(chunk)
-            pipe.send_forward(chunk)
+            F(pipe, chunk)
         for chunk in reversed(range(pipe.num_chunks)):
-            pipe.recv_backward(chunk)
-            pipe.backward_step(chunk)
-            pipe.send_backward(chunk)
+            BW(pipe, chunk)
 
     return pipe.finish()
 
@@ -47,9 +81,7 @@ def forward_inference(pipe: Verbs) -> Any:
     for first in range(0, pipe.num_microbatches, pipe.pp_size):
         for chunk in range(pipe.num_chunks):
             for _ in range(first, min(first + pipe.pp_size, pipe.num_microbatches)):
-                pipe.recv_forward(chunk)
-                pipe.forward_step(chunk)
-                pipe.send_forward(chunk)
+                F(pipe, chunk)
 
     return pipe.finish()
 
@@ -58,23 +90,13 @@ def forward_inference(pipe: Verbs) -> Any:
 def forward_backward_gpipe(pipe: Verbs) -> Any:
     """GPipe: all forwards, then all backwards. https://arxiv.org/abs/1811.06965, Figure 2 (c)."""
 
-    def F() -> None:
-        pipe.recv_forward()
-        pipe.forward_step()
-        pipe.send_forward()
-
-    def B() -> None:
-        pipe.recv_backward()
-        pipe.backward_step()
-        pipe.send_backward()
-
     # mF: every microbatch is in flight.
     for _ in range(pipe.num_microbatches):
-        F()
+        F(pipe)
 
     # mB.
     for _ in range(pipe.num_microbatches):
-        B()
+        BW(pipe)
 
     return pipe.finish()
 
@@ -87,28 +109,18 @@ def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
     num_extra = extra_microbatches(pipe, default=pipe.pp_size)
     num_warmup = min(num_behind + min(num_extra, num_behind), pipe.num_microbatches)
 
-    def F() -> None:
-        pipe.recv_forward()
-        pipe.forward_step()
-        pipe.send_forward()
-
-    def B() -> None:
-        pipe.recv_backward()
-        pipe.backward_step()
-        pipe.send_backward()
-
     # Warmup: nF. The last rank has none.
     for _ in range(num_warmup):
-        F()
+        F(pipe)
 
     # Steady state: n(F B). At most pp_size - pp_rank microbatches are in flight.
     for _ in range(pipe.num_microbatches - num_warmup):
-        F()
-        B()
+        F(pipe)
+        BW(pipe)
 
     # Cooldown: nB.
     for _ in range(num_warmup):
-        B()
+        BW(pipe)
 
     return pipe.finish()
 
@@ -117,25 +129,15 @@ def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
 def forward_backward_looped_bfs(pipe: Verbs) -> Any:
     """Breadth-first pipeline: GPipe on several chunks. https://arxiv.org/abs/2211.05953, Figure 2 (d)."""
 
-    def F(chunk: int) -> None:
-        pipe.recv_forward(chunk)
-        pipe.forward_step(chunk)
-        pipe.send_forward(chunk)
-
-    def B(chunk: int) -> None:
-        pipe.recv_backward(chunk)
-        pipe.backward_step(chunk)
-        pipe.send_backward(chunk)
-
     # mF0 mF1 ...: a chunk runs every microbatch before the next one begins.
     for chunk in range(pipe.num_chunks):
         for _ in range(pipe.num_microbatches):
-            F(chunk)
+            F(pipe, chunk)
 
     # ... mB1 mB0.
     for chunk in reversed(range(pipe.num_chunks)):
         for _ in range(pipe.num_microbatches):
-            B(chunk)
+            BW(pipe, chunk)
 
     return pipe.finish()
 
@@ -146,39 +148,34 @@ def forward_backward_pipelining_with_interleaving(pipe: Verbs) -> Any:
     forwards, backwards, num_warmup = interleaved_order(pipe)
     num_steady = len(forwards) - num_warmup
 
-    def F(chunk: int) -> None:
-        pipe.recv_forward(chunk)
-        pipe.forward_step(chunk)
-        pipe.send_forward(chunk)
-
-    def B(chunk: int) -> None:
-        pipe.recv_backward(chunk)
-        pipe.backward_step(chunk)
-        pipe.send_backward(chunk)
-
     # Warmup: nF.
     for k in range(num_warmup):
-        F(forwards[k])
+        F(pipe, forwards[k])
 
     # Steady state: n(F B).
     for k in range(num_steady):
-        F(forwards[num_warmup + k])
-        B(backwards[k])
+        F(pipe, forwards[num_warmup + k])
+        BW(pipe, backwards[k])
 
     # Cooldown: nB.
     for k in range(num_steady, len(forwards)):
-        B(backwards[k])
+        BW(pipe, backwards[k])
 
     return pipe.finish()
 
 
 def interleaved_order(pipe: Verbs) -> tuple[list[int], list[int], int]:
-    """The chunks of an interleaved schedule's forwards and of its backwards, and how many forwards are its warmup."""
+    """The order of an interleaved schedule, as in Megatron-LM (get_schedule_table, get_pp_rank_microbatches).
+
+    Returns:
+        The chunk of each forward, the chunk of each backward, and how many of the forwards are the warmup.
+    """
     groups = _interleaved_groups(pipe)
     # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
     forwards = [chunk for group in groups for chunk in range(pipe.num_chunks) for _ in range(group)]
     backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
-    # The first group must have reached the last chunk; then two more for every rank further on.
+    # The first group has to reach the last chunk; then two more forwards for each rank behind this one, since the first
+    # backward comes back through all of them.
     num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, 2) * (pipe.pp_size - pipe.pp_rank - 1)
     return forwards, backwards, min(num_warmup, len(forwards))
 
@@ -189,7 +186,8 @@ def _interleaved_groups(pipe: Verbs) -> list[int]:
     All have the group size that was set but the last, as in Megatron; without one they have that of the pipeline, or
     larger ones where `max_in_flight` leaves room, since larger groups hide slow messages.
 
-    Raises ValueError where the group size is smaller than the pipeline.
+    Raises:
+        ValueError: the group size is smaller than the pipeline.
     """
     size, num_chunks = pipe.pp_size, pipe.num_chunks
     group_size = pipe.settings.microbatch_group_size
@@ -201,6 +199,7 @@ def _interleaved_groups(pipe: Verbs) -> list[int]:
         )
     if group_size is not None or pipe.settings.max_in_flight is None or num_chunks == 1:
         return _groups(pipe.num_microbatches, group_size or size, size)
+    # In flight on the first rank are its warmup and one more: (v - 1) groups + 2 (p - 1) + 1 chunks.
     most = int(pipe.settings.max_in_flight * num_chunks + 1e-9)
     largest = max(size, (most - 2 * (size - 1) - 1) // (num_chunks - 1))
     choices = (_groups(pipe.num_microbatches, group_size, size) for group_size in range(largest, size - 1, -1))
@@ -208,9 +207,10 @@ def _interleaved_groups(pipe: Verbs) -> list[int]:
 
 
 def _groups(num_microbatches: int, group_size: int, pp_size: int) -> list[int]:
-    """A last group smaller than the pipeline would come back to the first rank before that is ready for it: ranks could
-    wait for each other for ever. Megatron refuses such numbers; here the remainder is shared out over all groups, the
-    larger ones first, and the warmup goes by the first.
+    """Cut the microbatches into groups of `group_size`.
+
+    A last group smaller than the pipeline comes back to the first rank too early, and ranks may wait for each other for
+    ever. Megatron refuses such numbers; here all groups grow to take the remainder, the first ones by one more.
     """
     num_groups, remainder = divmod(num_microbatches, group_size)
     if num_groups == 0:
@@ -222,9 +222,11 @@ def _groups(num_microbatches: int, group_size: int, pp_size: int) -> list[int]:
 
 
 def extra_microbatches(pipe: Verbs, default: int) -> int:
-    """How many microbatches more than the pipeline has ranks may be in flight, for a schedule with one chunk: up to the
-    setting `max_in_flight`, or without it up to `default`. At most as many again as there are ranks behind the first,
-    and not more than there are microbatches to keep it up with."""
+    """How many microbatches more than the pipeline has ranks a schedule with one chunk may have in flight.
+
+    The limit is the setting `max_in_flight`, or `default` without it. More than 2 p - 1 on p ranks help nothing: the
+    first microbatch is back by then. Nor do more than there are.
+    """
     limit = pipe.settings.max_in_flight
     most = default if limit is None else int(limit)
     return max(0, min(most, 2 * pipe.pp_size - 1, pipe.num_microbatches) - pipe.pp_size)
@@ -247,7 +249,9 @@ def get_forward_backward_func(
             from `parallel_state`, else each is taken as it is.
         schedule_pg_collection: the groups, as in Megatron, which looks only for pipelines of several models in it.
 
-    Raises ValueError on an unknown name, and for pipelines of several models.
+    Raises:
+        ValueError: there is no schedule of that name, or the groups are those of several models.
+        TypeError: `pp_size` is given twice.
     """
     for check in parallel_state.check_groups:
         check(schedule_pg_collection)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .plan import Verbs, loop, v_shape
 from .runtime import schedule
-from .schedules import extra_microbatches, interleaved_order
+from .schedules import B, F, W, extra_microbatches, interleaved_order
 
 __all__ = [
     "forward_backward_interleaved_zb1p",
@@ -37,79 +37,60 @@ def forward_backward_zb2p(pipe: Verbs) -> Any:
 
 def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
     size, rank = pipe.pp_size, pipe.pp_rank
-    # 1F1B starts with as many microbatches as there are ranks behind; twice as many last until the first comes back.
-    # What a rank does not need of that, it uses to put off Ws, for the time when earlier ranks do their last Bs.
+    # 1F1B's warmup is one F for each rank behind this one. Twice that lasts until the first B: the first rank gets all
+    # of num_extra for it, the last rank none. The rest of num_extra are Ws deferred to the end, in which earlier ranks
+    # do their last Bs.
     extra_warmup = round(num_extra * (size - rank - 1) / max(1, size - 1))
     num_warmup = size - rank - 1 + extra_warmup
     num_deferred = rank + num_extra - extra_warmup
 
-    def F() -> None:
-        pipe.recv_forward()
-        pipe.forward_step()
-        pipe.send_forward()
-
-    def B() -> None:
-        pipe.recv_backward()
-        pipe.backward_input_step()
-        pipe.send_backward()
-
     # Warmup: nF.
     for _ in range(min(num_warmup, pipe.num_microbatches)):
-        F()
+        F(pipe)
 
     # Steady state: n(F B), n(F B W).
     while pipe.num_forwards_left():
-        F()
-        B()
+        F(pipe)
+        B(pipe)
         if pipe.num_pending_weights() > num_deferred:
-            pipe.backward_weight_step()
+            W(pipe)
 
     # Cooldown: n(B W), nW.
     while pipe.num_backwards_left():
-        B()
+        B(pipe)
         if pipe.num_pending_weights() > num_deferred:
-            pipe.backward_weight_step()
+            W(pipe)
     while pipe.num_pending_weights():
-        pipe.backward_weight_step()
+        W(pipe)
 
     return pipe.finish()
 
 
 @schedule("interleaved_zb1p", placement=loop, num_chunks=None, default_chunks=2)
 def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
-    """Interleaved 1F1B with its Ws put off. With one chunk it is ZB-H1."""
+    """Interleaved 1F1B with its Ws deferred. With one chunk it is ZB-H1."""
     forwards, backwards, num_warmup = interleaved_order(pipe)
-    # Ws that are put off, for the time when earlier ranks still do their last Bs.
+    # One W per rank before this one: work for the time in which those ranks do their last Bs.
     num_deferred = pipe.pp_rank
-
-    def F(chunk: int) -> None:
-        pipe.recv_forward(chunk)
-        pipe.forward_step(chunk)
-        pipe.send_forward(chunk)
-
-    def B(chunk: int) -> None:
-        pipe.recv_backward(chunk)
-        pipe.backward_input_step(chunk)
-        pipe.send_backward(chunk)
 
     # Warmup: nF.
     for chunk in forwards[:num_warmup]:
-        F(chunk)
+        F(pipe, chunk)
 
     # Steady state: n(F B), n(F B W).
     for chunk, last_chunk in zip(forwards[num_warmup:], backwards):
-        F(chunk)
-        B(last_chunk)
+        F(pipe, chunk)
+        B(pipe, last_chunk)
         if pipe.num_pending_weights() > num_deferred:
-            pipe.backward_weight_step()
+            W(pipe)
 
     # Cooldown: n(B W), nW.
     for chunk in backwards[len(forwards) - num_warmup :]:
-        B(chunk)
+        B(pipe, chunk)
         if pipe.num_pending_weights() > num_deferred:
-            pipe.backward_weight_step()
+            W(pipe)
     while pipe.num_pending_weights():
-        pipe.backward_weight_step()
+        W(pipe)
 
     return pipe.finish()
 
@@ -119,53 +100,37 @@ def forward_backward_zbv(pipe: Verbs) -> Any:
     """ZB-V. https://arxiv.org/abs/2405.15362, Figure 5."""
     size, rank = pipe.pp_size, pipe.pp_rank
 
-    def F(chunk: int) -> None:
-        if pipe.num_forwards_left(chunk):
-            pipe.recv_forward(chunk)
-            pipe.forward_step(chunk)
-            pipe.send_forward(chunk)
-
-    def B(chunk: int) -> None:
-        if pipe.num_backwards_left(chunk):
-            pipe.recv_backward(chunk)
-            pipe.backward_input_step(chunk)
-            pipe.send_backward(chunk)
-
-    def W(chunk: int) -> None:
-        if pipe.num_pending_weights(chunk):
-            pipe.backward_weight_step(chunk)
-
     # Warmup: nF0, n(F1 F0), n(F1 B1 W1).
     for _ in range(2 * (size - rank) - 1):
-        F(0)
+        F(pipe, 0)
     for _ in range(rank):
-        F(1)
-        F(0)
+        F(pipe, 1)
+        F(pipe, 0)
     for _ in range(size - rank):
-        F(1)
-        B(1)
-        W(1)
+        F(pipe, 1)
+        B(pipe, 1)
+        W(pipe, 1)
 
     # Steady state: n(F0 B0 W0 F1 B1 W1).
     for _ in range(max(pipe.num_microbatches, 2 * size - 1) - size):
-        F(0)
-        B(0)
-        W(0)
-        F(1)
-        B(1)
-        W(1)
+        F(pipe, 0)
+        B(pipe, 0)
+        W(pipe, 0)
+        F(pipe, 1)
+        B(pipe, 1)
+        W(pipe, 1)
 
     # Cooldown: n(B0 B1), n(B0 W0), nW1, nW0.
     for _ in range(rank):
-        B(0)
-        B(1)
+        B(pipe, 0)
+        B(pipe, 1)
     for _ in range(size - rank):
-        B(0)
-        W(0)
+        B(pipe, 0)
+        W(pipe, 0)
     while pipe.num_pending_weights(1):
-        W(1)
+        W(pipe, 1)
     while pipe.num_pending_weights(0):
-        W(0)
+        W(pipe, 0)
 
     return pipe.finish()
 
@@ -173,6 +138,7 @@ def forward_backward_zbv(pipe: Verbs) -> Any:
 @schedule("v_half", placement=v_shape, num_chunks=2)
 def forward_backward_v_half(pipe: Verbs) -> Any:
     """V-Half: half of 1F1B's memory. https://arxiv.org/abs/2405.15362, Figure 4 (c)."""
+    # Of all turns up to 6 that fit together on 2 to 8 ranks, those of the smallest peak, and then the shortest plan.
     turns = (2, 1, 1) if pipe.pp_size % 2 else (4, 1, 5)
     return _repeated_block(pipe, hops=(1, 2, 1, 2), turns=turns)
 
@@ -180,18 +146,21 @@ def forward_backward_v_half(pipe: Verbs) -> Any:
 @schedule("v_min", placement=v_shape, num_chunks=2)
 def forward_backward_v_min(pipe: Verbs) -> Any:
     """V-Min: a third of 1F1B's memory. https://arxiv.org/abs/2405.15362, Figure 4 (b)."""
+    # As in https://github.com/sail-sg/zero-bubble-pipeline-parallelism (zbv_greedy.py, stable_pattern_v_min).
     turns = (1, 3, 1) if pipe.pp_size % 3 == 0 else (1, 1, 1)
     return _repeated_block(pipe, hops=(1, 1, 1, 1), turns=turns)
 
 
 def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[int, int, int]) -> Any:
-    """The same six actions of each rank for one microbatch after the other: F0 and F1 down and up the V, B1 and B0 down
-    and up again, and two Ws in between.
+    """The same block of six actions on each rank, begun again for the next microbatch every six units of time.
+
+    The block is F0 and F1 down and up the V, B1 and B0 down and up again, and two Ws where there is room. A microbatch
+    holds memory from its F to its B, so slower hops mean more of it.
 
     Args:
-        hops: units of time from one rank to the next, for each of the four.
-        turns: from the end of one of the four to the start of the next, on the rank where the V turns. Chosen so that
-            no two of the six ever fall on the same unit.
+        hops: units of time from one rank to the next, for each of F0, F1, B1, B0.
+        turns: units from each of the first three to the one after it, on the rank where the V turns; so many that no
+            two of the four ever fall on the same unit.
     """
     size, rank = pipe.pp_size, pipe.pp_rank
     down, up = rank, size - 1 - rank
@@ -202,32 +171,18 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
         time += hop * (size - 1) + turn
     assert len({start % 6 for start in starts}) == 4, "two actions of the block fall on the same unit of time"
 
-    def F(chunk: int) -> None:
-        pipe.recv_forward(chunk)
-        pipe.forward_step(chunk)
-        pipe.send_forward(chunk)
-
-    def B(chunk: int) -> None:
-        pipe.recv_backward(chunk)
-        pipe.backward_input_step(chunk)
-        pipe.send_backward(chunk)
-
-    def W() -> None:
-        if pipe.num_pending_weights():
-            pipe.backward_weight_step()
-
     # n(F0 F1 B1 B0 W W), in an order that depends on the rank.
     block = dict(zip(starts, ((F, 0), (F, 1), (B, 1), (B, 0))))
     for now in range(starts[-1] + 6 * pipe.num_microbatches):
         for start, (step, chunk) in block.items():
             if (now - start) % 6 == 0 and 0 <= now - start < 6 * pipe.num_microbatches:
-                step(chunk)
+                step(pipe, chunk)
                 break
         else:
-            W()
+            W(pipe)
 
     # Cooldown: nW.
     while pipe.num_pending_weights():
-        W()
+        W(pipe)
 
     return pipe.finish()

@@ -20,7 +20,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_function_shown_is_the_one_that_runs() -> None:
     loops = megapipe.schedules.forward_backward_pipelining_without_interleaving.loops
-    assert f"```python\n{inspect.getsource(loops)}```" in README
+    parts = (megapipe.schedules.F, megapipe.schedules.BW, loops)
+    assert "```python\n{}\n\n{}\n\n{}```".format(*map(inspect.getsource, parts)) in README
 
 
 def test_the_picture_is_the_plan() -> None:
