@@ -1,7 +1,7 @@
-"""What lies between two neighbouring stages: nothing, this rank's own memory, or a wire to another rank.
+"""The two sides of a stage: how it exchanges messages with the stage below it and with the one above it.
 
-Each kind answers the same four calls, so the verbs need not ask where the neighbour is. The stage below calls
-`send_output` and `take_gradient`, the stage above `take_input` and `send_gradient`. None of them waits.
+A neighbour is missing (`NoBoundary`), on the same rank (`LocalBoundary`) or on another one (`RemoteBelow`,
+`RemoteAbove`). All answer the same calls, so the verbs need not ask where the neighbour is. None of them waits.
 """
 
 from __future__ import annotations
@@ -16,45 +16,73 @@ from ..messages import DESCRIPTION, MessageSpec, describe
 from ..p2p_communication import Communicator, Lookahead, Transfer
 from ..plan import ChannelName, Placement, StageInfo
 
-__all__ = ["Boundary", "End", "Here", "Wire", "boundaries_around"]
+__all__ = [
+    "Above",
+    "Below",
+    "Boundary",
+    "LocalBoundary",
+    "NoBoundary",
+    "RemoteAbove",
+    "RemoteBelow",
+    "boundaries_around",
+]
 
 
 class Boundary(ABC):
     peer: int | None = None
     """Pipeline rank of the other side, where it is not this one."""
 
+    def post_ahead(self) -> None:  # noqa: B027
+        """Post receives of the next messages. Called after a send: that is, when no rank waits for this one."""
+
+    def post_all(self) -> None:  # noqa: B027
+        """Post receives of all messages that may be posted. Called when this rank waits for others."""
+
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether every expected message has been taken."""
+
+
+class Below(Boundary):
+    """Between a stage and the one below it."""
+
     @abstractmethod
     def take_input(self) -> Transfer | None:
-        """The next forward input."""
+        """The next forward input; None on the first stage."""
+
+    @abstractmethod
+    def send_gradient(self, grads: list[Tensor]) -> None: ...
+
+    @abstractmethod
+    def discard_inputs(self, num_sent: int) -> list[Transfer]:
+        """Start again after a rollback, before any backward.
+
+        Args:
+            num_sent: how many outputs the stage below sends before it rolls back.
+
+        Returns:
+            The inputs of these that have not been taken yet. The caller waits for them.
+        """
+
+
+class Above(Boundary):
+    """Between a stage and the one above it."""
 
     @abstractmethod
     def send_output(self, output: Transfer | None) -> None: ...
 
     @abstractmethod
     def take_gradient(self) -> Transfer | None:
-        """The gradients of the oldest output that has none yet: one for each of its tensors that wants one."""
+        """The gradients of the oldest output that has none yet: one for each of its tensors that wants one; None on
+        the last stage."""
 
     @abstractmethod
-    def send_gradient(self, grads: list[Tensor]) -> None: ...
-
-    def post_ahead(self) -> None:  # noqa: B027
-        """Post receives of what comes next. To be called after a send: that is, when nobody waits for this rank."""
-
-    def post_all(self) -> None:  # noqa: B027
-        """Post receives of all that may be posted. To be called when this rank waits for others."""
-
-    @abstractmethod
-    def is_empty(self) -> bool:
-        """Whether everything expected has been taken."""
-
-    @abstractmethod
-    def begin_again(self, num_sent: int) -> list[Transfer]:
-        """Forget a step of which nothing but forwards were run. Returns the inputs still to come, to be waited for: of
-        the `num_sent` that the stage below has sent, or will, in vain."""
+    def discard_outputs(self) -> None:
+        """Start again after a rollback, before any backward."""
 
 
-class End(Boundary):
-    """Before the first stage and behind the last: data and loss come and go by themselves."""
+class NoBoundary(Below, Above):
+    """Before the first stage and behind the last: data and loss do not travel."""
 
     def take_input(self) -> None:
         return None
@@ -71,12 +99,15 @@ class End(Boundary):
     def is_empty(self) -> bool:
         return True
 
-    def begin_again(self, num_sent: int) -> list[Transfer]:
+    def discard_inputs(self, num_sent: int) -> list[Transfer]:
         return []
 
+    def discard_outputs(self) -> None:
+        pass
 
-class Here(Boundary):
-    """Between two stages of this rank: tensors change hands without being copied, but leave their graph behind."""
+
+class LocalBoundary(Below, Above):
+    """Between two stages of this rank: tensors are handed over without a copy, detached from their graph."""
 
     def __init__(self) -> None:
         self._outputs: deque[Transfer] = deque()
@@ -100,19 +131,21 @@ class Here(Boundary):
     def is_empty(self) -> bool:
         return not self._outputs and not self._gradients
 
-    def begin_again(self, num_sent: int) -> list[Transfer]:
+    def discard_inputs(self, num_sent: int) -> list[Transfer]:
         self._outputs.clear()
         return []
 
+    def discard_outputs(self) -> None:
+        self._outputs.clear()
 
-class Wire(Boundary):
-    """To another rank, over the two channels of this boundary.
+
+class RemoteBelow(Below):
+    """To the stage below, on another rank.
 
     Args:
         index: the boundary's number, that of the stage below it.
-        spec: the message that goes forward; None where each one is described ahead of it.
-        num_inputs: how many messages will come from the stage below: 0 where this rank holds that stage.
-        num_gradients: how many will come from the stage above: 0 there, and where nothing is trained.
+        spec: the message that comes; None where each one is described ahead of it.
+        num_inputs: how many will come.
     """
 
     def __init__(
@@ -122,31 +155,73 @@ class Wire(Boundary):
         peer: int,
         spec: MessageSpec | None,
         num_inputs: int,
-        num_gradients: int,
         lookahead: Lookahead,
     ) -> None:
         self.peer = peer
-        forward, backward = ChannelName("forward", index), ChannelName("backward", index)
-        self._forward = communicator.outgoing(forward, peer)
-        self._backward = communicator.outgoing(backward, peer)
-        self._inputs = communicator.incoming(forward, peer, lookahead, is_described=spec is None)
-        self._input_spec = spec or DESCRIPTION
-        self._inputs.expect(self._input_spec, num_inputs)
+        self._backward = communicator.outgoing(ChannelName("backward", index), peer)
+        self._inputs = communicator.incoming(ChannelName("forward", index), peer, lookahead, is_described=spec is None)
+        self._spec = spec or DESCRIPTION
+        self._inputs.expect(self._spec, num_inputs)
         self._inputs.post_ahead()
         self._num_taken = 0
-        self._gradients = communicator.incoming(backward, peer, lookahead, is_described=False)
-        self._descriptions = None
-        self._num_to_come_again = 0  # outputs that were sent in vain: their gradients are expected already
-        if spec is None:
-            self._descriptions = communicator.outgoing(ChannelName("description", index), peer)
-        else:
-            self._gradients.expect(spec.gradient(), num_gradients)
-        self._expects_each = spec is None and num_gradients > 0
-        self._num_expected = 0  # of those that are expected one by one, as many as have not been taken
 
     def take_input(self) -> Transfer:
         self._num_taken += 1
         return self._inputs.take()
+
+    def send_gradient(self, grads: list[Tensor]) -> None:
+        self._backward.send(grads)
+
+    def post_ahead(self) -> None:
+        self._inputs.post_ahead()
+
+    def post_all(self) -> None:
+        self._inputs.post_all()
+
+    def is_empty(self) -> bool:
+        return self._inputs.is_empty()
+
+    def discard_inputs(self, num_sent: int) -> list[Transfer]:
+        # Receives that have been posted stay so: they take the inputs that are sent again.
+        to_come = [self.take_input() for _ in range(num_sent - self._num_taken)]
+        self._inputs.expect(self._spec, num_sent)
+        self._num_taken = 0
+        return to_come
+
+
+class RemoteAbove(Above):
+    """To the stage above, on another rank.
+
+    Args:
+        index: the boundary's number, that of the stage below it.
+        spec: the message that is sent; None where each one is described ahead of it.
+        num_outputs: how many are sent in a step.
+        forward_only: no gradients come back.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        index: int,
+        peer: int,
+        spec: MessageSpec | None,
+        num_outputs: int,
+        lookahead: Lookahead,
+        forward_only: bool,
+    ) -> None:
+        self.peer = peer
+        self._forward = communicator.outgoing(ChannelName("forward", index), peer)
+        self._gradients = communicator.incoming(ChannelName("backward", index), peer, lookahead, is_described=False)
+        self._descriptions = None
+        self._num_sent = 0
+        # A gradient is expected once for each output, also where that is sent again after a rollback.
+        self._num_expected = num_outputs
+        if spec is None:
+            self._descriptions = communicator.outgoing(ChannelName("description", index), peer)
+            if not forward_only:
+                self._num_expected = 0  # until their shapes are known
+        elif not forward_only:
+            self._gradients.expect(spec.gradient(), num_outputs)
 
     def send_output(self, output: Transfer | None) -> None:
         assert output is not None
@@ -154,39 +229,26 @@ class Wire(Boundary):
         if self._descriptions is not None:
             self._descriptions.send([describe(output.spec)])
         self._forward.send(output.tensors)
-        if self._num_to_come_again:
-            self._num_to_come_again -= 1
-        elif self._expects_each:
+        self._num_sent += 1
+        if self._num_sent > self._num_expected:
             self._gradients.expect(output.spec.gradient())
             self._num_expected += 1
         self._gradients.post_ahead()
 
     def take_gradient(self) -> Transfer:
-        self._num_expected -= 1
         return self._gradients.take()
 
-    def send_gradient(self, grads: list[Tensor]) -> None:
-        self._backward.send(grads)
-
     def post_ahead(self) -> None:
-        self._inputs.post_ahead()
         self._gradients.post_ahead()
 
     def post_all(self) -> None:
-        self._inputs.post_all()
         self._gradients.post_all()
 
     def is_empty(self) -> bool:
-        return self._inputs.is_empty() and self._gradients.is_empty()
+        return self._gradients.is_empty()
 
-    def begin_again(self, num_sent: int) -> list[Transfer]:
-        # Receives that have been posted stay so: they will take what is sent when everything begins again.
-        to_come = [self.take_input() for _ in range(num_sent - self._num_taken)]
-        self._inputs.expect(self._input_spec, num_sent)
-        self._num_taken = 0
-        if self._expects_each:
-            self._num_to_come_again = self._num_expected
-        return to_come
+    def discard_outputs(self) -> None:
+        self._num_sent = 0
 
 
 def boundaries_around(
@@ -198,26 +260,33 @@ def boundaries_around(
     num_microbatches: int,
     lookahead: Lookahead,
     forward_only: bool,
-) -> list[tuple[Boundary, Boundary]]:
+) -> list[tuple[Below, Above]]:
     """For each of a rank's stages, the boundary below it and the one above.
 
     Args:
         specs: per stage the message that it receives and the one that it sends, where known.
         communicator: None where the pipeline has one rank only.
     """
-    num_stages = stages[0].num_stages
-    boundaries: dict[int, Boundary] = {-1: End(), num_stages - 1: End()}  # by the number of the stage below
-    for stage, (received, sent) in zip(stages, specs):
-        sides = ((stage.index - 1, stage.index - 1, received), (stage.index, stage.index + 1, sent))
-        for index, neighbour, spec in sides:
-            if index in boundaries:
-                continue  # an end, or made for the stage on the other side
-            peer = placement.rank(neighbour, num_stages // len(stages))
-            if peer == pp_rank:
-                boundaries[index] = Here()
-            else:
-                assert communicator is not None
-                num_inputs = num_microbatches if neighbour < stage.index else 0
-                num_gradients = 0 if forward_only else num_microbatches - num_inputs
-                boundaries[index] = Wire(communicator, index, peer, spec, num_inputs, num_gradients, lookahead)
-    return [(boundaries[stage.index - 1], boundaries[stage.index]) for stage in stages]
+    pp_size = stages[0].num_stages // len(stages)
+    local: dict[int, LocalBoundary] = {}  # by the number of the stage below
+
+    def below(stage: StageInfo, spec: MessageSpec | None) -> Below:
+        if stage.is_first:
+            return NoBoundary()
+        index = stage.index - 1
+        peer = placement.rank(index, pp_size)
+        if peer == pp_rank:
+            return local.setdefault(index, LocalBoundary())
+        assert communicator is not None
+        return RemoteBelow(communicator, index, peer, spec, num_microbatches, lookahead)
+
+    def above(stage: StageInfo, spec: MessageSpec | None) -> Above:
+        if stage.is_last:
+            return NoBoundary()
+        peer = placement.rank(stage.index + 1, pp_size)
+        if peer == pp_rank:
+            return local.setdefault(stage.index, LocalBoundary())
+        assert communicator is not None
+        return RemoteAbove(communicator, stage.index, peer, spec, num_microbatches, lookahead, forward_only)
+
+    return [(below(stage, received), above(stage, sent)) for stage, (received, sent) in zip(stages, specs)]

@@ -21,7 +21,7 @@ from ..p2p_communication import Communicator, Transfer
 from ..plan import Action, Placement, Settings, Verbs
 from ..sharding import ShardedChunks
 from ..weight_grad import DeferredGrads
-from .boundary import Boundary
+from .boundary import Above, Below, Boundary
 from .grad_sync import GradientSync
 from .overlapped import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run_pair, run_pair_by_hook
 from .rollback import Speculation
@@ -34,7 +34,7 @@ __all__ = ["Chunk", "Pipeline"]
 class Chunk:
     """One stage of this rank, the boundaries around it, and what waits at it."""
 
-    def __init__(self, stage: Stage, below: Boundary, above: Boundary) -> None:
+    def __init__(self, stage: Stage, below: Below, above: Above) -> None:
         self.stage = stage
         self.has_gaps = may_have_gaps(stage)
         self.below = below
@@ -306,10 +306,10 @@ class Pipeline(Verbs):
         """
         for chunk in self._chunks:
             to_come = [transfer for transfer in chunk.inputs if transfer is not None]
-            to_come += chunk.below.begin_again(num_sent[chunk.stage.info.index - 1])
+            to_come += chunk.below.discard_inputs(num_sent[chunk.stage.info.index - 1])
             for transfer in to_come:
                 self._wait(transfer, "an input that does not count", 0, chunk.below)
-            chunk.above.begin_again(0)
+            chunk.above.discard_outputs()
         if self._communicator is not None:
             self._communicator.begin_again()
 

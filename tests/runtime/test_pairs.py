@@ -86,7 +86,7 @@ def sent_early(rank: int) -> None:
         events: list[str] = []
         build("dualpipev", 2, NUM_LAYERS)
         chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
-        original, original_backward = boundary.Wire.send_output, boundary.Wire.send_gradient
+        original, original_backward = boundary.RemoteAbove.send_output, boundary.RemoteBelow.send_gradient
         weights = megapipe.runtime.stage.Stage.backward_weights
         pair = megapipe.runtime.pipeline.Pipeline.forward_backward_step
 
@@ -107,13 +107,13 @@ def sent_early(rank: int) -> None:
             events.append("W")
             original(self, deferred)
 
-        boundary.Wire.send_output, boundary.Wire.send_gradient = send, send_backward
+        boundary.RemoteAbove.send_output, boundary.RemoteBelow.send_gradient = send, send_backward
         megapipe.runtime.stage.Stage.backward_weights = run_weights
         megapipe.runtime.pipeline.Pipeline.forward_backward_step = watched
         try:
             run("dualpipev", chunks, 8)
         finally:
-            boundary.Wire.send_output, boundary.Wire.send_gradient = original, original_backward
+            boundary.RemoteAbove.send_output, boundary.RemoteBelow.send_gradient = original, original_backward
             megapipe.runtime.stage.Stage.backward_weights = weights
             megapipe.runtime.pipeline.Pipeline.forward_backward_step = pair
         expected = ["(", "F", ")", "B"] if model is Stage else ["(", "F", "B", "W", ")"]
