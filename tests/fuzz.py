@@ -36,7 +36,7 @@ from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state
 from megapipe.graph import capture
 from megapipe.overlap import fill_gap, run_parts
 from megapipe.plan import find_schedule
-from megapipe.runtime import Pipeline
+from megapipe.runtime.monitor import Monitor
 
 SCHEDULES = [name for name in megapipe.schedule_names() if name != "inference"]
 SIDE = 4  # features that a second tensor carries
@@ -336,15 +336,15 @@ class MistakeError(Exception):
 @contextmanager
 def failing_at(number: int) -> Iterator[None]:
     """The action of that number is not begun on this rank."""
-    original, count = Pipeline._at, iter(range(1_000_000))
+    original, count = Monitor.at, iter(range(1_000_000))
 
-    def at(self: Pipeline, action: Any) -> Any:
+    def at(self: Monitor, action: Any) -> Any:
         if next(count) == number:
             raise MistakeError(str(action))
         return original(self, action)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "_at", at)
+        patch.setattr(Monitor, "at", at)
         yield
 
 

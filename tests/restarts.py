@@ -1,4 +1,4 @@
-"""For tests of optimizer steps that are taken back."""
+"""For tests of optimizer steps that are rolled back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megapipe.runtime.rollback import Speculation
 def counting_restarts() -> Iterator[list[Speculation]]:
     """Gives a list that grows by one whenever a step of this rank begins again."""
     restarts: list[Speculation] = []
-    begin_again = Speculation.begin_again
+    roll_back = Speculation.roll_back
 
     def count(self: Speculation) -> None:
         restarts.append(self)
-        begin_again(self)
+        roll_back(self)
 
-    Speculation.begin_again = count
+    Speculation.roll_back = count
     try:
         yield restarts
     finally:
-        Speculation.begin_again = begin_again
+        Speculation.roll_back = roll_back

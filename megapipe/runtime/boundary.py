@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..messages import DESCRIPTION, MessageSpec, describe
 from ..p2p_communication import Communicator, Lookahead, Transfer
-from ..plan import ChannelName, Placement, StageInfo
+from ..plan import ChannelName, StageInfo
+from .plans import PlanKey
 
 __all__ = [
     "Above",
@@ -252,12 +253,10 @@ class RemoteAbove(Above):
 
 
 def boundaries_around(
-    stages: Sequence[StageInfo],
-    placement: Placement,
+    key: PlanKey,
     pp_rank: int,
     specs: Sequence[tuple[MessageSpec | None, MessageSpec | None]],
     communicator: Communicator | None,
-    num_microbatches: int,
     lookahead: Lookahead,
     forward_only: bool,
 ) -> list[tuple[Below, Above]]:
@@ -267,26 +266,27 @@ def boundaries_around(
         specs: per stage the message that it receives and the one that it sends, where known.
         communicator: None where the pipeline has one rank only.
     """
-    pp_size = stages[0].num_stages // len(stages)
+    placement, num_messages = key.schedule.placement, key.num_microbatches
     local: dict[int, LocalBoundary] = {}  # by the number of the stage below
 
     def below(stage: StageInfo, spec: MessageSpec | None) -> Below:
         if stage.is_first:
             return NoBoundary()
         index = stage.index - 1
-        peer = placement.rank(index, pp_size)
+        peer = placement.rank(index, key.pp_size)
         if peer == pp_rank:
             return local.setdefault(index, LocalBoundary())
         assert communicator is not None
-        return RemoteBelow(communicator, index, peer, spec, num_microbatches, lookahead)
+        return RemoteBelow(communicator, index, peer, spec, num_messages, lookahead)
 
     def above(stage: StageInfo, spec: MessageSpec | None) -> Above:
         if stage.is_last:
             return NoBoundary()
-        peer = placement.rank(stage.index + 1, pp_size)
+        peer = placement.rank(stage.index + 1, key.pp_size)
         if peer == pp_rank:
             return local.setdefault(stage.index, LocalBoundary())
         assert communicator is not None
-        return RemoteAbove(communicator, stage.index, peer, spec, num_microbatches, lookahead, forward_only)
+        return RemoteAbove(communicator, stage.index, peer, spec, num_messages, lookahead, forward_only)
 
+    stages = placement.stages(pp_rank, key.pp_size, key.num_chunks)
     return [(below(stage, received), above(stage, sent)) for stage, (received, sent) in zip(stages, specs)]

@@ -1,7 +1,7 @@
-"""When data parallelism may touch the gradients: not before a chunk's last microbatch.
+"""When replicas may exchange parameters and gradients: not before a chunk's last microbatch.
 
 The names are Megatron's: `no_sync_func` holds synchronisation back, `grad_sync_func` starts it for a chunk,
-`finalize_model_grads_func` completes it at the end of the step.
+`finalize_model_grads_func` completes it at the end of the step. Chunks sharded by torch's FSDP2 take part too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..config import PipelineConfig
@@ -21,11 +22,12 @@ __all__ = ["GradientSync", "finalize_gradients"]
 
 
 class GradientSync(AbstractContextManager["GradientSync"]):
-    """Around one training step: holds gradient synchronisation back, and releases it chunk by chunk.
+    """Around one step: holds gradient synchronisation back, and releases it chunk by chunk.
 
     Args:
         is_split: the schedule splits backwards, so that gradients become complete in a W.
-        sharded: the chunks whose gradients torch's FSDP2 reduces.
+        sharded: the chunks that are sharded by torch's FSDP2, if any.
+        forward_only: nothing is trained, so there are no gradients, and only sharded parameters are gathered.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         num_microbatches: int,
         is_split: bool,
         sharded: ShardedChunks | None = None,
+        forward_only: bool = False,
     ) -> None:
         self._models = models
         self._sharded = sharded
         self._is_split = is_split
+        self._forward_only = forward_only
         self._num_microbatches = num_microbatches
         per_chunk = isinstance(config.no_sync_func, (list, tuple))
         # One context for all chunks, or one for each.
@@ -47,16 +51,23 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         self._grad_sync = _one_per_chunk(config.grad_sync_func, len(models))
         self._complete: set[int] = set()  # chunks
         self._to_release = list(range(len(models)))
-        self._param_sync = _one_per_chunk(config.param_sync_func, len(models))
+        self._param_sync = _one_per_chunk(None if forward_only else config.param_sync_func, len(models))
 
     def __enter__(self) -> GradientSync:
-        for context in range(len(self._contexts)):
-            self._hold(context)
+        with ExitStack() as step:
+            if self._sharded is not None:
+                step.enter_context(self._sharded)
+            if self._forward_only:
+                step.enter_context(torch.no_grad())
+            else:
+                for number, context in enumerate(self._contexts):
+                    step.callback(context.close)
+                    self._hold(number)
+            self._step = step.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for context in self._contexts:
-            context.close()
+    def __exit__(self, *error: Any) -> None:
+        self._step.__exit__(*error)
 
     def before_forward(self, chunk: int, microbatch: int, num_backwards_left: int) -> None:
         """Gather parameters one chunk ahead of their use, and let torch's DistributedDataParallel see the last forward.
@@ -66,12 +77,23 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         """
         if microbatch == 0:
             for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
-                if ahead < len(self._models) and (param_sync := self._param_sync[ahead]) is not None:
-                    param_sync(self._models[ahead].parameters())
+                if ahead < len(self._models):
+                    self._gather(ahead)
         is_last = microbatch == self._num_microbatches - 1 and num_backwards_left == 1
         has_own_context = len(self._contexts) == len(self._models)
         if is_last and has_own_context and self._grad_sync[chunk] is None and not self._is_split:
             self._contexts[chunk].close()
+
+    def _gather(self, chunk: int) -> None:
+        if self._sharded is not None:
+            self._sharded.gather(chunk)
+        if (param_sync := self._param_sync[chunk]) is not None:
+            param_sync(self._models[chunk].parameters())
+
+    def after_weights(self, chunk: int) -> None:
+        """After each W of `chunk`."""
+        if self._sharded is not None:
+            self._sharded.add_up(chunk)
 
     @contextmanager
     def last_gradients(self, chunk: int, in_w: bool) -> Iterator[None]:

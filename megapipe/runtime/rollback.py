@@ -1,8 +1,8 @@
-"""Forwards with weights that may still be taken back, and running them again if they are.
+"""Forwards with weights that may still be rolled back, and running them again if they are.
 
 A rank goes on to its next step before it knows whether its last optimizer step stands. Until then it runs forwards
-only, which change nothing outside of the pipeline. If the step is taken back, every rank stops at a point known from
-the plan, takes the messages that are still under way, and begins again with the same data and random numbers.
+only, which change nothing outside of the pipeline. If that step is rolled back, every rank stops at a point known from
+the plan, takes the messages that are still under way, and runs the step again with the same data and random numbers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from ..failures import Watchdog
 from ..plan import Event, Plan
 from ..training import optimizer_of
 from .arguments import StepArguments
+from .plans import PlanKey
 
-__all__ = ["Speculation", "WeightsTakenBack", "speculate", "validation_points"]
+__all__ = ["RollbackRequired", "Speculation", "speculate", "validation_points"]
 
 
-class WeightsTakenBack(Exception):  # noqa: N818  # no error: the step begins again
-    """The forwards of this step ran with weights that do not stand."""
+class RollbackRequired(Exception):  # noqa: N818  # no error: the step is run again
+    """The forwards of this step ran with weights that have been rolled back."""
 
 
 def validation_points(plan: Plan) -> list[int]:
     """Per rank, how many of its events in `plan` may come before it knows whether the last optimizer step stands.
 
     Those before it takes its first output gradient. Fewer where it would take an input that another rank sends only
-    behind its own point: if the step is taken back, that input never comes.
+    behind its own point: after a rollback that input never comes.
     """
     points = [next(k for k, event in enumerate(events) if event.verb == "recv_backward") for events in plan.events]
     sent_at = {event: k for events in plan.events for k, event in enumerate(events) if event.verb == "send_forward"}
@@ -50,10 +51,8 @@ def validation_points(plan: Plan) -> list[int]:
         points = earlier
 
 
-def speculate(
-    step: StepArguments, plan: Callable[[], Plan], pp_rank: int, watchdog: Watchdog | None
-) -> Speculation | None:
-    """What a step needs that begins before the last optimizer step has been validated; None for any other.
+def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdog | None) -> Speculation | None:
+    """Support for a step that begins before the last optimizer step has been validated; None for any other.
 
     Args:
         watchdog: None for a pipeline of one rank, where there is nobody to wait for.
@@ -77,18 +76,18 @@ def speculate(
         position = watchdog.position
         position.action, position.peer = "the validation of the last optimizer step", None
         position.awaited = "the norms of all ranks"
-        taken_back = optimizer.validate(watchdog.check)
+        is_rolled_back = optimizer.validate(watchdog.check)
         position.awaited = None
-        return taken_back
+        return is_rolled_back
 
-    return Speculation(validate, plan(), pp_rank, step)
+    return Speculation(validate, key.plan, pp_rank, step)
 
 
 class Speculation:
     """One training step that begins before it is known whether the last optimizer step stands.
 
     Args:
-        validate: waits until that is known, and returns whether the step was taken back.
+        validate: waits until that is known, and returns whether it was rolled back.
     """
 
     def __init__(self, validate: Callable[[], bool], plan: Plan, pp_rank: int, step: StepArguments) -> None:
@@ -104,7 +103,7 @@ class Speculation:
         self._restore = [*_random_states(step.device), *_buffers(step.models)]
 
     def before_recv_forward(self) -> None:
-        """Raises WeightsTakenBack where this input is behind the point, and the step was taken back."""
+        """Raises RollbackRequired where this input is behind the point, and the optimizer step was rolled back."""
         if self._num_inputs == 0:
             self.before_backward()
         self._num_inputs -= 1
@@ -113,11 +112,11 @@ class Speculation:
         if not self._is_validated:
             self._is_validated = True
             if self._validate():
-                raise WeightsTakenBack
+                raise RollbackRequired
             self._forget(again=False)
 
-    def begin_again(self) -> None:
-        """Bring everything that the forwards have changed back to what it was before them."""
+    def roll_back(self) -> None:
+        """Restore everything that the forwards have changed."""
         for restore in self._restore:
             restore()
         self._step.results.clear()

@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, 
 
 from ..failures import Meeting, Watchdog
 from ..p2p_communication import Communicator, Transport
-from ..plan import Placement, Schedule, Settings
+from ..plan import Placement
 from ..transports import MARKS, STAGINGS, GlooTransport, Members, NcclTransport, StagedTransport
+from .plans import PlanKey
 from .sharing import share
 from .weight_tuning import WeightTuner
 
@@ -53,7 +54,7 @@ class Session:
         self._told: set[str] = set()
         self._is_device_shared = False
         self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
-        self._tuners: dict[tuple[str, int, int, Settings], WeightTuner] = {}
+        self._tuners: dict[PlanKey, WeightTuner] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:
@@ -143,12 +144,10 @@ class Session:
             self._is_device_shared = len(set(told)) < len(told)
         return self._is_device_shared
 
-    def tuner(self, schedule: Schedule, num_microbatches: int, num_chunks: int, settings: Settings) -> WeightTuner:
-        """What places the Ws of such steps by what was measured in those before."""
-        key = (schedule.name, num_microbatches, num_chunks, settings)
+    def tuner(self, key: PlanKey) -> WeightTuner:
+        """Chooses the places of the Ws in such steps by what was measured in those before."""
         if key not in self._tuners:
-            sizes = (schedule, len(self.ranks), num_microbatches, num_chunks)
-            self._tuners[key] = WeightTuner(self.watchdog, self.pp_rank, sizes, settings)
+            self._tuners[key] = WeightTuner(self.watchdog, self.pp_rank, key)
         return self._tuners[key]
 
     def share(self, value: Any, source: int, device: torch.device) -> Any:

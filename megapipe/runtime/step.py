@@ -1,6 +1,7 @@
-"""The door: one call of a schedule, from the caller's arguments to the losses.
+"""The entry point: one call of a schedule, from the caller's arguments to the losses.
 
-It checks what it was given (arguments.py), connects the stages, and runs the schedule's loops on a `Pipeline`.
+A step is prepared (its arguments checked, arguments.py), connected (its channels opened), built (a `Pipeline` over
+them), and run: the schedule's loops drive the pipeline.
 """
 
 from __future__ import annotations
@@ -8,27 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from .. import parallel_state
 from ..config import PipelineConfig
 from ..overlap import find_forward_parts
 from ..p2p_communication import Communicator, Lookahead
-from ..plan import (
-    Placement,
-    Plan,
-    Schedule,
-    ScheduleError,
-    Settings,
-    StageInfo,
-    Verbs,
-    find_schedule,
-    make_plan,
-    register,
-)
+from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, find_schedule, register
 from ..sharding import ShardedChunks
 from . import hooks
 from .arguments import (
@@ -42,12 +32,14 @@ from .arguments import (
     specs_of,
     to_agree_on,
 )
-from .boundary import boundaries_around
+from .boundary import Above, Below, boundaries_around
 from .grad_sync import GradientSync, finalize_gradients
 from .hooks import StepEnd
+from .monitor import Monitor
 from .pipeline import Chunk, Pipeline
+from .plans import PlanKey
 from .retry import leave_batch, start_together
-from .rollback import WeightsTakenBack, speculate
+from .rollback import RollbackRequired, Speculation, speculate
 from .session import Session
 from .shapes import ShapeArguments
 from .stage import Stage
@@ -134,172 +126,198 @@ class ForwardBackward(Schedule):
             shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
             keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
             try:
-                reports = self._run(step, shapes, session)
+                prepared = prepare(self, step, shapes, session)
+                communicator, boundaries = connect(prepared, session)
+                run(prepared, communicator, boundaries, session)
             except BaseException:
                 leave_batch(step.data_iterators)
                 raise
-            with self._around_finalizing(step, session, keywords):
+            with _around_finalizing(prepared, session, keywords):
                 if not step.forward_only:
                     finalize_gradients(step.config, models, step.num_tokens, keywords)
-        return reports
-
-    def _run(self, step: StepArguments, shapes: ShapeArguments, session: Session | None) -> list[Any]:
-        """Check the arguments, connect the stages, and run the loops."""
-        config = step.config
-        pp_rank, pp_size = (0, 1) if session is None else (session.pp_rank, len(session.ranks))
-        stages = self.stages(pp_rank, pp_size, len(step.models))
-        check_arguments(step, stages)
-        if config.max_in_flight is not None:
-            _plan(self, pp_size, step.num_microbatches, len(stages), config.settings)  # refuses what it cannot keep to
-        is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
-        sharded = ShardedChunks.find(step.models, step.forward_only, is_reduced)
-        specs = specs_of(step, shapes, stages, self.placement, pp_rank, pp_size)
-        tuner = self._begin_tuning(step, session)
-        settings = config.settings if tuner is None else tuner.settings
-        communicator = None if session is None else self._connect(step, session, stages, specs, tuner)
-        plan = functools.partial(_plan, self, pp_size, step.num_microbatches, len(stages), settings)
-        if communicator is not None:
-            communicator.begin_step(plan, step.forward_only)
-        around = boundaries_around(
-            stages,
-            self.placement,
-            pp_rank,
-            specs,
-            communicator,
-            step.num_microbatches,
-            _lookahead(config, communicator),
-            step.forward_only,
-        )
-        gradient_sync = self._gradient_sync(step, pp_size, sharded)
-        speculation = speculate(step, plan, pp_rank, None if session is None else session.watchdog)
-        while True:
-            record = self._begin_record(step, tuner)
-            pipe = Pipeline(
-                [
-                    Chunk(Stage(info, chunk, step, spec[1]), *boundaries)
-                    for chunk, (info, spec, boundaries) in enumerate(zip(stages, specs, around))
-                ],
-                self.placement,
-                pp_rank,
-                pp_size,
-                step.num_microbatches,
-                step.results,
-                communicator=communicator,
-                watchdog=None if session is None else session.watchdog,
-                gradient_sync=gradient_sync,
-                sharded=sharded,
-                partial_checkpoints=self._partial_checkpoints(config, step, pp_rank, pp_size, settings),
-                settings=settings,
-                weight_counts=None if tuner is None else tuner.counts,
-                record=record,
-                speculation=speculation,
-            )
-            try:
-                with _timed(config), sharded or nullcontext(), gradient_sync or torch.no_grad():
-                    reports: list[Any] = self.loops(pipe)
-                break
-            except WeightsTakenBack:
-                assert speculation is not None
-                pipe.discard_forwards(speculation.num_sent)
-                speculation.begin_again()
-        if reports is not step.results:
-            raise ScheduleError(f"{self.name} did not end with `return pipe.finish()`.")
-        if record is not None:
-            _end_record(record, config, tuner)
         return step.results
 
-    def _connect(
-        self, step: StepArguments, session: Session, stages: list[StageInfo], specs: Specs, tuner: WeightTuner | None
-    ) -> Communicator:
-        """The channels of this step, once all ranks agree what it is."""
-        session.watchdog.timeout = step.config.timeout
-        session.watchdog.agree(to_agree_on(self, step, stages, specs) | {"the places of the Ws": str(tuner)})
-        start_together(step, session)
-        config = step.config
-        return session.communicator(
-            self.placement, len(stages), step.device, config.variable_seq_lengths, config.p2p_transport
-        )
 
-    def _gradient_sync(self, step: StepArguments, pp_size: int, sharded: ShardedChunks | None) -> GradientSync | None:
-        """None where nothing is trained."""
-        if step.forward_only:
-            return None
-        is_split = False
-        if step.config.no_sync_func is not None:
-            sizes = (pp_size, step.num_microbatches, len(step.models), step.config.settings)
-            in_parts = any(find_forward_parts(module) is not None for module in step.models)
-            is_split = in_parts or _splits_backward(self, *sizes)
-        return GradientSync(step.config, step.models, step.num_microbatches, is_split, sharded)
+@dataclass
+class PreparedStep:
+    """A step whose arguments have been checked on this rank.
 
-    @contextmanager
-    def _around_finalizing(
-        self, step: StepArguments, session: Session | None, keywords: dict[str, Any]
-    ) -> Iterator[None]:
-        """What frameworks around the core do at the end of a pipeline's step."""
-        with ExitStack() as stack:
-            if session is not None:
-                last_stage = self.placement.rank(len(session.ranks) * len(step.models) - 1, len(session.ranks))
-                share = functools.partial(session.share, source=last_stage, device=step.device)
-                end = StepEnd(step, session.pp_rank, len(session.ranks), last_stage, keywords, share)
-                for around in hooks.around_finalizing:
-                    stack.enter_context(around(end))
-            yield
+    Attributes:
+        key: of the plan that the schedule follows; with a tuner it has the tuner's settings.
+        specs: per stage the message that it receives and the one that it sends, where known.
+        sharded: the chunks that are sharded by torch's FSDP2, if any.
+        tuner: chooses the places of the Ws; None where the schedule does.
+        weight_counts: the tuner's choice for this rank.
+    """
 
-    def _begin_record(self, step: StepArguments, tuner: WeightTuner | None) -> StepRecord | None:
-        recorder = step.config.record_timeline
-        if step.forward_only and not self.forward_only:
-            return None
-        if recorder is not None:
-            record: StepRecord = recorder.begin(self.name, step.device)
-            return record
-        return None if tuner is None else StepRecord(self.name, 0, clock_of(step.device))
-
-    def _begin_tuning(self, step: StepArguments, session: Session | None) -> WeightTuner | None:
-        if step.config.weight_grad_placement == "static" or session is None or step.forward_only:
-            return None
-        sizes = (step.num_microbatches, len(step.models), step.config.settings)
-        if not _splits_backward(self, len(session.ranks), *sizes):
-            return None
-        if step.config.max_in_flight is not None and (num_peers := _num_peers(step.config)) > 1:
-            # Ws may be anywhere, but in forwards and backwards these pipelines exchange data with each other.
-            raise ValueError(
-                f"with max_in_flight, weight_grad_placement='tuned' may start each of the {num_peers} pipelines that "
-                "share tensors, sequences or experts in an order of its own: leave one of the two unset."
-            )
-        tuner = session.tuner(self, *sizes)
-        tuner.begin_step()
-        return tuner
-
-    def _partial_checkpoints(
-        self, config: PipelineConfig, step: StepArguments, pp_rank: int, pp_size: int, settings: Settings
-    ) -> tuple[int, int] | None:
-        """How many forwards checkpoint in part, of how many that this schedule has in flight on this rank."""
-        num_partial = config.num_microbatches_with_partial_activation_checkpoints
-        if num_partial is None or pp_size == 1:  # as in Megatron: without a pipeline there is no window
-            return None
-        plan = _plan(self, pp_size, step.num_microbatches, len(step.models), settings)
-        return num_partial, plan.peak_in_flight(pp_rank)
+    arguments: StepArguments
+    key: PlanKey
+    pp_rank: int
+    stages: list[StageInfo]
+    specs: Specs
+    sharded: ShardedChunks | None
+    tuner: WeightTuner | None
+    weight_counts: list[int] | None
 
 
-def _end_record(record: StepRecord, config: PipelineConfig, tuner: WeightTuner | None) -> None:
-    record.finish()
-    if config.record_timeline is not None:
-        config.record_timeline.keep(record)
+def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, session: Session | None) -> PreparedStep:
+    """Check the arguments, and find out what this rank needs for the step."""
+    config = step.config
+    pp_rank, pp_size = (0, 1) if session is None else (session.pp_rank, len(session.ranks))
+    stages = schedule.stages(pp_rank, pp_size, len(step.models))
+    check_arguments(step, stages)
+    key = PlanKey(schedule, pp_size, step.num_microbatches, len(stages), config.settings)
+    if config.max_in_flight is not None:
+        key.plan  # noqa: B018  # refuses a limit that the schedule cannot keep to
+    is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
+    sharded = ShardedChunks.find(step.models, step.forward_only, is_reduced)
+    specs = specs_of(step, shapes, stages, schedule.placement, pp_rank, pp_size)
+    tuner = _tuner(step, key, session)
+    counts = None
     if tuner is not None:
-        tuner.end_step(record)
+        key, counts = tuner.begin_step()
+    return PreparedStep(step, key, pp_rank, stages, specs, sharded, tuner, counts)
 
 
-@functools.lru_cache(maxsize=16)
-def _plan(schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, settings: Settings) -> Plan:
-    return make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=settings)
+def connect(prepared: PreparedStep, session: Session | None) -> tuple[Communicator | None, list[tuple[Below, Above]]]:
+    """Agree with the other ranks on the step, and open its boundaries. Collective over the pipeline."""
+    step, key = prepared.arguments, prepared.key
+    config = step.config
+    communicator, lookahead = None, Lookahead(0)
+    if session is not None:
+        session.watchdog.timeout = config.timeout
+        places = {"the places of the Ws": str(prepared.tuner)}
+        session.watchdog.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places)
+        start_together(step, session)
+        transport = (step.device, config.variable_seq_lengths, config.p2p_transport)
+        communicator = session.communicator(key.schedule.placement, key.num_chunks, *transport)
+        communicator.begin_step(lambda: key.plan, step.forward_only)
+        if config.overlap_p2p_comm:
+            ahead = config.p2p_lookahead
+            lookahead = communicator.lookahead if ahead is None else Lookahead(ahead)
+    boundaries = boundaries_around(key, prepared.pp_rank, prepared.specs, communicator, lookahead, step.forward_only)
+    return communicator, boundaries
 
 
-@functools.lru_cache(maxsize=16)
-def _splits_backward(
-    schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, settings: Settings
-) -> bool:
-    plan = _plan(schedule, pp_size, num_microbatches, num_chunks, settings)
-    return any(action.kind == "W" for action in plan.actions[0])
+def build(
+    prepared: PreparedStep,
+    boundaries: list[tuple[Below, Above]],
+    sync: GradientSync,
+    monitor: Monitor,
+    speculation: Speculation | None,
+) -> Pipeline:
+    """The object that the schedule's loops drive."""
+    step = prepared.arguments
+    chunks = [
+        Chunk(Stage(info, chunk, step, sent), below, above)
+        for chunk, (info, (_, sent), (below, above)) in enumerate(zip(prepared.stages, prepared.specs, boundaries))
+    ]
+    return Pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, speculation, prepared.weight_counts)
+
+
+def run(
+    prepared: PreparedStep,
+    communicator: Communicator | None,
+    boundaries: list[tuple[Below, Above]],
+    session: Session | None,
+) -> None:
+    """Run the loops, again after a rollback of the last optimizer step. The results are in the arguments."""
+    step, schedule, tuner = prepared.arguments, prepared.key.schedule, prepared.tuner
+    sync = _gradient_sync(prepared)
+    watchdog = None if session is None else session.watchdog
+    speculation = speculate(step, prepared.key, prepared.pp_rank, watchdog)
+    while True:
+        record = _begin_record(prepared)
+        pipe = build(prepared, boundaries, sync, Monitor(watchdog, communicator, record), speculation)
+        try:
+            with _timed(step.config), sync:
+                reports = schedule.loops(pipe)
+            break
+        except RollbackRequired:
+            assert speculation is not None
+            assert communicator is not None
+            pipe.discard_forwards(speculation.num_sent)
+            communicator.begin_again()
+            speculation.roll_back()
+    if reports is not step.results:
+        raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
+    if record is not None:
+        record.finish()
+        if step.config.record_timeline is not None:
+            step.config.record_timeline.keep(record)
+        if tuner is not None:
+            tuner.end_step(record)
+
+
+def _tuner(step: StepArguments, key: PlanKey, session: Session | None) -> WeightTuner | None:
+    """Raises ValueError where pipelines that exchange data with each other could be tuned apart."""
+    if step.config.weight_grad_placement == "static" or session is None or step.forward_only:
+        return None
+    if not key.splits_backward:
+        return None
+    if step.config.max_in_flight is not None and (num_peers := _num_peers(step.config)) > 1:
+        # Ws may be anywhere, but in forwards and backwards these pipelines exchange data with each other.
+        raise ValueError(
+            f"with max_in_flight, weight_grad_placement='tuned' may start each of the {num_peers} pipelines that "
+            "share tensors, sequences or experts in an order of its own: leave one of the two unset."
+        )
+    return session.tuner(key)
+
+
+def _num_peers(config: PipelineConfig) -> int:
+    """How many pipelines communicate with each other within a forward or backward."""
+    num_experts = config.expert_model_parallel_size
+    if parallel_state.model_parallel_is_initialized():
+        num_experts = max(num_experts, parallel_state.get_expert_model_parallel_world_size())
+    return num_experts * config.tensor_model_parallel_size * config.context_parallel_size
+
+
+def _gradient_sync(prepared: PreparedStep) -> GradientSync:
+    step = prepared.arguments
+    is_split = False
+    if step.config.no_sync_func is not None and not step.forward_only:
+        in_parts = any(find_forward_parts(module) is not None for module in step.models)
+        is_split = in_parts or prepared.key.splits_backward
+    sizes = (step.num_microbatches, is_split)
+    return GradientSync(step.config, step.models, *sizes, prepared.sharded, step.forward_only)
+
+
+def _begin_record(prepared: PreparedStep) -> StepRecord | None:
+    """Where the times of this step are written down; None for nowhere."""
+    step, schedule = prepared.arguments, prepared.key.schedule
+    if step.forward_only and not schedule.forward_only:
+        return None
+    if step.config.record_timeline is not None:
+        record: StepRecord = step.config.record_timeline.begin(schedule.name, step.device)
+        return record
+    return None if prepared.tuner is None else StepRecord(schedule.name, 0, clock_of(step.device))
+
+
+@contextmanager
+def _around_finalizing(prepared: PreparedStep, session: Session | None, keywords: dict[str, Any]) -> Iterator[None]:
+    """What frameworks around the core do at the end of a pipeline's step."""
+    with ExitStack() as stack:
+        if session is not None:
+            step, pp_size = prepared.arguments, prepared.key.pp_size
+            last_stage = prepared.key.schedule.placement.rank(pp_size * len(step.models) - 1, pp_size)
+            share = functools.partial(session.share, source=last_stage, device=step.device)
+            end = StepEnd(step, prepared.pp_rank, pp_size, last_stage, keywords, share)
+            for around in hooks.around_finalizing:
+                stack.enter_context(around(end))
+        yield
+
+
+@contextmanager
+def _timed(config: PipelineConfig) -> Iterator[None]:
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    try:
+        yield
+    finally:
+        timer.stop()
 
 
 def schedule(
@@ -349,30 +367,3 @@ def stages_for_rank(
     if not 0 <= pp_rank < pp_size:
         raise ValueError(f"there is no rank {pp_rank} in a pipeline of {pp_size}.")
     return found.stages(pp_rank, pp_size, num_chunks)
-
-
-def _num_peers(config: PipelineConfig) -> int:
-    """How many pipelines communicate with each other within a forward or backward."""
-    num_experts = config.expert_model_parallel_size
-    if parallel_state.model_parallel_is_initialized():
-        num_experts = max(num_experts, parallel_state.get_expert_model_parallel_world_size())
-    return num_experts * config.tensor_model_parallel_size * config.context_parallel_size
-
-
-def _lookahead(config: PipelineConfig, communicator: Communicator | None) -> Lookahead:
-    if communicator is None or not config.overlap_p2p_comm:
-        return Lookahead(0)
-    return communicator.lookahead if config.p2p_lookahead is None else Lookahead(config.p2p_lookahead)
-
-
-@contextmanager
-def _timed(config: PipelineConfig) -> Iterator[None]:
-    if config.timers is None:
-        yield
-        return
-    timer = config.timers("forward-backward", log_level=1)
-    timer.start(barrier=config.barrier_with_L1_time)
-    try:
-        yield
-    finally:
-        timer.stop()

@@ -1,8 +1,11 @@
-"""Ws where the measured times want them: measure, tell each other, decide alike, and look again now and then.
+"""Weight-gradient passes (W) where the measured times want them.
 
-Every rank's actions are timed in every step. Now and then the ranks exchange their typical times, and two steps later,
-when all have surely posted them, each plays the schedule with all of them and finds the same places for the Ws
-(weight_placement.py). Between those steps nothing is exchanged.
+Every rank's actions are timed in every step. Every few steps the ranks post their median times. Two steps later, when
+every rank has posted its own, each simulates the schedule with all of them and finds the same places for the Ws
+(plan/weight_placement.py). Between those steps nothing is exchanged.
+
+A step asks the tuner three things: `begin_step` before it, for the settings and the places of this rank's Ws; `str`,
+for what ranks must agree on; and `end_step` after it, with the record of its times.
 """
 
 from __future__ import annotations
@@ -16,18 +19,25 @@ from statistics import fmean, median
 
 from ..failures import Watchdog
 from ..plan import Costs, Counts, Plan, Schedule, Settings, make_plan, move_weights, place_weights, simulate
+from .plans import PlanKey
 from .step_record import StepRecord
 
 __all__ = ["Choice", "WeightTuner", "choose"]
 
 FIRST, INTERVAL = 6, 10
-"""The step before which times are first exchanged, and the steps between exchanges."""
+"""The step before which times are first exchanged, and the steps between exchanges. The first step is not like the
+others and the last may still run, so the first medians are of three steps, the later ones of nine."""
 
 DRIFT = 0.05
-"""How much, in parts of the mean action, a time may move before the search is repeated."""
+"""How far a time may move, as a share of the mean action, before the search is repeated. Medians of nine steps move by
+less on a machine that does nothing else."""
 
 GAIN = 0.005
-"""What a choice must gain by the plan to be taken over the schedule's own."""
+"""Share of the makespan that a choice must gain by the plan. Less than that disappears in the noise of measured steps
+(docs/benchmarks.md)."""
+
+SLACK = 1 / 4
+"""Without a limit, how much more a rank may hold than by the schedule: this share of a pipeline's microbatches."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ def choose(
     own_makespan = simulation.makespan
     best = Choice(settings, None, own_makespan, own_makespan)
     limit = settings.max_in_flight
-    max_held = max(simulation.peak_activations) + pp_size / 4 if limit is None else limit
+    max_held = max(simulation.peak_activations) + SLACK * pp_size if limit is None else limit
     starts = [settings] if limit is None else [replace(settings, max_in_flight=n) for n in _spread(pp_size, limit)]
     seen: list[Plan] = []
     for start in starts:
@@ -87,18 +97,11 @@ class WeightTuner:
 
     choose = staticmethod(choose)
 
-    def __init__(
-        self,
-        watchdog: Watchdog,
-        pp_rank: int,
-        sizes: tuple[Schedule, int, int, int],
-        settings: Settings,
-    ) -> None:
+    def __init__(self, watchdog: Watchdog, pp_rank: int, key: PlanKey) -> None:
         self._watchdog = watchdog
         self._rank = pp_rank
-        self._sizes = sizes
-        self._own_settings = settings
-        self._name = f"times of {sizes[0].name} {sizes[1:]} {settings}"
+        self._own_key = key
+        self._name = f"times of {key.schedule.name} {key[1:]}"
         self._num_steps = 0
         self._posted = 0  # the step before which times were last posted
         self._records: deque[StepRecord] = deque(maxlen=INTERVAL)
@@ -106,25 +109,28 @@ class WeightTuner:
         self.choice: Choice | None = None
 
     @property
-    def settings(self) -> Settings:
-        return self._own_settings if self.choice is None else self.choice.settings
-
-    @property
-    def counts(self) -> list[int] | None:
-        """This rank's; None for the schedule's own places."""
-        return None if self.choice is None or self.choice.counts is None else self.choice.counts[self._rank]
+    def key(self) -> PlanKey:
+        """Of the plan that steps are run by, but for the places of its Ws."""
+        return self._own_key if self.choice is None else self._own_key._replace(settings=self.choice.settings)
 
     def __str__(self) -> str:
         """Short, the same where the choice is."""
         return "the schedule's" if self.choice is None else f"{zlib.crc32(repr(self.choice).encode()):08x}"
 
-    def begin_step(self) -> None:
-        """Before each training step, on every rank."""
+    def begin_step(self) -> tuple[PlanKey, list[int] | None]:
+        """Before each training step, on every rank.
+
+        Returns:
+            The key of the plan to run, and the places of this rank's Ws: how many come before each of its forwards and
+            backwards. None for the schedule's own places.
+        """
         self._num_steps += 1
         if self._num_steps >= FIRST and (self._num_steps - FIRST) % INTERVAL == 0:
             self._post()
         elif self._posted and self._num_steps == self._posted + 2:
             self._decide([json.loads(text) for text in self._watchdog.collect(f"{self._name} {self._posted}")])
+        counts = None if self.choice is None else self.choice.counts
+        return self.key, None if counts is None else counts[self._rank]
 
     def end_step(self, record: StepRecord) -> None:
         if self._num_steps > 1:  # the first one is not like those that follow
@@ -154,10 +160,10 @@ class WeightTuner:
             return
         costs.p2p = _latency(plan, costs, max(one["step"] for one in means))
         self._measured = costs
-        self.choice = self.choose(*self._sizes, self._own_settings, costs)
+        self.choice = self.choose(*self._own_key, costs)
 
     def _plan_in_use(self) -> Plan:
-        plan = make_plan(*self._sizes, settings=self.settings)
+        plan = self.key.plan
         return plan if self.choice is None or self.choice.counts is None else move_weights(plan, self.choice.counts)
 
 

@@ -78,14 +78,12 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
         for root in self._roots():
             root.end()
 
-    def before_forward(self, chunk: int, microbatch: int) -> None:
-        """Gather parameters one chunk ahead of their use."""
-        if microbatch == 0:
-            for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
-                for root in self._chunks[ahead] if ahead < len(self._chunks) else ():
-                    root.gather()
+    def gather(self, chunk: int) -> None:
+        """Start to gather the parameters of a chunk, ahead of its first forward."""
+        for root in self._chunks[chunk]:
+            root.gather()
 
-    def after_weights(self, chunk: int) -> None:
+    def add_up(self, chunk: int) -> None:
         """Add a W's gradients up in the dtype that they are reduced in, as FSDP2 does after a backward."""
         for root in self._chunks[chunk]:
             root.add_up()

@@ -1,0 +1,80 @@
+"""Where this rank is in its step, for the watchdog, the profiler and the record of times."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..failures import Position, Watchdog
+from ..p2p_communication import Communicator, Transfer
+from ..plan import Action
+from .stage import NOTHING
+from .step_record import StepRecord
+
+__all__ = ["Monitor"]
+
+
+class Monitor:
+    """Accompanies the actions and the waits of one step.
+
+    Args:
+        watchdog, communicator: None for a pipeline of one rank.
+        record: where times are written down; None for nowhere.
+    """
+
+    def __init__(self, watchdog: Watchdog | None, communicator: Communicator | None, record: StepRecord | None) -> None:
+        self._watchdog = watchdog
+        self._communicator = communicator
+        self._record = record
+        self._position = Position() if watchdog is None else watchdog.position
+        self._profiling = torch._C._autograd._profiler_enabled()
+
+    def at(self, action: Action) -> AbstractContextManager[object]:
+        """The context around an action. Raises what another rank's failure has left for this one."""
+        self._check()
+        self._position.action = action
+        profiled = record_function(str(action)) if self._profiling else NOTHING
+        return profiled if self._record is None else self._record.during(action, profiled)
+
+    def are_overlapped(self, *actions: Action) -> None:
+        """Of these only the sum of their times means anything."""
+        if self._record is not None:
+            self._record.overlapped.update(actions)
+
+    def wait(self, transfer: Transfer, what: str, peer: int | None) -> list[Tensor]:
+        """Wait for a message from `peer`, or for one that this rank gave itself where that is None."""
+        position = self._position
+        position.peer = peer
+        position.awaited = what
+        since = None if self._record is None else self._record.now()
+        is_reached = None if self._communicator is None or peer is None else self._communicator.mark()
+        tensors = transfer.wait()
+        if is_reached is not None and self._watchdog is not None:
+            self._watchdog.device_waits.add(replace(position), is_reached, transfer.has_arrived)
+        if self._record is not None:
+            self._record.waited(since)
+        position.awaited = None
+        self._check()
+        return tensors
+
+    def drain(self) -> None:
+        """Wait at the end of a step until every message sent has been taken."""
+        if self._communicator is None:
+            return
+        position = self._position
+        position.action, position.peer = "the end of its step", None
+        position.awaited = "its last messages to be taken"
+        since = None if self._record is None else self._record.now()
+        self._communicator.drain()
+        if self._record is not None:
+            self._record.waited(since)
+        position.awaited = None
+        self._check()
+
+    def _check(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.check()

@@ -1,0 +1,40 @@
+"""The plan of a step: one key for it, and one place where it is recorded."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..plan import Plan, Schedule, Settings, make_plan
+
+__all__ = ["PlanKey"]
+
+
+class PlanKey(NamedTuple):
+    """Everything a training step's plan depends on. The fields are `make_plan`'s arguments."""
+
+    schedule: Schedule
+    pp_size: int
+    num_microbatches: int
+    num_chunks: int
+    settings: Settings
+
+    @property
+    def plan(self) -> Plan:
+        """Recorded once. Raises ValueError where the schedule cannot keep to the settings."""
+        return _record(self)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the plan has weight-gradient passes (W)."""
+        return _splits_backward(self)
+
+
+@functools.lru_cache(maxsize=16)
+def _record(key: PlanKey) -> Plan:
+    return make_plan(*key[:-1], settings=key.settings)
+
+
+@functools.lru_cache(maxsize=16)
+def _splits_backward(key: PlanKey) -> bool:
+    return any(action.kind == "W" for action in key.plan.actions[0])
