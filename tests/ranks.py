@@ -193,6 +193,6 @@ def _answer(control: Connection, main_thread: int) -> None:
             control.recv()
         except EOFError:
             return
-        positions = [str(session.watchdog.position) for session in _sessions.values()]
+        positions = [str(session.watchdog.progress) for session in _sessions.values()]
         stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
         control.send(f"{positions or 'in no step'}\n{stack}")

@@ -1,14 +1,18 @@
 """One failure anywhere becomes one clear error everywhere."""
 
-from .errors import PipelineError, check_failures
-from .progress import Position
-from .store import Meeting
-from .watchdog import Watchdog
+from .agreement import Agreement
+from .errors import PipelineError
+from .mailbox import Mailbox
+from .progress import Progress
+from .store import InterruptibleStore
+from .watchdog import Watchdog, check_failures
 
 __all__ = [
-    "Meeting",
+    "Agreement",
+    "InterruptibleStore",
+    "Mailbox",
     "PipelineError",
-    "Position",
+    "Progress",
     "Watchdog",
     "check_failures",
 ]

@@ -1,4 +1,4 @@
-"""Where a rank is in its step, as other ranks are told when something does not come."""
+"""Where a rank is in its step. Other ranks are told when a message does not come."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["DeviceWaits", "Position"]
+__all__ = ["DeviceWaits", "Progress"]
 
 
 @dataclass(slots=True)
-class Position:
-    """Kept up to date by the rank's `Pipeline`."""
+class Progress:
+    """Written by the main thread, read by the watchdog."""
 
     step: int = 0
-    """Its number in the session."""
-    action: object = "the start of its step"
-    """The action begun last, which prints like "2B1". None when the step has ended."""
+    """How many steps of the session have begun."""
+    action: object = None
+    """The action begun last, which prints like "2B1". None outside a step."""
     awaited: str | None = None
     """The message it waits for, like "the forward input of microbatch 3", if any."""
     peer: int | None = None
     """The pipeline rank that the message comes from."""
 
+    def begin_step(self) -> None:
+        self.step += 1
+        self.action, self.awaited, self.peer = "the start of its step", None, None
+
+    def end_step(self) -> None:
+        self.action, self.awaited, self.peer = None, None, None
+
 
 class _DeviceWait(NamedTuple):
-    position: Position
+    progress: Progress
     is_reached: Callable[[], bool]
     has_arrived: Callable[[], bool]
 
@@ -38,13 +45,14 @@ class DeviceWaits:
         self._waits: deque[_DeviceWait] = deque()
         self._lock = threading.Lock()
 
-    def add(self, position: Position, is_reached: Callable[[], bool], has_arrived: Callable[[], bool]) -> None:
+    def add(self, progress: Progress, is_reached: Callable[[], bool], has_arrived: Callable[[], bool]) -> None:
         """
         Args:
+            progress: a copy, as of this wait.
             is_reached: whether the device has come to this wait.
             has_arrived: whether the message is there.
         """
-        self._waits.append(_DeviceWait(position, is_reached, has_arrived))
+        self._waits.append(_DeviceWait(progress, is_reached, has_arrived))
 
     def all_have_arrived(self) -> bool:
         with self._lock:
@@ -52,9 +60,9 @@ class DeviceWaits:
                 self._waits.popleft()
             return not self._waits
 
-    def current(self) -> Position | None:
+    def current(self) -> Progress | None:
         """Where the device is, if it waits for a message."""
         if self.all_have_arrived():
             return None
         with self._lock:
-            return self._waits[0].position if self._waits and self._waits[0].is_reached() else None
+            return self._waits[0].progress if self._waits and self._waits[0].is_reached() else None

@@ -1,7 +1,7 @@
-"""Where the ranks of one session meet: their part of the store that torch.distributed was set up with.
+"""The ranks' part of the store that torch.distributed was set up with.
 
 A wait in it ends when the session fails, also that of a transport that looks for its peers here: torch's own waits end
-when their time is up, and keep all other threads from the store until then. And it is left as it was found.
+only when their time is up, and until then they block all other threads that use the store.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Meeting"]
+__all__ = ["InterruptibleStore"]
 
 TIMEOUT = datetime.timedelta(minutes=5)  # as in torch's own stores
 
 _lock = threading.RLock()  # not every store may be used by two threads at once
 
 
-class Meeting(Store):
-    """A store that all ranks of a session share, and nobody else.
+class InterruptibleStore(Store):
+    """A store that all ranks of a session share, and nobody else. May be used by several threads.
 
     Args:
-        store: what it is kept in.
-        rank, size: this rank's number in the session, and how many there are.
+        store: where its keys are kept.
+        pp_rank, pp_size: this rank's number in the session, and how many there are.
+        check_failure: called during waits; raises where the session has failed.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, pp_rank: int, pp_size: int, check_failure: Callable[[], None]) -> None:
         super().__init__()
-        self.check_failure: Callable[[], None] = lambda: None
-        """Called while somebody waits; raises where that is in vain."""
+        self.pp_rank = pp_rank
+        self.pp_size = pp_size
         self._store = store
-        self._rank = rank
-        self._size = size
-        self._keys: set[str] = set()  # what this rank has put there
+        self._check_failure = check_failure
+        self._keys: set[str] = set()  # written by this rank
         self._has_left = False
 
     def set(self, key: str, value: Any) -> None:
@@ -56,7 +56,7 @@ class Meeting(Store):
 
     def check(self, keys: list[str]) -> bool:
         with self._open() as store:
-            return store.check(keys)
+            return bool(store.check(keys))
 
     def delete_key(self, key: str) -> bool:
         with self._open() as store:
@@ -72,19 +72,19 @@ class Meeting(Store):
         end = time.monotonic() + (timeout or TIMEOUT).total_seconds()
         pause = 0.0005
         while not self.check(keys):
-            self.check_failure()
+            self._check_failure()
             if time.monotonic() > end:
                 raise DistStoreError(f"nobody has put {', '.join(keys)} into the store in time.")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
     def leave(self) -> None:
-        """This rank will not use it any more. The last one to leave deletes what all have put there."""
-        own, count = f"left behind by {self._rank}", "number of ranks that left"
+        """This rank will not use it any more. The last one to leave deletes the keys of all."""
+        own, count = f"left behind by {self.pp_rank}", "number of ranks that left"
         with self._open(own, count) as store:
             store.set(own, json.dumps(sorted(self._keys)))
-            if store.add(count, 1) == self._size:
-                left_behind = [json.loads(store.get(f"left behind by {rank}")) for rank in range(self._size)]
+            if store.add(count, 1) == self.pp_size:
+                left_behind = [json.loads(store.get(f"left behind by {rank}")) for rank in range(self.pp_size)]
                 for key in {key for keys in left_behind for key in keys}:
                     store.delete_key(key)
             self._has_left = True
@@ -93,6 +93,6 @@ class Meeting(Store):
     def _open(self, *keys: str) -> Iterator[Store]:
         with _lock:
             if self._has_left:
-                raise DistStoreError("this rank has left the meeting.")
+                raise DistStoreError("this rank has left the session.")
             self._keys.update(keys)
             yield self._store

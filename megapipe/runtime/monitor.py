@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..failures import Position, Watchdog
+from ..failures import Progress, Watchdog
 from ..p2p_communication import Communicator, Transfer
 from ..plan import Action
 from .stage import NOTHING
@@ -30,13 +30,13 @@ class Monitor:
         self._watchdog = watchdog
         self._communicator = communicator
         self._record = record
-        self._position = Position() if watchdog is None else watchdog.position
+        self._progress = Progress() if watchdog is None else watchdog.progress
         self._profiling = torch._C._autograd._profiler_enabled()
 
     def at(self, action: Action) -> AbstractContextManager[object]:
         """The context around an action. Raises what another rank's failure has left for this one."""
         self._check()
-        self._position.action = action
+        self._progress.action = action
         profiled = record_function(str(action)) if self._profiling else NOTHING
         return profiled if self._record is None else self._record.during(action, profiled)
 
@@ -47,17 +47,17 @@ class Monitor:
 
     def wait(self, transfer: Transfer, what: str, peer: int | None) -> list[Tensor]:
         """Wait for a message from `peer`, or for one that this rank gave itself where that is None."""
-        position = self._position
-        position.peer = peer
-        position.awaited = what
+        progress = self._progress
+        progress.peer = peer
+        progress.awaited = what
         since = None if self._record is None else self._record.now()
         is_reached = None if self._communicator is None or peer is None else self._communicator.mark()
         tensors = transfer.wait()
         if is_reached is not None and self._watchdog is not None:
-            self._watchdog.device_waits.add(replace(position), is_reached, transfer.has_arrived)
+            self._watchdog.device_waits.add(replace(progress), is_reached, transfer.has_arrived)
         if self._record is not None:
             self._record.waited(since)
-        position.awaited = None
+        progress.awaited = None
         self._check()
         return tensors
 
@@ -65,14 +65,14 @@ class Monitor:
         """Wait at the end of a step until every message sent has been taken."""
         if self._communicator is None:
             return
-        position = self._position
-        position.action, position.peer = "the end of its step", None
-        position.awaited = "its last messages to be taken"
+        progress = self._progress
+        progress.action, progress.peer = "the end of its step", None
+        progress.awaited = "its last messages to be taken"
         since = None if self._record is None else self._record.now()
         self._communicator.drain()
         if self._record is not None:
             self._record.waited(since)
-        position.awaited = None
+        progress.awaited = None
         self._check()
 
     def _check(self) -> None:

@@ -23,7 +23,7 @@ def start_together(step: StepArguments, session: Session) -> None:
     optimizer = optimizer_of(step.models)
     num_gathers = 0 if optimizer is None else optimizer.num_gathers
     own = (max((iterator.next_batch for iterator in iterators), default=0), num_gathers)
-    everybody = session.tell_once(f"progress, {'validation' if step.forward_only else 'training'}", own)
+    everybody = session.exchange_once(f"progress, {'validation' if step.forward_only else 'training'}", own)
     if everybody is None:
         return
     next_batch, num_gathers = (max(values) for values in zip(*everybody))

@@ -73,7 +73,7 @@ def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdo
         return None
 
     def validate() -> bool:
-        position = watchdog.position
+        position = watchdog.progress
         position.action, position.peer = "the validation of the last optimizer step", None
         position.awaited = "the norms of all ranks"
         is_rolled_back = optimizer.validate(watchdog.check)

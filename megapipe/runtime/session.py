@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
-from ..failures import Meeting, Watchdog
+from ..failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog
 from ..p2p_communication import Communicator, Transport
 from ..plan import Placement
 from ..transports import MARKS, STAGINGS, GlooTransport, Members, NcclTransport, StagedTransport
@@ -45,13 +45,15 @@ class Session:
         # Counted in the store, which may outlive this process group or have known others before.
         number = store.add(f"{name} sessions of {self.pp_rank}", 1)
         self._torch_store = PrefixStore(f"{name} {number}", store)
-        self._store = Meeting(self._torch_store, self.pp_rank, len(self.ranks))
-        self.watchdog = Watchdog(self._store, self.pp_rank, len(self.ranks))
-        self.watchdog.abort = self._abort
-        self.watchdog.has_ended = self.has_ended
-        self._store.check_failure = self.watchdog.check
+        self._store = InterruptibleStore(
+            self._torch_store, self.pp_rank, len(self.ranks), check_failure=lambda: self.watchdog.check()
+        )
+        self._progress = Progress()
+        self.watchdog = Watchdog(self._store, self._progress, self._abort, self.has_ended)
+        self.mailbox = Mailbox(self._store, self.watchdog)
+        self.agree = Agreement(self.mailbox, self.watchdog).agree
         self._is_in_step = False
-        self._told: set[str] = set()
+        self._exchanged: set[str] = set()
         self._is_device_shared = False
         self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
         self._tuners: dict[PlanKey, WeightTuner] = {}
@@ -80,22 +82,28 @@ class Session:
             )
         self._is_in_step = _this_thread.is_in_step = True
         try:
+            self._progress.begin_step()
             with self.watchdog.step():
                 yield
+            self._progress.end_step()
         except BaseException:
             self._end()
             raise
         finally:
             self._is_in_step = _this_thread.is_in_step = False
 
-    def tell_once(self, name: str, own: Any) -> list[Any] | None:
-        """What every rank of the pipeline tells under `name`, at the first call in this session; after it None.
-        Collective."""
-        if name in self._told:
+    def exchange_once(self, name: str, own: Any) -> list[Any] | None:
+        """The values of all ranks of the pipeline, by rank, at the first call under `name` in this session; after it
+        None. Collective.
+
+        Args:
+            own: this rank's value, which JSON can hold.
+        """
+        if name in self._exchanged:
             return None
-        self._told.add(name)
-        self.watchdog.post(name, json.dumps(own))
-        return [json.loads(text) for text in self.watchdog.collect(name)]
+        self._exchanged.add(name)
+        self.mailbox.post(name, json.dumps(own))
+        return [json.loads(text) for text in self.mailbox.collect(name)]
 
     def communicator(
         self, placement: Placement, num_chunks: int, device: torch.device, described: bool, transport: str | None
@@ -119,10 +127,10 @@ class Session:
                 described,
             )
             self._communicators[key] = communicator
-            position = self.watchdog.position
-            position.action, position.awaited = "the connecting of its channels", "the others to connect"
+            progress = self._progress
+            progress.action, progress.awaited = "the connecting of its channels", "the others to connect"
             communicator.connect()
-            position.awaited = None
+            progress.awaited = None
         return self._communicators[key]
 
     def _transport(self, name: str | None, members: Members, device: torch.device, described: bool) -> Transport:
@@ -139,20 +147,20 @@ class Session:
 
     def _shares_a_device(self, device: torch.device) -> bool:
         """Whether two ranks of this pipeline are on one GPU."""
-        told = self.tell_once("GPU", str(torch.cuda.get_device_properties(device).uuid))
-        if told is not None:
-            self._is_device_shared = len(set(told)) < len(told)
+        devices = self.exchange_once("GPU", str(torch.cuda.get_device_properties(device).uuid))
+        if devices is not None:
+            self._is_device_shared = len(set(devices)) < len(devices)
         return self._is_device_shared
 
     def tuner(self, key: PlanKey) -> WeightTuner:
         """Chooses the places of the Ws in such steps by what was measured in those before."""
         if key not in self._tuners:
-            self._tuners[key] = WeightTuner(self.watchdog, self.pp_rank, key)
+            self._tuners[key] = WeightTuner(self.mailbox, self.pp_rank, key)
         return self._tuners[key]
 
     def share(self, value: Any, source: int, device: torch.device) -> Any:
-        """What rank `source` has for `value`, on every rank. All call it, at the end of one and the same step."""
-        return share(value, self._group, self.watchdog, source, device)
+        """Rank `source`'s value, on every rank. All call it at the end of a step."""
+        return share(value, self._group, self.mailbox, self._progress.step, source, device)
 
     def _abort(self) -> None:
         for communicator in list(self._communicators.values()):

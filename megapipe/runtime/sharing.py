@@ -1,7 +1,7 @@
-"""What one rank of a pipeline has at the end of a step, such as the reports of the last stage, given to all.
+"""Broadcast of a nested value at the end of a step, such as the reports of the last stage.
 
-What is no tensor of the device, and what the tensors are like, goes through the watchdog's store: the wait for it
-notices failures. The tensors are broadcast, one message for each dtype, and the device is waited for nowhere.
+Structure, numbers, shapes and dtypes go through the mailbox, where the wait notices failures. The tensors on the device
+are broadcast, one message for each dtype. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,24 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..failures import Watchdog
+from ..failures import Mailbox
 
 __all__ = ["share"]
 
 
-def share(value: Any, group: dist.ProcessGroup, watchdog: Watchdog, source: int, device: torch.device) -> Any:
-    """What rank `source` of `group` has for `value`. All ranks call it at the end of a step, the others with anything.
+def share(value: Any, group: dist.ProcessGroup, mailbox: Mailbox, step: int, source: int, device: torch.device) -> Any:
+    """Rank `source`'s value, on every rank. All ranks of `group` call it at the end of a step.
 
-    Raises TypeError where the value holds more than numbers, texts, tensors and containers of them.
+    Args:
+        value: ignored on the other ranks.
+        step: the number of this step, the same on all ranks.
+        source: a rank in `group`.
+        device: of the tensors that are broadcast. Tensors on other devices travel with the numbers and texts.
+
+    Raises:
+        TypeError: the value holds more than numbers, texts, tensors and containers of them.
+        PipelineError: a rank failed before it came here.
     """
-    name = f"results of step {watchdog.num_steps}"
+    name = f"results of step {step}"
     if group.rank() == source:
         pickler = _TensorsApart(device)
-        watchdog.post(name, pickler.dump_text(value))
-        watchdog.withdraw(f"results of step {watchdog.num_steps - 1}")  # each has begun this step since
+        mailbox.post(name, pickler.dump_text(value))
+        mailbox.withdraw(f"results of step {step - 1}")  # each has begun this step since
         tensors = pickler.tensors
     else:
-        unpickler = _TensorsToCome(watchdog.collect_from(source, name), device)
+        unpickler = _TensorsToCome(mailbox.collect_from(source, name), device)
         value = unpickler.load()
         tensors = unpickler.tensors
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):

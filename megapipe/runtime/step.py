@@ -187,7 +187,7 @@ def connect(prepared: PreparedStep, session: Session | None) -> tuple[Communicat
     if session is not None:
         session.watchdog.timeout = config.timeout
         places = {"the places of the Ws": str(prepared.tuner)}
-        session.watchdog.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places)
+        session.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places)
         start_together(step, session)
         transport = (step.device, config.variable_seq_lengths, config.p2p_transport)
         communicator = session.communicator(key.schedule.placement, key.num_chunks, *transport)

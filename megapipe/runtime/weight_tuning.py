@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from ..failures import Watchdog
+from ..failures import Mailbox
 from ..plan import Costs, Counts, Plan, Schedule, Settings, make_plan, move_weights, place_weights, simulate
 from .plans import PlanKey
 from .step_record import StepRecord
@@ -97,8 +97,8 @@ class WeightTuner:
 
     choose = staticmethod(choose)
 
-    def __init__(self, watchdog: Watchdog, pp_rank: int, key: PlanKey) -> None:
-        self._watchdog = watchdog
+    def __init__(self, mailbox: Mailbox, pp_rank: int, key: PlanKey) -> None:
+        self._mailbox = mailbox
         self._rank = pp_rank
         self._own_key = key
         self._name = f"times of {key.schedule.name} {key[1:]}"
@@ -128,7 +128,7 @@ class WeightTuner:
         if self._num_steps >= FIRST and (self._num_steps - FIRST) % INTERVAL == 0:
             self._post()
         elif self._posted and self._num_steps == self._posted + 2:
-            self._decide([json.loads(text) for text in self._watchdog.collect(f"{self._name} {self._posted}")])
+            self._decide([json.loads(text) for text in self._mailbox.collect(f"{self._name} {self._posted}")])
         counts = None if self.choice is None else self.choice.counts
         return self.key, None if counts is None else counts[self._rank]
 
@@ -149,9 +149,9 @@ class WeightTuner:
         means["step"] = median(record.duration() for record in finished)
         self._records.clear()
         if self._posted:
-            self._watchdog.withdraw(f"{self._name} {self._posted}")
+            self._mailbox.withdraw(f"{self._name} {self._posted}")
         self._posted = self._num_steps
-        self._watchdog.post(f"{self._name} {self._posted}", json.dumps(means))
+        self._mailbox.post(f"{self._name} {self._posted}", json.dumps(means))
 
     def _decide(self, means: Sequence[dict[str, float]]) -> None:
         plan = self._plan_in_use()

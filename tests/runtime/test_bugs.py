@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import megapipe
 from megapipe import PipelineError, StageInfo, parallel_state, weight_grad
 from megapipe.analysis import load_timeline
-from megapipe.failures import Watchdog
+from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog
 from megapipe.failures.watchdog import TICK
 from megapipe.messages import MessageSpec, TensorSpec, pack, unpack
 from megapipe.overlap import run_parts
@@ -304,10 +304,10 @@ def test_a_stage_may_end_in_a_python_function(ranks: RankPool) -> None:
 def torch_distributed_is_shut_down(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
     run("1f1b", chunks, 2)
-    assert megapipe.failures.errors.watched
+    assert megapipe.failures.watchdog.watched
     dist.destroy_process_group()
     time.sleep(3 * TICK)
-    assert not megapipe.failures.errors.watched
+    assert not megapipe.failures.watchdog.watched
 
 
 def test_the_watchdog_ends_with_torch_distributed(ranks: RankPool) -> None:
@@ -588,11 +588,15 @@ def test_conjugates_and_negatives_are_sent_as_they_read(ranks: RankPool) -> None
 
 def keys_after_exchanges(rank: int) -> list[int]:
     store = _get_default_store()
-    watchdog = Watchdog(dist.PrefixStore("exchanges", store), rank, 3)
+    progress = Progress()
+    own = InterruptibleStore(dist.PrefixStore("exchanges", store), rank, 3, check_failure=lambda: None)
+    watchdog = Watchdog(own, progress, abort=lambda: None, has_ended=lambda: False)
+    agreement = Agreement(Mailbox(own, watchdog), watchdog)
     num_keys = []
     for step in range(12):
+        progress.begin_step()
         with watchdog.step():
-            watchdog.agree({} if rank == 2 else {"the message from stage 0 to stage 1": str(step)})
+            agreement.agree({} if rank == 2 else {"the message from stage 0 to stage 1": str(step)})
         num_keys.append(store.num_keys())
     dist.barrier()
     watchdog.close()

@@ -44,7 +44,7 @@ def shares(rank: int, source: int) -> None:
         assert found[1][1].shape == (0,)
         assert found[1][2] is None
     if rank == source:
-        assert not session.watchdog._has(f"results of step 2 {source}")  # nothing piles up in the store
+        assert not session._store.check([f"results of step 2 {source}"])  # nothing piles up in the store
 
 
 @pytest.mark.parametrize("source", [0, 2])

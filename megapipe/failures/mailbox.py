@@ -1,0 +1,68 @@
+"""Short texts that the ranks of a session leave for each other in the store."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+from torch.distributed import DistStoreError
+
+from .errors import NoResponseError
+from .store import InterruptibleStore
+from .watchdog import Watchdog, join_ranks
+
+__all__ = ["Mailbox"]
+
+
+class Mailbox:
+    """Waits here end when the session fails, and after `watchdog.timeout` seconds.
+
+    Args:
+        watchdog: polled after each wait, as a rank may have posted a text and then given up.
+    """
+
+    def __init__(self, store: InterruptibleStore, watchdog: Watchdog) -> None:
+        self.pp_size = store.pp_size
+        self._store = store
+        self._rank = store.pp_rank
+        self._watchdog = watchdog
+
+    def post(self, name: str, text: str) -> None:
+        """Leave a text for the other ranks to collect."""
+        self._store.set(f"{name} {self._rank}", text)
+
+    def withdraw(self, name: str) -> None:
+        """Delete this rank's text, once no rank will ask for it."""
+        self._store.delete_key(f"{name} {self._rank}")
+
+    def find(self, rank: int, name: str) -> str | None:
+        """That rank's text, if there is one by now."""
+        key = f"{name} {rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def collect(self, name: str, reached: str | None = None) -> list[str]:
+        """Wait for the texts of all ranks, and return them by rank.
+
+        Args:
+            reached: what the ranks have done when they post it, for the error where one does not.
+        """
+        return self._collect(name, range(self.pp_size), reached)
+
+    def collect_from(self, rank: int, name: str) -> str:
+        """Wait for that rank's text."""
+        return self._collect(name, [rank], None)[0]
+
+    def _collect(self, name: str, ranks: Sequence[int], reached: str | None) -> list[str]:
+        keys = [f"{name} {rank}" for rank in ranks]
+        timeout = self._watchdog.timeout
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=timeout))
+        except DistStoreError:
+            missing = [rank for rank, key in zip(ranks, keys) if not self._store.check([key])]
+            raise NoResponseError(
+                f"rank {self._rank} {reached or f'came to the {name}'} and waited {timeout:g} s for "
+                f"{join_ranks(missing)} to do so too"
+            ) from None
+        self._watchdog.poll()
+        self._watchdog.check()
+        return [self._store.get(key).decode() for key in keys]
