@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from ..overlap import fill_gap
-from ..weight_grad import SavedTensor, defer, is_deferring, keep
+from ..weight_grad import SavedTensor, backward_context, defer, is_deferring, save_for_w
 from .arguments import Structure, laid_out
 from .compile import compile_graph
 from .multiplex import communicates, multiplex
@@ -89,27 +89,23 @@ class Forward:
         self.results: tuple[Tensor, ...] | None = None
 
 
-_offered: Forward | None = None  # seen from autograd's threads
-
-
 @contextmanager
 def offering(forward: Forward) -> Iterator[None]:
     """Meanwhile a backward of a captured stage may take it."""
-    global _offered
-    _offered = forward
+    backward_context.offered_forward = forward
     try:
         yield
     finally:
-        if _offered is forward:
-            _offered = None
+        if backward_context.offered_forward is forward:
+            backward_context.offered_forward = None
 
 
 def _take_offered() -> Forward | None:
     """Where this backward is one of a pair, let its forward begin: if it is a captured stage's too, that is to run it
     in here."""
-    global _offered
     fill_gap()
-    forward, _offered = _offered, None
+    forward: Forward | None = backward_context.offered_forward
+    backward_context.offered_forward = None
     return forward
 
 
@@ -205,11 +201,11 @@ def _deferred(
 ) -> list[Tensor | None]:
     """B. What it leaves to W is handed to `defer`, one weight at a time."""
     split = graphs.split
-    held = {n: keep(arguments[n]) if n >= graphs.first_tangent else SavedTensor(arguments[n]) for n in split.held}
+    held = {n: save_for_w(arguments[n]) if n >= graphs.first_tangent else SavedTensor(arguments[n]) for n in split.held}
     first_kept = len(arguments)
     results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
     grads = list(results[: split.num_outputs])
-    held.update((n, keep(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
+    held.update((n, save_for_w(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
     for weight_gradient in split.weights:
         weight = weights[weight_gradient.output]
         takes = [held[n] for n in weight_gradient.takes]

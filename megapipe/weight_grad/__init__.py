@@ -4,18 +4,16 @@ A W needs nothing from other ranks and nobody waits for it. So a layer's backwar
 once, and hands the computation of its weight's gradient to `defer`.
 """
 
-from .deferred import (
+from .accumulation import add_gradient
+from .aliasing import SavedTensor, save_for_w, unshared
+from .context import backward_context
+from .deferring import (
     DeferredGrads,
-    SavedTensor,
-    add_gradient,
     capturing,
     defer,
     deferring,
     is_capturing,
     is_deferring,
-    keep,
-    one_backward_at_a_time,
-    unshared,
     visit_gradient_nodes,
 )
 from .layers import conv1d, conv2d, embedding, grouped_linear, linear
@@ -30,6 +28,7 @@ __all__ = [
     "Linear",
     "SavedTensor",
     "add_gradient",
+    "backward_context",
     "capturing",
     "conv1d",
     "conv2d",
@@ -40,9 +39,8 @@ __all__ = [
     "grouped_linear",
     "is_capturing",
     "is_deferring",
-    "keep",
     "linear",
-    "one_backward_at_a_time",
+    "save_for_w",
     "unshared",
     "visit_gradient_nodes",
 ]

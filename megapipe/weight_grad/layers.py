@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .deferred import SavedTensor, defer, has_main_grad, is_capturing, is_deferring, keep
+from .accumulation import has_main_grad
+from .aliasing import SavedTensor, save_for_w
+from .deferring import defer, is_capturing, is_deferring
 from .products import add_weight_gradient, rows, weight_gradient
 
 __all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear"]
@@ -127,7 +129,7 @@ class _Linear(Function):
         grad_rows = rows(grad)
         grad_x = grad_rows.mm(weight.to(x.dtype)).view(x.shape) if needs_x else None
         grad_bias = grad_rows.sum(0) if needs_bias else None
-        both = SavedTensor(x.detach()), keep(grad)  # without the graph behind it
+        both = SavedTensor(x.detach()), save_for_w(grad)  # without the graph behind it
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
         add_to = partial(_add, compute) if x.is_cpu else partial(_add_linear, *both)
         return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), grad_bias
@@ -157,7 +159,7 @@ class _Embedding(Function):
     @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        both = SavedTensor(tokens), keep(grad)
+        both = SavedTensor(tokens), save_for_w(grad)
         compute = partial(_embedding_gradient, *both, len(ctx.weight), ctx.padding)
         add_to = partial(_add_embedding, *both, ctx.padding)
         return None, _deferred(ctx, 1, ctx.weight, compute, add_to), None
@@ -207,7 +209,9 @@ class _Convolution(Function):
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         mask = [True, False, False]
         grad_x = _convolution_backward(grad, x, weight.to(x.dtype), ctx.options, mask)[0] if needs_x else None
-        gradients = _ConvolutionGradients(SavedTensor(x.detach()), keep(grad), ctx.weight, ctx.options, needs_bias)
+        gradients = _ConvolutionGradients(
+            SavedTensor(x.detach()), save_for_w(grad), ctx.weight, ctx.options, needs_bias
+        )
         grads: list[Tensor | None] = [None, None]
         for number, parameter in enumerate((ctx.weight, ctx.bias) if needs_bias else (ctx.weight,), 1):
             compute = partial(gradients.take, number, parameter.dtype)
@@ -304,7 +308,7 @@ class _GroupedLinear(Function):
             matrices = weight.to(x.dtype)
             for part, matrix, out in zip(torch.split(grad, ctx.counts), matrices, torch.split(grad_x, ctx.counts)):
                 torch.mm(part, matrix, out=out)
-        both = SavedTensor(x.detach()), keep(grad)
+        both = SavedTensor(x.detach()), save_for_w(grad)
         compute = partial(_grouped_gradient, *both, ctx.counts, ctx.weight.dtype)
         add_to = partial(_add, compute) if x.is_cpu else partial(_add_grouped, *both, ctx.counts)
         return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), None

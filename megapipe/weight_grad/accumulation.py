@@ -1,0 +1,148 @@
+"""Adding gradients to `.grad` or `main_grad`, as autograd would."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .context import backward_context
+from .grad_hooks import call_hooks, post_accumulate_hooks
+
+__all__ = [
+    "Contributions",
+    "accumulate",
+    "accumulate_all",
+    "add_dummy_grad",
+    "add_gradient",
+    "has_main_grad",
+    "remove_dummy_grads",
+    "without_grad",
+]
+
+
+class without_grad:  # noqa: N801  # torch.no_grad() takes longer than a small gradient
+    def __enter__(self) -> None:
+        self._was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._was_enabled)
+
+
+class Contributions:
+    """The contributions of one backward to one weight.
+
+    On CPU `.grad` is set aside meanwhile. So a gradient that autograd adds there by itself, because something else uses
+    the weight too, is found to be one of the contributions.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.left: deque[tuple[Callable[[], Tensor], Callable[[Tensor], object] | None]] = deque()
+        self._weight = weight
+        self._sum: Tensor | None = None
+        self._before: Tensor | None = None
+        self._adds_up = weight.is_cpu
+        self._is_aside = self._adds_up and _main_grad(weight) is None
+        if self._is_aside:
+            self._before, weight.grad = weight.grad, None
+        add_dummy_grad(weight)
+
+    def end(self) -> None:
+        """At the end of the backward: put `.grad` back."""
+        if self._is_aside:
+            by_autograd, self._weight.grad = self._weight.grad, self._before
+            self._is_aside, self._before = False, None
+            if by_autograd is not None:
+                self.left.append((lambda: by_autograd, None))
+
+    def compute(self) -> None:
+        while self.left:
+            compute, add_to = self.left.popleft()
+            if not self._adds_up:
+                accumulate(self._weight, compute, add_to)
+                continue
+            grad = _gradient(self._weight, compute, is_ours=add_to is not None)
+            self._sum = grad if self._sum is None else self._sum + grad
+
+    def accumulate(self) -> None:
+        if self._sum is None and len(self.left) == 1:
+            accumulate(self._weight, *self.left.popleft())
+            return
+        self.compute()
+        if self._sum is not None:
+            add_gradient(self._weight, self._sum)
+
+
+def accumulate_all(backwards: dict[int, dict[Tensor, Contributions]]) -> None:
+    """Accumulate the contributions of several backwards, then call the hooks once for each weight."""
+    computed: dict[Tensor, None] = {}
+    with without_grad():
+        for contributions in backwards.values():
+            while contributions:  # each is freed before the next one allocates
+                weight = next(iter(contributions))
+                contributions.pop(weight).accumulate()
+                computed[weight] = None
+    for weight in computed:
+        call_hooks(weight)
+
+
+def add_gradient(weight: Tensor, grad: Tensor) -> None:
+    """Add a gradient of one microbatch to `main_grad` or `.grad`. The caller has no other use of `grad`."""
+    with without_grad():
+        accumulate(weight, lambda: grad, lambda target: target.add_(grad))
+
+
+def accumulate(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None) -> None:
+    """Compute a gradient and add it to `main_grad` or `.grad`. See `defer` for the arguments."""
+    main_grad = _main_grad(weight)
+    target = weight.grad if main_grad is None else main_grad
+    if target is None:
+        weight.grad = _gradient(weight, compute, is_ours=add_to is not None)
+    elif add_to is not None:
+        add_to(target)
+    else:
+        target.add_(compute())
+    if main_grad is not None:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's hooks ask for it
+
+
+def _gradient(weight: Tensor, compute: Callable[[], Tensor], is_ours: bool) -> Tensor:
+    """As it may become `.grad`. The result of our own layers belongs to nobody else. Others may return a tensor that
+    they use elsewhere too, or an expanded one."""
+    grad = compute()
+    dtype = getattr(weight, "grad_dtype", weight.dtype) or grad.dtype  # newer torch lets the owner choose, or any
+    return grad.to(dtype) if is_ours else grad.to(dtype, copy=True).contiguous()
+
+
+def has_main_grad(weight: Tensor) -> bool:
+    """Whether its gradient is added to its `main_grad`."""
+    return _main_grad(weight) is not None
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    """None also if hooks of the owner take the gradient from `.grad` and add it themselves: hooks that do not ask
+    `grad_added_to_main_grad`, as Megatron's do, whether that has been done."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None or hasattr(weight, "grad_added_to_main_grad") or not post_accumulate_hooks(weight):
+        return main_grad
+    return None
+
+
+def add_dummy_grad(weight: Tensor) -> None:
+    """Let Megatron's hooks find a gradient. Where reductions overlap they insist on one when autograd has passed by,
+    also if `main_grad` has it already. So zeros without memory take its place until the backward ends."""
+    dummies: Any = backward_context.dummy_grads
+    if dummies is not None and weight.grad is None and _main_grad(weight) is not None:
+        weight.grad = dummies[weight] = weight.new_zeros(()).expand_as(weight)
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def remove_dummy_grads(dummies: dict[Tensor, Tensor]) -> None:
+    """Those that no hook has taken away."""
+    for weight, zeros in dummies.items():
+        if weight.grad is zeros:
+            weight.grad = None

@@ -1,0 +1,42 @@
+"""The state that a backward under way consults, in one object behind one lock.
+
+Autograd runs backward in threads of its own, which see no thread-local or context variable of the thread that asked for
+it. So this is a plain object, and backwards that set it take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .deferring import DeferredGrads
+    from .grad_hooks import HooksToCall
+
+__all__ = ["BackwardContext", "backward_context"]
+
+
+class BackwardContext:
+    """Change it while holding `lock`, or from within the backward that holds it, on whatever thread that runs."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.deferred: DeferredGrads | None = None
+        """Takes the weight gradients; None where they are computed at once."""
+        self.dummy_grads: dict[Tensor, Tensor] | None = None
+        """Zeros that take the place of `.grad` until the backward ends. None outside of a backward."""
+        self.hooks_to_call: WeakValueDictionary[int, HooksToCall] = WeakValueDictionary()
+        """By autograd's number of the backward: weights whose hooks are to be called at its end."""
+        self.overlap_callback: Callable[[], object] | None = None
+        """Called in each overlap window of the backward (megapipe.overlap)."""
+        self.offered_forward: Any = None
+        """The forward of a captured stage that the backward of another may run in its own graph (megapipe.graph)."""
+        self.is_capturing = False
+        """Whether a stage is being captured as a graph."""
+
+
+backward_context = BackwardContext()

@@ -1,0 +1,248 @@
+"""Weight gradients that a B leaves to its W.
+
+During a B, everything that is handed to `defer` is put on a list, its W. In any other backward it runs at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import ref as weakref
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from .accumulation import Contributions, accumulate, accumulate_all, add_dummy_grad, remove_dummy_grads, without_grad
+from .aliasing import SavedTensor, copy_shared
+from .context import backward_context
+from .grad_hooks import (
+    SilencedHooks,
+    autograd_calls_hooks_without_gradient,
+    call_hooks_after_backward,
+    pass_through_weights,
+    post_accumulate_hooks,
+    with_tensor_hooks,
+)
+
+__all__ = [
+    "DeferredGrads",
+    "capturing",
+    "defer",
+    "deferring",
+    "is_capturing",
+    "is_deferring",
+    "visit_gradient_nodes",
+]
+
+
+class DeferredGrads:
+    """The weight gradients that one B leaves to its W.
+
+    On CPU they are equal to torch's: the contributions of a backward to a weight are added up first, in autograd's
+    order, and then added to the gradient. On other devices each is added in place, as it comes.
+
+    Hooks of the weights are silent while B runs: autograd may call them although their gradient is still to come.
+    """
+
+    def __init__(self) -> None:
+        self.saved: list[weakref[SavedTensor]] = []
+        """Tensors that may have to be copied when B ends."""
+        # By autograd's number of the backward: B itself, and those that run within it (reentrant checkpoints).
+        self._running: dict[int, dict[Tensor, Contributions]] = {}
+        self._ended: dict[int, dict[Tensor, Contributions]] = {}
+        self._silenced = SilencedHooks()
+
+    def is_under_way(self) -> bool:
+        """Whether the backward that is running is this B, or one within it, and not that of another thread."""
+        if torch._C._current_graph_task_id() in self._running:
+            return True
+        return _this_thread().deferred is self
+
+    def add(
+        self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
+    ) -> None:
+        """See `defer` for the arguments."""
+        number = torch._C._current_graph_task_id()
+        if number not in self._running:
+            self._running[number] = {}
+            if number != -1:  # which is outside of any backward
+                Variable._execution_engine.queue_callback(functools.partial(self._end, number))
+        contributions = self._running[number]
+        if weight not in contributions:
+            contributions[weight] = Contributions(weight)
+            self._silenced.silence(weight)
+        contributions[weight].left.append((compute, add_to))
+
+    def _end(self, number: int) -> None:
+        """Called by autograd at the end of a backward. The gradients of B itself can wait for W. Another backward, run
+        in a Function or in an overlap window, has a caller that is about to look at its gradients."""
+        self._finalize(number)
+        within = torch._C._current_autograd_node()
+        if within is not None and "Checkpoint" not in type(within).__name__:
+            done = {since: self._ended.pop(since) for since in list(self._ended) if since >= number}
+            self._silenced.restore(*(weight for contributions in done.values() for weight in contributions))
+            accumulate_all(done)
+
+    def _finalize(self, number: int) -> None:
+        contributions = self._ended[number] = self._running.pop(number)
+        for contribution in contributions.values():
+            contribution.end()
+
+    def end_backward(self) -> None:
+        """At the end of B: give the hooks back, and copy saved tensors whose memory others hold too."""
+        for number in list(self._running):  # that did not end, because of an error
+            self._finalize(number)
+        self._silenced.restore()
+        copy_shared(self.saved)
+        self.saved.clear()
+
+    def compute(self) -> None:
+        """Compute all that has been deferred so far. B may not have ended yet."""
+        with without_grad():
+            for contributions in (*self._ended.values(), *self._running.values()):
+                for contribution in contributions.values():
+                    contribution.compute()
+
+    def run(self) -> None:
+        """W: compute the rest, add it to the gradients, and call each weight's hooks once."""
+        for number in list(self._running):
+            self._finalize(number)
+        ended, self._ended = self._ended, {}
+        accumulate_all(ended)
+
+
+class _Thread:
+    deferred: DeferredGrads | None = None
+
+
+def _this_thread() -> _Thread:
+    """An object that torch keeps for a thread. Torch's own thread-locals go along to the threads that run backward."""
+    if not torch._C._is_key_in_tls(_KEY):
+        made = _Thread()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # torch before 2.13 or so does not count its reference
+        torch._C._stash_obj_in_tls(_KEY, made)
+    return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
+
+
+_KEY = "megapipe.weight_grad"
+
+
+class deferring:  # noqa: N801  # a context; a generator would take longer than a small backward
+    """Around one backward: everything that it hands to `defer` goes to `deferred`; with None it runs at once.
+
+    Two pipelines in one process take turns, so neither finds its gradients in the other's list.
+    """
+
+    def __init__(self, deferred: DeferredGrads | None) -> None:
+        self._deferred = deferred
+
+    def __enter__(self) -> None:
+        context = backward_context
+        context.lock.acquire()
+        self._before = context.deferred, context.dummy_grads
+        context.deferred, context.dummy_grads = self._deferred, {}
+        _this_thread().deferred = self._deferred
+
+    def __exit__(self, *error: object) -> None:
+        context = backward_context
+        try:
+            if context.dummy_grads:
+                remove_dummy_grads(context.dummy_grads)
+            context.deferred, context.dummy_grads = self._before
+            _this_thread().deferred = context.deferred
+            if self._deferred is not None:
+                self._deferred.end_backward()
+        finally:
+            context.lock.release()
+
+
+def is_deferring() -> bool:
+    """Whether the backward that is running leaves weight gradients to a W."""
+    deferred = backward_context.deferred
+    return deferred is not None and deferred.is_under_way()
+
+
+def is_capturing() -> bool:
+    """Whether a stage is being captured as a graph (megapipe.graph): Functions return all gradients then."""
+    return backward_context.is_capturing
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Around the capture of a stage: nothing can be deferred."""
+    with backward_context.lock:
+        before, backward_context.is_capturing = backward_context.is_capturing, True
+        try:
+            yield
+        finally:
+            backward_context.is_capturing = before
+
+
+def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None) -> None:
+    """Leave the gradient of `weight` to W, from the backward of a custom autograd Function.
+
+    The Function returns None for the weight's gradient. It is computed at once unless a schedule has split this
+    backward. It is added to `weight.main_grad` if the owner made one, else to `weight.grad`, and the weight's
+    post-accumulate-grad hooks are called once per microbatch. Hooks that add to a `main_grad` by themselves find the
+    gradient in `.grad`, unless the weight has `grad_added_to_main_grad`, as Megatron's have, which is set to True for
+    them. Tensor hooks are called for each gradient deferred; a Function that returns the gradient of a weight with such
+    hooks gives them the sum. A frozen weight is left alone.
+
+    Args:
+        weight: a leaf tensor, the parameter itself: not the one among `ctx.saved_tensors`, which is a copy of it under
+            activation checkpointing.
+        compute: returns the gradient, in the shape of `weight`; its dtype is converted. It runs on the compute stream,
+            without gradients recorded, and keeps alive everything that it refers to until W.
+        add_to: adds the gradient to the tensor that it is given, which has the weight's shape but perhaps another
+            dtype. Worth giving if that is cheaper than `compute` and an addition.
+
+    Raises:
+        TypeError: the weight is no leaf, so its gradient belongs to the tensors that it was made from; or a stage is
+            being captured as a graph, which has all gradients in it (return the gradient if `is_capturing()`).
+    """
+    if backward_context.is_capturing:
+        raise TypeError(
+            f"defer was given a weight of shape {list(weight.shape)} while a stage is captured as a graph, which "
+            "defers weight gradients by itself: return the gradient from the Function's backward where "
+            "weight_grad.is_capturing()."
+        )
+    if not weight.is_leaf:
+        raise TypeError(
+            f"defer was given a tensor of shape {list(weight.shape)} that was computed from others, so it keeps no "
+            "gradient: defer that of the parameter itself, or return the gradient from the Function's backward."
+        )
+    if not weight.requires_grad:
+        return
+    if weight._backward_hooks:
+        compute, add_to = with_tensor_hooks(weight, compute), None
+    deferred = backward_context.deferred
+    if deferred is not None and deferred.is_under_way():
+        deferred.add(weight, compute, add_to)
+        return
+    add_dummy_grad(weight)
+    with without_grad():
+        accumulate(weight, compute, add_to)
+    if post_accumulate_hooks(weight) and not autograd_calls_hooks_without_gradient():
+        call_hooks_after_backward(weight)
+
+
+def visit_gradient_nodes(weights: list[Tensor]) -> None:
+    """Let autograd pass by the leaves once more, without a gradient. For those who watch the nodes that accumulate it,
+    as Megatron's and torch's DistributedDataParallel do: when B passed by, the gradient was not complete."""
+    if not weights:
+        return
+    silenced = SilencedHooks()
+    added = {weight: weight.grad_added_to_main_grad for weight in weights if hasattr(weight, "grad_added_to_main_grad")}
+    with deferring(None):
+        try:
+            for weight in weights:
+                add_dummy_grad(weight)
+                silenced.silence(weight)
+            pass_through_weights(*weights)
+        finally:
+            silenced.restore()
+            for weight, was_added in added.items():
+                weight.grad_added_to_main_grad = was_added
