@@ -62,6 +62,7 @@ class Case:
         modules = self.emulated.runner.modules
         if kind == "post-validated":
             self.optimizer: PipelinedOptimizer = PostValidatedOptimizer(modules, torch.optim.AdamW, max_norm=1.0)
+            self.emulated.runner.config.post_validated_optimizer = self.optimizer
         else:
             self.optimizer = PipelinedOptimizer(modules, torch.optim.AdamW)
 

@@ -164,6 +164,7 @@ class Trainer:
             self.optimizer: megapipe.PipelinedOptimizer = megapipe.PostValidatedOptimizer(
                 self.chunks, self.make_optimizer, args.clip_grad, self.hyperparameters
             )
+            config.post_validated_optimizer = self.optimizer
         else:
             self.optimizer = megapipe.PipelinedOptimizer(self.chunks, self.make_optimizer, self.hyperparameters)
         self.scheduler = megapipe.PipelinedLRScheduler(

@@ -98,6 +98,12 @@ class PipelineConfig:
             for function in value if name in PER_CHUNK and isinstance(value, (list, tuple)) else [value]:
                 if function is not None and not callable(function):
                     raise TypeError(f"config.{name} must be a function, or None, got {function!r}.")
+        optimizer = self.post_validated_optimizer
+        if optimizer is not None and not hasattr(optimizer, "settle_everywhere"):
+            raise TypeError(
+                "config.post_validated_optimizer must be a megapipe.PostValidatedOptimizer, or None, got a "
+                f"{type(optimizer).__name__}."
+            )
         if self.record_timeline is not None and not hasattr(self.record_timeline, "begin"):
             raise TypeError(
                 f"config.record_timeline must be a megapipe.TimelineRecorder, or None, got {self.record_timeline!r}."
@@ -121,6 +127,10 @@ class PipelineConfig:
     """Called with a chunk's parameters before it is first used in a training step; or a list, one per chunk."""
     finalize_model_grads_func: Callable[..., None] | None = None
     """Called once after a training step with the list of chunks and the number of tokens (or None)."""
+
+    post_validated_optimizer: Any = None
+    """The megapipe.PostValidatedOptimizer that trains the model: schedules validate its last step before their first
+    backward, and checkpoints wait for it."""
 
     # Forward
     enable_autocast: bool = False

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import parallel_state
-from ..chunks import as_list
-from ..training import load_scheduler, optimizer_of
+from ..chunks import as_list, find_attribute
+from ..training import PostValidatedOptimizer, load_scheduler
 from .alike import check_alike, fingerprint
 from .files import (
     Reader,
@@ -272,8 +272,11 @@ class Checkpointer:
         return parallel_state.get_pipeline_model_parallel_rank()
 
     def _whole_state(self) -> WholeState:
-        if (optimizer := optimizer_of(self._chunks)) is not None:  # whether or not it is to be saved
-            optimizer.settle_everywhere()
+        configs = (find_attribute(chunk, "config") for chunk in self._chunks)
+        training = (getattr(config, "post_validated_optimizer", None) for config in configs)
+        for optimizer in (*self._optimizers, *training):  # whether or not it is to be saved
+            if isinstance(optimizer, PostValidatedOptimizer):
+                optimizer.settle_everywhere()
         return WholeState(self._chunks, self._optimizers, *self._naming)
 
     def _run_of(self, step: int, data: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:

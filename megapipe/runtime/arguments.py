@@ -20,7 +20,6 @@ from ..chunks import find_attribute
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..messages import MessageSpec
 from ..plan import Placement, Schedule, StageInfo
-from ..training import optimizer_of
 from . import hooks
 from .shapes import ShapeArguments, message_specs
 
@@ -169,7 +168,7 @@ def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageI
         "the type of device": step.device.type,
         "p2p_transport": str(step.config.p2p_transport),
         "timeout": str(step.config.timeout),
-        "whether a PostValidatedOptimizer trains the model": str(optimizer_of(step.models) is not None),
+        "whether a PostValidatedOptimizer trains the model": str(step.config.post_validated_optimizer is not None),
     }
     for stage, (received, sent) in zip(stages, specs):
         if received is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..training import optimizer_of
 from .arguments import StepArguments
 from .session import Session
 
@@ -20,7 +19,7 @@ def start_together(step: StepArguments, session: Session) -> None:
     """At the first training step of a session, and its first validation: from the furthest batch that any rank has come
     to, and with an optimizer step that not all ranks have made taken back. Collective over the pipeline."""
     iterators = _readers(step.data_iterators)
-    optimizer = optimizer_of(step.models)
+    optimizer = step.config.post_validated_optimizer
     num_gathers = 0 if optimizer is None else optimizer.num_gathers
     own = (max((iterator.next_batch for iterator in iterators), default=0), num_gathers)
     everybody = session.exchange_once(f"progress, {'validation' if step.forward_only else 'training'}", own)

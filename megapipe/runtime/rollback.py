@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..failures import Watchdog
 from ..plan import Event, Plan
-from ..training import optimizer_of
 from .arguments import StepArguments
 from .plans import PlanKey
 
@@ -57,7 +56,7 @@ def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdo
     Args:
         watchdog: None for a pipeline of one rank, where there is nobody to wait for.
     """
-    optimizer = optimizer_of(step.models)
+    optimizer = step.config.post_validated_optimizer
     if optimizer is None:
         return None
     if step.forward_only or watchdog is None:
@@ -76,7 +75,7 @@ def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdo
         position = watchdog.progress
         position.action, position.peer = "the validation of the last optimizer step", None
         position.awaited = "the norms of all ranks"
-        is_rolled_back = optimizer.validate(watchdog.check)
+        is_rolled_back: bool = optimizer.validate(watchdog.check)
         position.awaited = None
         return is_rolled_back
 

@@ -5,7 +5,7 @@ from .clipping import clip_grad_norm_
 from .data_parallel import GradientReducer
 from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
 from .per_token import divide_by_num_tokens
-from .post_validation import PostValidatedOptimizer, optimizer_of
+from .post_validation import PostValidatedOptimizer
 from .tied_weights import TiedWeights
 
 __all__ = [
@@ -20,6 +20,5 @@ __all__ = [
     "data_iterators",
     "divide_by_num_tokens",
     "load_scheduler",
-    "optimizer_of",
     "split_batch",
 ]

@@ -11,28 +11,29 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..chunks import device_of, gradients, local, with_inner
+from ..chunks import device_of, gradients, local
 from ..failures import check_failures
 from .clipping import check_norm, gather_power_sums, norm_of, power_sum, scale_gradients
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
 
-__all__ = ["PostValidatedOptimizer", "optimizer_of"]
+__all__ = ["PostValidatedOptimizer"]
 
 POLL = 2e-5  # seconds between two looks at a collective
 
 
 class PostValidatedOptimizer(PipelinedOptimizer):
     """Clips by the norm of the whole pipeline, skips steps whose norm is NaN or Inf, and waits for nobody.
+
+    It is given to the config, so that schedules validate its steps: `config.post_validated_optimizer = optimizer`.
 
     After the method of https://arxiv.org/abs/2401.10241, section 4, but exact: the weights are bitwise those of
 
@@ -91,19 +92,33 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         """How many norms this rank has had a part in, finished or not."""
         self._waits = False
         """Whether the last step was not one to guess: the next one waits for its norm."""
-        for chunk in self.models:
-            _optimizers.update((inner, ref(self)) for inner in with_inner(chunk))
 
     @property
     def is_open(self) -> bool:
         """Whether the next step of the pipeline may have to begin again."""
         return self._pending is not None or self._was_taken_back
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PostValidatedOptimizer:
+        """Itself, for copies of a chunk that has it in its config: connections cannot be copied."""
+        return self
+
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step at once, to be validated by the next call of the schedule.
+
+        Raises:
+            RuntimeError: where nobody has validated the step before.
+            TypeError: for a closure: to compute the loss again takes the whole pipeline.
+        """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: run the schedule again instead.")
         check_failures()
-        self.settle_everywhere()
+        if self._pending is not None:
+            raise RuntimeError(
+                "the last step of this PostValidatedOptimizer has not been validated: set "
+                "config.post_validated_optimizer to it on every rank, so that the schedule does that, or call settle() "
+                "before the next step."
+            )
+        self._was_taken_back = False
         sums, work = self._gather(power_sum(self.models, self.norm_type))
         if work is None or self._waits:
             if work is not None:
@@ -243,13 +258,3 @@ def _copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _copied(value) for key, value in state.items()}
     return state.detach().clone() if isinstance(state, Tensor) else copy.deepcopy(state)
-
-
-_optimizers: WeakKeyDictionary[nn.Module, ref[PostValidatedOptimizer]] = WeakKeyDictionary()
-"""By chunk, so that the schedule finds the optimizer of the model that it is called with."""
-
-
-def optimizer_of(models: Iterable[nn.Module]) -> PostValidatedOptimizer | None:
-    """The optimizer that trains any of `models`, or what they wrap."""
-    found = (_optimizers.get(inner) for model in models for inner in with_inner(model))
-    return next((optimizer for one in found if one is not None and (optimizer := one()) is not None), None)

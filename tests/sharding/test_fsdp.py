@@ -405,6 +405,7 @@ def post_validated(rank: int) -> int:
         is_ordinary = kind is megapipe.PipelinedOptimizer
         make = functools.partial(torch.optim.AdamW, lr=1e-2)
         optimizer = kind(chunks, make) if is_ordinary else kind(chunks, make, max_norm=0.7)
+        chunks[0].config.post_validated_optimizer = None if is_ordinary else optimizer
         with counting_restarts() as restarts:
             for step in range(8):
                 optimizer.zero_grad()

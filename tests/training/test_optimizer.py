@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from in_order import transport_in_order
 from models import Stage, batches, build, loss_of, run
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from restarts import counting_restarts
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 
 import megapipe
 from megapipe import (
+    PipelineConfig,
     PipelinedGradScaler,
     PipelinedLRScheduler,
     PipelinedOptimizer,
@@ -95,6 +97,11 @@ class Accident:
         self.kinds[kind] += 1
 
 
+def validated(optimizer: PostValidatedOptimizer, chunks: list[Any]) -> PostValidatedOptimizer:
+    chunks[0].config.post_validated_optimizer = optimizer
+    return optimizer
+
+
 def train(
     schedule: str, pp_size: int, num_steps: int, make: Callable[..., Any], is_post_validated: bool, disturb: bool
 ) -> tuple[list[Any], list[dict[str, Tensor]], Counter[str]]:
@@ -105,7 +112,7 @@ def train(
     for chunk in chunks:
         chunk.register_buffer("count", torch.zeros(()))
     if is_post_validated:
-        optimizer: Any = PostValidatedOptimizer(chunks, make, MAX_NORM, decay)
+        optimizer: Any = validated(PostValidatedOptimizer(chunks, make, MAX_NORM, decay), chunks)
     else:
         optimizer = PipelinedOptimizer(chunks, make, decay)
     scheduler = PipelinedLRScheduler(optimizer, lambda optimizer: LambdaLR(optimizer, lambda n: 0.98**n))
@@ -212,7 +219,7 @@ def test_zero_bubble_schedules_hear_of_the_norm_in_time(pp_size: int) -> None:
 
 def misuse(rank: int) -> None:
     chunks = build("1f1b", 2, 8)
-    optimizer = PostValidatedOptimizer(chunks, adamw, 100.0)
+    optimizer = validated(PostValidatedOptimizer(chunks, adamw, 100.0), chunks)
     with pytest.raises(ValueError, match="set_to_none=True"):
         optimizer.zero_grad(set_to_none=False)
     with pytest.raises(TypeError, match="takes no closure"):
@@ -253,6 +260,7 @@ def state_of_no_parameter(rank: int) -> None:
         for parameter in layer.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
+        optimizer.settle()
         optimizer.zero_grad()
     assert optimizer.state_dict()["state"]["all"]["k"] == 3
     with pytest.raises(ValueError, match=r"Adding adds \['t'\] in its state_dict\(\), of which a step cannot be taken"):
@@ -267,10 +275,33 @@ def test_state_of_no_parameter_is_taken_back(ranks: RankPool) -> None:
 
 def on_one_rank(rank: int) -> None:
     chunks = build("1f1b", 2, 8)
-    optimizer = PostValidatedOptimizer(chunks, adamw, 1.0) if rank else PipelinedOptimizer(chunks, adamw)
+    optimizer = PipelinedOptimizer(chunks, adamw)
+    if rank:
+        optimizer = validated(PostValidatedOptimizer(chunks, adamw, 1.0), chunks)
     with pytest.raises(ValueError, match="disagree on whether a PostValidatedOptimizer trains the model"):
         run("1f1b", chunks, 2)
     optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_steps_that_no_schedule_validates(rank: int) -> None:
+    """Whoever forgets to give the optimizer to the config must not train on with steps that do not stand."""
+    chunks = build("1f1b", 2, 8)
+    optimizer = PostValidatedOptimizer(chunks, adamw, 1e-6)  # each step is to be clipped
+    run("1f1b", chunks, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    run("1f1b", chunks, 2, seed=1)
+    with pytest.raises(RuntimeError, match=r"has not been validated: set config\.post_validated_optimizer to it"):
+        optimizer.step()
+    optimizer.settle()
+    optimizer.step()
+
+    with pytest.raises(TypeError, match=r"must be a megapipe\.PostValidatedOptimizer, or None, got a AdamW"):
+        PipelineConfig(post_validated_optimizer=optimizer.optimizer)
+    chunks[0].config.post_validated_optimizer = optimizer
+    assert copy.deepcopy(chunks[0]).config.post_validated_optimizer is optimizer
+    assert PipelineConfig.of(object()).post_validated_optimizer is None
 
 
 def test_every_rank_or_none_validates_afterwards(ranks: RankPool) -> None:
@@ -288,7 +319,7 @@ def after_a_failure(rank: int, is_post_validated: bool, failing_rank: int, at: i
 
     chunks = build("1f1b", 2, 4, deferred=True)
     if is_post_validated:
-        optimizer: Any = PostValidatedOptimizer(chunks, momentum, 0.01)
+        optimizer: Any = validated(PostValidatedOptimizer(chunks, momentum, 0.01), chunks)
     else:
         optimizer = PipelinedOptimizer(chunks, momentum)
     for step in range(3):
@@ -320,7 +351,7 @@ def test_a_failure_before_the_validation(ranks: RankPool, failing_rank: int, at:
 
 def one_rank_has_not_stepped(rank: int) -> None:
     chunks = build("zbv", 2, 4, deferred=True)
-    optimizer = PostValidatedOptimizer(chunks, momentum, MAX_NORM)
+    optimizer = validated(PostValidatedOptimizer(chunks, momentum, MAX_NORM), chunks)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     run("zbv", chunks, 4)
     if rank == 0:

@@ -104,6 +104,7 @@ def stay_equal(rank: int, schedule: str) -> tuple[Tensor, ...]:
         max_norm = 0.9
         if is_post_validated:
             optimizer = PostValidatedOptimizer(chunks, adamw, max_norm)
+            chunks[0].config.post_validated_optimizer = optimizer
         else:
             optimizer = PipelinedOptimizer(chunks, adamw)
         for step in range(8):

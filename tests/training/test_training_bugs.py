@@ -45,13 +45,18 @@ from megapipe import (
 from megapipe.checkpoint import Checkpointer, read_position, save_safetensors
 from megapipe.plan import make_plan, place_weights
 from megapipe.runtime import weight_tuning
-from megapipe.training import GradientReducer, data_iterators, optimizer_of, split_batch
+from megapipe.training import GradientReducer, data_iterators, split_batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
+
+
+def validated(optimizer: PostValidatedOptimizer, chunks: list[Any]) -> PostValidatedOptimizer:
+    chunks[0].config.post_validated_optimizer = optimizer
+    return optimizer
 
 
 def weights_of(chunks: list[Any]) -> list[Tensor]:
@@ -84,7 +89,9 @@ def tuned_and_taken_back(rank: int) -> int:
 
             options = {"weight_grad_placement": "tuned", "max_in_flight": 6, "timeout": 15}
             chunks = build("zb1p", 2, 4, deferred=True, finalize_model_grads_func=finalize, **options)
-            optimizer = PipelinedOptimizer(chunks, sgd) if is_ordinary else PostValidatedOptimizer(chunks, sgd, 0.5)
+            optimizer = PipelinedOptimizer(chunks, sgd)
+            if not is_ordinary:
+                optimizer = validated(PostValidatedOptimizer(chunks, sgd, 0.5), chunks)
             with counting_restarts() as restarts:
                 for step in range(12):
                     run("zb1p", chunks, 8, seed=step)
@@ -136,7 +143,7 @@ def test_learning_rates_of_each_rank_are_resumed(ranks: RankPool, tmp_path: Path
 
 def checkpoints_of_open_steps(rank: int, folder: str) -> None:
     chunks = build("1f1b", 2, 4)
-    optimizer = PostValidatedOptimizer(chunks, sgd, 1e-3)
+    optimizer = validated(PostValidatedOptimizer(chunks, sgd, 1e-3), chunks)
     checkpointer = Checkpointer(f"{folder}/whole", chunks, optimizer)
     checkpointer.save(0)
     saved = weights_of(chunks)
@@ -238,7 +245,7 @@ class Counting(torch.optim.SGD):
 
 def counted(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
-    optimizer = PostValidatedOptimizer(chunks, lambda groups: Counting(groups, lr=0.1), math.inf)
+    optimizer = validated(PostValidatedOptimizer(chunks, lambda groups: Counting(groups, lr=0.1), math.inf), chunks)
     for is_finite in (True, False):
         run("1f1b", chunks, 2)
         if not is_finite:
@@ -280,7 +287,7 @@ def given_otherwise(rank: int) -> None:
     weights = []
     for form in (list, nn.ModuleList):
         chunks = build("1f1b", 2, 2)
-        optimizer = PostValidatedOptimizer(form(chunks), sgd, 1e-3)
+        optimizer = validated(PostValidatedOptimizer(form(chunks), sgd, 1e-3), chunks)
         for step in range(2):
             run("1f1b", form(chunks), 2, seed=step)
             optimizer._waits = False
@@ -289,11 +296,6 @@ def given_otherwise(rank: int) -> None:
         optimizer.settle()
         weights.append(weights_of(chunks))
     assert same(*weights)
-    optimizer = PostValidatedOptimizer(chunks, sgd, 1e-3)
-    wrapped = [torch.compile(chunk) for chunk in chunks]  # nothing is compiled before it is called
-    assert optimizer_of(wrapped) is optimizer
-    optimizer = PostValidatedOptimizer(wrapped, sgd, 1e-3)
-    assert optimizer_of(chunks) is optimizer_of(wrapped) is optimizer
 
     alone = dist.new_group([rank], use_local_synchronization=True)
     wrapped = [torch.compile(DistributedDataParallel(chunk, process_group=alone)) for chunk in chunks]
@@ -303,8 +305,8 @@ def given_otherwise(rank: int) -> None:
 
 
 def test_chunks_in_another_form(ranks: RankPool) -> None:
-    """The schedule did not find the PostValidatedOptimizer of chunks that were compiled after it was made, or that were
-    given to it as a ModuleList. Steps that should have been clipped stood for one step more, silently."""
+    """The schedule did not find the PostValidatedOptimizer of chunks that were given to it as a ModuleList. Steps that
+    should have been clipped stood for one step more, silently."""
     ranks.run(2, given_otherwise)
 
 
@@ -319,8 +321,10 @@ def frozen(rank: int) -> None:
     parameters = build("1f1b", 2, 4)
     if rank == 0:
         parameters[0].requires_grad_(False)
-    for make in (lambda: PipelinedOptimizer(parameters, sgd), lambda: PostValidatedOptimizer(parameters, sgd, 1e-3)):
-        optimizer = make()
+    for is_post_validated in (False, True):
+        optimizer = PipelinedOptimizer(parameters, sgd)
+        if is_post_validated:
+            optimizer = validated(PostValidatedOptimizer(parameters, sgd, 1e-3), parameters)
         scheduler = PipelinedLRScheduler(optimizer, lambda one: LambdaLR(one, lambda n: 0.5**n))
         before = weights_of(parameters)
         for step in range(2):
