@@ -81,7 +81,7 @@ class Case:
         for _ in range(num_steps):
             self.step()
             times.append(time.perf_counter())
-        self.optimizer.settle()
+        self.optimizer.finalize()
         return gather(times)
 
 

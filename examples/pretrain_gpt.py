@@ -80,7 +80,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--weight-decay", type=float, default=0.1)
     training.add_argument("--clip-grad", type=float, default=1.0)
     training.add_argument(
-        "--post-validation", action="store_true", help="step without waiting for the norm; take it back if it says so"
+        "--post-validation",
+        action="store_true",
+        help="step without waiting for the norm; roll it back if the norm is too large",
     )
     training.add_argument("--bf16", action="store_true", help="compute in bfloat16 by autocast; weights stay float32")
     training.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: GPUs, if there are any")
@@ -273,7 +275,7 @@ class Trainer:
     def grad_norm(self) -> float:
         """Of the last step, before clipping."""
         if isinstance(self.optimizer, megapipe.PostValidatedOptimizer):
-            self.optimizer.settle_everywhere()  # it may still be on its way
+            self.optimizer.finalize_everywhere()  # it may still be on its way
             return self.optimizer.grad_norm
         return self.norm
 

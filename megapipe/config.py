@@ -99,7 +99,7 @@ class PipelineConfig:
                 if function is not None and not callable(function):
                     raise TypeError(f"config.{name} must be a function, or None, got {function!r}.")
         optimizer = self.post_validated_optimizer
-        if optimizer is not None and not hasattr(optimizer, "settle_everywhere"):
+        if optimizer is not None and not hasattr(optimizer, "finalize_everywhere"):
             raise TypeError(
                 "config.post_validated_optimizer must be a megapipe.PostValidatedOptimizer, or None, got a "
                 f"{type(optimizer).__name__}."

@@ -276,7 +276,7 @@ class Checkpointer:
         training = (getattr(config, "post_validated_optimizer", None) for config in configs)
         for optimizer in (*self._optimizers, *training):  # whether or not it is to be saved
             if isinstance(optimizer, PostValidatedOptimizer):
-                optimizer.settle_everywhere()
+                optimizer.finalize_everywhere()
         return WholeState(self._chunks, self._optimizers, *self._naming)
 
     def _run_of(self, step: int, data: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdo
     if optimizer is None:
         return None
     if step.forward_only or watchdog is None:
-        optimizer.settle_everywhere()
+        optimizer.finalize_everywhere()
         return None
     for iterator in step.data_iterators:
         if iterator is not None and not hasattr(iterator, "__next__"):
@@ -68,7 +68,7 @@ def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdo
                 "with a PostValidatedOptimizer forwards may have to be run again, so data_iterator must be an iterator "
                 f"(or None), whose items can be kept, but it is a {type(iterator).__name__}: pass iter(...) of it."
             )
-    if not optimizer.is_open:
+    if not optimizer.has_pending_step:
         return None
 
     def validate() -> bool:

@@ -1,8 +1,8 @@
 """The chunks of a rank seen as one model by optimizers and learning rate schedulers.
 
 One torch optimizer holds the parameters of all chunks. The classes here add what a pipeline needs around it: each
-tied tensor once, groups chosen by global names, a count of the steps that were made, and weights that are settled
-before anybody reads them (see `PostValidatedOptimizer`).
+tied tensor once, groups chosen by global names, a count of the steps that were made, and weights that are final when
+they are read (see `PostValidatedOptimizer`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ Hyperparameters = dict[str, Any]
 class PipelinedOptimizer(Optimizer):
     """Any torch optimizer over all chunks of this rank.
 
-    It is a torch optimizer itself, with the state and the param_groups of the one within, so that schedulers,
-    `PipelinedGradScaler` and `torch.distributed.checkpoint.state_dict` work with it.
+    It is a proxy of the torch optimizer within, with its state, param_groups and hooks, and a torch optimizer itself:
+    so LR schedulers, `PipelinedGradScaler` and `torch.distributed.checkpoint.state_dict` work with it.
+
+    Parameters that are frozen when it is made are in it too, and are trained once they are unfrozen. On a rank whose
+    stages have no parameters, or only frozen ones, its steps do nothing.
 
     Args:
         model: this rank's chunks, or the only one.
@@ -38,12 +41,10 @@ class PipelinedOptimizer(Optimizer):
             the class itself.
         group_of: the hyperparameters in which a parameter differs from the others, by its name and itself:
             `lambda name, p: {"weight_decay": 0.0 if p.dim() < 2 else 0.1}`. Parameters with the same ones make up a
-            group. None for one group of all.
+            group. None: one group of all.
 
-    Parameters that are frozen when it is made are in it too, and are trained once they are not. A rank whose stages
-    have none at all, or only frozen ones, makes one that does nothing, for those around it.
-
-    Raises ValueError where there is nothing to train and no other rank in the pipeline.
+    Raises:
+        ValueError: where there is nothing to train and no other rank in the pipeline.
     """
 
     _step_supports_amp_scaling = False  # fused optimizers unscale by themselves, but a scaler talks only to this one
@@ -69,9 +70,9 @@ class PipelinedOptimizer(Optimizer):
         self.optimizer = make([{**own, "params": parameters} for own, parameters in groups] or [{"params": []}])
         """The torch optimizer within."""
         self.num_steps = 0
-        """How many steps have changed the weights. Steps that were skipped, or have been taken back, do not count."""
-        self.when_taken_back: list[Callable[[], None]] = []
-        """Called when a step that was counted turns out to be one to skip."""
+        """How many steps have changed the weights. Steps that were skipped or rolled back do not count."""
+        self.on_rollback: list[Callable[[], None]] = []
+        """Called when a step that was counted is rolled back and skipped."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
@@ -90,7 +91,12 @@ class PipelinedOptimizer(Optimizer):
         return self.optimizer.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of all chunks. There are no closures: to compute the loss again takes the whole pipeline."""
+        """One step of all chunks.
+
+        Raises:
+            TypeError: for a closure: to compute the loss again takes the whole pipeline.
+            PipelineError: where another rank has failed.
+        """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: run the schedule again instead.")
         check_failures()
@@ -100,19 +106,19 @@ class PipelinedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Wait until the weights are final. They always are, unless steps are validated afterwards."""
 
     def state_dict(self) -> dict[str, Any]:
-        self.settle()
+        self.finalize()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.settle()
+        self.finalize()
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.settle()
+        self.finalize()
         self.optimizer.add_param_group(param_group)
 
 
@@ -120,13 +126,14 @@ class PipelinedLRScheduler:
     """Any torch scheduler of a `PipelinedOptimizer`, that counts the steps that were made.
 
     Where a step was skipped (the caller found a NaN, a scaler an Inf), `step` leaves the learning rate as it is. Where
-    a step turns out to be one to skip only after the scheduler has gone on, that is taken back.
+    the optimizer rolls a step back after the scheduler has gone on, the scheduler is rolled back too.
 
     Args:
-        optimizer: its param_groups are what is scheduled.
+        optimizer: its param_groups are scheduled.
         make: makes the scheduler of an optimizer: `lambda optimizer: LambdaLR(optimizer, factor)`.
 
-    Raises TypeError for a ReduceLROnPlateau, which is torch's to step with a metric.
+    Raises:
+        TypeError: for a ReduceLROnPlateau, whose step takes a metric.
     """
 
     def __init__(self, optimizer: PipelinedOptimizer, make: Callable[[Optimizer], LRScheduler]) -> None:
@@ -140,7 +147,7 @@ class PipelinedLRScheduler:
                 "a ReduceLROnPlateau steps by a metric, which a PipelinedLRScheduler has not: make it of the optimizer "
                 "itself, and call its step(metric) with the same value on every rank."
             )
-        optimizer.when_taken_back.append(self._take_back)
+        optimizer.on_rollback.append(self._roll_back)
 
     def step(self) -> None:
         """To be called after each step of the optimizer."""
@@ -155,7 +162,7 @@ class PipelinedLRScheduler:
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        self._optimizer.settle()
+        self._optimizer.finalize()
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,7 +171,7 @@ class PipelinedLRScheduler:
         self._num_steps = self._optimizer.num_steps
         self._before = None
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         if self._before is not None and self._num_steps == self._optimizer.num_steps:
             state, hyperparameters = self._before
             self.scheduler.load_state_dict(state)
@@ -181,7 +188,7 @@ class PipelinedGradScaler(torch.amp.GradScaler):
 
     Args:
         device: the type of the model's devices, "cuda" or "cpu".
-        group: the ranks that skip together; None for all there are.
+        group: the ranks that skip together. None: all.
         options: of `torch.amp.GradScaler`.
     """
 
@@ -204,7 +211,7 @@ class PipelinedGradScaler(torch.amp.GradScaler):
 
 
 def _trainable_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """All that have a gradient or may have one later, each once. Quantized weights, which are integers, may not."""
+    """Those that have a gradient or may have one later, each once. Quantized weights, which are integers, may not."""
     for name, parameter in each_parameter(models):
         if parameter.requires_grad or parameter.is_floating_point():
             yield name, parameter
@@ -226,8 +233,11 @@ def set_hyperparameters(optimizer: Optimizer, hyperparameters: list[Hyperparamet
 
 
 def load_scheduler(scheduler: LRScheduler, state_dict: dict[str, Any]) -> None:
-    """`scheduler.load_state_dict`, of a state from a rank whose parameter groups may be others. What is said of each
-    group comes from the optimizer, which must have been loaded before, and from how the scheduler was made."""
+    """Load a scheduler's state from a rank whose parameter groups may be others.
+
+    Values of each group come from the optimizer, which must have been loaded before, and from the scheduler as it was
+    made.
+    """
     made = [
         (one, {name: getattr(one, name) for name in OF_EACH_GROUP if hasattr(one, name)}) for one in _all(scheduler)
     ]
@@ -241,7 +251,7 @@ def load_scheduler(scheduler: LRScheduler, state_dict: dict[str, Any]) -> None:
 
 
 OF_EACH_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "min_lrs")
-"""What a scheduler has one of for each parameter group."""
+"""The attributes of torch's schedulers that are lists with a value for each parameter group."""
 
 
 def _all(scheduler: Any) -> list[Any]:

@@ -1,9 +1,9 @@
-"""The optimizer steps at once, and whether it should have is found out later.
+"""An optimizer that steps at once, and validates the step when the norm of the gradients has arrived.
 
-Clipping needs the norm of all stages' gradients, and so makes every rank wait for the last one, in each step: a bubble
-of (p - 1) forwards which no schedule can fill. Here a rank takes it that the step needs neither clipping nor skipping,
-steps, and goes on to the warmup of the next one, while the norms travel. When they are there and say otherwise, the
-step is taken back and made again as it should have been.
+Clipping needs the norm of all stages' gradients, so every rank waits for the last one, in each step: a bubble of
+(p - 1) forwards which no schedule can fill. Here each rank assumes that no clipping is needed, makes the optimizer's
+step, and starts the warmup of the next step while the all-gather of the norms is in flight. Where the assumption was
+wrong, the step is rolled back and repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters
 
 __all__ = ["PostValidatedOptimizer"]
 
-POLL = 2e-5  # seconds between two looks at a collective
+POLL = 2e-5  # seconds between two looks at a collective: a fraction of the time of a message, 1e-4 over gloo
 
 
 class PostValidatedOptimizer(PipelinedOptimizer):
@@ -46,22 +46,26 @@ class PostValidatedOptimizer(PipelinedOptimizer):
     long ended its step: a rank's first backward comes p - 1 forwards or more after its first forward, and the last rank
     ends p - 1 forwards or fewer after the first one. So the norms are there, and the wait is none.
 
-    If the norm calls for clipping or skipping, every rank puts weights and optimizer state back from copies, steps
+    If the norm calls for clipping or skipping, every rank restores weights and optimizer state from copies, steps
     again from the same gradients, and the schedule runs its forwards again, with the same data, random numbers and
-    buffers. That costs a warmup; so after such a step the next ones wait for the norm in `step`, as others do, until
-    one needed neither.
+    buffers. That costs a warmup; so after such a step the next ones wait for the norm in `step`, until one needed
+    neither.
 
-    Between `step` and the schedule's next call the weights may change once more: call `settle` before you read them.
+    Between `step` and the schedule's next call the weights may change once more: call `finalize` before you read them.
     `state_dict` and validation (`forward_only`) do so by themselves. The schedule must be called with a `data_iterator`
-    that is an iterator or None, whose items are not changed in place, and gradients be cleared by `zero_grad`, or set
+    that is an iterator or None, whose items are not changed in place. Gradients must be cleared by `zero_grad`, or set
     to None, since they may be needed again.
 
     Memory: a copy of the weights and of the optimizer's state, and the gradients, from `step` to the first backward of
-    the next step. None of it is there in a backward, when most activations are.
+    the next step. All of it is freed before that backward, when most activations are there.
 
     Args:
         model, make, group_of: see `PipelinedOptimizer`.
         max_norm, norm_type, group: see `clip_grad_norm_`.
+
+    Raises:
+        ValueError: for norms that are not positive, and for an optimizer whose `state_dict()` has more than state and
+            param_groups.
     """
 
     def __init__(
@@ -78,25 +82,25 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         if extra := self.optimizer.state_dict().keys() - {"state", "param_groups"}:
             raise ValueError(
                 f"{type(self.optimizer).__name__} adds {sorted(extra)} in its state_dict(), of which a step cannot be "
-                "taken back: use a PipelinedOptimizer and clip_grad_norm_ with it."
+                "rolled back: use a PipelinedOptimizer and clip_grad_norm_ with it."
             )
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.grad_norm: float | None = None
-        """Of the last step that is settled, before clipping."""
+        """The norm of the last step that is final, before clipping."""
         self._group = group
         self._pending: _Pending | None = None
-        self._was_taken_back = False  # where this rank was asked to settle before the others
+        self._was_rolled_back = False  # by a call of `finalize` on this rank, not yet on the others
         self._is_finite = True
         self.num_gathers = 0
-        """How many norms this rank has had a part in, finished or not."""
+        """How many all-gathers of norms this rank has taken part in, finished or not."""
         self._waits = False
-        """Whether the last step was not one to guess: the next one waits for its norm."""
+        """Whether the last step was clipped or skipped: then the next one waits for its norm."""
 
     @property
-    def is_open(self) -> bool:
+    def has_pending_step(self) -> bool:
         """Whether the next step of the pipeline may have to begin again."""
-        return self._pending is not None or self._was_taken_back
+        return self._pending is not None or self._was_rolled_back
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PostValidatedOptimizer:
         """Itself, for copies of a chunk that has it in its config: connections cannot be copied."""
@@ -115,10 +119,9 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         if self._pending is not None:
             raise RuntimeError(
                 "the last step of this PostValidatedOptimizer has not been validated: set "
-                "config.post_validated_optimizer to it on every rank, so that the schedule does that, or call settle() "
-                "before the next step."
+                "config.post_validated_optimizer to it on every rank, or call finalize() before each further step."
             )
-        self._was_taken_back = False
+        self._was_rolled_back = False
         sums, work = self._gather(power_sum(self.models, self.norm_type))
         if work is None or self._waits:
             if work is not None:
@@ -139,33 +142,41 @@ class PostValidatedOptimizer(PipelinedOptimizer):
             )
         self.optimizer.zero_grad(set_to_none=True)
 
-    def settle(self) -> None:
-        """Wait until the weights are final. Any rank may call it, without the others."""
-        self._was_taken_back |= self._settle(lambda: None)
+    def finalize(self) -> None:
+        """Wait until the weights are final. A rank may call it alone.
 
-    def settle_everywhere(self) -> None:
-        """The same, where every rank does so at this point: no rank has then to begin the next step again."""
-        self.settle()
-        self._was_taken_back = False
+        Raises:
+            RuntimeError: where gradients that are needed again were changed in place.
+        """
+        self._was_rolled_back |= self._finalize(lambda: None)
+
+    def finalize_everywhere(self) -> None:
+        """The same, where every rank calls it at this point: then no rank repeats the forwards of the next step."""
+        self.finalize()
+        self._was_rolled_back = False
 
     def catch_up(self, num_gathers: int) -> None:
-        """Make the weights final on all ranks after a step that failed, where one of them has had a part in
-        `num_gathers` norms. A norm that this rank had no part in is of a step that it did not make: nobody does."""
+        """Make the weights final on all ranks after a step that failed, where one of them has taken part in
+        `num_gathers` norms. A norm without this rank belongs to a step that this rank did not make: it is rolled back
+        on all others."""
         while self.num_gathers < num_gathers:
             _, work = self._gather(torch.full((), math.nan, dtype=torch.float64, device=device_of(self.models)))
             work.wait()
-        self.settle_everywhere()
+        self.finalize_everywhere()
 
     def validate(self, check: Callable[[], None]) -> bool:
-        """`settle` for a schedule. Returns whether weights have changed since the last `step`, on all ranks alike.
+        """`finalize` for a schedule.
 
         Args:
             check: called while waiting; may raise.
-        """
-        was_taken_back, self._was_taken_back = self._was_taken_back, False
-        return self._settle(check) or was_taken_back
 
-    def _settle(self, check: Callable[[], None]) -> bool:
+        Returns:
+            Whether the last step was rolled back, the same on all ranks.
+        """
+        was_rolled_back, self._was_rolled_back = self._was_rolled_back, False
+        return self._finalize(check) or was_rolled_back
+
+    def _finalize(self, check: Callable[[], None]) -> bool:
         pending = self._pending
         if pending is None:
             return False
@@ -174,23 +185,23 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self._conclude(pending.sums)
         if not self._waits:
             return False
-        with pending.taken_back(self.optimizer) as grads:
+        with pending.rolled_back(self.optimizer) as grads:
             if self._is_finite:
                 self.num_steps -= 1
                 self._step(grads, pending.sums)
         if not self._is_finite:
-            for take_back in self.when_taken_back:
-                take_back()
+            for roll_back in self.on_rollback:
+                roll_back()
             self.num_steps -= 1
         return True
 
     def _gather(self, own: Tensor) -> tuple[Tensor, Any]:
-        """What each rank adds to the norm, and what to wait for; None for a pipeline of one rank."""
+        """The power sums of all ranks, and the collective to wait for; None for a pipeline of one rank."""
         self.num_gathers += 1
         return gather_power_sums(own, self._group, async_op=True)
 
     def _conclude(self, sums: Tensor) -> None:
-        """What the norm says of the step that it belongs to."""
+        """Read the norm: whether its step is to be skipped, and whether the next one waits."""
         self.grad_norm = norm_of(sums, self.norm_type).item()
         self._is_finite = math.isfinite(self.grad_norm)
         self._waits = not self._is_finite or self.grad_norm > self.max_norm
@@ -210,20 +221,20 @@ def _await(work: dist.Work, check: Callable[[], None]) -> None:
 
 
 class _Pending:
-    """A step that was made before its norm was known, and what it takes to take it back."""
+    """A step that was made before its norm was known, with copies to roll it back."""
 
     def __init__(self, optimizer: Optimizer, sums: Tensor, work: dist.Work) -> None:
         self.sums = sums
         self.work = work
         self._hyperparameters = copy_hyperparameters(optimizer)
-        self.stepped: list[Hyperparameters] = []  # what the step itself has made of them
+        self.stepped: list[Hyperparameters] = []  # after the step, which may change them
         self._weights = [_Weight(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._state = _copied(dict(optimizer.state))
 
     @contextmanager
-    def taken_back(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
+    def rolled_back(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
         """Within, everything is as it was before the step, gradients and learning rates included. Yields the gradients.
-        After it, gradients and learning rates are again what has become of them since."""
+        Afterwards gradients and learning rates are the present ones again."""
         if any(local(weight.grad)._version != weight.grad_version for weight in self._weights):
             raise RuntimeError(
                 "gradients were changed in place while a PostValidatedOptimizer still needs them to make its step "

@@ -413,7 +413,7 @@ def post_validated(rank: int) -> int:
                 if is_ordinary:
                     megapipe.clip_grad_norm_(chunks, 0.7)  # some norms are above that
                 optimizer.step()
-        optimizer.settle()
+        optimizer.finalize()
         weights.append([full(parameter) for chunk in chunks for parameter in chunk.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*weights))
     return len(restarts)

@@ -130,7 +130,7 @@ def train(
         if is_post_validated:
             optimizer.step()
             if disturb and chance.random() < 0.3:
-                optimizer.settle()  # on some of the ranks, as when one prints
+                optimizer.finalize()  # on some of the ranks, as when one prints
         else:
             norm = clip_grad_norm_(chunks, MAX_NORM)
             if norm.isfinite():
@@ -141,7 +141,7 @@ def train(
             reports.append(
                 run(schedule, chunks, 2, **{**arguments, "data_iterator": batches(2, step)}, forward_only=True)
             )
-    state = optimizer.state_dict()  # settles
+    state = optimizer.state_dict()  # finalizes
     states = [state["state"][number] for number in sorted(state["state"])]
     rates.append({"lr": torch.tensor([group["lr"] for group in state["param_groups"]], dtype=torch.float64)})
     tensors = [dict(chunk.state_dict()) for chunk in chunks]
@@ -232,7 +232,7 @@ def misuse(rank: int) -> None:
     for chunk in chunks:
         chunk.zero_grad(set_to_none=False)
     with pytest.raises(RuntimeError, match="changed in place"):
-        optimizer.settle()
+        optimizer.finalize()
 
 
 def test_misuse(ranks: RankPool) -> None:
@@ -260,16 +260,18 @@ def state_of_no_parameter(rank: int) -> None:
         for parameter in layer.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
-        optimizer.settle()
+        optimizer.finalize()
         optimizer.zero_grad()
     assert optimizer.state_dict()["state"]["all"]["k"] == 3
-    with pytest.raises(ValueError, match=r"Adding adds \['t'\] in its state_dict\(\), of which a step cannot be taken"):
+    with pytest.raises(
+        ValueError, match=r"Adding adds \['t'\] in its state_dict\(\), of which a step cannot be rolled"
+    ):
         PostValidatedOptimizer(layer, lambda groups: Adding(groups, lr=0.1), max_norm=1.0)
 
 
-def test_state_of_no_parameter_is_taken_back(ranks: RankPool) -> None:
+def test_state_of_no_parameter_is_rolled_back(ranks: RankPool) -> None:
     """An optimizer that keeps something under a name of its own, as MADGRAD does, failed in its second step. What it
-    keeps outside of its state cannot be taken back, and is refused."""
+    keeps outside of its state cannot be rolled back, and is refused."""
     ranks.run(2, state_of_no_parameter)
 
 
@@ -294,7 +296,7 @@ def test_steps_that_no_schedule_validates(rank: int) -> None:
     run("1f1b", chunks, 2, seed=1)
     with pytest.raises(RuntimeError, match=r"has not been validated: set config\.post_validated_optimizer to it"):
         optimizer.step()
-    optimizer.settle()
+    optimizer.finalize()
     optimizer.step()
 
     with pytest.raises(TypeError, match=r"must be a megapipe\.PostValidatedOptimizer, or None, got a AdamW"):
@@ -324,7 +326,7 @@ def after_a_failure(rank: int, is_post_validated: bool, failing_rank: int, at: i
         optimizer = PipelinedOptimizer(chunks, momentum)
     for step in range(3):
         if step:
-            optimizer._waits = False  # so that every step is open to be taken back
+            optimizer._waits = False  # so that no step waits for its norm
             with pytest.raises((OSError, megapipe.PipelineError)):
                 run("1f1b", chunks, 4, data_iterator=bad(batches(4, step)))
             optimizer.zero_grad()
@@ -333,7 +335,7 @@ def after_a_failure(rank: int, is_post_validated: bool, failing_rank: int, at: i
             clip_grad_norm_(chunks, 0.01)
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.settle()
+    optimizer.finalize()
     return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
 
 
@@ -371,11 +373,11 @@ def one_rank_has_not_stepped(rank: int) -> None:
     assert all(torch.equal(one, p) for one, p in zip(weights, (p for chunk in chunks for p in chunk.parameters())))
     run("zbv", chunks, 4)
     optimizer.step()
-    optimizer.settle()
+    optimizer.finalize()
     assert optimizer.num_steps == 1
 
 
-def test_a_step_that_not_all_ranks_have_made_is_taken_back(ranks: RankPool) -> None:
+def test_a_step_that_not_all_ranks_have_made_is_rolled_back(ranks: RankPool) -> None:
     """A rank that heard of a failure before its optimizer step did not make it, and the others waited for its part in
     the norm."""
     ranks.run(2, one_rank_has_not_stepped)

@@ -113,7 +113,7 @@ def stay_equal(rank: int, schedule: str) -> tuple[Tensor, ...]:
                 clip_grad_norm_(chunks, max_norm)
             optimizer.step()
             optimizer.zero_grad()
-        optimizer.settle()
+        optimizer.finalize()
         found += [p.detach() for chunk in chunks for name, p in chunk.named_parameters() if name in NAMES]
     return tuple(found)
 

@@ -67,7 +67,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other))
 
 
-def tuned_and_taken_back(rank: int) -> int:
+def tuned_and_rolled_back(rank: int) -> int:
     original = weight_tuning.WeightTuner.choose
 
     def choose(schedule: Any, pp_size: int, m: int, chunks: int, settings: Any, costs: Any) -> Any:
@@ -99,7 +99,7 @@ def tuned_and_taken_back(rank: int) -> int:
                         clip_grad_norm_(chunks, 0.5)
                     optimizer.step()
                     optimizer.zero_grad()
-            optimizer.settle()
+            optimizer.finalize()
             weights.append(weights_of(chunks))
     finally:
         weight_tuning.WeightTuner.choose = original
@@ -107,10 +107,10 @@ def tuned_and_taken_back(rank: int) -> int:
     return len(restarts)
 
 
-def test_a_tuned_step_that_is_taken_back(ranks: RankPool) -> None:
+def test_a_tuned_step_that_is_rolled_back(ranks: RankPool) -> None:
     """Where to stop was read from the plan of the config, though the tuner had chosen another warmup. The ranks then
     waited for messages that were never to come."""
-    assert ranks.run(2, tuned_and_taken_back) == [1, 1]
+    assert ranks.run(2, tuned_and_rolled_back) == [1, 1]
 
 
 def rates_resumed(rank: int, folder: str) -> None:
@@ -150,7 +150,7 @@ def checkpoints_of_open_steps(rank: int, folder: str) -> None:
     run("1f1b", chunks, 2)
     optimizer.step()  # to be clipped, but nobody knows yet
     optimizer.zero_grad()
-    assert optimizer.is_open
+    assert optimizer.has_pending_step
     checkpointer.load()
     assert same(weights_of(chunks), saved)
 
@@ -158,14 +158,14 @@ def checkpoints_of_open_steps(rank: int, folder: str) -> None:
     optimizer._waits = False
     optimizer.step()
     Checkpointer(f"{folder}/model", chunks).save(1)
-    assert not optimizer.is_open
+    assert not optimizer.has_pending_step
     expected = weights_of(chunks)
     Checkpointer(f"{folder}/model", chunks).load()
     assert same(weights_of(chunks), expected)
 
 
 def test_checkpoints_while_a_step_is_not_validated(ranks: RankPool, tmp_path: Path) -> None:
-    """Loading settled the step after the weights had been read, and took it back over them; saving without the
+    """Loading finalized the step after the weights had been read, and rolled it back over them; saving without the
     optimizer saved weights that did not stand. Either way nothing was said."""
     ranks.run(2, checkpoints_of_open_steps, str(tmp_path))
 
@@ -252,11 +252,11 @@ def counted(rank: int) -> None:
             next(chunks[0].parameters()).grad.fill_(math.nan)
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.settle()
+    optimizer.finalize()
     assert [group["k"] for group in optimizer.param_groups] == [optimizer.num_steps] == [1]
 
 
-def test_what_an_optimizer_counts_is_taken_back(ranks: RankPool) -> None:
+def test_what_an_optimizer_counts_is_rolled_back(ranks: RankPool) -> None:
     """A skipped step left in the groups what the step had put there."""
     ranks.run(2, counted)
 
@@ -283,7 +283,7 @@ def compiled_names(rank: int) -> None:
 
 
 def given_otherwise(rank: int) -> None:
-    """Weights taken back where the schedule is given the chunks in another form than the optimizer."""
+    """Weights rolled back where the schedule is given the chunks in another form than the optimizer."""
     weights = []
     for form in (list, nn.ModuleList):
         chunks = build("1f1b", 2, 2)
@@ -293,7 +293,7 @@ def given_otherwise(rank: int) -> None:
             optimizer._waits = False
             optimizer.step()
             optimizer.zero_grad()
-        optimizer.settle()
+        optimizer.finalize()
         weights.append(weights_of(chunks))
     assert same(*weights)
 
@@ -332,14 +332,14 @@ def frozen(rank: int) -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        optimizer.settle()
+        optimizer.finalize()
         assert same(weights_of(parameters), before) == (rank == 0)
     parameters[0].requires_grad_(True)
     before = weights_of(parameters)
     run("1f1b", parameters, 2)
     optimizer.step()
     optimizer.zero_grad()
-    optimizer.settle()
+    optimizer.finalize()
     assert not any(same([one], [other]) for one, other in zip(weights_of(parameters), before))
     assert all(parameter.grad is None for parameter in parameters[0].parameters())
 
