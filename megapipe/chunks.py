@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -20,14 +20,15 @@ __all__ = [
     "device_of",
     "each_parameter",
     "find_attribute",
+    "fully_qualified_name",
     "gradient_of",
     "gradients",
+    "iter_wrapped",
     "local",
     "named_parameters",
+    "tensors_of",
     "trained_parameters",
-    "unwrapped",
-    "with_inner",
-    "without_wrappers",
+    "unwrap",
 ]
 
 Models = nn.Module | Sequence[nn.Module]
@@ -35,10 +36,11 @@ Models = nn.Module | Sequence[nn.Module]
 
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""Torch's prefixes for what it wraps inside of a chunk."""
 
 
-def with_inner(chunk: Any) -> Iterator[Any]:
-    """A chunk, and what its wrappers hold as `module`, and torch.compile's as `_orig_mod`, from the outside in."""
+def iter_wrapped(chunk: Any) -> Iterator[Any]:
+    """A chunk, and the modules that it wraps as `module`, or torch.compile's as `_orig_mod`, from the outside in."""
     inner = chunk
     while isinstance(inner, nn.Module):
         yield inner
@@ -46,15 +48,31 @@ def with_inner(chunk: Any) -> Iterator[Any]:
         inner = getattr(inner, "module", None) if original is None else original
 
 
+def unwrap(chunk: nn.Module) -> nn.Module:
+    """The model inside of all wrappers. A wrapper has no parameters and buffers besides those of the module in it: so a
+    model with one part called `module` is none."""
+    for inner in itertools.islice(iter_wrapped(chunk), 1, None):
+        if {*map(id, tensors_of(inner))} != {*map(id, tensors_of(chunk))}:
+            break
+        chunk = inner
+    return chunk
+
+
+def tensors_of(chunk: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    yield from chunk.parameters()
+    yield from nn.Module.buffers(chunk)  # wrappers for data parallelism keep gradient buffers as `buffers`
+
+
 def find_attribute(chunk: Any, name: str) -> Any:
     """The attribute of `chunk`, or of the first module inside its wrappers that has it, or None."""
-    return next((getattr(inner, name) for inner in with_inner(chunk) if hasattr(inner, name)), None)
+    return next((getattr(inner, name) for inner in iter_wrapped(chunk) if hasattr(inner, name)), None)
 
 
 def named_parameters(chunk: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """As the chunk itself names them, without what torch.compile, checkpoints and DistributedDataParallel add."""
-    for name, parameter in unwrapped(chunk).named_parameters(remove_duplicate=remove_duplicate):
-        yield without_wrappers(name), parameter
+    """The parameters of a chunk under the names that the model inside of its wrappers gives them."""
+    for name, parameter in unwrap(chunk).named_parameters(remove_duplicate=remove_duplicate):
+        yield fully_qualified_name(name), parameter
 
 
 def each_parameter(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -67,15 +85,8 @@ def each_parameter(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parame
                 yield name, parameter
 
 
-def unwrapped(chunk: nn.Module) -> nn.Module:
-    while True:
-        inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk._modules.get("_orig_mod")
-        if inner is None:
-            return chunk
-        chunk = inner
-
-
-def without_wrappers(name: str) -> str:
+def fully_qualified_name(name: str) -> str:
+    """A name from a chunk, without the prefixes of torch's wrappers inside of it."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -360,9 +360,7 @@ class Trial:
         self.is_last = any(info.is_last for info in infos)
         self.tied: Any = None
         if case.tied:
-            prefix = "module." if case.wrapper == "module" else ""
-            names = [prefix + "embedding.weight", prefix + "head.weight"]
-            self.tied = megapipe.TiedWeights(self.chunks, names)
+            self.tied = megapipe.TiedWeights(self.chunks, ["embedding.weight", "head.weight"])
 
     def run(self, seed: int, forward_only: bool = False) -> list[Any]:
         return megapipe.get_forward_backward_func(self.case.schedule)(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from ..chunks import unwrapped, without_wrappers
+from ..chunks import fully_qualified_name, unwrap
 from .files import Reader, serialise
 
 __all__ = ["GlobalName", "Parts", "WholeState"]
@@ -55,7 +55,7 @@ class WholeState:
         global_name: GlobalName | None = None,
         parts: Parts | None = None,
     ) -> None:
-        self._chunks = [unwrapped(chunk) for chunk in chunks]
+        self._chunks = [unwrap(chunk) for chunk in chunks]
         self._optimizers = optimizers
         self._parts = parts
         self.held = [
@@ -298,7 +298,7 @@ def _with_dots(key: str) -> str:
 
 
 def name_of(chunk: nn.Module, local_name: str, global_name: GlobalName | None) -> str:
-    name = without_wrappers(local_name)
+    name = fully_qualified_name(local_name)
     return name if global_name is None else global_name(chunk, name)
 
 

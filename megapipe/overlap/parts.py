@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..chunks import with_inner
+from ..chunks import iter_wrapped
 
 __all__ = ["Parts", "find_forward_parts", "in_parts", "run_parts"]
 
@@ -80,7 +80,7 @@ class Parts:
 
 
 def find_forward_parts(module: Any) -> Callable[..., Generator[None, None, Any]] | None:
-    for inner in with_inner(module):
+    for inner in iter_wrapped(module):
         # DistributedDataParallel's forward prepares the reduction of the gradients.
         if _has_hooks(inner) or isinstance(inner, nn.parallel.DistributedDataParallel):
             return None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import find_attribute
+from ..chunks import find_attribute, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..messages import MessageSpec
 from ..plan import Placement, Schedule, StageInfo
@@ -86,8 +86,7 @@ def config_of(schedule: Schedule, models: Sequence[nn.Module], pg_collection: An
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
-    # Not model.buffers(): wrappers for data parallelism keep gradient buffers under that name.
-    tensors = itertools.chain.from_iterable((*model.parameters(), *nn.Module.buffers(model)) for model in models)
+    tensors = itertools.chain.from_iterable(tensors_of(model) for model in models)
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 

@@ -10,7 +10,6 @@ For parameters that are sharded as well there is `fully_shard` of torch (see `sh
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import as_sharded
+from ..chunks import as_sharded, each_parameter, named_parameters, tensors_of
 from ..failures import check_failures
 from .per_token import divide_by_num_tokens
 
@@ -75,7 +74,7 @@ class GradientReducer:
         """`finalize_model_grads_func`: wait until all gradients are averaged; starts those that have not been. With
         `calculate_per_token_loss` they are then divided by the tokens of all replicas instead of their number."""
         check_failures()
-        for name, parameter in (named for chunk in models for named in chunk.named_parameters()):
+        for name, parameter in each_parameter(models):
             if parameter.requires_grad and parameter not in self._buckets and as_sharded(parameter) is None:
                 raise ValueError(
                     f"{name} has no part in the GradientReducer, since it was frozen or not there when that was made: "
@@ -185,7 +184,7 @@ def _check_same_on_replicas(chunks: Sequence[nn.Module], group: dist.ProcessGrou
     own = [
         (f"chunk {number}'s {name}", f"{list(p.shape)} {p.dtype}{'' if p.requires_grad else ' and frozen'}")
         for number, chunk in enumerate(chunks)
-        for name, p in chunk.named_parameters()
+        for name, p in named_parameters(chunk)
     ]
     everybody: list[Any] = [None] * group.size()
     dist.all_gather_object(everybody, own, group=group)
@@ -203,7 +202,7 @@ def _check_same_on_replicas(chunks: Sequence[nn.Module], group: dist.ProcessGrou
 def _broadcast(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
     works = []
     for chunk in chunks:
-        for tensor in itertools.chain[Tensor](chunk.parameters(), chunk.buffers()):
+        for tensor in tensors_of(chunk):
             if as_sharded(tensor) is None:
                 among = _group_of(tensor, group)
                 source = dist.get_global_rank(among, 0)

@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 from megapipe import (
@@ -272,16 +271,6 @@ def test_a_mesh_with_one_rank_for_experts(ranks: RankPool) -> None:
     ranks.run(2, replicated_mesh)
 
 
-def compiled_names(rank: int) -> None:
-    chunks = [torch.compile(chunk) for chunk in build("1f1b", 2, 2)]  # nothing is compiled before it is called
-    seen: list[str] = []
-    PipelinedOptimizer(chunks, sgd, lambda name, _: seen.append(name) or {})
-    assert all(name.startswith(("embedding", "layers", "head")) for name in seen)
-    own = ["embedding.weight", "head.weight"][rank]
-    assert own in seen
-    TiedWeights(chunks, ["embedding.weight", "head.weight"])
-
-
 def given_otherwise(rank: int) -> None:
     """Weights rolled back where the schedule is given the chunks in another form than the optimizer."""
     weights = []
@@ -297,23 +286,11 @@ def given_otherwise(rank: int) -> None:
         weights.append(weights_of(chunks))
     assert same(*weights)
 
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    wrapped = [torch.compile(DistributedDataParallel(chunk, process_group=alone)) for chunk in chunks]
-    seen: list[str] = []
-    PipelinedOptimizer(nn.ModuleList(wrapped), sgd, lambda name, _: seen.append(name) or {})
-    assert all(name.startswith(("embedding", "layers", "head")) for name in seen)
-
 
 def test_chunks_in_another_form(ranks: RankPool) -> None:
     """The schedule did not find the PostValidatedOptimizer of chunks that were given to it as a ModuleList. Steps that
     should have been clipped stood for one step more, silently."""
     ranks.run(2, given_otherwise)
-
-
-def test_names_of_wrapped_chunks(ranks: RankPool) -> None:
-    """torch.compile puts `_orig_mod.` before every name, so tied weights were on no stage, and rules for parameters by
-    their names applied to none."""
-    ranks.run(2, compiled_names)
 
 
 def frozen(rank: int) -> None:
