@@ -2,8 +2,8 @@
 
 Ranks are numbered with the pipeline outermost: with 2 replicas of 4 stages, ranks 0 2 4 6 are one pipeline and ranks
 0 1 hold replicas of the same stage. Neighbouring stages are then on different nodes only where they must be, and the
-replicas, which exchange most, are close. Experts are shared out among consecutive replicas. Who wants another order, or
-replicas that are sharded in part, describes them by a DeviceMesh.
+replicas, which exchange most, are close. Experts are distributed over consecutive replicas. For another order, or
+replicas that are sharded in part, there is `initialize_from_mesh`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ __all__ = [
     "get_virtual_pipeline_model_parallel_world_size",
     "initialize_from_mesh",
     "initialize_model_parallel",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
     "model_parallel_is_initialized",
 ]
 
@@ -50,7 +48,7 @@ class Groups(NamedTuple):
     virtual_size: int | None
     """Chunks per rank, for schedules that leave it open."""
     expert: dist.ProcessGroup | None = None
-    """The ranks that share out the experts of a stage; None where each rank has all of them."""
+    """The ranks over which the experts of a stage are distributed; None where each rank has all of them."""
     expert_data: dist.ProcessGroup | None = None
     """The ranks that hold the same experts; None where these are the replicas in `data`."""
     data_mesh: DeviceMesh | None = None
@@ -76,40 +74,19 @@ def initialize_model_parallel(
     Args:
         pipeline_model_parallel_size: ranks per pipeline. The world is filled with replicas of the pipeline.
         virtual_pipeline_model_parallel_size: chunks per rank, for schedules that leave it open.
-        expert_model_parallel_size: replicas among which the experts of each stage are shared out.
+        expert_model_parallel_size: replicas over which the experts of each stage are distributed.
 
-    Raises ValueError where the sizes do not fit the world or differ between ranks, RuntimeError when called before
-    torch.distributed is initialised or a second time.
+    Raises:
+        ValueError: where the sizes do not fit the world or differ between ranks.
+        RuntimeError: before torch.distributed is initialised, or at a second call.
     """
     global _groups
     _check_uninitialized()
     world_size = dist.get_world_size()
-    sizes = (pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, expert_model_parallel_size)
-    everybody: list[tuple[int, int | None, int]] = [sizes] * world_size
-    dist.all_gather_object(everybody, sizes)
-    if len(set(everybody)) > 1:
-        listed = ", ".join(f"rank {rank}: {pp}, {vp} and {ep}" for rank, (pp, vp, ep) in enumerate(everybody))
-        raise ValueError(
-            "the ranks disagree on pipeline_model_parallel_size, virtual_pipeline_model_parallel_size and "
-            f"expert_model_parallel_size ({listed}). Make them the same."
-        )
-    if pipeline_model_parallel_size < 1 or world_size % pipeline_model_parallel_size:
-        raise ValueError(
-            f"pipeline_model_parallel_size={pipeline_model_parallel_size} does not divide the {world_size} ranks there "
-            f"are: start a multiple of {pipeline_model_parallel_size} ranks, or choose a divisor of {world_size}."
-        )
-    if virtual_pipeline_model_parallel_size is not None and virtual_pipeline_model_parallel_size < 1:
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size}: use None for no virtual "
-            "stages, or at least 2."
-        )
+    _check_sizes(
+        world_size, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, expert_model_parallel_size
+    )
     num_replicas = world_size // pipeline_model_parallel_size
-    if expert_model_parallel_size < 1 or num_replicas % expert_model_parallel_size:
-        raise ValueError(
-            f"expert_model_parallel_size={expert_model_parallel_size} does not divide the {num_replicas} replicas of "
-            f"the pipeline: start a multiple of {pipeline_model_parallel_size * max(1, expert_model_parallel_size)} "
-            f"ranks, or choose a divisor of {num_replicas}."
-        )
     pipelines = [list(range(replica, world_size, num_replicas)) for replica in range(num_replicas)]
     replicas = [list(ranks) for ranks in zip(*pipelines)]
     groups = Groups(_own_group(pipelines), _own_group(replicas), virtual_pipeline_model_parallel_size)
@@ -132,15 +109,17 @@ def initialize_from_mesh(mesh: DeviceMesh, virtual_pipeline_model_parallel_size:
     - "pp": the ranks of a pipeline.
     - "dp": its replicas. Or in its place "dp_replicate" and then "dp_shard", or one of the two: parameters are sharded
       among the ranks along "dp_shard", and these groups are replicas of each other.
-    - "ep": more replicas, among which the experts of each stage are shared out. Those along the "dp" dimensions hold
+    - "ep": more replicas, over which the experts of each stage are distributed. Those along the "dp" dimensions hold
       the same ones.
-    - "tp": ranks that share out the tensors of a stage. Each has groups of its own; the rest is the model's business.
+    - "tp": ranks over which the tensors of a stage are sharded. Each has groups of its own.
 
     Args:
+        mesh: of all ranks.
         virtual_pipeline_model_parallel_size: chunks per rank, for schedules that leave it open.
 
-    Raises ValueError where the mesh has no "pp", a dimension with another name, or not all ranks; RuntimeError when
-    called before torch.distributed is initialised or a second time.
+    Raises:
+        ValueError: where the mesh has no "pp", a dimension with another name, or not all ranks.
+        RuntimeError: before torch.distributed is initialised, or at a second call.
     """
     global _groups
     _check_uninitialized()
@@ -166,11 +145,16 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether there are groups: our own, or those of a framework that has made them."""
+    """Whether there are groups: our own, or those of another framework."""
     return _find_groups() is not None
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
+    """The ranks of this rank's pipeline, in the order of their stages.
+
+    Raises:
+        RuntimeError: where there are no groups, as do all getters of groups.
+    """
     return _existing_groups().pipeline
 
 
@@ -185,20 +169,23 @@ def get_pipeline_model_parallel_world_size() -> int:
 
 
 def get_pipeline_model_parallel_rank() -> int:
+    """This rank's place in its pipeline, from 0 on; 0 where torch.distributed is not in use."""
     return get_pipeline_model_parallel_group().rank() if _needs_groups() else 0
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Chunks per rank, for schedules that leave it open; None where nobody has said."""
     return _existing_groups().virtual_size if _needs_groups() else None
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold replicas of this rank's stages, experts left aside."""
     return _existing_groups().data
 
 
 def get_data_parallel_mesh() -> DeviceMesh:
-    """The replicas of this rank's stages as a mesh, which `fully_shard` takes: one dimension, or "dp_replicate" and
-    "dp_shard" where `initialize_from_mesh` was given both, and no "ep"."""
+    """The replicas of this rank's stages as a mesh for `fully_shard`: one dimension, or "dp_replicate" and "dp_shard"
+    where `initialize_from_mesh` was given both, and no "ep"."""
     groups = _existing_groups()
     if groups.data_mesh is not None:
         return groups.data_mesh
@@ -211,43 +198,36 @@ def get_data_parallel_mesh() -> DeviceMesh:
 
 
 def get_data_parallel_world_size() -> int:
+    """Replicas of the pipeline; 1 where torch.distributed is not in use."""
     return get_data_parallel_group().size() if _needs_groups() else 1
 
 
 def get_data_parallel_rank() -> int:
+    """The number of this rank's replica of the pipeline, from 0 on; 0 where torch.distributed is not in use."""
     return get_data_parallel_group().rank() if _needs_groups() else 0
 
 
 def get_expert_model_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that share out the experts of this rank's stages; None where each rank has all of them."""
+    """The ranks over which the experts of this rank's stages are distributed; None where each rank has all of them."""
     return _existing_groups().expert if _needs_groups() else None
 
 
 def get_expert_model_parallel_world_size() -> int:
+    """Ranks over which the experts of a stage are distributed; 1 where each rank has all of them."""
     group = get_expert_model_parallel_group()
     return 1 if group is None else group.size()
 
 
 def get_expert_model_parallel_rank() -> int:
+    """This rank's place among those, from 0 on; 0 where each rank has all experts."""
     group = get_expert_model_parallel_group()
     return 0 if group is None else group.rank()
 
 
 def get_expert_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold the same experts."""
+    """The ranks that hold replicas of this rank's experts; all replicas of its stages where each has all experts."""
     groups = _existing_groups()
     return groups.data if groups.expert_data is None else groups.expert_data
-
-
-def is_pipeline_first_stage() -> bool:
-    """Whether this rank holds the first stage, under loop or V placement alike."""
-    return get_pipeline_model_parallel_rank() == 0
-
-
-def is_pipeline_last_stage() -> bool:
-    """Whether this rank is the last of its pipeline. With V placement the last stage is on rank 0: ask
-    `stages_for_rank` instead."""
-    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
 def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:
@@ -266,6 +246,34 @@ def _check_uninitialized() -> None:
         raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first.")
     if _groups is not None:
         raise RuntimeError("model parallelism is initialised already: call destroy_model_parallel() first.")
+
+
+def _check_sizes(world_size: int, pp_size: int, vp_size: int | None, ep_size: int) -> None:
+    """Collective. Raises ValueError on all ranks."""
+    sizes = (pp_size, vp_size, ep_size)
+    everybody: list[tuple[int, int | None, int]] = [sizes] * world_size
+    dist.all_gather_object(everybody, sizes)
+    if len(set(everybody)) > 1:
+        listed = ", ".join(f"rank {rank}: {pp}, {vp} and {ep}" for rank, (pp, vp, ep) in enumerate(everybody))
+        raise ValueError(
+            "the ranks disagree on pipeline_model_parallel_size, virtual_pipeline_model_parallel_size and "
+            f"expert_model_parallel_size ({listed}). Make them the same."
+        )
+    if pp_size < 1 or world_size % pp_size:
+        raise ValueError(
+            f"pipeline_model_parallel_size={pp_size} does not divide the {world_size} ranks there are: start a "
+            f"multiple of {pp_size} ranks, or choose a divisor of {world_size}."
+        )
+    if vp_size is not None and vp_size < 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={vp_size}: use None for no virtual stages, or at least 2."
+        )
+    num_replicas = world_size // pp_size
+    if ep_size < 1 or num_replicas % ep_size:
+        raise ValueError(
+            f"expert_model_parallel_size={ep_size} does not divide the {num_replicas} replicas of the pipeline: start "
+            f"a multiple of {pp_size * max(1, ep_size)} ranks, or choose a divisor of {num_replicas}."
+        )
 
 
 _MESH_NAMES = ("pp", "dp", "dp_replicate", "dp_shard", "ep", "tp")

@@ -252,7 +252,7 @@ def train_in_a_v(rank: int, pp_size: int, schedules: dict[str, int]) -> None:
             losses = trainer.gradients(megapipe.get_forward_backward_func(schedule), data, token_step)
             assert torch.allclose(gradient_norm(trainer.chunks), norms[number], rtol=1e-5), (schedule, number)
             trainer.optimizer.step()
-            if megapipe.parallel_state.is_pipeline_last_stage():
+            if megapipe.parallel_state.get_pipeline_model_parallel_rank() == pp_size - 1:
                 found, wanted = torch.tensor(losses), torch.tensor(expected[number])
                 assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5), (schedule, number)
 
