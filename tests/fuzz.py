@@ -338,10 +338,10 @@ def failing_at(number: int) -> Iterator[None]:
     """The action of that number is not begun on this rank."""
     original, count = Monitor.at, iter(range(1_000_000))
 
-    def at(self: Monitor, action: Any) -> Any:
+    def at(self: Monitor, *action: Any) -> Any:
         if next(count) == number:
             raise MistakeError(str(action))
-        return original(self, action)
+        return original(self, *action)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitor, "at", at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -28,15 +29,16 @@ class Monitor:
 
     def __init__(self, watchdog: Watchdog | None, communicator: Communicator | None, record: StepRecord | None) -> None:
         self._watchdog = watchdog
+        self._check: Callable[[], None] = _nothing if watchdog is None else watchdog.check
         self._communicator = communicator
         self._record = record
         self._progress = Progress() if watchdog is None else watchdog.progress
         self._profiling = torch._C._autograd._profiler_enabled()
 
-    def at(self, action: Action) -> AbstractContextManager[object]:
+    def at(self, stage: int, kind: str, microbatch: int) -> AbstractContextManager[object]:
         """The context around an action. Raises what another rank's failure has left for this one."""
         self._check()
-        self._progress.action = action
+        self._progress.action = action = Action(stage, kind, microbatch)
         profiled = record_function(str(action)) if self._profiling else NOTHING
         return profiled if self._record is None else self._record.during(action, profiled)
 
@@ -75,6 +77,6 @@ class Monitor:
         progress.awaited = None
         self._check()
 
-    def _check(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.check()
+
+def _nothing() -> None:
+    """There is nobody whose failure could be checked for."""

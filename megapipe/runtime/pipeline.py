@@ -39,6 +39,7 @@ class Chunk:
 
     def __init__(self, stage: Stage, below: Below, above: Above) -> None:
         self.stage = stage
+        self.index = stage.info.index
         self.has_gaps = may_have_gaps(stage)
         self.below = below
         self.above = above
@@ -50,9 +51,6 @@ class Chunk:
         self.input_grads: deque[list[Tensor]] = deque()
         self.num_input_grads_sent = 0
         self.deferred: deque[tuple[int, DeferredGrads]] = deque()  # with their microbatches
-
-    def action(self, kind: str, microbatch: int) -> Action:
-        return Action(self.stage.info.index, kind, microbatch)
 
     def keep(self, made: tuple[Transfer | None, SavedForward | None]) -> None:
         """What a forward has made: to be sent, and for its backward."""
@@ -147,7 +145,12 @@ class Pipeline(Verbs):
     # Computations
 
     def forward_step(self, chunk: int = 0) -> None:
-        self._run_forward(chunk)
+        self._run_weights_due()
+        microbatch = self._advance("forward_step", chunk)
+        this = self._chunks[chunk]
+        with self._monitor.at(this.index, "F", microbatch):
+            received = self._begin_forward(chunk, microbatch)
+            this.keep(this.stage.forward(received, microbatch, *next(self._checkpoint_arguments)))
 
     def backward_step(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -168,7 +171,8 @@ class Pipeline(Verbs):
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
         forward, backward = self._chunks[forward_chunk], self._chunks[backward_chunk]
         if self.forward_only or not can_overlap(forward.stage, backward.stage):
-            forward.send_output(self._run_forward(forward_chunk))
+            self.forward_step(forward_chunk)
+            forward.send_output(self.num_microbatches - self.num_forwards_left(forward_chunk) - 1)
             self.backward_step(backward_chunk)
             return
         for _ in range(2):  # the places before either
@@ -181,7 +185,8 @@ class Pipeline(Verbs):
         else:
             run = partial(run_pair, begun, backward.stage)
             microbatch = self._run_backward(backward_chunk, "BW", run, DeferredGrads())
-        self._monitor.are_overlapped(forward.action("F", begun.microbatch), backward.action("BW", microbatch))
+        actions = (Action(forward.index, "F", begun.microbatch), Action(backward.index, "BW", microbatch))
+        self._monitor.are_overlapped(*actions)
 
     def backward_weight_step(self, chunk: int | None = None) -> None:
         if not self.forward_only:
@@ -209,21 +214,12 @@ class Pipeline(Verbs):
         """
         for chunk in self._chunks:
             to_come = [transfer for transfer in chunk.inputs if transfer is not None]
-            to_come += chunk.below.discard_inputs(num_sent[chunk.stage.info.index - 1])
+            to_come += chunk.below.discard_inputs(num_sent[chunk.index - 1])
             for transfer in to_come:
                 self._wait(transfer, "an input to be discarded", 0, chunk.below.peer)
             chunk.above.discard_outputs()
 
-    # One way to run a forward
-
-    def _run_forward(self, chunk: int) -> int:
-        self._run_weights_due()
-        microbatch = self._advance("forward_step", chunk)
-        this = self._chunks[chunk]
-        with self._monitor.at(this.action("F", microbatch)):
-            received = self._begin_forward(chunk, microbatch)
-            this.keep(this.stage.forward(received, microbatch, *next(self._checkpoint_arguments)))
-        return microbatch
+    # What forwards, overlapped or not, have in common
 
     def _begin_overlapped_forward(self, chunk: int) -> Forward:
         """The forward of an overlapped pair, up to where it is to be run. When done, it is sent at once."""
@@ -234,7 +230,7 @@ class Pipeline(Verbs):
             this.keep(made)
             this.send_output(microbatch)
 
-        with self._monitor.at(this.action("F", microbatch)):
+        with self._monitor.at(this.index, "F", microbatch):
             received = self._begin_forward(chunk, microbatch)
             return Forward(this.stage, received, microbatch, next(self._checkpoint_arguments), done)
 
@@ -258,7 +254,7 @@ class Pipeline(Verbs):
         """
         microbatch = self._advance_backward(chunk, deferred=kind == "B")
         this = self._chunks[chunk]
-        with self._monitor.at(this.action(kind, microbatch)):
+        with self._monitor.at(this.index, kind, microbatch):
             received = this.output_grads.popleft()
             output_grads = None
             if received is not None:
@@ -279,8 +275,9 @@ class Pipeline(Verbs):
                 self._run_weights(self._deferred_in.popleft())
 
     def _run_weights(self, chunk: int) -> None:
-        microbatch, deferred = self._chunks[chunk].deferred.popleft()
-        with self._monitor.at(self._chunks[chunk].action("W", microbatch)):
+        this = self._chunks[chunk]
+        microbatch, deferred = this.deferred.popleft()
+        with self._monitor.at(this.index, "W", microbatch):
             self._compute_deferred(chunk, deferred)
 
     def _compute_deferred(self, chunk: int, deferred: DeferredGrads) -> None:
