@@ -7,7 +7,7 @@ from unittest import mock
 
 from megapipe.plan import ChannelName
 from megapipe.transports import GlooTransport
-from megapipe.transports.backends import BackendChannel
+from megapipe.transports.channel import BackendChannel
 
 
 class InOrderTransport(GlooTransport):
@@ -21,4 +21,4 @@ class InOrderTransport(GlooTransport):
 
 def transport_in_order() -> Any:
     """Around all steps of a pipeline: its channels are made in the first one."""
-    return mock.patch("megapipe.runtime.session.GlooTransport", InOrderTransport)
+    return mock.patch("megapipe.transports.choice.GlooTransport", InOrderTransport)

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from megapipe.transports import MARKS, STAGINGS
+from megapipe.transports.choice import DEVICES, DeviceSupport
 from megapipe.transports.staging import Staging
 
 DEVICE = torch.device("lazy", 0)
@@ -255,5 +255,4 @@ def lazily() -> Iterator[None]:
 
 _setup_privateuseone_for_python_backend("lazy", Module())
 COMPUTE = Stream()
-STAGINGS["lazy"] = LazyStaging
-MARKS["lazy"] = lambda device: COMPUTE.record().is_set
+DEVICES["lazy"] = DeviceSupport(LazyStaging, lambda device: COMPUTE.record().is_set)

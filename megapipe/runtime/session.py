@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
 from ..failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog
-from ..p2p_communication import Communicator, Transport
+from ..p2p_communication import Communicator
 from ..plan import Placement
-from ..transports import MARKS, STAGINGS, GlooTransport, Members, NcclTransport, StagedTransport
+from ..transports import Members, make_transport
 from .plans import PlanKey
 from .sharing import share
 from .weight_tuning import WeightTuner
@@ -119,7 +118,7 @@ class Session:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
             members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY)
             communicator = Communicator(
-                self._transport(transport, members, device, described),
+                make_transport(transport, members, device, self._is_shared, described),
                 placement,
                 self.pp_rank,
                 len(self.ranks),
@@ -133,19 +132,7 @@ class Session:
             progress.awaited = None
         return self._communicators[key]
 
-    def _transport(self, name: str | None, members: Members, device: torch.device, described: bool) -> Transport:
-        if device.type == "cpu":
-            return GlooTransport(members)
-        if device.type not in STAGINGS:
-            raise ValueError(f"pipelines run on cpu and cuda devices, but the model is on {device}.")
-        if name is None:
-            name = "nccl" if device.type == "cuda" and not self._shares_a_device(device) else "host"
-        if name == "nccl":
-            return NcclTransport(members, device, GlooTransport(members) if described else None)
-        mark = functools.partial(MARKS[device.type], device)
-        return StagedTransport(GlooTransport(members), STAGINGS[device.type](device), mark)
-
-    def _shares_a_device(self, device: torch.device) -> bool:
+    def _is_shared(self, device: torch.device) -> bool:
         """Whether two ranks of this pipeline are on one GPU."""
         devices = self.exchange_once("GPU", str(torch.cuda.get_device_properties(device).uuid))
         if devices is not None:

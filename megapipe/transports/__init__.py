@@ -1,13 +1,11 @@
 """How messages travel between ranks: over gloo between hosts, over NCCL between devices, or by way of host memory."""
 
-from .backends import MARKS, GlooTransport, Members, NcclTransport
-from .staging import STAGINGS, StagedTransport
+from .channel import Members
+from .choice import make_transport
+from .gloo import GlooTransport
 
 __all__ = [
-    "MARKS",
-    "STAGINGS",
     "GlooTransport",
     "Members",
-    "NcclTransport",
-    "StagedTransport",
+    "make_transport",
 ]

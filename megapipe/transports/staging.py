@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,11 +18,13 @@ import torch
 from torch import Tensor
 
 from ..messages import MessageSpec
-from ..p2p_communication import Channel, Transfer, Transport
+from ..p2p_communication import Channel, ConnectionLostError, Transfer, Transport
 from ..plan import ChannelName
-from .backends import BackendChannel, GlooTransport, Waiter, as_they_read
+from .channel import BackendChannel, resolved
+from .gloo import GlooTransport
+from .outbox import TaskThread
 
-__all__ = ["STAGINGS", "CudaStaging", "StagedTransport", "Staging"]
+__all__ = ["CudaStaging", "StagedTransport", "Staging"]
 
 
 class Staging(ABC):
@@ -102,10 +103,6 @@ def _wait_for_value(stream: torch.cuda.Stream, number: Tensor, value: int) -> No
         )
 
 
-STAGINGS: dict[str, Callable[[torch.device], Staging]] = {"cuda": CudaStaging}
-"""By type of device. One that is entered here can hold the stages of a pipeline."""
-
-
 class StagedTransport(Transport):
     """Between devices, by way of their hosts and gloo.
 
@@ -120,7 +117,7 @@ class StagedTransport(Transport):
         self._host = host
         self._staging = staging
         # In the order in which the stream needs them: what comes earlier out of turn is not needed earlier either.
-        self._awaited = Waiter("megapipe-arrivals", self._arrive)
+        self._arrivals = TaskThread("megapipe-arrivals")
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         self._host.connect(edges)
@@ -130,32 +127,33 @@ class StagedTransport(Transport):
         return channel if name.kind == "description" else StagedChannel(self, channel, self._host, self._staging)
 
     def drain(self) -> None:
-        drained = threading.Event()
-        self._awaited.put(drained)
-        drained.wait()
+        self._arrivals.drain()
         self._host.drain()
-        self._awaited.check()
 
     def abort(self) -> None:
         self._host.abort()
 
     def close(self) -> None:
-        self._awaited.put(None)
+        self._arrivals.close()
         self._host.close()
 
     def await_on_device(self, transfer: Transfer) -> list[Tensor]:
         """What has been received, as the current stream will have it."""
         tensors = self._staging.copy_in(transfer.tensors)
         self.num_awaited += 1
-        self._awaited.put(transfer)
+        self._arrivals.put(partial(self._arrive, transfer))
         return tensors
 
-    def _arrive(self, transfer: Transfer, is_lost: bool) -> None:
-        if is_lost:
+    def _arrive(self, transfer: Transfer) -> None:
+        try:
+            transfer.wait()
+        except ConnectionLostError:
             for buffer in transfer.tensors:
                 buffer.zero_()
-        self._staging.arrive()
-        self.num_arrived += 1
+            raise
+        finally:
+            self._staging.arrive()
+            self.num_arrived += 1
 
 
 class StagedChannel(Channel):
@@ -168,7 +166,7 @@ class StagedChannel(Channel):
         self._staging = staging
 
     def send(self, tensors: list[Tensor]) -> None:
-        copies, wait_until_copied = self._staging.copy_out(as_they_read(tensors))
+        copies, wait_until_copied = self._staging.copy_out(resolved(tensors))
         self._host.outbox.hand_over(partial(self._send_when_copied, wait_until_copied, copies))
 
     def _send_when_copied(self, wait_until_copied: Callable[[], None], copies: list[Tensor]) -> Transfer:

@@ -10,7 +10,8 @@ from ranks import RankPool
 from megapipe.messages import MessageSpec, TensorSpec, describe, pack, read_description
 from megapipe.p2p_communication import ConnectionLostError, Lookahead, PostedInbox
 from megapipe.plan import ChannelName
-from megapipe.transports.memory import LARGE, Memory
+from megapipe.transports.outbox import Outbox
+from megapipe.transports.receive_buffers import ReceiveBufferPool
 
 TENSOR = torch.ones(2, 3)
 FORWARD = ChannelName("forward", 0)
@@ -127,6 +128,7 @@ def test_more_receives_are_posted_while_a_rank_is_idle(ranks: RankPool) -> None:
     ranks.run(2, posted_while_idle)
 
 
+LARGE = Outbox.MIN_THREAD_BYTES
 SIZES = [4, 4 * LARGE, 4, 8, LARGE, 4, LARGE, LARGE, 4, 8]
 
 
@@ -172,7 +174,7 @@ def blocks_used_again(rank: int) -> None:
     """A large block is used again once nobody holds it: neither a tensor, nor a view of it, nor a graph."""
     channels = communicator(rank, 2)
     channel = channels.outgoing(FORWARD, 1 - rank)
-    num_messages, size = 12, LARGE // 4
+    num_messages, size = 12, ReceiveBufferPool.MIN_REUSED_BYTES // 4
     if rank == 0:
         for i in range(num_messages):
             channel.send([torch.full((size,), float(i))])
@@ -193,8 +195,9 @@ def blocks_used_again(rank: int) -> None:
                 squares.backward()  # of what the graph has kept
         assert len(blocks) <= 3 + 2 + 1  # in flight, posted ahead, and one to come back
         del in_flight, view, squares
-        channel._memory.trim()
-        assert len(channel._memory._blocks) == channel._memory.NUM_KEPT
+        channels.drain()
+        (pool,) = (pool for pool in channels._transport._pools if pool._buffers)
+        assert len(pool._buffers) == pool.NUM_KEPT
     channels.close()
 
 
@@ -205,4 +208,4 @@ def test_large_blocks_are_used_again(ranks: RankPool) -> None:
 def test_host_memory_is_on_the_host() -> None:
     """Under torch.set_default_device large messages were received into memory of that device, and the step failed."""
     with torch.device("meta"):
-        assert Memory(torch.device("cpu")).empty((LARGE,), torch.uint8).is_cpu
+        assert ReceiveBufferPool().allocate((ReceiveBufferPool.MIN_REUSED_BYTES,), torch.uint8).is_cpu

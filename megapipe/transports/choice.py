@@ -1,0 +1,63 @@
+"""Which transport carries the messages of a pipeline: chosen once, by its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..p2p_communication import Transport
+from .channel import Members
+from .gloo import GlooTransport
+from .nccl import NcclTransport
+from .staging import CudaStaging, StagedTransport, Staging
+
+__all__ = ["DEVICES", "DeviceSupport", "make_transport"]
+
+
+class DeviceSupport(NamedTuple):
+    """What a type of device needs to hold the stages of a pipeline."""
+
+    staging: Callable[[torch.device], Staging]
+    mark: Callable[[torch.device], Callable[[], bool]]
+    """Marks a point of the current stream, see `Transport.mark`."""
+
+
+def _mark_cuda(device: torch.device) -> Callable[[], bool]:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.query
+
+
+DEVICES = {"cuda": DeviceSupport(CudaStaging, _mark_cuda)}
+"""By type of device."""
+
+
+def make_transport(
+    name: str | None,
+    members: Members,
+    device: torch.device,
+    is_shared: Callable[[torch.device], bool],
+    dynamic_shapes: bool,
+) -> Transport:
+    """
+    Args:
+        name: "nccl", "host" or None, see `config.p2p_transport`.
+        is_shared: whether two ranks of the pipeline are on one device. Collective.
+        dynamic_shapes: whether each message is preceded by a header, which travels between hosts.
+    """
+    if device.type == "cpu":
+        return GlooTransport(members)
+    if device.type not in DEVICES:
+        raise ValueError(f"pipelines run on cpu and cuda devices, but the model is on {device}.")
+    if name is None:
+        name = "nccl" if device.type == "cuda" and not is_shared(device) else "host"
+    support = DEVICES[device.type]
+
+    def mark() -> Callable[[], bool]:
+        return support.mark(device)
+
+    if name == "nccl":
+        return NcclTransport(members, device, mark, GlooTransport(members) if dynamic_shapes else None)
+    return StagedTransport(GlooTransport(members), support.staging(device), mark)
