@@ -4,6 +4,7 @@
   had when it was called. It pairs messages by their order alone.
 - A receive occupies the device from the moment it runs until its message has come; so does a send larger than the
   transport's buffers. `OCCUPIED` counts both, and `MOST_OCCUPIED` the most there were at a time.
+- It carries the types of numbers that NCCL knows.
 - To abort a communicator frees memory, which waits for the device: while another one occupies it, and is not being
   aborted too, it does not return.
 """
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lazy_device import COMPUTE, Stream
+
+from megapipe.transports.nccl import CARRIED
 
 BUFFERED_BYTES = 2**20
 NUM_STREAMS = 32
@@ -68,6 +71,7 @@ class LikeNccl:
 
     def send(self, tensors: list[Any], peer: int, tag: int) -> Work:
         (tensor,) = tensors
+        assert tensor.dtype in CARRIED
         cell = tensor.cell
         is_large = tensor.nbytes > BUFFERED_BYTES
 
@@ -82,6 +86,7 @@ class LikeNccl:
 
     def recv(self, tensors: list[Any], peer: int, tag: int) -> Work:
         (tensor,) = tensors
+        assert tensor.dtype in CARRIED
         cell = tensor.cell
 
         def run() -> None:

@@ -24,7 +24,18 @@ from .gloo import GlooTransport
 
 __all__ = ["NcclTransport"]
 
+CARRIED = {
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+"""The types of numbers that NCCL carries. Others (int16, complex, float8 in some releases of torch) travel as bytes."""
+
 PATIENCE = 10.0  # seconds until a communicator that does not come to its end is left to itself
+
+
+class NcclChannel(BackendChannel):
+    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype in CARRIED else tensor.detach().view(-1).view(torch.uint8)
 
 
 class NcclTransport(Transport):
@@ -87,11 +98,11 @@ class NcclTransport(Transport):
         prefix = PrefixStore(f"{sender} to {receiver}", store)
         return dist.ProcessGroupNCCL(prefix, 0 if pp_rank == sender else 1, 2, options)
 
-    def _channel(self, peer: int, sends: bool) -> BackendChannel:
+    def _channel(self, peer: int, sends: bool) -> NcclChannel:
         pp_rank = self._members.pp_rank
         backend = self._backends[(pp_rank, peer) if sends else (peer, pp_rank)]
         # No outbox: memory of a tensor that is dropped stays taken until the stream has sent it.
-        return BackendChannel(backend, 1 if sends else 0, 0, partial(_allocate, self._device), outbox=None)
+        return NcclChannel(backend, 1 if sends else 0, 0, partial(_allocate, self._device), outbox=None)
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
         if name.kind == "description":

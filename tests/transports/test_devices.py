@@ -16,12 +16,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
 from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank, weight_grad
 from megapipe.failures import check_failures
+from megapipe.messages import MessageSpec, TensorSpec
+from megapipe.p2p_communication import Communicator
+from megapipe.plan import ChannelName, loop
+from megapipe.transports import Members, make_transport
 
 pytest.importorskip("torch.utils.backend_registration")
 HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
@@ -324,3 +329,32 @@ def described_messages(rank: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_described_messages_keep_their_order(ranks: RankPool, transport: str) -> None:
     ranks.run(2, described_messages, transport)
+
+
+@on_ranks(2)
+def test_types_of_numbers_that_nccl_does_not_know(rank: int) -> None:
+    """Gloo carries complex numbers and 16-bit integers. NCCL does not, and raised a TypeError in the middle of a step."""
+    tensors = [
+        torch.arange(6, dtype=torch.int16).view(2, 3),
+        torch.tensor([1 + 2j, -0.5j], dtype=torch.complex64).conj(),
+        torch.tensor(2 - 1j, dtype=torch.complex128),
+        torch.ones(3),
+    ]
+    with on_lazy_device([]) as lazy:
+        device = lazy.device.DEVICE
+        store = dist.PrefixStore("types", _get_default_store())
+        members = Members(store, store, rank, range(2), 60)
+        communicator = Communicator(
+            make_transport("nccl", members, device, lambda _: False, False), loop, rank, 2, 1, False
+        )
+        communicator.connect()
+        channel = communicator._channels[ChannelName("forward", 0)]
+        if rank == 0:
+            channel.send([lazy.device.to_device(tensor) for tensor in tensors])
+        else:
+            spec = MessageSpec("list", tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors))
+            received = channel.receive(spec).wait()
+            assert all(torch.equal(lazy.device.to_host(a), b) for a, b in zip(received, tensors, strict=True))
+        lazy.device.synchronize()
+        dist.barrier()
+        communicator.close()
