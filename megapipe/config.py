@@ -32,7 +32,7 @@ class PipelineConfig:
     pipeline_dtype: torch.dtype | None = None
     """dtype of the tensor between stages; None takes that of the model's first floating-point parameter."""
     variable_seq_lengths: bool = False
-    """Microbatches differ in shape: each message is preceded by a description of it."""
+    """Microbatches differ in shape: a header with its shapes precedes each message."""
     overlap_p2p_comm: bool = True
     """Post receives before they are asked for. False posts each one only when its turn comes."""
     p2p_lookahead: int | None = None

@@ -1,4 +1,4 @@
-"""Messages as such: what may travel between stages, and what a receiver must know about it before it arrives."""
+"""The messages between stages: tensors in flat containers, their specs, and headers that carry a spec."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "DESCRIPTION",
+    "HEADER",
     "Message",
     "MessageSpec",
     "TensorSpec",
     "can_have_gradient",
     "check_sendable",
-    "describe",
+    "decode_header",
+    "encode_header",
     "is_no_gradient",
     "no_gradient",
     "pack",
-    "read_description",
     "unpack",
 ]
 
@@ -33,6 +33,8 @@ Structure = str | tuple[str | int, ...]
 
 
 class TensorSpec(NamedTuple):
+    """One tensor of a message. Equal specs mean equal sizes in bytes."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
@@ -55,6 +57,7 @@ class MessageSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The size of its tensors, in bytes."""
         return sum(math.prod(t.shape) * t.dtype.itemsize for t in self.tensors)
 
     def gradient(self) -> MessageSpec:
@@ -75,7 +78,11 @@ class MessageSpec(NamedTuple):
 
 
 def pack(message: object) -> tuple[Structure, list[torch.Tensor]]:
-    """A message as its structure and its tensors. A list of one tensor counts as that tensor."""
+    """A message as its structure and its tensors. A list of one tensor counts as that tensor.
+
+    Raises:
+        TypeError: it holds more than tensors in one flat container. The text goes on after "the output ...: ".
+    """
     structure: Structure
     if isinstance(message, torch.Tensor):
         return "tensor", [message]
@@ -97,7 +104,11 @@ def pack(message: object) -> tuple[Structure, list[torch.Tensor]]:
 
 
 def check_sendable(tensor: torch.Tensor, device: torch.device) -> None:
-    """Raises TypeError where it is not plain memory on a device of this type, which is all that a transport knows."""
+    """Check that it is plain memory on a device of this type: a transport knows nothing else.
+
+    Raises:
+        TypeError: it is not. The text goes on after "the output ...: ".
+    """
     what = None
     if tensor.is_nested:
         what = "nested"
@@ -124,17 +135,24 @@ def unpack(structure: Structure, tensors: list[torch.Tensor]) -> Message:
     return dict(zip(structure, tensors))
 
 
-# Describing a message ahead of it: its spec as JSON in a buffer of fixed size, always on CPU, so that reading it
-# never makes the host wait for a device.
+# With dynamic shapes a header precedes each message: its spec as JSON in a buffer of fixed size, always on CPU, so that
+# reading it never makes the host wait for a device.
 
-DESCRIPTION = MessageSpec("tensor", (TensorSpec((1024,), torch.uint8, False),))
+HEADER = MessageSpec("tensor", (TensorSpec((1024,), torch.uint8, False),))
 
 
 @functools.lru_cache(maxsize=256)
-def describe(spec: MessageSpec) -> torch.Tensor:
+def encode_header(spec: MessageSpec) -> torch.Tensor:
+    """
+    Returns:
+        A tensor of 1024 bytes.
+
+    Raises:
+        ValueError: the spec takes more.
+    """
     tensors = [(t.shape, str(t.dtype).removeprefix("torch."), t.differentiable) for t in spec.tensors]
     text = json.dumps([spec.structure, tensors], separators=(",", ":")).encode()
-    (size,) = DESCRIPTION.tensors[0].shape
+    (size,) = HEADER.tensors[0].shape
     if len(text) > size:
         raise ValueError(
             f"a message of {len(tensors)} tensors takes {len(text)} bytes to describe, more than the {size} there are "
@@ -143,12 +161,12 @@ def describe(spec: MessageSpec) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
 
 
-def read_description(description: torch.Tensor) -> MessageSpec:
-    return _parse_description(bytes(description.tolist()))
+def decode_header(header: torch.Tensor) -> MessageSpec:
+    return _parse_header(bytes(header.tolist()))
 
 
 @functools.lru_cache(maxsize=256)
-def _parse_description(text: bytes) -> MessageSpec:
+def _parse_header(text: bytes) -> MessageSpec:
     structure, tensors = json.loads(text)
     return MessageSpec(
         tuple(structure) if isinstance(structure, list) else structure,
@@ -156,21 +174,21 @@ def _parse_description(text: bytes) -> MessageSpec:
     )
 
 
-# A gradient that is none travels as zeros whose signs say so. So its message is as long as any, whether its receive is
-# posted ahead or not, and whoever does not look adds nothing by it.
+# A missing gradient (None) travels as zeros with a pattern of signs. So its message is as long as any, whether its
+# receive is posted ahead or not, and a receiver that does not look at the signs adds zeros.
 
 SIGNS = f"{0xB7E151628AED2A6A:b}"  # digits of e, as good as random: a gradient of zeros has these once in 2**64
 
 
 def no_gradient(like: torch.Tensor) -> torch.Tensor:
-    """What travels where `like` has got no gradient."""
+    """The message for a missing gradient of `like`: zeros of its shape and dtype."""
     zeros = torch.zeros_like(like, memory_format=torch.contiguous_format)
     zeros.view(-1)[: len(SIGNS)].copy_(_signed_zeros(like.dtype, min(like.numel(), len(SIGNS))))
     return zeros
 
 
 def is_no_gradient(tensor: torch.Tensor) -> bool:
-    """Whether it is what `no_gradient` makes. The host waits for a device, if the tensor is on one."""
+    """Whether it was made by `no_gradient`. The host waits for a device, if the tensor is on one."""
     count = min(tensor.numel(), len(SIGNS))
     if not count or not tensor.is_contiguous():
         return False
@@ -187,7 +205,7 @@ def _signed_zeros(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 @functools.cache
 def _memory_of_signed_zeros(dtype: torch.dtype, count: int) -> tuple[Any, bytes]:
-    """The type of a piece of memory, and what is in it."""
+    """The ctypes type of that much memory, and its bytes."""
     signed = _signed_zeros(dtype, count)
     memory = ctypes.c_char * signed.nbytes
     return memory, memory.from_address(signed.data_ptr()).raw

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .messages import MessageSpec, read_description
+from .messages import MessageSpec, decode_header
 from .plan import ChannelName, Placement, Plan
 
 __all__ = [
@@ -38,7 +38,7 @@ class ConnectionLostError(RuntimeError):
 
     @classmethod
     def of(cls, error: RuntimeError) -> ConnectionLostError:
-        """What the transport says, in a line."""
+        """With the transport's own error, shortened to one line."""
         return cls(str(error).partition("\n")[0])
 
 
@@ -49,13 +49,17 @@ class Transfer:
 
     def __init__(self, spec: MessageSpec | None, tensors: list[torch.Tensor], works: Sequence[Any] = ()) -> None:
         self.spec = spec
-        """What was expected; None where nobody asks (sends, gradients)."""
+        """Of the expected message; None where it is not needed (sends, gradients)."""
         self.tensors = tensors
         self._works = works
         self._waited_for: Sequence[Any] = ()
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait until the tensors may be used: the host on CPU, only the current stream on a device."""
+        """Wait until the tensors may be used: the host on CPU, only the current stream on a device.
+
+        Raises:
+            ConnectionLostError: the message will not come.
+        """
         works, self._works = self._works, ()  # a second wait on a gloo work would hang
         try:
             for work in works:
@@ -70,74 +74,102 @@ class Transfer:
         return all(work.is_completed() for work in self._waited_for)
 
 
+class LateTransfer(Transfer):
+    """A message whose receive is posted only when it is waited for.
+
+    Args:
+        post: posts the receive.
+    """
+
+    __slots__ = ("_post", "_posted")
+
+    def __init__(self, post: Callable[[], Transfer]) -> None:
+        super().__init__(None, [])
+        self._post = post
+
+    def wait(self) -> list[torch.Tensor]:
+        self._posted = self._post()
+        self.spec, self.tensors = self._posted.spec, self._posted.wait()
+        return self.tensors
+
+    def has_arrived(self) -> bool:
+        return self._posted.has_arrived()
+
+
 class Channel(ABC):
     """One way from this rank to a peer, or from the peer to this rank."""
 
     @abstractmethod
     def send(self, tensors: list[torch.Tensor]) -> None:
-        """Send a message, without waiting. The caller may drop the tensors at once, but must not write to them."""
+        """Send a message, without waiting. The caller may drop the tensors at once, but must not write to them.
+
+        Raises:
+            ConnectionLostError: the peer is gone. Where the send fails later, `Transport.drain` raises.
+        """
 
     @abstractmethod
     def receive(self, spec: MessageSpec) -> Transfer:
-        """Post the receive of one message."""
+        """Post the receive of one message.
+
+        Raises:
+            ConnectionLostError: the peer is gone.
+        """
 
 
 class Lookahead(NamedTuple):
     """How many receives of a channel are posted before they are asked for."""
 
     messages: int
-    """That many at any time."""
+    """At any time."""
     idle_bytes: int = 0
-    """And as many as have this size together, when the rank has nothing better to do."""
+    """While the rank waits: receives of messages up to this size together, in bytes."""
 
 
-DESCRIPTIONS_AHEAD = Lookahead(2)
-"""Where messages travel between devices, and nothing of them is posted ahead."""
+HEADERS_AHEAD = Lookahead(2)
+"""For headers of messages that are not posted ahead themselves: as many as gloo's channels have by default."""
 
 
 class Inbox(ABC):
     """The receives of one channel during one step."""
 
-    @abstractmethod
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._expected: deque[MessageSpec] = deque()
+        self._posted: deque[Transfer] = deque()
+
     def expect(self, spec: MessageSpec, count: int = 1) -> None:
         """`count` such messages will come, after those expected already."""
+        self._expected.extend([spec] * count)
+
+    def is_empty(self) -> bool:
+        """Whether everything expected has been taken, and waited for."""
+        return not self._posted and not self._expected
 
     @abstractmethod
     def take(self) -> Transfer:
         """The oldest message not taken yet. It may not have arrived."""
 
-    @abstractmethod
-    def is_empty(self) -> bool:
-        """Whether everything expected has been taken, and waited for."""
-
     def post_ahead(self) -> None:  # noqa: B027
-        """Post receives of what comes next, as many as are always posted."""
+        """Post the receives of the next messages, as many as are always posted."""
 
-    def post_all(self) -> None:  # noqa: B027
+    def post_all(self) -> None:
         """Post as many as may be. Each takes the host as long as sending a small message does."""
+        self.post_ahead()
 
 
 class PostedInbox(Inbox):
     """Where channels do not get in each other's way: receives are posted ahead of their use."""
 
     def __init__(self, channel: Channel, lookahead: Lookahead) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._lookahead = lookahead
-        self._expected: deque[MessageSpec] = deque()
-        self._posted: deque[Transfer] = deque()
-
-    def expect(self, spec: MessageSpec, count: int = 1) -> None:
-        self._expected.extend([spec] * count)
 
     def take(self) -> Transfer:
-        """Posted by now, if not before. Nothing is posted in its place: who takes a message is about to use it, and
-        others wait for what comes of it."""
+        """Posted by now, if not before. No other receive is posted in its place: the rank is about to compute, and
+        others wait for the result."""
         if not self._posted:
             self._post()
         return self._posted.popleft()
-
-    def is_empty(self) -> bool:
-        return not self._posted and not self._expected
 
     def post_ahead(self) -> None:
         while self._expected and len(self._posted) < self._lookahead.messages:
@@ -154,44 +186,23 @@ class PostedInbox(Inbox):
         self._posted.append(self._channel.receive(self._expected.popleft()))
 
 
-class DescribedInbox(PostedInbox):
-    """Each message is described ahead of it. What is posted ahead, and expected, are the descriptions."""
+class DynamicShapesInbox(PostedInbox):
+    """Each message is preceded by a header with its shapes. The headers are expected, and posted ahead."""
 
-    def __init__(self, descriptions: Channel, messages: Channel, lookahead: Lookahead) -> None:
-        super().__init__(descriptions, lookahead)
+    def __init__(self, headers: Channel, messages: Channel, lookahead: Lookahead) -> None:
+        super().__init__(headers, lookahead)
         self._messages = messages
 
     def take(self) -> Transfer:
-        return DescribedTransfer(super().take(), self._messages)
-
-
-class DescribedTransfer(Transfer):
-    """A message whose description comes first: its receive can be posted only when that has arrived."""
-
-    __slots__ = ("_channel", "_description")
-
-    def __init__(self, description: Transfer, channel: Channel) -> None:
-        super().__init__(None, [])
-        self._description = description
-        self._channel = channel
-
-    def wait(self) -> list[torch.Tensor]:
-        (description,) = self._description.wait()
-        self.spec = read_description(description)
-        transfer = self._channel.receive(self.spec)
-        self.tensors = transfer.wait()
-        self._waited_for = (transfer,)
-        return self.tensors
-
-    def has_arrived(self) -> bool:
-        return all(transfer.has_arrived() for transfer in self._waited_for)
+        header = super().take()
+        return LateTransfer(lambda: self._messages.receive(decode_header(*header.wait())))
 
 
 class Arrivals:
     """The messages of one step from one peer, where all of them share a communicator that matches by order alone.
 
-    A receive is posted when a step waits for it, behind those of all messages that the peer sends before it. So nothing
-    waits for a message that is not sent yet but those that need it, and no receive occupies a device for longer.
+    A receive is posted when a step waits for it, behind those of all messages that the peer sends before it. So only
+    computations that need a message wait for it, and no receive occupies a device for longer.
     """
 
     def __init__(self, order: Sequence[ChannelName]) -> None:
@@ -199,8 +210,8 @@ class Arrivals:
         self._to_come = deque(order)
         self._inboxes: dict[ChannelName, OrderedInbox] = {}
 
-    def inbox(self, name: ChannelName, channel: Channel, descriptions: PostedInbox | None) -> OrderedInbox:
-        inbox = self._inboxes[name] = OrderedInbox(self, channel, descriptions)
+    def inbox(self, name: ChannelName, channel: Channel, headers: PostedInbox | None) -> OrderedInbox:
+        inbox = self._inboxes[name] = OrderedInbox(self, channel, headers)
         return inbox
 
     def post_until(self, inbox: OrderedInbox) -> None:
@@ -219,56 +230,33 @@ class Arrivals:
 class OrderedInbox(Inbox):
     """One channel of those that share a communicator."""
 
-    def __init__(self, arrivals: Arrivals, channel: Channel, descriptions: PostedInbox | None) -> None:
+    def __init__(self, arrivals: Arrivals, channel: Channel, headers: PostedInbox | None) -> None:
+        super().__init__(channel)
         self._arrivals = arrivals
-        self._channel = channel
-        self._descriptions = descriptions
-        self._expected: deque[MessageSpec] = deque()
-        self._posted: deque[Transfer] = deque()
+        self._headers = headers
 
     def expect(self, spec: MessageSpec, count: int = 1) -> None:
-        if self._descriptions is not None:
-            self._descriptions.expect(spec, count)
-        self._expected.extend([spec] * count)
+        if self._headers is not None:
+            self._headers.expect(spec, count)
+        super().expect(spec, count)
 
     def take(self) -> Transfer:
-        return OrderedTransfer(self)
-
-    def is_empty(self) -> bool:
-        return not self._posted and not self._expected
+        return LateTransfer(self._next_posted)
 
     def post_ahead(self) -> None:
-        if self._descriptions is not None:
-            self._descriptions.post_ahead()
+        if self._headers is not None:
+            self._headers.post_ahead()
 
     def post(self) -> None:
         spec = self._expected.popleft()
-        if self._descriptions is not None:
-            (description,) = self._descriptions.take().wait()
-            spec = read_description(description)
+        if self._headers is not None:
+            spec = decode_header(*self._headers.take().wait())
         self._posted.append(self._channel.receive(spec))
 
-    def next_posted(self) -> Transfer:
+    def _next_posted(self) -> Transfer:
         if not self._posted:
             self._arrivals.post_until(self)
         return self._posted.popleft()
-
-
-class OrderedTransfer(Transfer):
-    """A message whose receive is posted when it is waited for."""
-
-    __slots__ = ("_inbox",)
-
-    def __init__(self, inbox: OrderedInbox) -> None:
-        super().__init__(None, [])
-        self._inbox = inbox
-
-    def wait(self) -> list[torch.Tensor]:
-        transfer = self._inbox.next_posted()
-        self.spec = transfer.spec
-        self.tensors = transfer.wait()
-        self._waited_for = transfer._waited_for
-        return self.tensors
 
 
 class OrderedChannel(Channel):
@@ -289,10 +277,10 @@ class OrderedChannel(Channel):
 
 
 class Transport(ABC):
-    """What channels are made of: it carries the messages of one rank of a pipeline."""
+    """Carries the messages of one rank of a pipeline. Its attributes are what depends on the kind of device."""
 
     lookahead = Lookahead(0)
-    """What is posted ahead where the config does not say."""
+    """The receives posted ahead where the config does not say."""
     matches_by_order = False
     """Whether messages from one rank to another are told apart by their order alone."""
 
@@ -310,17 +298,20 @@ class Transport(ABC):
 
     @abstractmethod
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
-        """Descriptions travel between hosts, everything else between devices."""
+        """Headers travel between hosts, everything else between devices."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Called at the end of a step: wait until nothing sent is under way any more that the host could wait for.
-        Raises ConnectionLostError where a message was lost."""
+        """Called at the end of a step: wait until all sends that a host waits for have completed.
+
+        Raises:
+            ConnectionLostError: a message was lost.
+        """
 
     @abstractmethod
     def abort(self) -> None:
         """Make every operation under way fail, here and on the peers. Called from any thread, also while others connect
-        or send. The transport is of no use afterwards."""
+        or send. The transport cannot be used afterwards."""
 
     @abstractmethod
     def close(self) -> None:
@@ -331,7 +322,7 @@ class Communicator:
     """The channels of one rank, built once per pipeline and kept between steps.
 
     Args:
-        with_descriptions: also make the channels that describe messages ahead of them (`variable_seq_lengths`).
+        dynamic_shapes: also make the channels of the headers that precede messages (`variable_seq_lengths`).
     """
 
     def __init__(
@@ -341,14 +332,14 @@ class Communicator:
         pp_rank: int,
         pp_size: int,
         num_chunks: int,
-        with_descriptions: bool,
+        dynamic_shapes: bool,
     ) -> None:
         self._transport = transport
         self._placement = placement
         self._pp_rank = pp_rank
         self._pp_size = pp_size
         self._num_stages = pp_size * num_chunks
-        self._kinds = ("forward", "backward", *(["description"] if with_descriptions else []))
+        self._kinds = ("forward", "backward", *(["header"] if dynamic_shapes else []))
         self._channels: dict[ChannelName, Channel] = {}
         self._peers: set[int] = set()
         self._traffic: dict[tuple[int, int], list[ChannelName]] = {}
@@ -391,15 +382,15 @@ class Communicator:
         channel = self._channels[name]
         return OrderedChannel(name, channel, self._turns[peer]) if self._matches_by_order(name) else channel
 
-    def incoming(self, name: ChannelName, peer: int, lookahead: Lookahead, is_described: bool) -> Inbox:
-        """What is received over a channel in this step."""
+    def incoming(self, name: ChannelName, peer: int, lookahead: Lookahead, has_headers: bool) -> Inbox:
+        """The receives of a channel in this step."""
         channel = self._channels[name]
-        descriptions = self._channels[ChannelName("description", name.boundary)] if is_described else None
+        headers = self._channels[ChannelName("header", name.boundary)] if has_headers else None
         if self._matches_by_order(name):
-            posted = None if descriptions is None else PostedInbox(descriptions, DESCRIPTIONS_AHEAD)
+            posted = None if headers is None else PostedInbox(headers, HEADERS_AHEAD)
             return self._arrivals[peer].inbox(name, channel, posted)
-        if descriptions is not None:
-            return DescribedInbox(descriptions, channel, lookahead)
+        if headers is not None:
+            return DynamicShapesInbox(headers, channel, lookahead)
         return PostedInbox(channel, lookahead)
 
     def begin_again(self) -> None:
@@ -411,7 +402,7 @@ class Communicator:
             turns.extend(self._traffic.get((self._pp_rank, peer), []))
 
     def _matches_by_order(self, name: ChannelName) -> bool:
-        return self._transport.matches_by_order and name.kind != "description"
+        return self._transport.matches_by_order and name.kind != "header"
 
 
 def edges_in_rounds(placement: Placement, pp_size: int, num_stages: int) -> list[tuple[int, int]]:

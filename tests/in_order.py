@@ -15,7 +15,7 @@ class InOrderTransport(GlooTransport):
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> BackendChannel:
         channel = super().channel(name, peer, sends)
-        channel._tag = 1 if name.kind == "description" else 0
+        channel._tag = 1 if name.kind == "header" else 0
         return channel
 
 

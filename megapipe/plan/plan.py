@@ -67,7 +67,7 @@ class ChannelName(NamedTuple):
     """One way over one boundary, as both of its ends call it."""
 
     kind: str
-    """"forward" for outputs, "backward" for their gradients, "description" for what describes an output ahead of it."""
+    """"forward" for outputs, "backward" for their gradients, "header" for the shapes that precede an output."""
     boundary: int
     """Boundary b lies between the stages b and b + 1."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..messages import DESCRIPTION, MessageSpec, describe
+from ..messages import HEADER, MessageSpec, encode_header
 from ..p2p_communication import Communicator, Lookahead, Transfer
 from ..plan import ChannelName, StageInfo
 from .plans import PlanKey
@@ -145,7 +145,7 @@ class RemoteBelow(Below):
 
     Args:
         index: the boundary's number, that of the stage below it.
-        spec: the message that comes; None where each one is described ahead of it.
+        spec: the message that comes; None with dynamic shapes, where a header precedes each.
         num_inputs: how many will come.
     """
 
@@ -160,8 +160,8 @@ class RemoteBelow(Below):
     ) -> None:
         self.peer = peer
         self._backward = communicator.outgoing(ChannelName("backward", index), peer)
-        self._inputs = communicator.incoming(ChannelName("forward", index), peer, lookahead, is_described=spec is None)
-        self._spec = spec or DESCRIPTION
+        self._inputs = communicator.incoming(ChannelName("forward", index), peer, lookahead, has_headers=spec is None)
+        self._spec = spec or HEADER
         self._inputs.expect(self._spec, num_inputs)
         self._inputs.post_ahead()
         self._num_taken = 0
@@ -195,7 +195,7 @@ class RemoteAbove(Above):
 
     Args:
         index: the boundary's number, that of the stage below it.
-        spec: the message that is sent; None where each one is described ahead of it.
+        spec: the message that is sent; None with dynamic shapes, where a header precedes each.
         num_outputs: how many are sent in a step.
         forward_only: no gradients come back.
     """
@@ -212,13 +212,13 @@ class RemoteAbove(Above):
     ) -> None:
         self.peer = peer
         self._forward = communicator.outgoing(ChannelName("forward", index), peer)
-        self._gradients = communicator.incoming(ChannelName("backward", index), peer, lookahead, is_described=False)
-        self._descriptions = None
+        self._gradients = communicator.incoming(ChannelName("backward", index), peer, lookahead, has_headers=False)
+        self._headers = None
         self._num_sent = 0
         # A gradient is expected once for each output, also where that is sent again after a rollback.
         self._num_expected = num_outputs
         if spec is None:
-            self._descriptions = communicator.outgoing(ChannelName("description", index), peer)
+            self._headers = communicator.outgoing(ChannelName("header", index), peer)
             if not forward_only:
                 self._num_expected = 0  # until their shapes are known
         elif not forward_only:
@@ -227,8 +227,8 @@ class RemoteAbove(Above):
     def send_output(self, output: Transfer | None) -> None:
         assert output is not None
         assert output.spec is not None
-        if self._descriptions is not None:
-            self._descriptions.send([describe(output.spec)])
+        if self._headers is not None:
+            self._headers.send([encode_header(output.spec)])
         self._forward.send(output.tensors)
         self._num_sent += 1
         if self._num_sent > self._num_expected:

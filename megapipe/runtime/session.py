@@ -105,7 +105,7 @@ class Session:
         return [json.loads(text) for text in self.mailbox.collect(name)]
 
     def communicator(
-        self, placement: Placement, num_chunks: int, device: torch.device, described: bool, transport: str | None
+        self, placement: Placement, num_chunks: int, device: torch.device, dynamic_shapes: bool, transport: str | None
     ) -> Communicator:
         """The channels for this placement, built at the first step that needs them. Collective over the pipeline.
 
@@ -113,17 +113,17 @@ class Session:
             transport: `config.p2p_transport`.
         """
         # A transport keeps its time limit for good, so another limit takes another transport.
-        key = (placement.name, num_chunks, device.type, described, transport, self.watchdog.timeout)
+        key = (placement.name, num_chunks, device.type, dynamic_shapes, transport, self.watchdog.timeout)
         if key not in self._communicators:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
             members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY)
             communicator = Communicator(
-                make_transport(transport, members, device, self._is_shared, described),
+                make_transport(transport, members, device, self._is_shared, dynamic_shapes),
                 placement,
                 self.pp_rank,
                 len(self.ranks),
                 num_chunks,
-                described,
+                dynamic_shapes,
             )
             self._communicators[key] = communicator
             progress = self._progress

@@ -25,7 +25,7 @@ class GlooTransport(Transport):
     only once its receive is posted."""
 
     lookahead = Lookahead(2, idle_bytes=2**20)
-    TAGS = ("forward", "backward", "description")
+    TAGS = ("forward", "backward", "header")
     UNUSED_TAG = 2**31 - 1
 
     def __init__(self, members: Members) -> None:

@@ -47,7 +47,7 @@ class NcclTransport(Transport):
 
     Args:
         mark: marks a point of the current stream, see `Transport.mark`.
-        host: carries descriptions; None where none are wanted.
+        host: carries headers; None without dynamic shapes.
     """
 
     matches_by_order = True
@@ -105,13 +105,13 @@ class NcclTransport(Transport):
         return NcclChannel(backend, 1 if sends else 0, 0, partial(_allocate, self._device), outbox=None)
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
-        if name.kind == "description":
+        if name.kind == "header":
             assert self._host is not None
             return self._host.channel(name, peer, sends)
         return self._channel(peer, sends)
 
     def drain(self) -> None:
-        """The host waits for descriptions only: the device sends and receives in its own time."""
+        """The host waits for headers only: the device sends and receives in its own time."""
         if self._host is not None:
             self._host.drain()
 

@@ -124,7 +124,7 @@ class StagedTransport(Transport):
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
         channel = self._host.channel(name, peer, sends)
-        return channel if name.kind == "description" else StagedChannel(self, channel, self._host, self._staging)
+        return channel if name.kind == "header" else StagedChannel(self, channel, self._host, self._staging)
 
     def drain(self) -> None:
         self._arrivals.drain()

@@ -315,7 +315,7 @@ def test_a_failure_is_known_before_weights_change(ranks: RankPool, transport: st
     ranks.run(2, no_step_from_garbage, transport)
 
 
-def described_messages(rank: int, transport: str) -> None:
+def dynamic_shapes(rank: int, transport: str) -> None:
     for schedule in ("1f1b", "interleaved_1f1b", "zbv", "dualpipev"):
         expected = build(schedule, 2, transport)
         step(schedule, expected, lambda x: x)
@@ -327,13 +327,13 @@ def described_messages(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_described_messages_keep_their_order(ranks: RankPool, transport: str) -> None:
-    ranks.run(2, described_messages, transport)
+def test_messages_with_headers_keep_their_order(ranks: RankPool, transport: str) -> None:
+    ranks.run(2, dynamic_shapes, transport)
 
 
 @on_ranks(2)
 def test_types_of_numbers_that_nccl_does_not_know(rank: int) -> None:
-    """Gloo carries complex numbers and 16-bit integers. NCCL does not, and raised a TypeError in the middle of a step."""
+    """Gloo has complex numbers and 16-bit integers. NCCL has not: it raised a TypeError in the middle of a step."""
     tensors = [
         torch.arange(6, dtype=torch.int16).view(2, 3),
         torch.tensor([1 + 2j, -0.5j], dtype=torch.complex64).conj(),

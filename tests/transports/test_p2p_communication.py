@@ -7,7 +7,7 @@ import torch.distributed as dist
 from models import communicator
 from ranks import RankPool
 
-from megapipe.messages import MessageSpec, TensorSpec, describe, pack, read_description
+from megapipe.messages import MessageSpec, TensorSpec, decode_header, encode_header, pack
 from megapipe.p2p_communication import ConnectionLostError, Lookahead, PostedInbox
 from megapipe.plan import ChannelName
 from megapipe.transports.outbox import Outbox
@@ -38,16 +38,16 @@ def test_what_cannot_be_sent(message: Any) -> None:
 
 
 @pytest.mark.parametrize("structure", ["tensor", "list", "tuple", ("hidden", "mask")])
-def test_a_description_says_it_all(structure: Any) -> None:
+def test_headers_hold_a_whole_spec(structure: Any) -> None:
     tensors = (TensorSpec((2, 3), torch.bfloat16, True), TensorSpec((), torch.int64, False))
     spec = MessageSpec(structure, tensors)
-    assert read_description(describe(spec)) == spec
+    assert decode_header(encode_header(spec)) == spec
     assert spec.gradient() == MessageSpec("list", tensors[:1])
 
 
-def test_a_description_too_long() -> None:
+def test_a_header_that_is_too_long() -> None:
     with pytest.raises(ValueError, match="100 tensors takes"):
-        describe(MessageSpec("list", (TensorSpec((2, 3), torch.float32, True),) * 100))
+        encode_header(MessageSpec("list", (TensorSpec((2, 3), torch.float32, True),) * 100))
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
