@@ -1,7 +1,7 @@
-"""The first step after one that failed: every rank begins it with the same batch and the same weights.
+"""A fresh start after a failed step: every rank begins the next one with the same batch and the same weights.
 
-A step fails in different places on different ranks: one has read its batch, another has not; one is in the step before
-or behind, and has made an optimizer step less or more. Where a new session begins they tell each other.
+A step fails in different places on different ranks: one has read its batch, another has not; one has made an optimizer
+step more than another. The ranks compare these counts when a new session begins.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["leave_batch", "start_together"]
 
 
 def start_together(step: StepArguments, session: Session) -> None:
-    """At the first training step of a session, and its first validation: from the furthest batch that any rank has come
-    to, and with an optimizer step that not all ranks have made taken back. Collective over the pipeline."""
+    """At the first training step of a session, and at its first validation: go on from the furthest batch that any rank
+    has reached, and roll back an optimizer step that not all ranks have made. Collective over the pipeline."""
     iterators = _readers(step.data_iterators)
     optimizer = step.config.post_validated_optimizer
     num_gathers = 0 if optimizer is None else optimizer.num_gathers
@@ -33,7 +33,7 @@ def start_together(step: StepArguments, session: Session) -> None:
 
 
 def leave_batch(data_iterators: Sequence[Any]) -> None:
-    """After a failed step: what is left of its batch is not for the next one."""
+    """After a failed step: skip the rest of its batch."""
     iterators = _readers(data_iterators)
     next_batch = max((iterator.next_batch for iterator in iterators), default=0)
     for iterator in iterators:
@@ -41,5 +41,5 @@ def leave_batch(data_iterators: Sequence[Any]) -> None:
 
 
 def _readers(data_iterators: Sequence[Any]) -> list[Any]:
-    """Those that know of batches, as those of `megapipe.batches.data_iterators` do."""
+    """Those that count batches, as those of `megapipe.training.data_iterators` do."""
     return [one for one in data_iterators if hasattr(one, "next_batch") and hasattr(one, "skip_to")]

@@ -1,4 +1,4 @@
-"""What a pipeline keeps from one step to the next on one rank: its watchdog, and the channels to its neighbours."""
+"""The state of a pipeline on one rank that outlives a step: its watchdog, and the channels to its neighbours."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SAFETY = 60  # seconds that a transport waits longer than the watchdog, which sa
 class Session:
     """One pipeline on one rank, for as long as its steps succeed.
 
-    A failed step leaves messages under way that nobody will take, so it ends the session: the next step begins
-    another, with channels of its own. A rank that had left the step before it failed elsewhere raises before its next
-    step, where it clips or steps, or else in its next one. So every rank sees every session fail, and none is skipped.
+    A failed step leaves messages under way that no rank will take, so it ends the session: the next step begins another
+    one, with channels of its own. If a rank has finished its part of the step when another rank fails, it raises where
+    it clips gradients or steps its optimizer, or else in its next step. So every rank sees every session fail.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -73,7 +73,12 @@ class Session:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around everything that one step does."""
+        """Around one step. An exception in it ends the session.
+
+        Raises:
+            ValueError: another step of this session, or of this thread, is under way.
+            PipelineError: the step failed on another rank.
+        """
         if self._is_in_step or getattr(_this_thread, "is_in_step", False):
             raise ValueError(
                 "a schedule was called while another call of it is under way, where other ranks cannot follow: call it "
@@ -140,7 +145,7 @@ class Session:
         return self._is_device_shared
 
     def tuner(self, key: PlanKey) -> WeightTuner:
-        """Chooses the places of the Ws in such steps by what was measured in those before."""
+        """Places the weight-gradient passes (W) of such steps by the times measured in earlier ones."""
         if key not in self._tuners:
             self._tuners[key] = WeightTuner(self.mailbox, self.pp_rank, key)
         return self._tuners[key]

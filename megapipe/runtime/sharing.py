@@ -53,7 +53,7 @@ def share(value: Any, group: dist.ProcessGroup, mailbox: Mailbox, step: int, sou
 
 
 class _TensorsApart(pickle.Pickler):
-    """Leaves the tensors of a device out, and remembers them."""
+    """Leaves out the tensors of a device, and lists them."""
 
     def __init__(self, device: torch.device) -> None:
         self._file = io.BytesIO()
@@ -84,7 +84,7 @@ class _TensorsApart(pickle.Pickler):
 
 
 class _TensorsToCome(pickle.Unpickler):
-    """Puts empty tensors where tensors were left out, and remembers them."""
+    """Puts empty tensors where tensors were left out, and lists them."""
 
     def __init__(self, text: str, device: torch.device) -> None:
         super().__init__(io.BytesIO(bytes.fromhex(text)))
@@ -99,5 +99,5 @@ class _TensorsToCome(pickle.Unpickler):
         return self.tensors[-1]
 
     def find_class(self, module: str, name: str) -> Any:
-        """Nothing read from a store may name what is to be called."""
+        """Text from a store may not name functions to call."""
         raise pickle.UnpicklingError(f"{module}.{name}")
