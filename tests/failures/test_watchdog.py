@@ -2,10 +2,8 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import SEQUENCE, Stage, assert_same_gradients, batches, build, forward_step, reference, run
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
+from megapipe.failures import watchdog
 from megapipe.runtime.session import Session, _sessions
 from megapipe.training import GradientReducer, TiedWeights
 
@@ -38,7 +37,10 @@ def failing(message: str, at: int) -> Any:
     return step
 
 
-def one_rank_fails(rank: int, schedule: str, failing_rank: int, at: int) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("failing_rank", "at"), [(0, 0), (2, 3), (3, 5)])
+@on_ranks(PP)
+def test_an_exception_on_one_rank_reaches_all(rank: int, schedule: str, failing_rank: int, at: int) -> None:
     chunks = build(schedule, PP, 4)
     run(schedule, chunks, 4)
     step = failing("no such thing", at) if rank == failing_rank else forward_step
@@ -57,23 +59,18 @@ def one_rank_fails(rank: int, schedule: str, failing_rank: int, at: int) -> None
     assert_same_gradients(chunks, reference(4, 4, seeds=(3,))[0])
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("failing_rank", "at"), [(0, 0), (2, 3), (3, 5)])
-def test_an_exception_on_one_rank_reaches_all(ranks: RankPool, schedule: str, failing_rank: int, at: int) -> None:
-    ranks.run(PP, one_rank_fails, schedule, failing_rank, at)
-
-
 def one_rank_sleeps(rank: int, stuck: int) -> str:
     chunks = build("1f1b", PP, 4, timeout=1.0)
     run("1f1b", chunks, 4)
+    num_calls = 0
 
     def step(data_iterator: Any, model: Any) -> Any:
-        batch_number = step.calls = step.calls + 1  # type: ignore[attr-defined]
-        if rank == stuck and batch_number == 2:
-            time.sleep(4)
+        nonlocal num_calls
+        num_calls += 1
+        if rank == stuck and num_calls == 2:
+            wait_for_failure()
         return forward_step(data_iterator, model)
 
-    step.calls = 0  # type: ignore[attr-defined]
     with pytest.raises(PipelineError) as caught:
         run("1f1b", chunks, 4, forward_step_func=step)
     return str(caught.value)
@@ -92,12 +89,13 @@ def test_a_wait_that_runs_out_says_where_every_rank_is(ranks: RankPool) -> None:
 
 def one_rank_does_not_come(rank: int) -> str:
     chunks = build("1f1b", PP, 4, timeout=1.0)
-    if rank == 3:
-        time.sleep(3)
-        return ""
-    with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 4)
-    return str(caught.value)
+    message = ""
+    if rank != 3:
+        with pytest.raises(PipelineError) as caught:
+            run("1f1b", chunks, 4)
+        message = str(caught.value)
+    dist.barrier()
+    return message
 
 
 def test_a_rank_that_does_not_call_the_schedule(ranks: RankPool) -> None:
@@ -105,70 +103,6 @@ def test_a_rank_that_does_not_call_the_schedule(ranks: RankPool) -> None:
     for message in messages[:3]:
         assert "waited 1 s for rank 3 to do so too" in message
         assert "rank 3 is still to begin any step. Does every rank call the schedule equally often?" in message
-
-
-def ranks_disagree(rank: int, what: str) -> str:
-    odd = rank == 2
-    schedule, arguments, options = "1f1b", {}, {}
-    num_microbatches = 4
-    if what == "num_microbatches":
-        num_microbatches = 8 if odd else 4
-    elif what == "the schedule":
-        schedule = "gpipe" if odd else "1f1b"
-    elif what == "the message from stage 1 to stage 2":
-        arguments = {"seq_length": SEQUENCE + odd}
-    elif what == "dtype":
-        options = {"pipeline_dtype": torch.bfloat16 if odd else torch.float32}
-    elif what == "forward_only":
-        arguments = {"forward_only": odd}
-    chunks = build(schedule, PP, 4, **options)
-    with pytest.raises(ValueError, match="disagree") as caught:
-        run(schedule, chunks, num_microbatches, **arguments)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("num_microbatches", "disagree on num_microbatches: 4 on ranks 0, 1, 3; 8 on rank 2. Make them the same."),
-        ("the schedule", "disagree on the schedule: 1f1b on ranks 0, 1, 3; gpipe on rank 2."),
-        ("forward_only", "disagree on forward_only: False on ranks 0, 1, 3; True on rank 2."),
-        (
-            "the message from stage 1 to stage 2",
-            "from stage 1 to stage 2: float32[5, 2, 16] on rank 1; float32[6, 2, 16] on rank 2.",
-        ),
-        ("dtype", "from stage 1 to stage 2: float32[5, 2, 16] on rank 1; bfloat16[5, 2, 16] on rank 2."),
-    ],
-)
-def test_ranks_that_disagree_at_the_first_step(ranks: RankPool, what: str, text: str) -> None:
-    for message in ranks.run(PP, ranks_disagree, what):
-        assert text in message
-
-
-def one_rank_changes_its_mind(rank: int) -> str:
-    chunks = build("1f1b", PP, 4)
-    for _ in range(2):
-        run("1f1b", chunks, 4)
-    with pytest.raises(ValueError, match="disagree") as caught:
-        run("1f1b", chunks, 5 if rank == 1 else 4)
-    return str(caught.value)
-
-
-def test_ranks_that_disagree_later(ranks: RankPool) -> None:
-    """Only the rank whose arguments changed knows that something changed."""
-    for message in ranks.run(PP, one_rank_changes_its_mind):
-        assert "disagree on num_microbatches: 4 on ranks 0, 2, 3; 5 on rank 1" in message
-
-
-def sizes_disagree(rank: int) -> str:
-    with pytest.raises(ValueError, match="disagree") as caught:
-        build("1f1b", 2 if rank == 0 else 4, 4)
-    return str(caught.value)
-
-
-def test_pipeline_sizes_that_disagree(ranks: RankPool) -> None:
-    for message in ranks.run(PP, sizes_disagree):
-        assert "rank 0: 2, None and 1, rank 1: 4, None and 1" in message
 
 
 def bad_input(rank: int, what: str) -> str:
@@ -238,7 +172,8 @@ def test_bad_input(ranks: RankPool, what: str, by: int, text: str) -> None:
     assert text in messages[1 - by]
 
 
-def nothing_is_lost(rank: int) -> None:
+@on_ranks(2)
+def test_nothing_is_lost(rank: int) -> None:
     """Gradients accumulated before a failed step are still there after it."""
     chunks = build("1f1b", 2, 4)
     run("1f1b", chunks, 4)
@@ -248,10 +183,6 @@ def nothing_is_lost(rank: int) -> None:
     after: list[Tensor] = [p.grad for chunk in chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
     dist.barrier()
-
-
-def test_nothing_is_lost(ranks: RankPool) -> None:
-    ranks.run(2, nothing_is_lost)
 
 
 def one_rank_is_killed(rank: int) -> str:
@@ -310,9 +241,12 @@ def test_a_rank_that_dies_while_connecting(ranks: RankPool) -> None:
     assert "rank 1 is silent: its process ended without a word" in message
 
 
-def one_rank_is_slow(rank: int) -> None:
+@on_ranks(2)
+def test_a_slow_rank_meets_the_others_again(rank: int) -> None:
+    """A rank that was slower than the time limit came to sessions that the others had given up, found their arguments
+    there and looked no further. In each it waited for a minute to connect to nobody, and was ever further behind."""
     chunks = build("1f1b", 2, 4, timeout=1.0)
-    steps = iter([2.5 * rank])
+    steps = iter([1.6 * rank])
 
     def slow_step(data_iterator: Any, model: Any) -> Any:
         time.sleep(next(steps, 0.0))
@@ -330,12 +264,6 @@ def one_rank_is_slow(rank: int) -> None:
             break
     assert num_failures > 0
     assert_same_gradients(chunks, reference(4, 4)[0])
-
-
-def test_a_slow_rank_meets_the_others_again(ranks: RankPool) -> None:
-    """A rank that was slower than the time limit came to sessions that the others had given up, found their arguments
-    there and looked no further. In each it waited for a minute to connect to nobody, and was ever further behind."""
-    ranks.run(2, one_rank_is_slow)
 
 
 class SilentError(Exception):
@@ -357,64 +285,6 @@ def test_an_error_without_a_text_is_told(ranks: RankPool) -> None:
     assert ranks.run(2, an_error_has_no_text)[1] == (
         "rank 0 failed at 0F0: SilentError: (no text: its __str__ raises RuntimeError)"
     )
-
-
-def two_groups_in_two_threads(rank: int) -> None:
-    models = [build("1f1b", 2, 4) for _ in range(2)]
-    groups = [dist.new_group([0, 1]) for _ in models]
-
-    def train(number: int) -> None:
-        for _ in range(2):
-            run("1f1b", models[number], 4, pg_collection=SimpleNamespace(pp=groups[number]))
-
-    threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads[:: 1 if rank else -1]:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for chunks in models:
-        assert_same_gradients(chunks, reference(4, 4, seeds=(0, 0))[0])
-
-
-def test_two_groups_of_the_same_ranks(ranks: RankPool) -> None:
-    """Sessions were found by the ranks of a process group. Pipelines with a group each, of the same ranks, then shared
-    one: they took each other's messages, and the end of either was a KeyError in the other."""
-    ranks.run(2, two_groups_in_two_threads)
-
-
-def a_step_within_a_step(rank: int) -> str:
-    chunks = build("1f1b", 2, 4)
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        run("1f1b", chunks, 1, forward_only=True)
-        return forward_step(data_iterator, model)
-
-    with pytest.raises((ValueError, PipelineError), match="a schedule was called while another call") as caught:
-        run("1f1b", chunks, 2, forward_step_func=step)
-    return caught.type.__name__
-
-
-def test_a_schedule_called_within_a_step_is_refused(ranks: RankPool) -> None:
-    """The next rank's forward needs what this one's returns, so it cannot come to the call within that: a hang."""
-    assert ranks.run(2, a_step_within_a_step) == ["ValueError", "PipelineError"]
-
-
-def keys_after_failures(rank: int) -> list[int]:
-    chunks = build("1f1b", 2, 4)
-    num_keys = []
-    for _ in range(4):
-        with pytest.raises((KeyError, PipelineError)):
-            run("1f1b", chunks, 3, forward_step_func=failing("no such thing", 1) if rank == 1 else forward_step)
-        dist.barrier()
-        num_keys.append(_get_default_store().num_keys())
-        dist.barrier()
-    return num_keys
-
-
-def test_failed_steps_leave_nothing_in_the_store(ranks: RankPool) -> None:
-    """Each failed session left what its ranks had told each other, and the addresses of its connections."""
-    for first, *others in ranks.run(2, keys_after_failures):
-        assert others == [first] * 3
 
 
 def one_rank_skips_a_step(rank: int) -> str:
@@ -472,7 +342,12 @@ def behind_the_step(chunks: list[Stage]) -> list[Callable[[], Any]]:
     ]
 
 
-def fails_behind_the_others(rank: int, number: int) -> None:
+@pytest.mark.parametrize("number", range(5))
+@on_ranks(2)
+def test_no_optimizer_step_after_a_failure_elsewhere(rank: int, number: int) -> None:
+    """A rank that had left the step before another failed in it heard of that in its next one only. Until then it
+    stepped its optimizer, alone, or waited in a collective for the one that had failed."""
+
     def finalize(*args: object) -> None:
         if rank == 0:
             dist.barrier()  # rank 1 has left its step
@@ -498,8 +373,66 @@ def fails_behind_the_others(rank: int, number: int) -> None:
     assert_same_gradients(chunks, reference(4, 4)[0])
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_no_optimizer_step_after_a_failure_elsewhere(ranks: RankPool, number: int) -> None:
-    """A rank that had left the step before another failed in it heard of that in its next one only. Until then it
-    stepped its optimizer, alone, or waited in a collective for the one that had failed."""
-    ranks.run(2, fails_behind_the_others, number)
+@on_ranks(2)
+def test_waits_of_different_steps_are_not_one_long_wait(rank: int) -> None:
+    """The watchdog took a wait for the same message, seen at the same place, for one and the same wait. A healthy rank
+    that waits for its first input in every step was given up once the steps added up to the time limit."""
+    (chunk,) = build("1f1b", 2, 4, timeout=1.0)
+
+    def slow_first_stage(data_iterator: object, model: object) -> object:
+        if rank == 0:
+            time.sleep(0.25)
+        return forward_step(data_iterator, model)
+
+    for _ in range(5):
+        run("1f1b", chunk, 1, forward_step_func=slow_first_stage)
+
+
+def user_times_out(rank: int) -> str:
+    chunks = build("1f1b", 2, 4)
+
+    def step(data_iterator: object, model: object) -> object:
+        if rank == 0:
+            raise TimeoutError("storage does not answer")
+        return forward_step(data_iterator, model)
+
+    with pytest.raises((PipelineError, TimeoutError)) as caught:
+        run("1f1b", chunks, 2, forward_step_func=step)
+    return str(caught.value)
+
+
+def test_a_time_out_of_the_caller_is_the_callers(ranks: RankPool) -> None:
+    """The watchdog wrote its own time-out into the store under the name of Python's TimeoutError. When the caller's
+    code raised one, the other ranks reported a message that had not come, and not what had really happened."""
+    messages = ranks.run(2, user_times_out)
+    assert messages == ["storage does not answer", "rank 0 failed at 0F0: TimeoutError: storage does not answer"]
+
+
+@on_ranks(2)
+def test_the_watchdog_ends_with_torch_distributed(rank: int) -> None:
+    """The watchdog went on asking the store after torch.distributed had been shut down. When the process that held the
+    store ended first, the others printed a page of warnings at the end of every run."""
+    chunks = build("1f1b", 2, 4)
+    run("1f1b", chunks, 2)
+    assert watchdog.watched
+    dist.destroy_process_group()
+    time.sleep(4 * watchdog.TICK)
+    assert not watchdog.watched
+
+
+@on_ranks(2)
+def test_a_time_limit_may_be_raised(rank: int) -> None:
+    """The transport kept the time limit of the first step. A wait that a later step allowed was then reported as a
+    process that had ended without a word."""
+
+    def slow_step(data_iterator: Any, model: Any) -> Any:
+        time.sleep(1.3 if rank == 0 else 0)
+        return forward_step(data_iterator, model)
+
+    with mock.patch(
+        "megapipe.runtime.session.SAFETY", 0
+    ):  # the transport's time limit is the watchdog's, and not a minute more
+        chunks = build("1f1b", 2, 4, timeout=1.0)
+        run("1f1b", chunks, 1)
+        chunks[0].config.timeout = 20.0
+        run("1f1b", chunks, 1, forward_step_func=slow_step)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import on_ranks
 from torch import nn
 
 import megapipe
@@ -22,7 +22,9 @@ def session_of_all(size: int) -> Session:
     return Session.of(parallel_state.get_pipeline_model_parallel_group())
 
 
-def shares(rank: int, source: int) -> None:
+@pytest.mark.parametrize("source", [0, 2])
+@on_ranks(3)
+def test_nested_values(rank: int, source: int) -> None:
     session = session_of_all(3)
     for number in range(3):
         value: Any = [
@@ -47,25 +49,11 @@ def shares(rank: int, source: int) -> None:
         assert not session._store.check([f"results of step 2 {source}"])  # nothing piles up in the store
 
 
-@pytest.mark.parametrize("source", [0, 2])
-def test_nested_values(ranks: RankPool, source: int) -> None:
-    ranks.run(3, shares, source)
-
-
-def cannot_be_sent(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_travel_is_refused_on_every_rank(rank: int) -> None:
     session = session_of_all(2)
     with pytest.raises((TypeError, megapipe.PipelineError), match="cannot be sent"), session.step():
         session.share([lambda: 0], 0, CPU)
-
-
-def test_what_cannot_travel_is_refused_on_every_rank(ranks: RankPool) -> None:
-    ranks.run(2, cannot_be_sent)
-
-
-def fails_before(rank: int) -> None:
-    session = session_of_all(2)
-    with pytest.raises((OSError, megapipe.PipelineError), match="no loss"), session.step():
-        lose_or_share(rank, session)
 
 
 def lose_or_share(rank: int, session: Session) -> None:
@@ -74,18 +62,18 @@ def lose_or_share(rank: int, session: Session) -> None:
     session.share(None, 0, CPU)
 
 
-def test_a_failure_ends_the_wait(ranks: RankPool) -> None:
-    ranks.run(2, fails_before)
+@on_ranks(2)
+def test_a_failure_ends_the_wait(rank: int) -> None:
+    session = session_of_all(2)
+    with pytest.raises((OSError, megapipe.PipelineError), match="no loss"), session.step():
+        lose_or_share(rank, session)
 
 
-def known_to_all(rank: int) -> None:
+@on_ranks(2)
+def test_tokens_that_all_ranks_know_count_once(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     model = nn.Linear(2, 2, bias=False)
     for num_tokens in (6, 6 if rank == 1 else 0):
         model.weight.grad = torch.full((2, 2), 12.0)
         megapipe.divide_by_num_tokens([model], torch.tensor(num_tokens))
         assert torch.equal(model.weight.grad, torch.full((2, 2), 2.0))
-
-
-def test_tokens_that_all_ranks_know_count_once(ranks: RankPool) -> None:
-    ranks.run(2, known_to_all)

@@ -148,7 +148,13 @@ def test_same_as_on_cpu_without_a_host_wait(ranks: RankPool, pp_size: int, trans
     ranks.run(pp_size, same_as_on_cpu, pp_size, transport)
 
 
-def device_wide_waits(rank: int, transport: str, length: int) -> None:
+@pytest.mark.parametrize(("transport", "length"), [("nccl", 3), ("host", 3), ("host", 2**16)])
+@on_ranks(2)
+def test_a_device_wide_wait_within_a_step_ends(rank: int, transport: str, length: int) -> None:
+    """Megatron's timers and autotuned kernels make the host wait for the whole device. Where a receive had been posted
+    ahead, that included a message that this very host had still to bring about, and every rank waited for ever.
+
+    Over NCCL it ends for messages that fit its buffers: a larger send occupies the device until it is received."""
     for schedule in ("1f1b", "interleaved_1f1b", "zbv", "dualpipev"):
         chunks = build(schedule, 2, transport)
         with on_lazy_device(chunks) as lazy:
@@ -159,16 +165,11 @@ def device_wide_waits(rank: int, transport: str, length: int) -> None:
             step(schedule, chunks, lazy.device.to_device, length=length)
 
 
-@pytest.mark.parametrize(("transport", "length"), [("nccl", 3), ("host", 3), ("host", 2**16)])
-def test_a_device_wide_wait_within_a_step_ends(ranks: RankPool, transport: str, length: int) -> None:
-    """Megatron's timers and autotuned kernels make the host wait for the whole device. Where a receive had been posted
-    ahead, that included a message that this very host had still to bring about, and every rank waited for ever.
-
-    Over NCCL it ends for messages that fit its buffers: a larger send occupies the device until it is received."""
-    ranks.run(2, device_wide_waits, transport, length)
-
-
-def held_outputs(rank: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_nothing_sent_is_held_when_a_step_returns(rank: int, transport: str) -> None:
+    """Sent tensors were kept until the host had seen their sends complete, at the next send of any channel. The host
+    runs ahead of the device, so at the end of a step six of eight outputs were still there."""
     for schedule in ("1f1b", "interleaved_1f1b", "zbv"):
         chunks = build(schedule, 2, transport)
         outputs: list[Any] = []
@@ -179,13 +180,6 @@ def held_outputs(rank: int, transport: str) -> None:
             gc.collect()
             assert len(outputs) == 8 * len(chunks)
             assert not [output for output in outputs if output() is not None], schedule
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_nothing_sent_is_held_when_a_step_returns(ranks: RankPool, transport: str) -> None:
-    """Sent tensors were kept until the host had seen their sends complete, at the next send of any channel. The host
-    runs ahead of the device, so at the end of a step six of eight outputs were still there."""
-    ranks.run(2, held_outputs, transport)
 
 
 def occupied(rank: int, pp_size: int, num_chunks: int) -> None:
@@ -224,7 +218,11 @@ def failing_at(rank: int, number: int) -> Callable[[], None]:
     return fail
 
 
-def a_failing_rank(rank: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_failure_is_told_while_messages_occupy_the_device(rank: int, transport: str) -> None:
+    """Communicators were aborted one after the other. The first abort waited for the device, which waited for what the
+    second communicator had there: the failed rank hung before it could show its error."""
     fail = failing_at(rank, 7)
     chunks = build("zbv", 2, transport)
     with on_lazy_device(chunks) as lazy:
@@ -244,14 +242,17 @@ def a_failing_rank(rank: int, transport: str) -> None:
         lazy.device.synchronize()
 
 
+def wait_for(condition: Any) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_failure_is_told_while_messages_occupy_the_device(ranks: RankPool, transport: str) -> None:
-    """Communicators were aborted one after the other. The first abort waited for the device, which waited for what the
-    second communicator had there: the failed rank hung before it could show its error."""
-    ranks.run(2, a_failing_rank, transport)
+@on_ranks(2)
+def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: str) -> None:
+    """The host of a rank goes on when its device waits for a message, so no wait was ever seen to last too long: the
+    report of where every rank is never came, and the optimizer stepped with what was in the buffers."""
 
-
-def a_message_that_never_comes(rank: int, transport: str) -> None:
     def stall() -> None:
         counter[0] += 1
         if rank == 1 and counter[0] == 3:
@@ -280,19 +281,11 @@ def a_message_that_never_comes(rank: int, transport: str) -> None:
         lazy.device.synchronize()
 
 
-def wait_for(condition: Any) -> None:
-    while not condition():
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_time_limit_holds_where_only_the_device_waits(ranks: RankPool, transport: str) -> None:
-    """The host of a rank goes on when its device waits for a message, so no wait was ever seen to last too long: the
-    report of where every rank is never came, and the optimizer stepped with what was in the buffers."""
-    ranks.run(2, a_message_that_never_comes, transport)
-
-
-def no_step_from_garbage(rank: int, transport: str) -> None:
+@on_ranks(2)
+def test_a_failure_is_known_before_weights_change(rank: int, transport: str) -> None:
+    """A rank whose host had left the step before another one failed went on to its optimizer, and heard of the failure
+    in the next step: the weights had been changed by then, with gradients of messages that had never come."""
     fail = failing_at(rank, 5)
     chunks = build("1f1b", 2, transport)
     with on_lazy_device(chunks) as lazy:
@@ -309,13 +302,8 @@ def no_step_from_garbage(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_failure_is_known_before_weights_change(ranks: RankPool, transport: str) -> None:
-    """A rank whose host had left the step before another one failed went on to its optimizer, and heard of the failure
-    in the next step: the weights had been changed by then, with gradients of messages that had never come."""
-    ranks.run(2, no_step_from_garbage, transport)
-
-
-def dynamic_shapes(rank: int, transport: str) -> None:
+@on_ranks(2)
+def test_messages_with_headers_keep_their_order(rank: int, transport: str) -> None:
     for schedule in ("1f1b", "interleaved_1f1b", "zbv", "dualpipev"):
         expected = build(schedule, 2, transport)
         step(schedule, expected, lambda x: x)
@@ -324,11 +312,6 @@ def dynamic_shapes(rank: int, transport: str) -> None:
             step(schedule, chunks, lazy.device.to_device)
             for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
                 assert torch.equal(mine, theirs), schedule
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_messages_with_headers_keep_their_order(ranks: RankPool, transport: str) -> None:
-    ranks.run(2, dynamic_shapes, transport)
 
 
 @on_ranks(2)

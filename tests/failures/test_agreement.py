@@ -1,0 +1,153 @@
+"""Ranks that are called with different arguments."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import SEQUENCE, build, run
+from ranks import RankPool, on_ranks
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, watchdog
+from megapipe.runtime.session import _sessions
+
+PP = 4
+
+
+class SlowConfig:
+    """Takes longer to read than the watchdog takes to look."""
+
+    def __init__(self, config: object) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> object:
+        if name == "hidden_size":
+            time.sleep(4 * watchdog.TICK)
+        return getattr(self._config, name)
+
+
+@on_ranks(2)
+def test_the_watchdog_does_not_answer_before_the_arguments_are_known(rank: int) -> None:
+    """Asked for its arguments by another rank, a watchdog published those of the step before, though the main thread
+    was only about to look at the new ones. The other rank then saw a disagreement where there was none."""
+    chunks = build("1f1b", 2, 4)
+    run("1f1b", chunks, 2)
+    if rank == 1:
+        chunks[0].config = SlowConfig(chunks[0].config)
+    run("1f1b", chunks, 3)
+
+
+def early_leaver(rank: int) -> str:
+    chunks = build("1f1b", 3, 6)
+    store = _get_default_store()
+    for _ in range(2):
+        run("1f1b", chunks, 1, forward_only=True)
+    if rank == 2:
+        store.wait(["left"])
+
+    def two_steps() -> None:
+        run("1f1b", chunks, 2 if rank == 2 else 1, forward_only=True)
+        store.set("left", "1")  # rank 0 has sent its only microbatch and is gone
+        (session,) = _sessions.values()
+        while session.watchdog.failure is None:
+            time.sleep(0.01)
+        run("1f1b", chunks, 1, forward_only=True)  # it raises here
+
+    with pytest.raises(ValueError, match="disagree on num_microbatches: 1 on ranks 0, 1; 2 on rank 2") as caught:
+        two_steps()
+    return str(caught.value)
+
+
+def test_a_rank_that_has_left_its_step_still_answers(ranks: RankPool) -> None:
+    """Asked for its arguments in a step, a rank answered only as long as it was in that step. One that had left it
+    before the question came was then reported as never having begun it, and the disagreement was not."""
+    ranks.run(3, early_leaver)
+
+
+def keys_after_exchanges(rank: int) -> list[int]:
+    store = _get_default_store()
+    progress = Progress()
+    own = InterruptibleStore(dist.PrefixStore("exchanges", store), rank, 3, check_failure=lambda: None)
+    watching = Watchdog(own, progress, abort=lambda: None, has_ended=lambda: False)
+    agreement = Agreement(Mailbox(own, watching), watching)
+    num_keys = []
+    for step in range(12):
+        progress.begin_step()
+        with watching.step():
+            agreement.agree({} if rank == 2 else {"the message from stage 0 to stage 1": str(step)})
+        num_keys.append(store.num_keys())
+    dist.barrier()
+    watching.close()
+    return num_keys
+
+
+def test_exchanged_arguments_do_not_stay_in_the_store(ranks: RankPool) -> None:
+    """Each exchange of arguments left its requests in the store, and what ranks had answered whose own arguments had
+    stayed the same. Runs whose arguments change from step to step filled the store."""
+    num_keys = ranks.run(3, keys_after_exchanges)[0]
+    assert num_keys[-1] <= num_keys[3] + 3
+
+
+def ranks_disagree(rank: int, what: str) -> str:
+    odd = rank == 2
+    schedule, arguments, options = "1f1b", {}, {}
+    num_microbatches = 4
+    if what == "num_microbatches":
+        num_microbatches = 8 if odd else 4
+    elif what == "the schedule":
+        schedule = "gpipe" if odd else "1f1b"
+    elif what == "the message from stage 1 to stage 2":
+        arguments = {"seq_length": SEQUENCE + odd}
+    elif what == "dtype":
+        options = {"pipeline_dtype": torch.bfloat16 if odd else torch.float32}
+    elif what == "forward_only":
+        arguments = {"forward_only": odd}
+    chunks = build(schedule, PP, 4, **options)
+    with pytest.raises(ValueError, match="disagree") as caught:
+        run(schedule, chunks, num_microbatches, **arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("num_microbatches", "disagree on num_microbatches: 4 on ranks 0, 1, 3; 8 on rank 2. Make them the same."),
+        ("the schedule", "disagree on the schedule: 1f1b on ranks 0, 1, 3; gpipe on rank 2."),
+        ("forward_only", "disagree on forward_only: False on ranks 0, 1, 3; True on rank 2."),
+        (
+            "the message from stage 1 to stage 2",
+            "from stage 1 to stage 2: float32[5, 2, 16] on rank 1; float32[6, 2, 16] on rank 2.",
+        ),
+        ("dtype", "from stage 1 to stage 2: float32[5, 2, 16] on rank 1; bfloat16[5, 2, 16] on rank 2."),
+    ],
+)
+def test_ranks_that_disagree_at_the_first_step(ranks: RankPool, what: str, text: str) -> None:
+    for message in ranks.run(PP, ranks_disagree, what):
+        assert text in message
+
+
+def one_rank_changes_its_mind(rank: int) -> str:
+    chunks = build("1f1b", PP, 4)
+    for _ in range(2):
+        run("1f1b", chunks, 4)
+    with pytest.raises(ValueError, match="disagree") as caught:
+        run("1f1b", chunks, 5 if rank == 1 else 4)
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_later(ranks: RankPool) -> None:
+    """Only the rank whose arguments changed knows that something changed."""
+    for message in ranks.run(PP, one_rank_changes_its_mind):
+        assert "disagree on num_microbatches: 4 on ranks 0, 2, 3; 5 on rank 1" in message
+
+
+def sizes_disagree(rank: int) -> str:
+    with pytest.raises(ValueError, match="disagree") as caught:
+        build("1f1b", 2 if rank == 0 else 4, 4)
+    return str(caught.value)
+
+
+def test_pipeline_sizes_that_disagree(ranks: RankPool) -> None:
+    for message in ranks.run(PP, sizes_disagree):
+        assert "rank 0: 2, None and 1, rank 1: 4, None and 1" in message

@@ -1,0 +1,101 @@
+"""Pipelines of the same ranks keep apart, one after the other and side by side."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from models import assert_same_gradients, build, forward_step, reference, run
+from ranks import RankPool, on_ranks
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megapipe import PipelineError, parallel_state
+
+
+@on_ranks(2)
+def test_ranks_meet_again_after_one_missed_a_session(rank: int) -> None:
+    """Each process counted its own sessions, and the count named their meeting place in the store. A rank that had
+    missed one waited at another place than the others ever after, even in a process group made anew."""
+    chunks = build("1f1b", 2, 4, timeout=0.5)
+    if rank == 0:
+        with pytest.raises(PipelineError):
+            run("1f1b", chunks, 2)
+    dist.barrier()
+    store = _get_default_store()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+    chunks = build("1f1b", 2, 4)
+    run("1f1b", chunks, 2)
+    assert_same_gradients(chunks, reference(4, 2)[0])
+
+
+@on_ranks(3)
+def test_ranks_may_be_in_different_numbers_of_groups(rank: int) -> None:
+    """The channels were made by `dist.new_group(use_local_synchronization=True)`, which names the new group by the
+    number of groups that the process is in. Where ranks differ in that, as Megatron's first and last do with their
+    embedding groups, each waited for the others under a name of its own, for ever."""
+    dist.new_group([1])  # counts on rank 1 only
+    chunks = build("1f1b", 3, 6)
+    run("1f1b", chunks, 2)
+    assert_same_gradients(chunks, reference(6, 2)[0])
+
+
+@on_ranks(2)
+def test_two_groups_of_the_same_ranks(rank: int) -> None:
+    """Sessions were found by the ranks of a process group. Pipelines with a group each, of the same ranks, then shared
+    one: they took each other's messages, and the end of either was a KeyError in the other."""
+    models = [build("1f1b", 2, 4) for _ in range(2)]
+    groups = [dist.new_group([0, 1]) for _ in models]
+
+    def train(number: int) -> None:
+        for _ in range(2):
+            run("1f1b", models[number], 4, pg_collection=SimpleNamespace(pp=groups[number]))
+
+    threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads[:: 1 if rank else -1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for chunks in models:
+        assert_same_gradients(chunks, reference(4, 4, seeds=(0, 0))[0])
+
+
+def a_step_within_a_step(rank: int) -> str:
+    chunks = build("1f1b", 2, 4)
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        run("1f1b", chunks, 1, forward_only=True)
+        return forward_step(data_iterator, model)
+
+    with pytest.raises((ValueError, PipelineError), match="a schedule was called while another call") as caught:
+        run("1f1b", chunks, 2, forward_step_func=step)
+    return caught.type.__name__
+
+
+def test_a_schedule_called_within_a_step_is_refused(ranks: RankPool) -> None:
+    """The next rank's forward needs what this one's returns, so it cannot come to the call within that: a hang."""
+    assert ranks.run(2, a_step_within_a_step) == ["ValueError", "PipelineError"]
+
+
+def keys_after_failures(rank: int) -> list[int]:
+    chunks = build("1f1b", 2, 4)
+    num_keys = []
+
+    def failing(data_iterator: Any, model: Any) -> Any:
+        raise KeyError("no such thing")
+
+    for _ in range(4):
+        with pytest.raises((KeyError, PipelineError)):
+            run("1f1b", chunks, 3, forward_step_func=failing if rank == 1 else forward_step)
+        dist.barrier()
+        num_keys.append(_get_default_store().num_keys())
+        dist.barrier()
+    return num_keys
+
+
+def test_failed_steps_leave_nothing_in_the_store(ranks: RankPool) -> None:
+    """Each failed session left what its ranks had told each other, and the addresses of its connections."""
+    for first, *others in ranks.run(2, keys_after_failures):
+        assert others == [first] * 3
