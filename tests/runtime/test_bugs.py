@@ -6,132 +6,29 @@ import functools
 import itertools
 import random
 import re
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import BATCH, SEQUENCE, Stage, assert_same_gradients, build, communicator, forward_step, reference, run
+from models import BATCH, SEQUENCE, Stage, assert_same_gradients, build, forward_step, reference, run
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
 from megapipe import PipelineError, StageInfo, parallel_state, weight_grad
 from megapipe.analysis import load_timeline
-from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog
-from megapipe.failures.watchdog import TICK
-from megapipe.messages import MessageSpec, TensorSpec, pack, unpack
+from megapipe.messages import MessageSpec, TensorSpec
 from megapipe.overlap import run_parts
-from megapipe.p2p_communication import ConnectionLostError
-from megapipe.plan import ChannelName, ScheduleError, Settings, Verbs, load_plan, make_plan, v_shape
+from megapipe.plan import ScheduleError, Settings, Verbs, load_plan, make_plan, v_shape
 from megapipe.weight_grad import DeferredGrads, deferring
 
 TOKEN = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
-
-
-def abort_after_a_peer_is_gone(rank: int) -> None:
-    channels = communicator(rank, 3)
-    if rank == 0:
-        channels.abort()
-    elif rank == 1:
-        time.sleep(0.5)
-        channels.abort()
-    else:
-        with pytest.raises(ConnectionLostError):
-            channels.outgoing(ChannelName("forward", 1), 1).receive(TOKEN).wait()
-    channels.close()
-
-
-def test_abort_reaches_past_a_closed_connection(ranks: RankPool) -> None:
-    """Aborting posted a receive that timed out, always from the first rank of the pipeline. Where that rank had gone
-    already, its closed connection refused the receive, nothing was aborted, and ranks further on waited for ever."""
-    ranks.run(3, abort_after_a_peer_is_gone)
-
-
-def send_after_the_peer_is_gone(rank: int) -> None:
-    channels = communicator(rank, 2)
-    if rank == 1:
-        channels.abort()
-    else:
-        time.sleep(0.5)
-        with pytest.raises(ConnectionLostError):
-            channels.outgoing(ChannelName("forward", 0), 1).send([torch.ones(1)])
-    channels.close()
-
-
-def test_sending_to_a_lost_peer_is_a_lost_connection(ranks: RankPool) -> None:
-    """A broken connection was recognised where a message was waited for, but not where one was posted. The rank then
-    showed the transport's own words instead of saying which rank had failed and why."""
-    ranks.run(2, send_after_the_peer_is_gone)
-
-
-def one_rank_missed_a_session(rank: int) -> None:
-    chunks = build("1f1b", 2, 4, timeout=0.5)
-    if rank == 0:
-        with pytest.raises(PipelineError):
-            run("1f1b", chunks, 2)
-    dist.barrier()
-    store = _get_default_store()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
-    chunks = build("1f1b", 2, 4)
-    run("1f1b", chunks, 2)
-    assert_same_gradients(chunks, reference(4, 2)[0])
-
-
-def test_ranks_meet_again_after_one_missed_a_session(ranks: RankPool) -> None:
-    """Each process counted its own sessions, and the count named their meeting place in the store. A rank that had
-    missed one waited at another place than the others ever after, even in a process group made anew."""
-    ranks.run(2, one_rank_missed_a_session)
-
-
-def one_rank_is_slow_to_change(rank: int) -> None:
-    chunks = build("1f1b", 2, 4)
-    run("1f1b", chunks, 2)
-    if rank == 1:
-        chunks[0].config = SlowConfig(chunks[0].config)
-    run("1f1b", chunks, 3)
-
-
-class SlowConfig:
-    """Takes longer to read than the watchdog takes to look."""
-
-    def __init__(self, config: object) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> object:
-        if name == "hidden_size":
-            time.sleep(4 * TICK)
-        return getattr(self._config, name)
-
-
-def test_the_watchdog_does_not_answer_before_the_arguments_are_known(ranks: RankPool) -> None:
-    """Asked for its arguments by another rank, a watchdog published those of the step before, though the main thread
-    was only about to look at the new ones. The other rank then saw a disagreement where there was none."""
-    ranks.run(2, one_rank_is_slow_to_change)
-
-
-def ranks_are_in_different_numbers_of_groups(rank: int) -> None:
-    dist.new_group([1])  # counts on rank 1 only
-    chunks = build("1f1b", 3, 6)
-    run("1f1b", chunks, 2)
-    assert_same_gradients(chunks, reference(6, 2)[0])
-
-
-def test_ranks_may_be_in_different_numbers_of_groups(ranks: RankPool) -> None:
-    """The channels were made by `dist.new_group(use_local_synchronization=True)`, which names the new group by the
-    number of groups that the process is in. Where ranks differ in that, as Megatron's first and last do with their
-    embedding groups, each waited for the others under a name of its own, for ever."""
-    ranks.run(3, ranks_are_in_different_numbers_of_groups)
 
 
 class WrapperWithBuffers(torch.nn.Module):
@@ -154,67 +51,6 @@ def test_a_wrapper_may_call_something_else_buffers(ranks: RankPool) -> None:
     """The device was found by asking the model for its buffers. Megatron's DistributedDataParallel keeps a list of
     gradient buffers under that name, and every step of a wrapped model failed."""
     ranks.run(2, a_wrapper_has_buffers_of_its_own)
-
-
-def many_short_waits(rank: int) -> None:
-    (chunk,) = build("1f1b", 2, 4, timeout=1.0)
-
-    def slow_first_stage(data_iterator: object, model: object) -> object:
-        if rank == 0:
-            time.sleep(0.4)
-        return forward_step(data_iterator, model)
-
-    for _ in range(6):
-        run("1f1b", chunk, 1, forward_step_func=slow_first_stage)
-
-
-def test_waits_of_different_steps_are_not_one_long_wait(ranks: RankPool) -> None:
-    """The watchdog took a wait for the same message, seen at the same place, for one and the same wait. A healthy rank
-    that waits for its first input in every step was given up once the steps added up to the time limit."""
-    ranks.run(2, many_short_waits)
-
-
-def early_leaver(rank: int) -> str:
-    chunks = build("1f1b", 3, 6, timeout=4.0)
-    for _ in range(2):
-        run("1f1b", chunks, 1, forward_only=True)
-    if rank == 2:
-        time.sleep(1.0)  # rank 0 has sent its only microbatch and is gone
-
-    def two_steps() -> None:
-        run("1f1b", chunks, 2 if rank == 2 else 1, forward_only=True)
-        time.sleep(2.0)
-        run("1f1b", chunks, 1, forward_only=True)  # the others hear of it here
-
-    with pytest.raises(ValueError, match="disagree on num_microbatches: 1 on ranks 0, 1; 2 on rank 2") as caught:
-        two_steps()
-    return str(caught.value)
-
-
-def test_a_rank_that_has_left_its_step_still_answers(ranks: RankPool) -> None:
-    """Asked for its arguments in a step, a rank answered only as long as it was in that step. One that had left it
-    before the question came was then reported as never having begun it, and the disagreement was not."""
-    ranks.run(3, early_leaver)
-
-
-def user_times_out(rank: int) -> str:
-    chunks = build("1f1b", 2, 4)
-
-    def step(data_iterator: object, model: object) -> object:
-        if rank == 0:
-            raise TimeoutError("storage does not answer")
-        return forward_step(data_iterator, model)
-
-    with pytest.raises((PipelineError, TimeoutError)) as caught:
-        run("1f1b", chunks, 2, forward_step_func=step)
-    return str(caught.value)
-
-
-def test_a_time_out_of_the_caller_is_the_callers(ranks: RankPool) -> None:
-    """The watchdog wrote its own time-out into the store under the name of Python's TimeoutError. When the caller's
-    code raised one, the other ranks reported a message that had not come, and not what had really happened."""
-    messages = ranks.run(2, user_times_out)
-    assert messages == ["storage does not answer", "rank 0 failed at 0F0: TimeoutError: storage does not answer"]
 
 
 class StrictTimer:
@@ -299,33 +135,6 @@ def test_a_stage_may_end_in_a_python_function(ranks: RankPool) -> None:
     """A stage is kept as the edges of its graph. On torch 2.6 an edge does not keep the node of a Python Function
     alive, so that the backward of a stage that ends in one found no graph any more."""
     ranks.run(2, output_of_a_python_function)
-
-
-def torch_distributed_is_shut_down(rank: int) -> None:
-    chunks = build("1f1b", 2, 4)
-    run("1f1b", chunks, 2)
-    assert megapipe.failures.watchdog.watched
-    dist.destroy_process_group()
-    time.sleep(3 * TICK)
-    assert not megapipe.failures.watchdog.watched
-
-
-def test_the_watchdog_ends_with_torch_distributed(ranks: RankPool) -> None:
-    """The watchdog went on asking the store after torch.distributed had been shut down. When the process that held the
-    store ended first, the others printed a page of warnings at the end of every run."""
-    ranks.run(2, torch_distributed_is_shut_down)
-
-
-class Outputs(list):  # type: ignore[type-arg]
-    """A list of a kind of its own."""
-
-
-def test_a_list_of_another_kind_is_a_list() -> None:
-    """The structure of a message was named after the class of its container. A subclass of list was then unpacked as a
-    dict whose keys were the letters of that name."""
-    tensors = [torch.ones(1), torch.ones(2)]
-    structure, packed = pack(Outputs(tensors))
-    assert unpack(structure, packed) == tensors
 
 
 def a_frozen_chunk(rank: int) -> None:
@@ -526,90 +335,6 @@ def test_embeddings_of_32_bit_tokens_and_complex_layers() -> None:
             assert torch.equal(ours.grad, torchs.grad)
 
 
-class Phases(torch.nn.Module):
-    """Its output is a conjugate that nobody has computed yet, or a negative, and so is the gradient of its input."""
-
-    def __init__(self, info: StageInfo) -> None:
-        super().__init__()
-        self.info = info
-        self.config = SimpleNamespace()
-        self.weight = torch.nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
-        self.input: Any = None
-
-    def infer_stage_inputs_from_pipeline_inputs(self, inputs: Any, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        return torch.empty(2, dtype=torch.complex64), torch.empty(2)
-
-    infer_stage_outputs_from_pipeline_inputs = infer_stage_inputs_from_pipeline_inputs
-
-    def set_input_tensor(self, message: Any) -> None:
-        self.input = message
-
-    def forward(self, x: Tensor) -> Any:
-        if not self.info.is_first:
-            phases, sizes = self.input
-            x = phases.conj() * torch._neg_view(sizes)
-        x = x * self.weight
-        return x if self.info.is_last else (x.conj(), torch._neg_view(x.abs()))
-
-
-def views_that_are_not_what_memory_holds(rank: int) -> None:
-    parallel_state.initialize_model_parallel(3)
-    model = Phases(StageInfo(rank, 3))
-    inputs = [torch.tensor([1.0 + 1.0j, 2.0j]), torch.tensor([2.0 - 1.0j, 1.0 + 0.0j])]
-
-    def loss_func(output: Tensor) -> tuple[Tensor, Tensor]:
-        loss = (output * torch.tensor([1.0 + 3.0j, 2.0])).real.sum()
-        return loss, loss.detach()
-
-    losses = megapipe.get_forward_backward_func("1f1b")(
-        forward_step_func=lambda data, model: (model(next(data)), loss_func),
-        data_iterator=iter(inputs),
-        model=model,
-        num_microbatches=2,
-    )
-    stages = [Phases(StageInfo(index, 3)) for index in range(3)]
-    expected = []
-    for x in inputs:
-        for stage in stages:
-            stage.input = x
-            x = stage(x)
-        loss, report = loss_func(x)
-        (loss / 2).backward()
-        expected.append(report)
-    assert rank < 2 or losses == expected
-    assert torch.equal(model.weight.grad, stages[rank].weight.grad)
-
-
-def test_conjugates_and_negatives_are_sent_as_they_read(ranks: RankPool) -> None:
-    """torch keeps a conjugate or a negative as a mark on the numbers it was made from, and these were sent without the
-    mark. Where the model computes its shapes, complex tensors were taken for some that have no gradient."""
-    ranks.run(3, views_that_are_not_what_memory_holds)
-
-
-def keys_after_exchanges(rank: int) -> list[int]:
-    store = _get_default_store()
-    progress = Progress()
-    own = InterruptibleStore(dist.PrefixStore("exchanges", store), rank, 3, check_failure=lambda: None)
-    watchdog = Watchdog(own, progress, abort=lambda: None, has_ended=lambda: False)
-    agreement = Agreement(Mailbox(own, watchdog), watchdog)
-    num_keys = []
-    for step in range(12):
-        progress.begin_step()
-        with watchdog.step():
-            agreement.agree({} if rank == 2 else {"the message from stage 0 to stage 1": str(step)})
-        num_keys.append(store.num_keys())
-    dist.barrier()
-    watchdog.close()
-    return num_keys
-
-
-def test_exchanged_arguments_do_not_stay_in_the_store(ranks: RankPool) -> None:
-    """Each exchange of arguments left its requests in the store, and what ranks had answered whose own arguments had
-    stayed the same. Runs whose arguments change from step to step filled the store."""
-    num_keys = ranks.run(3, keys_after_exchanges)[0]
-    assert num_keys[-1] <= num_keys[3] + 3
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -690,26 +415,6 @@ def test_settings_that_cannot_be(ranks: RankPool) -> None:
     chunk. A negative time limit left ranks waiting while they connected, others failed in words that named none; and
     a sequence that its ranks cannot share was cut short."""
     ranks.run(2, settings_that_cannot_be)
-
-
-def a_longer_time_limit(rank: int) -> None:
-    def slow_step(data_iterator: Any, model: Any) -> Any:
-        time.sleep(2 if rank == 0 else 0)
-        return forward_step(data_iterator, model)
-
-    with mock.patch(
-        "megapipe.runtime.session.SAFETY", 0
-    ):  # the transport's time limit is the watchdog's, and not a minute more
-        chunks = build("1f1b", 2, 4, timeout=1.0)
-        run("1f1b", chunks, 1)
-        chunks[0].config.timeout = 20.0
-        run("1f1b", chunks, 1, forward_step_func=slow_step)
-
-
-def test_a_time_limit_may_be_raised(ranks: RankPool) -> None:
-    """The transport kept the time limit of the first step. A wait that a later step allowed was then reported as a
-    process that had ended without a word."""
-    ranks.run(2, a_longer_time_limit)
 
 
 def recycled_inputs(rank: int) -> None:
