@@ -16,7 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,9 +172,36 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten(results, spec)
 
 
+_known_shapes: dict[Any, tuple[list[Any], Any]] = {}
+"""By operator and arguments: its results, each as meta tensor, as the input that it is, or as plain value; and their
+tree. Most operators' shapes are computed in Python, which takes milliseconds."""
+
+
 def _shapes(op: Any, args: Any, kwargs: Any, device: Any) -> tuple[list[Any], list[Cell | None], Any]:
     """The results of an operator, and the cells of those that are new."""
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    key = (op, _key(args), _key(kwargs))
+    if key not in _known_shapes:
+        _known_shapes[key] = _computed_shapes(op, inputs, args, kwargs, device)
+    leaves, spec = _known_shapes[key]
+    results: list[Any] = []
+    cells: list[Cell | None] = []
+    for leaf in leaves:
+        is_new = isinstance(leaf, Tensor)
+        cells.append(Cell() if is_new else None)
+        if is_new:
+            meta = torch.as_strided(leaf, leaf.shape, leaf.stride(), leaf.storage_offset())  # one for each tensor
+            results.append(LazyTensor(meta, cells[-1]))  # type: ignore[arg-type]
+        else:
+            results.append(inputs[leaf.number] if isinstance(leaf, Input) else leaf)
+    return results, cells, spec
+
+
+class Input(NamedTuple):
+    number: int
+
+
+def _computed_shapes(op: Any, inputs: list[Tensor], args: Any, kwargs: Any, device: Any) -> tuple[list[Any], Any]:
     copies = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
     if op not in copies and any(t.dim() and not isinstance(t, LazyTensor) for t in inputs):
         raise RuntimeError(f"{op}: tensors on lazy and cpu")
@@ -187,17 +214,18 @@ def _shapes(op: Any, args: Any, kwargs: Any, device: Any) -> tuple[list[Any], li
     on_meta = kwargs | ({"device": torch.device("meta")} if device is not None else {})
     meta_args, meta_kwargs = pytree.tree_map(meta, (args, on_meta))
     leaves, spec = pytree.tree_flatten(op(*meta_args, **meta_kwargs))
-    results: list[Any] = []
-    cells: list[Cell | None] = []
-    for leaf in leaves:
-        written = next((t for t in inputs if isinstance(t, LazyTensor) and t.meta is leaf), None)
-        if isinstance(leaf, Tensor) and written is None:
-            cells.append(Cell())
-            results.append(LazyTensor(leaf, cells[-1]))
-        else:
-            cells.append(None)
-            results.append(leaf if written is None else written)
-    return results, cells, spec
+    numbers = {id(t.meta): Input(number) for number, t in enumerate(inputs) if isinstance(t, LazyTensor)}
+    return [numbers.get(id(leaf), leaf) for leaf in leaves], spec
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.stride(), value.storage_offset(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_key(one) for one in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(one)) for name, one in value.items())
+    return type(value), value
 
 
 class Factories(TorchDispatchMode):

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has n
 
 WIDTH = 4
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
+KINDS = ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
 TRANSPORTS = ["host", "nccl"]
 
 
@@ -121,31 +122,33 @@ def gradients(chunks: list[Stage], read: Any) -> list[Tensor]:
     return [read(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
 
 
-def same_as_on_cpu(rank: int, pp_size: int, transport: str) -> None:
-    for schedule in SCHEDULES:
-        expected = build(schedule, pp_size, transport)
-        losses = step(schedule, expected, lambda x: x)
-        validated = step(schedule, expected, lambda x: x, forward_only=True)
-        step(schedule, expected, lambda x: x)
-        chunks = build(schedule, pp_size, transport)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("num_ranks", "schedules"),
+    [(2, SCHEDULES), (4, KINDS), pytest.param(4, SCHEDULES, marks=pytest.mark.soak)],
+    ids=["2", "4", "4-all"],
+)
+@on_ranks()
+def test_same_as_on_cpu_without_a_host_wait(rank: int, num_ranks: int, schedules: list[str], transport: str) -> None:
+    for schedule in schedules:
+        options = {"num_microbatches": 2 * num_ranks}
+        expected = build(schedule, num_ranks, transport)
+        losses = step(schedule, expected, lambda x: x, **options)
+        validated = step(schedule, expected, lambda x: x, forward_only=True, **options)
+        step(schedule, expected, lambda x: x, **options)
+        chunks = build(schedule, num_ranks, transport)
         with on_lazy_device(chunks) as lazy:
-            got = step(schedule, chunks, lazy.device.to_device)
+            place, read = lazy.device.to_device, lazy.device.to_host
+            got = step(schedule, chunks, place, **options)
             assert len(lazy.device.SYNCS) <= len(chunks), schedule  # each looks once whether it is given gradients
             lazy.device.SYNCS.clear()
-            got_validated = step(schedule, chunks, lazy.device.to_device, forward_only=True)
-            step(schedule, chunks, lazy.device.to_device)
+            got_validated = step(schedule, chunks, place, forward_only=True, **options)
+            step(schedule, chunks, place, **options)
             assert not lazy.device.SYNCS, lazy.device.SYNCS[0]
-            read = lazy.device.to_host
             assert [read(one["loss"]) for one in got] == [one["loss"] for one in losses], schedule
             assert [read(one["loss"]) for one in got_validated] == [one["loss"] for one in validated], schedule
             for mine, theirs in zip(gradients(chunks, read), gradients(expected, lambda grad: grad), strict=True):
                 assert torch.equal(mine, theirs), schedule
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("pp_size", [2, 4])
-def test_same_as_on_cpu_without_a_host_wait(ranks: RankPool, pp_size: int, transport: str) -> None:
-    ranks.run(pp_size, same_as_on_cpu, pp_size, transport)
 
 
 @pytest.mark.parametrize(("transport", "length"), [("nccl", 3), ("host", 3), ("host", 2**16)])
@@ -155,7 +158,7 @@ def test_a_device_wide_wait_within_a_step_ends(rank: int, transport: str, length
     ahead, that included a message that this very host had still to bring about, and every rank waited for ever.
 
     Over NCCL it ends for messages that fit its buffers: a larger send occupies the device until it is received."""
-    for schedule in ("1f1b", "interleaved_1f1b", "zbv", "dualpipev"):
+    for schedule in KINDS:
         chunks = build(schedule, 2, transport)
         with on_lazy_device(chunks) as lazy:
             for chunk in chunks:
@@ -304,7 +307,7 @@ def test_a_failure_is_known_before_weights_change(rank: int, transport: str) -> 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_messages_with_headers_keep_their_order(rank: int, transport: str) -> None:
-    for schedule in ("1f1b", "interleaved_1f1b", "zbv", "dualpipev"):
+    for schedule in KINDS:
         expected = build(schedule, 2, transport)
         step(schedule, expected, lambda x: x)
         chunks = build(schedule, 2, transport, variable_seq_lengths=True)
