@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapipe import parallel_state
-from megapipe.overlap import in_parts, run_parts, start_all_to_all
+from megapipe.overlap import in_segments, run_segments, start_all_to_all
 from megapipe.plan import make_plan
 
 from .emulation import Deferring, Emulation
@@ -169,7 +169,7 @@ class Layer(nn.Module):
             group=parallel_state.get_expert_model_parallel_group(),
         )
 
-    def forward_parts(self, x: Tensor) -> Generator[None, None, Tensor]:
+    def forward_segments(self, x: Tensor) -> Generator[None, None, Tensor]:
         dispatched = self._exchange(self.attention(x))
         yield
         combined = self._exchange(self.experts(dispatched.wait()))
@@ -177,7 +177,7 @@ class Layer(nn.Module):
         return combined.wait()
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_parts(self.forward_parts(x))
+        return run_segments(self.forward_segments(x))
 
 
 class Stage(nn.Module):
@@ -193,22 +193,22 @@ class Stage(nn.Module):
     def set_input_tensor(self, inputs: Any) -> None:
         self._input = inputs[0] if isinstance(inputs, list) else inputs
 
-    def _parts(self) -> Generator[None, None, Tensor]:
+    def _segments(self) -> Generator[None, None, Tensor]:
         x = self._input if self._example is None else self._example
         for layer in self.layers:
-            x = yield from in_parts(layer, x)
+            x = yield from in_segments(layer, x)
         assert x is not None
         return x
 
     def forward(self) -> Tensor:
-        return run_parts(self._parts())
+        return run_segments(self._segments())
 
 
 class OverlappedStage(Stage):
     """It does."""
 
-    def forward_parts(self) -> Generator[None, None, Tensor]:
-        return self._parts()
+    def forward_segments(self) -> Generator[None, None, Tensor]:
+        return self._segments()
 
 
 if __name__ == "__main__":

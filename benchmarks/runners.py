@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megapipe import get_forward_backward_func, parallel_state, stages_for_rank
 from megapipe.config import PipelineConfig
+from megapipe.overlap import in_segments
 from megapipe.plan import make_plan
 from megapipe.weight_grad import DeferredGrads, deferring
 
@@ -125,8 +126,9 @@ class Megapipe(Runner):
         )
 
 
-def _forward_step(loss: Loss, data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
-    return model(), lambda output: (loss(output), {})
+def _forward_step(loss: Loss, data_iterator: Any, model: nn.Module) -> tuple[Any, Any]:
+    output = in_segments(model) if hasattr(model, "forward_segments") else model()
+    return output, lambda output: (loss(output), {})
 
 
 class Torch(Runner):

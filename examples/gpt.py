@@ -18,7 +18,7 @@ from moe import MoE, whole_names
 from torch import Tensor, nn
 
 from megapipe import PipelineConfig, StageInfo, distribute_layers
-from megapipe.overlap import in_parts, run_parts
+from megapipe.overlap import in_segments, run_segments
 from megapipe.weight_grad import convert
 
 
@@ -106,11 +106,11 @@ class MoELayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_parts(self.forward_parts(x))
+        return run_segments(self.forward_segments(x))
 
-    def forward_parts(self, x: Tensor) -> Generator[None, None, Tensor]:
+    def forward_segments(self, x: Tensor) -> Generator[None, None, Tensor]:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        y = yield from in_parts(self.moe, self.mlp_norm(x))
+        y = yield from in_segments(self.moe, self.mlp_norm(x))
         return x + self.dropout(y)
 
 
@@ -196,12 +196,12 @@ class GPTStage(nn.Module):
 
     def forward(self, tokens: Tensor | None) -> Tensor:
         """Logits on the last stage, hidden states elsewhere. `tokens` [sequence, batch] are read on the first."""
-        return run_parts(self.forward_parts(tokens))
+        return run_segments(self.forward_segments(tokens))
 
-    def forward_parts(self, tokens: Tensor | None) -> Generator[None, None, Tensor]:
+    def forward_segments(self, tokens: Tensor | None) -> Generator[None, None, Tensor]:
         x = self.input_tensor if self.embedding is None else self.embedding(tokens)
         for layer in self.layers.values():
-            x = yield from in_parts(layer, x)
+            x = yield from in_segments(layer, x)
         return x if self.head is None else self.head(x)
 
     def _initialise(self) -> None:

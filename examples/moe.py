@@ -1,8 +1,8 @@
 """A mixture of experts in place of a layer's MLP, its experts shared out among ranks (expert parallelism).
 
 Every token goes to the experts that a router chooses and through one that all share. Nothing is dropped: an expert
-takes as many tokens as choose it, none included. The layer is a forward in parts (megapipe.overlap): it yields where it
-is about to wait for an exchange of tokens, so that another microbatch's backward may be computed meanwhile.
+takes as many tokens as choose it, none included. The layer's forward runs in segments (megapipe.overlap): it yields
+where it is about to wait for an exchange of tokens, so that another microbatch's backward may be computed meanwhile.
 
 It keeps nothing of a microbatch on itself: one may be in its forward while another is in its backward.
 """
@@ -17,10 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapipe.overlap import run_parts, start_all_to_all
+from megapipe.overlap import run_segments, start_all_to_all
 from megapipe.weight_grad import GroupedLinear, Linear
-
-Parts = Generator[None, None, Tensor]
 
 
 class Router(nn.Module):
@@ -160,9 +158,9 @@ class MoE(nn.Module):
             parameter.first_expert = group_rank * self.num_local_experts
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_parts(self.forward_parts(x))
+        return run_segments(self.forward_segments(x))
 
-    def forward_parts(self, x: Tensor) -> Parts:
+    def forward_segments(self, x: Tensor) -> Generator[None, None, Tensor]:
         tokens = x.flatten(0, -2)
         weights, experts = self.router(tokens)
         order = experts.flatten().argsort(stable=True)

@@ -42,6 +42,7 @@ from megapipe import parallel_state
 from megapipe.analysis import split_bubble
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
+from megapipe.overlap import in_segments
 from megapipe.training import GradientReducer
 
 
@@ -109,11 +110,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module) -> tuple[Tensor, Any]:
+def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module) -> tuple[Any, Any]:
+    """The model runs in segments, so that its exchanges of tokens are overlapped where a schedule pairs F and B."""
     if data_iterator is None:  # a stage in the middle
-        return model(None), None
+        return in_segments(model, None), None
     batch = next(data_iterator)
-    return model(batch["tokens"]), partial(loss_func, batch["labels"])
+    return in_segments(model, batch["tokens"]), partial(loss_func, batch["labels"])
 
 
 def loss_func(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import megapipe
 from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state, stages_for_rank, weight_grad
 from megapipe.graph import capture
-from megapipe.overlap import fill_gap, run_parts
+from megapipe.overlap import fill_window, in_segments, run_segments
 from megapipe.plan import find_schedule
 from megapipe.runtime.monitor import Monitor
 
@@ -51,7 +51,7 @@ class Case:
     num_microbatches: int
     num_layers: int
     forms: tuple[str, ...]
-    """Of each stage: eager, deferring, in parts, captured."""
+    """Of each stage: eager, deferring, in segments, captured."""
     recompute: tuple[bool, ...]
     dropout: float
     message: str
@@ -85,7 +85,7 @@ def make_case(seed: int, number: int) -> Case:
     dropout = rng.choice([0.0, 0.0, 0.3])
     shapes = rng.choice(["described", "computed", "config"])
     seq_lengths = tuple(rng.randint(1, 7) for _ in range(m)) if shapes == "described" and rng.random() < 0.5 else None
-    forms = ["eager", "deferring", "in parts", "deferring in parts"]
+    forms = ["eager", "deferring", "in segments", "deferring in segments"]
     if CAN_CAPTURE and not dropout and seq_lengths is None and rng.random() < 0.3:  # capturing takes its time
         forms = ["eager", "captured", "captured", "deferring"]
     tied = rng.random() < 0.3
@@ -128,8 +128,8 @@ def make_case(seed: int, number: int) -> Case:
     )
 
 
-class Gap(torch.autograd.Function):
-    """Stands for a communication: its backward has a gap."""
+class Window(torch.autograd.Function):
+    """Stands for a communication: its backward has an overlap window."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class Gap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        fill_gap()
+        fill_window()
         return grad
 
 
@@ -171,13 +171,13 @@ class Stage(nn.Module):
         self.received = received
 
     def forward(self, tokens: Tensor, seed: int = 0) -> Any:
-        return run_parts(self.run(tokens, seed))
+        return run_segments(self.run(tokens, seed))
 
     def run(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
         x, rest = self.take(tokens)
         for name, layer in self.layers.items():
-            if "in parts" in self.case.forms[self.info.index]:
-                x = Gap.apply(x)
+            if "in segments" in self.case.forms[self.info.index]:
+                x = Window.apply(x)
                 yield
             if self.case.dropout:
                 seed_cpu(1000 * seed + int(name))  # dropout draws alike wherever the layer runs
@@ -210,8 +210,8 @@ class Stage(nn.Module):
         return {"mask": rest["mask"], "x": x, "half": (2 * x).bfloat16(), "count": rest["count"]}
 
 
-class StageInParts(Stage):
-    def forward_parts(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+class StageInSegments(Stage):
+    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
         return self.run(tokens, seed)
 
 
@@ -240,7 +240,7 @@ def compute_shapes(stage: Stage) -> None:
 
 def build_chunk(case: Case, info: StageInfo) -> nn.Module:
     form = case.forms[info.index]
-    stage = (StageInParts if "in parts" in form else Stage)(case, info)
+    stage = (StageInSegments if "in segments" in form else Stage)(case, info)
     if "deferring" in form:
         weight_grad.convert(stage)
     if case.shapes == "computed":
@@ -276,7 +276,9 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> t
     batch = next(data_iterator)
     case = batch["case"]
     arguments = (batch["tokens"], batch["seed"]) if case.dropout else (batch["tokens"],)
-    return model(*arguments), lambda output: loss_and_report(case, output, batch["labels"])
+    is_interruptible = any("in segments" in form for form in case.forms)
+    output = in_segments(model, *arguments) if is_interruptible else model(*arguments)
+    return output, lambda output: loss_and_report(case, output, batch["labels"])
 
 
 def data_of(case: Case, seed: int) -> Iterator[dict[str, Any]]:

@@ -96,11 +96,11 @@ class CapturedStage(nn.Module):
         return run_forward(*stage.prepare(args, kwargs))
 
     @property
-    def forward_parts(self) -> Callable[..., Generator[None, None, Any]] | None:
-        """For those who overlap this forward with another stage's backward (see `overlap.parts`). None where there is
-        nothing to overlap."""
+    def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
+        """For an overlap with another stage's backward (see `overlap.in_segments`). None if the stage does not
+        communicate."""
         stage: _Stage = self.__dict__["_megapipe_graphs"]
-        return stage.run_in_gaps if stage.communicates else None
+        return stage.run_in_windows if stage.communicates else None
 
 
 def _set_input_tensor(stage: CapturedStage, input_tensor: Any) -> None:
@@ -186,7 +186,7 @@ class _Stage:
         """Told by any of its modes, since the one it is about to be run in may not be entered yet."""
         return any(graphs.communicates for graphs in self._graphs.values())
 
-    def run_in_gaps(self, *args: Any, **kwargs: Any) -> Generator[None, None, Any]:
+    def run_in_windows(self, *args: Any, **kwargs: Any) -> Generator[None, None, Any]:
         """Forward, by the graph of a backward with which it is multiplexed, if that comes before the second step."""
         forward = Forward(*self.prepare(args, kwargs))
         with offering(forward):

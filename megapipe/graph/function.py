@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
-from ..overlap import fill_gap
+from ..overlap import fill_window
 from ..weight_grad import SavedTensor, backward_context, defer, is_deferring, save_for_w
 from .arguments import Structure, laid_out
 from .compile import compile_graph
@@ -66,7 +66,7 @@ class Graphs:
     def run_with(
         self, forward: Forward | None, graph: GraphModule, name: str, arguments: list[Tensor]
     ) -> tuple[Any, ...]:
-        """One of the backward graphs, and in its gaps the forward of another stage, if there is one."""
+        """One of the backward graphs, and in its overlap windows the forward of another stage, if there is one."""
         if forward is None:
             return self.run(graph, name, arguments)
         other = forward.graphs.parts
@@ -103,7 +103,7 @@ def offering(forward: Forward) -> Iterator[None]:
 def _take_offered() -> Forward | None:
     """Where this backward is one of a pair, let its forward begin: if it is a captured stage's too, that is to run it
     in here."""
-    fill_gap()
+    fill_window()
     forward: Forward | None = backward_context.offered_forward
     backward_context.offered_forward = None
     return forward

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from ..weight_grad import is_capturing
-from .gaps import fill_gap
+from .windows import fill_window
 
 __all__ = ["PendingAllToAll", "start_all_to_all"]
 
@@ -20,26 +20,29 @@ __all__ = ["PendingAllToAll", "start_all_to_all"]
 def start_all_to_all(
     x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: dist.ProcessGroup | None
 ) -> PendingAllToAll:
-    """Begin to exchange rows with every rank of `group`: `dist.all_to_all_single` in two halves, differentiable.
+    """Start to exchange rows with every rank of `group`: `dist.all_to_all_single` in two halves, differentiable.
 
         pending = start_all_to_all(x, output_splits, input_splits, group)
         yield
         y = pending.wait()
 
-    In backward, the exchange of the gradients begins where `wait` was called and ends where this was, so that whatever
-    lies between the two is computed meanwhile, and then the gap is filled.
+    In backward, the exchange of the gradients starts where `wait` was called and ends where this was. The backward of
+    everything between the two runs meanwhile, and then the overlap window is filled.
 
     Args:
-        x: [rows, ...], those for rank 0 first.
-        output_splits: how many rows come from each rank.
-        input_splits: how many of x go to each rank. Both in host memory.
-        group: None where this rank is alone: x comes back.
+        x: [rows, ...], the rows for rank 0 first.
+        output_splits: the number of rows from each rank, in host memory.
+        input_splits: the number of rows of x for each rank, in host memory.
+        group: None if this rank is alone: x comes back.
+
+    Returns:
+        The exchange under way; its `wait` gives [sum of output_splits, ...].
     """
     return PendingAllToAll(x, output_splits, input_splits, group)
 
 
 class PendingAllToAll:
-    """An exchange that has begun."""
+    """An exchange that has started."""
 
     def __init__(
         self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: dist.ProcessGroup | None
@@ -55,7 +58,7 @@ class PendingAllToAll:
         self._token: Tensor = _Start.apply(x, self._exchange)  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
-        """[sum of output_splits, ...], the rows from rank 0 first. To be called once. On an accelerator the current
+        """Returns [sum of output_splits, ...], the rows from rank 0 first. Call it once. On an accelerator the current
         stream waits, not the host."""
         if self._alone is not None:
             return self._alone
@@ -63,7 +66,7 @@ class PendingAllToAll:
 
 
 class _Exchange:
-    """There and back. Holds the tensors of what is under way."""
+    """There and back. Holds the tensors of the exchange under way."""
 
     def __init__(self, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup) -> None:
         self._splits = (output_splits, input_splits)
@@ -97,7 +100,7 @@ class _Start(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        fill_gap()
+        fill_window()
         return ctx.exchange.wait(), None
 
 

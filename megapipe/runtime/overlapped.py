@@ -1,26 +1,27 @@
 """A forward of one stage and a backward of another, overlapped on one thread, in one of two ways.
 
-In the model's own way: its class defines `overlapped_forward_backward`, DualPipe's hook. Or in parts: the stage whose
-forward it is defines `forward_parts`, and each is run where the other waits for its communication (overlap/). A
-backward without a partner fills its waits with its own weight gradients.
+In segments: `forward_step_func` returns `in_segments(model, ...)`, and forward and backward run in each other's waits
+for communication (megapipe.overlap). Or in the model's own way: its class defines `overlapped_forward_backward`,
+DualPipe's hook, which is given the arguments of that call. A backward without a partner fills its overlap windows with
+its own weight gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..overlap import Parts, call_in_parts, filling_gaps, find_forward_parts, note_call
+from ..overlap import Segments, filling_windows, find_forward_segments
 from ..p2p_communication import Transfer
 from ..weight_grad import DeferredGrads, deferring
-from .stage import SavedForward, Stage, run_backward
+from .edges import run_backward
+from .stage import SavedForward, Stage
 
-__all__ = ["Forward", "can_overlap", "has_hook", "may_have_gaps", "run_alone", "run_pair", "run_pair_by_hook"]
+__all__ = ["Forward", "can_overlap", "has_hook", "run_alone", "run_pair", "run_pair_by_hook"]
 
 HOOK = "overlapped_forward_backward"
 
@@ -29,7 +30,7 @@ Made = tuple[Transfer | None, SavedForward | None]
 
 def can_overlap(forward: Stage, backward: Stage) -> bool:
     """Whether the models know how to run such a pair at once."""
-    return has_hook(forward, backward) or find_forward_parts(forward.module) is not None
+    return has_hook(forward, backward) or find_forward_segments(forward.module) is not None
 
 
 def has_hook(forward: Stage, backward: Stage) -> bool:
@@ -55,13 +56,21 @@ class Forward:
     ) -> None:
         self.stage = stage
         self.microbatch = microbatch
-        self.extra = extra
         self.received = received
-        self.inputs = stage.take_input(received)
+        self._extra = extra
+        self._inputs = stage.take_input(received)
         self._done = done
 
-    def end(self, output: Any, loss: Tensor | None) -> None:
-        self._done(self.stage.keep(self.inputs, output, loss, self.microbatch))
+    def begin(self) -> tuple[Any, Any]:
+        """Returns what `Stage.begin` returns."""
+        return self.stage.begin(self.microbatch, *self._extra)
+
+    def end(self, output: Any, loss_func: Any) -> None:
+        self._done(self.stage.end(self._inputs, output, loss_func, self.microbatch))
+
+    def keep(self, output: Any, loss: Tensor | None) -> None:
+        """Instead of `end`, where the loss has been computed."""
+        self._done(self.stage.keep(self._inputs, output, loss, self.microbatch))
 
 
 def run_pair(
@@ -71,15 +80,17 @@ def run_pair(
     output_grads: list[Tensor] | None,
     deferred: DeferredGrads,
 ) -> list[Tensor]:
-    """Run both in parts, without W. Returns what `Stage.backward` returns.
+    """Run both in segments, without W. Returns what `Stage.backward` returns.
+
+    A forward that `forward_step_func` has run by itself is not overlapped.
 
     Args:
         output_grads: gradients of the backward's outputs that want one; None on the last stage.
     """
-    generator, conclude = forward.stage.begin(call_in_parts, forward.microbatch, *forward.extra)
-    with forward.stage.autocast():
-        parts = Parts(generator)
-    is_done = False
+    output, loss_func = forward.begin()
+    is_done = not isinstance(output, Segments)
+    if is_done:
+        forward.end(output, loss_func)
 
     def advance() -> None:
         nonlocal is_done
@@ -87,45 +98,27 @@ def run_pair(
             deferred.compute()
             return
         before = forward.stage.hand_over(forward.received)  # the backward may be of the same chunk
-        if not parts.advance():
+        if not output.advance():
             is_done = True
             with torch.enable_grad():  # this may be inside of the backward
-                output = parts.finish()
-                forward.end(output, conclude(output))
+                forward.end(output, loss_func)
         forward.stage.hand_over(before)
 
-    # The forward begins in the backward's first gap: so one of them computes whenever the other's data is on its way.
-    with filling_gaps(advance):
+    # The forward begins in the backward's first window, so one computes whenever the other's data is on its way.
+    with filling_windows(advance):
         input_grads = backward.backward(in_flight, output_grads, deferred)
     while not is_done:
         advance()
     return input_grads
 
 
-_without_gaps: WeakSet[nn.Module] = WeakSet()
-
-
-def may_have_gaps(backward: Stage) -> bool:
-    """Whether to `run_alone` rather than as a whole, where all weight gradients of a backward are kept to its end."""
-    return backward.module not in _without_gaps and find_forward_parts(backward.module) is not None
-
-
 def run_alone(
     backward: Stage, in_flight: SavedForward, output_grads: list[Tensor] | None, deferred: DeferredGrads
 ) -> list[Tensor]:
-    """Run a backward, and in its gaps what it has put off so far. Returns what `Stage.backward` returns."""
-    has_gaps = False
-
-    def compute() -> None:
-        nonlocal has_gaps
-        has_gaps = True
-        deferred.compute()
-
-    with filling_gaps(compute):
-        input_grads = backward.backward(in_flight, output_grads, deferred)
-    if not has_gaps:
-        _without_gaps.add(backward.module)
-    return input_grads
+    """Run a backward, and in its overlap windows the weight gradients that it has deferred so far. Returns what
+    `Stage.backward` returns."""
+    with filling_windows(deferred.compute):
+        return backward.backward(in_flight, output_grads, deferred)
 
 
 def run_pair_by_hook(
@@ -134,55 +127,59 @@ def run_pair_by_hook(
     """Run both in the model's way, W included. Returns what `Stage.backward` returns.
 
     DualPipe's hook takes tensors where a pipeline keeps only the graph behind them: the engine and
-    `torch.autograd.backward` take edges of it as well.
+    `torch.autograd.backward` take edges of it as well. A forward that `forward_step_func` has run by itself is not
+    overlapped.
+
+    Raises:
+        TypeError: `in_segments` was given keyword arguments.
     """
-    module = forward.stage.module
-    arguments: list[Any] = []
-
-    def call(forward_step_func: Callable[..., Any], data_iterator: Any, module: Any, *extra: Any) -> Any:
-        noted, returned = note_call(forward_step_func, data_iterator, module, *extra)
-        if noted is None or noted[1]:
-            raise TypeError(
-                f"{type(module).__name__}.overlapped_forward_backward takes the model's inputs in their order, so "
-                "forward_step_func must call the model, and without keywords: return model(*inputs), loss_func."
-            )
-        arguments.extend(noted[0])
-        return returned
-
-    _, conclude = forward.stage.begin(call, forward.microbatch, *forward.extra)
+    stage = forward.stage
+    call, loss_func = forward.begin()
+    if not isinstance(call, Segments):
+        forward.end(call, loss_func)
+        return backward.backward(in_flight, output_grads)
+    if call.kwargs:
+        raise TypeError(
+            f"{type(stage.module).__name__}.{HOOK} takes the model's inputs in their order, so forward_step_func must "
+            "give them without keywords: return in_segments(model, *inputs), loss_func."
+        )
     losses: list[Tensor | None] = []
 
     def criterion(*outputs: Any) -> Tensor:
-        losses.append(conclude(outputs[0] if len(outputs) == 1 else outputs))
+        losses.append(stage.compute_loss(_unpacked(outputs), loss_func))
         return losses[0] if losses[0] is not None else torch.zeros(())
 
     roots = backward.roots(in_flight, output_grads)
     is_last = backward.info.is_last
-    hook = getattr(type(module), HOOK)
+    hook = getattr(type(stage.module), HOOK)
     # A hook that overlaps a chunk with itself sees the input of its forward.
-    before = None if backward is forward.stage else backward.hand_over(in_flight.received)
+    before = None if backward is stage else backward.hand_over(in_flight.received)
     with deferring(None):
         outputs, _ = hook(
-            _InAutocast(forward.stage),
-            arguments,
-            criterion if forward.stage.info.is_last else None,
+            _InAutocast(stage),
+            list(call.args),
+            criterion if stage.info.is_last else None,
             [],
             backward.module,
             _Loss(roots) if is_last else None,
             [] if is_last else [edge for edge, _ in roots],
             [] if is_last else [grad for _, grad in roots],
         )
-    if backward is not forward.stage:
+    if backward is not stage:
         backward.hand_over(before)
-    output = outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
-    forward.end(output, losses[0] if losses else conclude(output))
+    output = _unpacked(outputs)
+    forward.keep(output, losses[0] if losses else stage.compute_loss(output, loss_func))
     if roots:
         backward.run_delayed()
     return backward.input_grads(in_flight, bool(roots))
 
 
+def _unpacked(outputs: Any) -> Any:
+    return outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
+
+
 class _InAutocast:
-    """A stage's module, which only what it computes itself finds autocast for: not the loss, nor the backward."""
+    """A stage's module, which runs under autocast, while the loss and the backward around it do not."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -196,7 +193,7 @@ class _InAutocast:
 
 
 class _Loss:
-    """What a backward hook does with a loss."""
+    """The methods of a loss that such a hook uses."""
 
     def __init__(self, roots: list[tuple[GradientEdge, Tensor]]) -> None:
         self._roots = roots

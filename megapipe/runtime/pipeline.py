@@ -22,7 +22,7 @@ from .arguments import StepArguments
 from .boundary import Above, Below
 from .grad_sync import GradientSync
 from .monitor import Monitor
-from .overlapped import Forward, can_overlap, has_hook, may_have_gaps, run_alone, run_pair, run_pair_by_hook
+from .overlapped import Forward, can_overlap, has_hook, run_alone, run_pair, run_pair_by_hook
 from .plans import PlanKey
 from .rollback import Speculation
 from .stage import NOTHING, SavedForward, Stage
@@ -40,7 +40,6 @@ class Chunk:
     def __init__(self, stage: Stage, below: Below, above: Above) -> None:
         self.stage = stage
         self.index = stage.info.index
-        self.has_gaps = may_have_gaps(stage)
         self.below = below
         self.above = above
         self.inputs: deque[Transfer | None] = deque()
@@ -156,7 +155,7 @@ class Pipeline(Verbs):
         if not self.forward_only:
             self._run_weights_due()
             this = self._chunks[chunk]
-            if this.has_gaps:
+            if this.in_flight and this.in_flight[0].has_windows:
                 self._run_backward(chunk, "BW", partial(run_alone, this.stage), DeferredGrads())
             else:
                 self._run_backward(chunk, "BW", this.stage.backward)

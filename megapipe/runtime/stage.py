@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ..chunks import find_attribute
 from ..messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, no_gradient, pack, unpack
+from ..overlap import Segments
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
 from ..weight_grad import DeferredGrads, add_gradient, deferring, unshared
 from . import hooks
 from .arguments import StepArguments
+from .edges import edge_of, run_backward
+from .loss import compute_loss, describe, scale_loss
 
-__all__ = ["NOTHING", "NoGradientWarning", "SavedForward", "Stage", "run_backward"]
+__all__ = ["NOTHING", "NoGradientWarning", "SavedForward", "Stage"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
@@ -47,6 +49,8 @@ class SavedForward(NamedTuple):
     """One per output that a gradient comes back for; None where it does not depend on anything trained."""
     output_grads: list[Tensor] | None = None
     """On the last stage, whose output is the loss: its gradient."""
+    has_windows: bool = False
+    """Whether it was run in segments, so that its backward may have overlap windows."""
 
 
 _all_given: WeakSet[nn.Module] = WeakSet()
@@ -91,15 +95,59 @@ class Stage:
             extra: the third argument of forward_step_func, where the config asks for one.
         """
         inputs = self.take_input(received)
-        output, loss = self.run(microbatch, *extra)
-        return self.keep(inputs, output, loss, microbatch)
+        with self._timed("forward-compute"):
+            output, loss_func = self.begin(microbatch, *extra)
+            return self.end(inputs, output, loss_func, microbatch)
+
+    def begin(self, microbatch: int, *extra: bool) -> tuple[Any, Any]:
+        """Call the caller's forward_step_func, after `take_input`. Returns what it returns: the output, which may be
+        `Segments` that have yet to be run, and the loss function."""
+        is_validated = self._step.forward_only and self._step.first_val_step is False
+        if self._set_is_first_microbatch is not None and microbatch == 0 and not is_validated:
+            self._set_is_first_microbatch()
+        for around in self._around:
+            around.before(microbatch)
+        try:
+            with self.autocast():
+                returned = self._step.forward_step_func(self._data_iterator, self.module, *extra)
+        except (RuntimeError, StopIteration) as error:
+            self._explain(error, microbatch)
+            raise
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise TypeError(
+                f"forward_step_func must return (output, loss_func), but on stage {self.info.index} it returned "
+                f"{describe(returned)}."
+            )
+        return returned[0], returned[1]
+
+    def end(
+        self, inputs: list[Tensor], output: Any, loss_func: Any, microbatch: int
+    ) -> tuple[Transfer | None, SavedForward | None]:
+        """Run the remaining segments, and on the last stage the loss function. Returns what `forward` returns.
+
+        Args:
+            inputs: returned by `take_input`.
+            output, loss_func: returned by `begin`.
+        """
+        has_windows = False
+        if isinstance(output, Segments):
+            segments = output
+            try:
+                output = segments.finish()
+            except RuntimeError as error:
+                self._explain(error, microbatch)
+                raise
+            has_windows = segments.has_stopped
+        return self.keep(inputs, output, self.compute_loss(output, loss_func), microbatch, has_windows)
 
     def keep(
-        self, inputs: list[Tensor], output: Any, loss: Tensor | None, microbatch: int
+        self, inputs: list[Tensor], output: Any, loss: Tensor | None, microbatch: int, has_windows: bool = False
     ) -> tuple[Transfer | None, SavedForward | None]:
-        """What `forward` returns, once the model and the loss function have been run."""
+        """Returns what `forward` returns, once the model and the loss function have been run."""
+        for around in self._around:
+            around.after()
         if self.info.is_last:
-            return None, self._keep_loss(inputs, loss)
+            return None, self._keep_loss(inputs, loss, has_windows)
         structure, tensors = self._pack_output(output, microbatch)
         spec = self._output_spec
         if spec is None or not _fits(structure, tensors, spec):
@@ -107,47 +155,10 @@ class Stage:
         sent = Transfer(spec, [_as_it_is_now(tensor) for tensor in tensors])
         if self._step.forward_only:
             return sent, None
-        outputs = [_edge(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
+        outputs = [edge_of(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
         if not any(outputs):
             self._warn_of_no_gradient("output", inputs)
-        return sent, SavedForward(self._received, inputs, outputs)
-
-    def run(self, microbatch: int, *extra: bool, is_first_microbatch: bool | None = None) -> tuple[Any, Tensor | None]:
-        """The caller's forward_step_func, on the input set before, and on the last stage the loss function.
-
-        Args:
-            is_first_microbatch: whether the model is to take it for a step's first one; None to go by its number.
-
-        Returns the output, and the loss where there is one to differentiate.
-        """
-        self._announce(microbatch, is_first_microbatch)
-        with self._timed("forward-compute"):
-            with self.autocast():
-                output, loss_func = self._call(self._step.forward_step_func, microbatch, extra)
-            loss = self._compute_loss(output, loss_func) if self.info.is_last else None
-        self._conclude()
-        return output, loss
-
-    def begin(
-        self, call: Callable[..., Any], microbatch: int, *extra: bool
-    ) -> tuple[Any, Callable[[Any], Tensor | None]]:
-        """`run` in two steps, for a forward that is overlapped with a backward.
-
-        Args:
-            call: takes the caller's forward_step_func, and its arguments, and runs it in its own way.
-
-        Returns what stands for the output, and what is to be called with the output itself: it computes the loss.
-        """
-        self._announce(microbatch)
-        with self.autocast():
-            stand_in, loss_func = self._call(partial(call, self._step.forward_step_func), microbatch, extra)
-
-        def conclude(output: Any) -> Tensor | None:
-            loss = self._compute_loss(output, loss_func) if self.info.is_last else None
-            self._conclude()
-            return loss
-
-        return stand_in, conclude
+        return sent, SavedForward(self._received, inputs, outputs, None, has_windows)
 
     def set_input(self, message: Any) -> None:
         """Hand the model its input: Megatron's models are given a list, also when it holds one tensor, or None."""
@@ -254,29 +265,13 @@ class Stage:
         structure, tensors = self._received.spec.structure, list(self._received.tensors)
         self.set_input(tensors if structure == "tensor" else unpack(structure, tensors))
 
-    def _announce(self, microbatch: int, is_first_microbatch: bool | None = None) -> None:
-        if self._set_is_first_microbatch is not None:
-            if is_first_microbatch is None:
-                is_validated = self._step.forward_only and self._step.first_val_step is False
-                is_first_microbatch = microbatch == 0 and not is_validated
-            if is_first_microbatch:
-                self._set_is_first_microbatch()
-        for around in self._around:
-            around.before(microbatch)
-
-    def _conclude(self) -> None:
-        for around in self._around:
-            around.after()
-
     # Output
 
-    def _call(self, function: Callable[..., Any], microbatch: int, extra: tuple[bool, ...]) -> tuple[Any, Any]:
-        try:
-            returned = function(self._data_iterator, self.module, *extra)
-        except StopIteration as error:
-            if any(
-                frame.f_code is nn.Module._call_impl.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)
-            ):
+    def _explain(self, error: RuntimeError | StopIteration, microbatch: int) -> None:
+        """Raises a better error, if there is one."""
+        if isinstance(error, StopIteration):
+            called = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+            if nn.Module._call_impl.__code__ in called:
                 raise RuntimeError(
                     f"the model of stage {self.info.index} raised StopIteration for microbatch {microbatch}: {error!r}."
                 ) from error
@@ -284,19 +279,11 @@ class Stage:
                 f"data_iterator ended at microbatch {microbatch} of {self._step.num_microbatches} (stage "
                 f"{self.info.index}): it must yield one item per microbatch; give it more, or lower num_microbatches."
             ) from None
-        except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error) or self._received is None:
-                raise
+        if "leaf Variable that requires grad" in str(error) and self._received is not None:
             raise RuntimeError(
                 f"stage {self.info.index} failed for microbatch {microbatch}: {error} What it received is such a leaf: "
                 "compute its first result out of place (inplace=False, or a clone())."
             ) from error
-        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-            raise TypeError(
-                f"forward_step_func must return (output, loss_func), but on stage {self.info.index} it returned "
-                f"{_describe(returned)}."
-            )
-        return returned[0], returned[1]
 
     def _pack_output(self, output: Any, microbatch: int) -> tuple[Any, list[Tensor]]:
         try:
@@ -326,59 +313,19 @@ class Stage:
 
     # Loss
 
-    def _compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
-        """The loss to differentiate, divided as Megatron divides it; None where there is none to differentiate."""
-        step = self._step
-        if loss_func is None and (step.forward_only or not step.needs_loss):
-            step.results.append(output)
-            return None
-        if not callable(loss_func):
-            raise TypeError(
-                f"forward_step_func must return (output, loss_func); on the last stage its loss_func is "
-                f"{_describe(loss_func)}, which cannot be called."
-            )
-        if step.collect_non_loss_data:
-            step.results.append(loss_func(output, non_loss_data=True))
-            return None
-        returned = loss_func(output)
-        if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
-            raise TypeError(
-                "loss_func must return (loss, report) or (loss, num_tokens, report), but it returned "
-                f"{_describe(returned)}."
-            )
-        loss, report = returned[0], returned[-1]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"loss_func must return a loss of one element first, but it is {_describe(loss)}.")
-        step.results.append(report)
-        if len(returned) == 2:
-            # Out of place: `report` may share memory with the loss.
-            if step.config.context_parallel_size > 1:
-                loss = loss * step.config.context_parallel_size
-            return loss / step.num_microbatches
-        num_tokens = returned[1]
-        if isinstance(num_tokens, (int, float)):  # filled in on the device: copying it there would wait for that
-            num_tokens = torch.full((), num_tokens, device=loss.device)
-        num_tokens = torch.as_tensor(num_tokens, device=loss.device)
-        if num_tokens.numel() != 1:
-            raise TypeError(f"loss_func must return one number of tokens, but it is {_describe(num_tokens)}.")
-        num_tokens = num_tokens.reshape(())
-        step.num_tokens += num_tokens.detach()
-        if step.config.calculate_per_token_loss:
-            return loss
-        return loss / torch.where(num_tokens > 0, num_tokens, 1) / step.num_microbatches
+    def compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
+        """None where there is none to differentiate, as on all stages but the last."""
+        return compute_loss(self._step, output, loss_func) if self.info.is_last else None
 
-    def _keep_loss(self, inputs: list[Tensor], loss: Tensor | None) -> SavedForward | None:
+    def _keep_loss(self, inputs: list[Tensor], loss: Tensor | None, has_windows: bool) -> SavedForward | None:
         if self._step.forward_only:
             return None
         if loss is None:
             return SavedForward(self._received, inputs, [], [])
-        if self._step.config.grad_scale_func is not None:
-            loss = self._step.config.grad_scale_func(loss)
-            if not isinstance(loss, Tensor):
-                raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {_describe(loss)}.")
+        loss = scale_loss(self._step, loss)
         if not loss.requires_grad:
             self._warn_of_no_gradient("loss", inputs)
-        return SavedForward(self._received, inputs, [_edge(loss)], [torch.ones_like(loss)])
+        return SavedForward(self._received, inputs, [edge_of(loss)], [torch.ones_like(loss)], has_windows)
 
     # What is not trained
 
@@ -449,38 +396,3 @@ def _as_it_is_now(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
     kept = unshared(tensor)
     return tensor if kept is tensor else kept.detach()
-
-
-def _edge(tensor: Tensor) -> GradientEdge | None:
-    if not tensor.requires_grad:
-        return None
-    node: Any = tensor.grad_fn
-    if node is None:  # a leaf
-        return get_gradient_edge(tensor)
-    if isinstance(node, torch._C._FunctionBase):
-        # The node of a Python Function goes with its outputs, whoever holds an edge to it. The node of a view owns it.
-        tensor = tensor.view_as(tensor)
-        node = tensor.grad_fn
-    return GradientEdge(node, tensor.output_nr)
-
-
-def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the engine's
-    own are made against the graph, which knows what the outputs looked like."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        tuple(edges),
-        tuple(grads),
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r}" if value is None else f"a {type(value).__name__}"

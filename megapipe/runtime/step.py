@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import parallel_state
 from ..config import PipelineConfig
-from ..overlap import find_forward_parts
+from ..overlap import find_forward_segments
 from ..p2p_communication import Communicator, Lookahead
 from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, find_schedule, register
 from ..sharding import ShardedChunks
@@ -276,8 +276,8 @@ def _gradient_sync(prepared: PreparedStep) -> GradientSync:
     step = prepared.arguments
     is_split = False
     if step.config.no_sync_func is not None and not step.forward_only:
-        in_parts = any(find_forward_parts(module) is not None for module in step.models)
-        is_split = in_parts or prepared.key.splits_backward
+        in_segments = any(find_forward_segments(module) is not None for module in step.models)
+        is_split = in_segments or prepared.key.splits_backward
     sizes = (step.num_microbatches, is_split)
     return GradientSync(step.config, step.models, *sizes, prepared.sharded, step.forward_only)
 

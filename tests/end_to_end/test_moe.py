@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe import StageInfo, parallel_state
-from megapipe.overlap import Parts, filling_gaps
+from megapipe.overlap import filling_windows, in_segments
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -168,7 +168,7 @@ def forward_step(data_iterator: Any, model: nn.Module) -> Any:
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         return loss, loss.detach()
 
-    return model(tokens), loss_func
+    return in_segments(model, tokens), loss_func
 
 
 def run(schedule: str, chunks: list[GPTStage], replica: int, num_microbatches: int) -> list[Any]:
@@ -268,7 +268,7 @@ def test_dualpipev_with_all_experts(ranks: RankPool, pp_size: int) -> None:
 
 
 def overlapped(rank: int) -> None:
-    """Two microbatches, the second one's forward in the gaps of the first one's backward."""
+    """Two microbatches, the second one's forward in the overlap windows of the first one's backward."""
     parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
     grads = []
     for is_overlapped in (False, True):
@@ -276,13 +276,13 @@ def overlapped(rank: int) -> None:
         (first, labels), (second, _) = batches(rank, 2)
         loss = F.cross_entropy(model(first).flatten(0, 1), labels.flatten())
         if is_overlapped:
-            parts = Parts(model.forward_parts(second))
-            num_parts = []
-            parts.advance()
-            with filling_gaps(lambda parts=parts, num_parts=num_parts: num_parts.append(parts.advance())):
+            segments = in_segments(model, second)
+            are_left = []
+            segments.advance()
+            with filling_windows(lambda segments=segments, are_left=are_left: are_left.append(segments.advance())):
                 loss.backward()
-            assert num_parts == [True] * 7 + [False]  # a gap each time where 4 layers wait twice
-            output = parts.finish()
+            assert are_left == [True] * 7 + [False]  # a window each time that one of 4 layers waits, twice each
+            output = segments.finish()
         else:
             loss.backward()
             output = model(second)

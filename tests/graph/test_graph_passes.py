@@ -20,7 +20,7 @@ from megapipe import PipelineConfig, StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture, multiplex, partition, split_di_dw, split_fsdp_collectives, trace_joint
 from megapipe.graph.multiplex import PART
 from megapipe.graph.nodes import is_heavy, is_start, is_wait
-from megapipe.overlap import start_all_to_all
+from megapipe.overlap import in_segments, start_all_to_all
 
 skip_without_tracer()
 
@@ -59,8 +59,8 @@ class Stage(nn.Module):
         return self.layer(x if self.input_tensor is None else self.input_tensor)
 
 
-def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
-    return model(next(data_iterator)), lambda output: (output.square().mean(), {})
+def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Any, Any]:
+    return in_segments(model, next(data_iterator)), lambda output: (output.square().mean(), {})
 
 
 def dualpipev_with_experts(rank: int) -> int:

@@ -24,7 +24,7 @@ import megapipe
 from megapipe import PipelineError, StageInfo, parallel_state, weight_grad
 from megapipe.analysis import load_timeline
 from megapipe.messages import MessageSpec, TensorSpec
-from megapipe.overlap import run_parts
+from megapipe.overlap import run_segments
 from megapipe.plan import ScheduleError, Settings, Verbs, load_plan, make_plan, v_shape
 from megapipe.weight_grad import DeferredGrads, deferring
 
@@ -151,13 +151,13 @@ def test_a_chunk_without_trainable_parameters_under_no_sync(ranks: RankPool) -> 
 
 
 class SeesAutocast(Stage):
-    def forward_parts(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
         yield
         self.seen = [*getattr(self, "seen", []), torch.is_autocast_enabled("cpu")]
         return super().forward(tokens, seed)
 
     def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
-        return run_parts(self.forward_parts(tokens, seed))
+        return run_segments(self.forward_segments(tokens, seed))
 
 
 def autocast_in_pairs(rank: int) -> None:
@@ -169,7 +169,7 @@ def autocast_in_pairs(rank: int) -> None:
 
 
 def test_autocast_in_overlapped_forwards(ranks: RankPool) -> None:
-    """A forward in parts takes autocast along from where it is made, which was behind the end of the stage's. So
+    """A forward in segments takes autocast along from where it is made, which was behind the end of the stage's. So
     forwards of overlapped pairs ran in float32, and all others in half precision."""
     ranks.run(2, autocast_in_pairs)
 

@@ -8,23 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import SEQUENCE, Stage, assert_same_gradients, build, reference, run
-from ranks import RankPool
+from models import SEQUENCE, Stage, assert_same_gradients, build, loss_of, reference, run
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 import megapipe
 from megapipe import parallel_state, stages_for_rank
-from megapipe.overlap import fill_gap, run_parts
-from megapipe.runtime import boundary
-from megapipe.runtime import overlapped as pairs
+from megapipe.overlap import fill_window, in_segments, run_segments
+from megapipe.runtime import boundary, overlapped
 from megapipe.weight_grad import DeferredGrads
 
 NUM_LAYERS = 8
 
 
-class Gap(torch.autograd.Function):
-    """Stands for a communication: its backward has a gap."""
+class Window(torch.autograd.Function):
+    """Stands for a communication: its backward has an overlap window."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -32,57 +31,73 @@ class Gap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        LOG.append("gap")
-        fill_gap()
+        LOG.append("window")
+        fill_window()
         return grad
 
 
 LOG: list[str] = []
 
 
-class InParts(Stage):
+class InSegments(Stage):
     """Each layer waits once."""
 
-    def forward_parts(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
         x = self.input_tensor if self.embedding is None else self.embedding(tokens)
         for layer in self.layers.values():
-            x = Gap.apply(x)
-            LOG.append("part")
+            x = Window.apply(x)
+            LOG.append("segment")
             yield
             x = layer(x)
         return x if self.head is None else self.head(x)
 
     def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
-        return run_parts(self.forward_parts(tokens, seed))
+        return run_segments(self.forward_segments(tokens, seed))
 
 
 expect = functools.lru_cache(maxsize=None)(reference)
 
 
-def in_parts(rank: int, pp_size: int) -> None:
-    build("dualpipev", pp_size, NUM_LAYERS)
-    for m in range(2 * pp_size, 4 * pp_size + 1, max(1, pp_size // 2)):
-        chunks = [InParts(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@on_ranks()
+def test_equal_in_segments(rank: int, num_ranks: int) -> None:
+    build("dualpipev", num_ranks, NUM_LAYERS)
+    for m in range(2 * num_ranks, 4 * num_ranks + 1, max(1, num_ranks // 2)):
+        chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
         LOG.clear()
         reports = run("dualpipev", chunks, m)
-        assert LOG.count("gap") == LOG.count("part") == m * sum(len(chunk.layers) for chunk in chunks)
-        in_gaps = sum(LOG[k : k + 2] == ["gap", "part"] for k in range(len(LOG)))
-        assert in_gaps > m // 2  # forwards went on while backwards waited
+        assert LOG.count("window") == LOG.count("segment") == m * sum(len(chunk.layers) for chunk in chunks)
+        in_windows = sum(LOG[k : k + 2] == ["window", "segment"] for k in range(len(LOG)))
+        assert in_windows > m // 2  # forwards went on while backwards waited
         expected, losses = expect(NUM_LAYERS, m)
         assert_same_gradients(chunks, expected)
         if rank == 0:
             assert [report["loss"] for report in reports] == losses
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
-def test_equal_in_parts(ranks: RankPool, pp_size: int) -> None:
-    ranks.run(pp_size, in_parts, pp_size)
+def call_the_model(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> Any:
+    batch = next(data_iterator)
+    return model(batch["tokens"], batch["seed"]), lambda output: (loss_of(output, batch["labels"]), {})
 
 
-def sent_early(rank: int) -> None:
+@on_ranks(2)
+def test_a_forward_step_func_that_calls_its_model_is_not_overlapped(rank: int) -> None:
+    build("dualpipev", 2, NUM_LAYERS)
+    chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
+    LOG.clear()
+    run("dualpipev", chunks, 8, forward_step_func=call_the_model)
+    num_layers = len(chunks[0].layers)
+    assert len(LOG) == 8 * 2 * 2 * num_layers
+    for start in range(0, len(LOG), num_layers):
+        assert len(set(LOG[start : start + num_layers])) == 1, "a forward or a backward of a chunk, whole"
+    assert_same_gradients(chunks, expect(NUM_LAYERS, 8)[0])
+
+
+@on_ranks(2)
+def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
     """The forward of a pair is sent before its backward ends, also where they run one after the other. Where they are
     overlapped, the gradient is sent before the Ws."""
-    for model in (Stage, InParts):
+    for model in (Stage, InSegments):
         events: list[str] = []
         build("dualpipev", 2, NUM_LAYERS)
         chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
@@ -118,17 +133,13 @@ def sent_early(rank: int) -> None:
             megapipe.runtime.pipeline.Pipeline.forward_backward_step = pair
         expected = ["(", "F", ")", "B"] if model is Stage else ["(", "F", "B", "W", ")"]
         assert expected in [events[k : k + len(expected)] for k in range(len(events))]
-        if model is InParts:
+        if model is InSegments:
             assert events.count("B") == 8  # nothing is sent twice
 
 
-def test_what_a_pair_makes_is_sent_early(ranks: RankPool) -> None:
-    ranks.run(2, sent_early)
-
-
-def test_a_lone_backward_fills_its_gaps_with_its_own_weight_gradients() -> None:
-    """And calls each weight's hooks once per microbatch, when all is done. A model without gaps keeps nothing back."""
-    for model, is_in_gaps in ((InParts, True), (WithoutGaps, False)):
+def test_a_lone_backward_fills_its_windows_with_its_own_weight_gradients() -> None:
+    """And calls each weight's hooks once per microbatch, when all is done. A model that never stops defers nothing."""
+    for model, has_windows in ((InSegments, True), (NeverStops, False)):
         LOG.clear()
         hooked: list[str] = []
         chunk = model(megapipe.StageInfo(0, 1), 2, deferred=True)
@@ -149,42 +160,38 @@ def test_a_lone_backward_fills_its_gaps_with_its_own_weight_gradients() -> None:
         finally:
             DeferredGrads.compute = original
         last_backward = LOG[LOG.index("F", len(LOG) - LOG[::-1].index("F") - 1) + 1 :]
-        if is_in_gaps:  # those of the head and the last layer, and of the first layer; at the end the embedding's
-            assert last_backward == ["gap", "3 Ws", "gap", "2 Ws"]
+        if has_windows:  # those of the head and the last layer, and of the first layer; at the end the embedding's
+            assert last_backward == ["window", "3 Ws", "window", "2 Ws"]
         else:
-            assert last_backward == []  # the first step has found out
+            assert last_backward == []
         assert sorted(hooked) == sorted(4 * [name for name, _ in chunk.named_parameters()])
         assert_same_gradients([chunk], expect(2, 2, seeds=(0, 0))[0])
 
 
-class WithoutGaps(Stage):
-    def forward_parts(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
-        yield
+class NeverStops(Stage):
+    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+        yield from ()
         return Stage.forward(self, tokens, seed)
 
 
-class Breaks(InParts):
-    def forward_parts(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+class Breaks(InSegments):
+    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
         self.count = getattr(self, "count", 0) + 1
-        output = yield from super().forward_parts(tokens, seed)
+        output = yield from super().forward_segments(tokens, seed)
         if self.count == 6:
             raise RuntimeError("the sixth forward breaks")
         return output
 
 
-def breaks(rank: int) -> str:
+@on_ranks(2)
+def test_a_forward_that_fails_inside_of_a_backward(rank: int) -> None:
     build("dualpipev", 2, NUM_LAYERS)
-    model = Breaks if rank == 1 else InParts
+    model = Breaks if rank == 1 else InSegments
     with pytest.raises((RuntimeError, megapipe.PipelineError), match="the sixth forward breaks"):
         run("dualpipev", [model(info, NUM_LAYERS) for info in stages_for_rank("dualpipev")], 8)
-    chunks = [InParts(info, NUM_LAYERS) for info in stages_for_rank("dualpipev")]
+    chunks = [InSegments(info, NUM_LAYERS) for info in stages_for_rank("dualpipev")]
     run("dualpipev", chunks, 4)
     assert_same_gradients(chunks, reference(NUM_LAYERS, 4)[0])
-    return "told"
-
-
-def test_a_forward_that_fails_inside_of_a_backward(ranks: RankPool) -> None:
-    assert ranks.run(2, breaks) == ["told"] * 2
 
 
 # DualPipe's hook
@@ -256,15 +263,17 @@ def samples(m: int) -> list[tuple[Tensor, Tensor]]:
 def forward_step(data_iterator: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> Any:
     x, target = next(data_iterator)
     given = model.input if model.input is not None else x
-    return model(given), lambda output: (F.mse_loss(output, target), {})
+    return in_segments(model, given), lambda output: (F.mse_loss(output, target), {})
 
 
-def by_hook(rank: int, pp_size: int) -> int:
-    m = 2 * pp_size + 3
-    parallel_state.initialize_model_parallel(pp_size)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_ranks()
+def test_models_written_for_dualpipe_run(rank: int, num_ranks: int) -> None:
+    m = 2 * num_ranks + 3
+    parallel_state.initialize_model_parallel(num_ranks)
     infos = stages_for_rank("dualpipev")
     chunks = [Adapted(HIDDEN, info.index) for info in infos]
-    whole = nn.Sequential(*(Chunk(HIDDEN, index) for index in range(2 * pp_size)))
+    whole = nn.Sequential(*(Chunk(HIDDEN, index) for index in range(2 * num_ranks)))
     for x, target in samples(m):
         (F.mse_loss(whole(x), target) / m).backward()
     Chunk.calls = 0
@@ -279,13 +288,26 @@ def by_hook(rank: int, pp_size: int) -> int:
     for info, chunk in zip(infos, chunks):
         for ours, theirs in zip(chunk.parameters(), whole[info.index].parameters()):
             assert (ours.grad - theirs.grad).abs().max() < 1e-13
-    return Chunk.calls
+    assert Chunk.calls > 0
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 4])
-def test_models_written_for_dualpipe_run(ranks: RankPool, pp_size: int) -> None:
-    calls = ranks.run(pp_size, by_hook, pp_size)
-    assert all(count > 0 for count in calls)
+@on_ranks(1)
+def test_inputs_with_keywords_are_refused_with_a_hook(rank: int) -> None:
+    """It takes the model's inputs in their order."""
+    parallel_state.initialize_model_parallel(1)
+
+    def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> Any:
+        return in_segments(model, x=next(data_iterator)[0]), lambda output: (output.sum(), {})
+
+    with pytest.raises(TypeError, match=r"without keywords: return in_segments\(model, \*inputs\), loss_func"):
+        megapipe.get_forward_backward_func("dualpipev")(
+            forward_step_func=forward_step,
+            data_iterator=[iter(samples(4))] * 2,
+            model=[Adapted(HIDDEN, info.index) for info in stages_for_rank("dualpipev")],
+            num_microbatches=4,
+            seq_length=SEQUENCE,
+            micro_batch_size=ROWS,
+        )
 
 
 def test_who_can_overlap() -> None:
@@ -293,6 +315,6 @@ def test_who_can_overlap() -> None:
         return SimpleNamespace(module=module)
 
     plain, hooked = nn.Linear(2, 2), Adapted(2, 0)
-    assert not pairs.can_overlap(stage(plain), stage(hooked))
-    assert pairs.has_hook(stage(hooked), stage(Adapted(2, 1)))
-    assert not pairs.has_hook(stage(hooked), stage(Chunk(2, 1)))
+    assert not overlapped.can_overlap(stage(plain), stage(hooked))
+    assert overlapped.has_hook(stage(hooked), stage(Adapted(2, 1)))
+    assert not overlapped.has_hook(stage(hooked), stage(Chunk(2, 1)))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import megapipe
 from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank
 from megapipe.messages import check_sendable, is_no_gradient, no_gradient
-from megapipe.overlap import fill_gap, run_parts
+from megapipe.overlap import fill_window, in_segments, run_segments
 from megapipe.plan import Verbs, loop
 from megapipe.runtime import ForwardBackward
 from megapipe.runtime.arguments import StepArguments
@@ -399,7 +399,7 @@ def test_a_chunk_is_recomputed_with_its_own_input(ranks: RankPool) -> None:
     ranks.run(2, recomputed)
 
 
-class Gap(torch.autograd.Function):
+class Window(torch.autograd.Function):
     """Stands for a communication in the backward."""
 
     @staticmethod
@@ -408,24 +408,24 @@ class Gap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        fill_gap()
+        fill_window()
         return grad
 
 
-class InParts(Layer):
-    """Each part reads the input anew, and so does what is computed again in the backward."""
+class InSegments(Layer):
+    """Each segment reads the input anew, and so does what is computed again in the backward."""
 
-    def part(self, x: Tensor) -> Tensor:
+    def segment(self, x: Tensor) -> Tensor:
         return ((x if self.info.is_first else x + first(self.input)) @ self.weight).tanh()
 
-    def forward_parts(self, x: Tensor) -> Iterator[None]:
+    def forward_segments(self, x: Tensor) -> Iterator[None]:
         for _ in range(3):
-            x = Gap.apply(checkpoint(self.part, x, use_reentrant=False))
+            x = Window.apply(checkpoint(self.segment, x, use_reentrant=False))
             yield
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_parts(self.forward_parts(x))
+        return run_segments(self.forward_segments(x))
 
 
 def one_chunk_overlapped(pipe: Verbs) -> Any:
@@ -451,14 +451,14 @@ def one_chunk_overlapped(pipe: Verbs) -> Any:
 def overlapped_with_itself(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     mine = ForwardBackward("mine", one_chunk_overlapped, loop, 1, None, False, 1)
-    chunk, data = InParts(StageInfo(rank, 2), None), inputs(6)
+    chunk, data = InSegments(StageInfo(rank, 2), None), inputs(6)
     reports = mine(
-        forward_step_func=lambda iterator, model: (model(next(iterator)), loss_func),
+        forward_step_func=lambda iterator, model: (in_segments(model, next(iterator)), loss_func),
         data_iterator=iter(data),
         model=chunk,
         num_microbatches=6,
     )
-    stages = [InParts(StageInfo(index, 2), None) for index in range(2)]
+    stages = [InSegments(StageInfo(index, 2), None) for index in range(2)]
     losses = []
     for x in data:
         first_output = stages[0](x)

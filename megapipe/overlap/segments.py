@@ -1,0 +1,121 @@
+"""A forward that can be interrupted where it waits for a communication: a generator, run segment by segment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..chunks import iter_wrapped
+
+__all__ = ["Segments", "find_forward_segments", "in_segments", "run_segments"]
+
+Result = TypeVar("Result")
+
+
+def run_segments(segments: Generator[None, None, Result]) -> Result:
+    """Run a generator to its end and return its result. Makes `forward` out of `forward_segments`."""
+    while True:
+        try:
+            next(segments)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def in_segments(module: nn.Module, *args: Any, **kwargs: Any) -> Segments:
+    """The call `module(*args, **kwargs)`, to be run segment by segment.
+
+    A `forward_step_func` returns it as its output, to let the schedule overlap this forward with a backward:
+
+        return in_segments(model, x), loss_func
+
+    And modules use it for those inside them, in `forward_segments`:
+
+        x = yield from in_segments(layer, x)
+
+    Segments are those of the module's `forward_segments`, a generator method with the arguments and the result of
+    `forward`, which yields before each wait for a communication. The module, or one inside its wrappers (`.module`),
+    defines it; the forwards of such wrappers are skipped. A module without it is called as a whole, and so is one with
+    forward hooks, since they belong around a call, or in DistributedDataParallel.
+    """
+    return Segments(module, args, kwargs)
+
+
+class Segments:
+    """The call of a module under way. See `in_segments`.
+
+    It runs with gradients and autocast as they were when it was made. On an accelerator autograd calls the callback of
+    an overlap window in a thread of its own, which has neither.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module, self.args, self.kwargs = module, args, kwargs
+        self.has_stopped = False
+        """Whether it has yielded."""
+        self._segments = _call(module, args, kwargs)
+        self._records_gradients = torch.is_grad_enabled()
+        self._autocasts = [
+            (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+            for device_type in _autocast_devices()
+        ]
+        self._is_done = False
+        self._result: Any = None
+
+    def __iter__(self) -> Generator[None, None, Any]:
+        return self._segments
+
+    def advance(self) -> bool:
+        """Run to the next yield. False once the forward is done."""
+        if self._is_done:
+            return False
+        with ExitStack() as around:
+            around.enter_context(torch.set_grad_enabled(self._records_gradients))
+            for device_type, dtype, is_enabled in self._autocasts:
+                around.enter_context(torch.autocast(device_type, dtype, is_enabled))
+            try:
+                next(self._segments)
+                self.has_stopped = True
+            except StopIteration as end:
+                self._is_done, self._result = True, end.value
+        return not self._is_done
+
+    def finish(self) -> Any:
+        """Run the remaining segments. Returns the forward's result."""
+        while self.advance():
+            pass
+        return self._result
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, Any]:
+    forward_segments = find_forward_segments(module)
+    if forward_segments is None:
+        return module(*args, **kwargs)
+    return (yield from forward_segments(*args, **kwargs))
+
+
+@functools.cache
+def _autocast_devices() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device_types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [device_type for device_type in device_types if torch.amp.is_autocast_available(device_type)]
+
+
+def find_forward_segments(module: Any) -> Callable[..., Generator[None, None, Any]] | None:
+    """The `forward_segments` of a module or of one inside its wrappers; None if it is to be called as a whole."""
+    for inner in iter_wrapped(module):
+        # DistributedDataParallel's forward prepares the reduction of the gradients.
+        if _has_hooks(inner) or isinstance(inner, nn.parallel.DistributedDataParallel):
+            return None
+        forward_segments = getattr(inner, "forward_segments", None)
+        if forward_segments is not None:
+            return forward_segments  # type: ignore[no-any-return]
+    return None
+
+
+def _has_hooks(module: Any) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in hooks)

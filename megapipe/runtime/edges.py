@@ -1,0 +1,40 @@
+"""Edges of autograd's graph: all that a backward needs of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = ["edge_of", "run_backward"]
+
+
+def edge_of(tensor: Tensor) -> GradientEdge | None:
+    """None for a tensor without a gradient."""
+    if not tensor.requires_grad:
+        return None
+    node: Any = tensor.grad_fn
+    if node is None:  # a leaf
+        return get_gradient_edge(tensor)
+    if isinstance(node, torch._C._FunctionBase):
+        # The node of a Python Function goes with its outputs, whoever holds an edge to it. The node of a view owns it.
+        tensor = tensor.view_as(tensor)
+        node = tensor.grad_fn
+    return GradientEdge(node, tensor.output_nr)
+
+
+def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the engine's
+    own are made against the graph, which knows what the outputs looked like."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges),
+        tuple(grads),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )

@@ -1,0 +1,84 @@
+"""The loss of a microbatch, by the caller's loss function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import StepArguments
+
+__all__ = ["compute_loss", "describe", "scale_loss"]
+
+
+def compute_loss(step: StepArguments, output: Any, loss_func: Any) -> Tensor | None:
+    """Call the loss function and note its report in `step`.
+
+    Returns:
+        The loss to differentiate, divided as Megatron divides it: by the number of microbatches and, where `loss_func`
+        returns a number of tokens, by that. None if there is no loss to differentiate.
+
+    Raises:
+        TypeError: `loss_func` cannot be called, or returned something else than Megatron's loss functions do.
+    """
+    if loss_func is None and (step.forward_only or not step.needs_loss):
+        step.results.append(output)
+        return None
+    if not callable(loss_func):
+        raise TypeError(
+            f"forward_step_func must return (output, loss_func); on the last stage its loss_func is "
+            f"{describe(loss_func)}, which cannot be called."
+        )
+    if step.collect_non_loss_data:
+        step.results.append(loss_func(output, non_loss_data=True))
+        return None
+    returned = loss_func(output)
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+        raise TypeError(
+            f"loss_func must return (loss, report) or (loss, num_tokens, report), but it returned {describe(returned)}."
+        )
+    loss, report = returned[0], returned[-1]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"loss_func must return a loss of one element first, but it is {describe(loss)}.")
+    step.results.append(report)
+    if len(returned) == 2:
+        # Out of place: `report` may share memory with the loss.
+        if step.config.context_parallel_size > 1:
+            loss = loss * step.config.context_parallel_size
+        return loss / step.num_microbatches
+    num_tokens = _add_tokens(step, returned[1], loss.device)
+    if step.config.calculate_per_token_loss:
+        return loss
+    return loss / torch.where(num_tokens > 0, num_tokens, 1) / step.num_microbatches
+
+
+def _add_tokens(step: StepArguments, num_tokens: Any, device: torch.device) -> Tensor:
+    """Returns the number as a tensor without dimensions."""
+    if isinstance(num_tokens, (int, float)):  # filled in on the device: a copy to it would wait for it
+        num_tokens = torch.full((), num_tokens, device=device)
+    tensor = torch.as_tensor(num_tokens, device=device)
+    if tensor.numel() != 1:
+        raise TypeError(f"loss_func must return one number of tokens, but it is {describe(tensor)}.")
+    tensor = tensor.reshape(())
+    step.num_tokens += tensor.detach()
+    return tensor
+
+
+def scale_loss(step: StepArguments, loss: Tensor) -> Tensor:
+    """By `config.grad_scale_func`, if there is one."""
+    if step.config.grad_scale_func is not None:
+        scaled = step.config.grad_scale_func(loss)
+        if not isinstance(scaled, Tensor):
+            raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {describe(scaled)}.")
+        return scaled
+    return loss
+
+
+def describe(value: object) -> str:
+    """For messages: "a tensor of shape [2, 3]"."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r}" if value is None else f"a {type(value).__name__}"
