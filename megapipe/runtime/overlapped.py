@@ -68,9 +68,9 @@ class Forward:
     def end(self, output: Any, loss_func: Any) -> None:
         self._done(self.stage.end(self._inputs, output, loss_func, self.microbatch))
 
-    def keep(self, output: Any, loss: Tensor | None) -> None:
+    def save(self, output: Any, loss: Tensor | None) -> None:
         """Instead of `end`, where the loss has been computed."""
-        self._done(self.stage.keep(self._inputs, output, loss, self.microbatch))
+        self._done(self.stage.save(self._inputs, output, loss, self.microbatch))
 
 
 def run_pair(
@@ -168,7 +168,7 @@ def run_pair_by_hook(
     if backward is not stage:
         backward.hand_over(before)
     output = _unpacked(outputs)
-    forward.keep(output, losses[0] if losses else stage.compute_loss(output, loss_func))
+    forward.save(output, losses[0] if losses else stage.compute_loss(output, loss_func))
     if roots:
         backward.run_delayed()
     return backward.input_grads(in_flight, bool(roots))

@@ -22,9 +22,10 @@ from ..messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, 
 from ..overlap import Segments
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
-from ..weight_grad import DeferredGrads, add_gradient, deferring, unshared
+from ..weight_grad import DeferredGrads, deferring, unshared
 from . import hooks
 from .arguments import StepArguments
+from .delayed import find_delayed, run_delayed
 from .edges import edge_of, run_backward
 from .loss import compute_loss, describe, scale_loss
 
@@ -82,7 +83,7 @@ class Stage:
             if (around := find(self.module, step.num_microbatches, step.device)) is not None
         ]
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
-        self._delayed = _innermost_with_backward_dw(self.module) if has_delayed else []
+        self._delayed = find_delayed(self.module) if has_delayed else []
         self._has_run: dict[DeferredGrads, bool] = {}  # the backwards that a W belongs to
 
     def forward(
@@ -138,16 +139,16 @@ class Stage:
                 self._explain(error, microbatch)
                 raise
             has_windows = segments.has_stopped
-        return self.keep(inputs, output, self.compute_loss(output, loss_func), microbatch, has_windows)
+        return self.save(inputs, output, self.compute_loss(output, loss_func), microbatch, has_windows)
 
-    def keep(
+    def save(
         self, inputs: list[Tensor], output: Any, loss: Tensor | None, microbatch: int, has_windows: bool = False
     ) -> tuple[Transfer | None, SavedForward | None]:
         """Returns what `forward` returns, once the model and the loss function have been run."""
         for around in self._around:
             around.after()
         if self.info.is_last:
-            return None, self._keep_loss(inputs, loss, has_windows)
+            return None, self._save_loss(inputs, loss, has_windows)
         structure, tensors = self._pack_output(output, microbatch)
         spec = self._output_spec
         if spec is None or not _fits(structure, tensors, spec):
@@ -224,17 +225,8 @@ class Stage:
                 self.run_delayed()
 
     def run_delayed(self) -> None:
-        """Such a module may assign the gradient, or keep one that is there: so it finds none, and what it leaves is
-        added to what was there."""
-        for module in self._delayed:
-            before = [(p, p.grad) for p in module.parameters() if p.requires_grad]
-            for parameter, _ in before:
-                parameter.grad = None
-            module.backward_dw()
-            for parameter, grad in before:
-                computed, parameter.grad = parameter.grad, grad
-                if computed is not None:
-                    add_gradient(parameter, computed)
+        """W of the modules that defer by themselves."""
+        run_delayed(self._delayed)
 
     # Input
 
@@ -317,7 +309,7 @@ class Stage:
         """None where there is none to differentiate, as on all stages but the last."""
         return compute_loss(self._step, output, loss_func) if self.info.is_last else None
 
-    def _keep_loss(self, inputs: list[Tensor], loss: Tensor | None, has_windows: bool) -> SavedForward | None:
+    def _save_loss(self, inputs: list[Tensor], loss: Tensor | None, has_windows: bool) -> SavedForward | None:
         if self._step.forward_only:
             return None
         if loss is None:
@@ -370,14 +362,6 @@ def _running(timer: Any) -> Iterator[None]:
         yield
     finally:
         timer.stop()
-
-
-def _innermost_with_backward_dw(module: nn.Module) -> list[Any]:
-    """The modules that put off their weight gradients by themselves, as transformer-engine's do with
-    `delay_wgrad_compute`, and compute the oldest of them when `backward_dw()` is called. A module around others that
-    have it, as in Megatron, only passes the call on."""
-    inner = [found for child in module.children() for found in _innermost_with_backward_dw(child)]
-    return inner or ([module] if callable(getattr(module, "backward_dw", None)) else [])
 
 
 def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
