@@ -202,7 +202,7 @@ def exchanges(rank: int, args: argparse.Namespace) -> list[str]:
     torch.manual_seed(0)
     num_tokens, hidden = 512, 512
     stage, x = Experts(hidden), torch.randn(num_tokens, hidden, requires_grad=True)
-    parts = capture(stage, (x,)).__dict__["_megapipe_graphs"].graphs().parts
+    parts = capture(stage, (x,)).__dict__["_megapipe_graphs"].graphs().partition
     backward = split_di_dw(parts.backward, range(6)).input_gradients
     forward_inputs: list[Tensor] = [*stage.parameters(), x.detach()]
     values: list[Any] = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]

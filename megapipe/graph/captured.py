@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
-import sys
-import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from types import FrameType
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..chunks import as_sharded
 from ..weight_grad import capturing
 from .arguments import Arguments, Structure
-from .function import Forward, Graphs, autocast_dtype, offering, run_forward
-from .joint import CaptureError, line_in, trace_joint
+from .function import Graphs, OfferedForward, autocast_dtype, offering, run_forward
+from .joint import CaptureError, trace_joint
 from .partition import partition
 from .recompute import recompute as cut_to_recompute
+from .side_effects import refusing_side_effects, undoing_changes
+from .state import State
 
 __all__ = ["CapturedStage", "capture"]
 
@@ -77,7 +74,7 @@ def capture(
         )
     if compile not in (None, "inductor"):
         raise ValueError(f'compile must be None or "inductor", got {compile!r}.')
-    stage = _Stage(module, tuple(example_inputs), loss_fn, input_tensor, recompute, compile is not None)
+    stage = _StageGraphs(module, tuple(example_inputs), loss_fn, input_tensor, recompute, compile is not None)
     module.__dict__["_megapipe_graphs"] = stage
     try:
         stage.graphs()
@@ -92,14 +89,14 @@ class CapturedStage(nn.Module):
     """What `capture` makes of a module, besides its own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        stage: _Stage = self.__dict__["_megapipe_graphs"]
+        stage: _StageGraphs = self.__dict__["_megapipe_graphs"]
         return run_forward(*stage.prepare(args, kwargs))
 
     @property
     def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
         """For an overlap with another stage's backward (see `overlap.in_segments`). None if the stage does not
         communicate."""
-        stage: _Stage = self.__dict__["_megapipe_graphs"]
+        stage: _StageGraphs = self.__dict__["_megapipe_graphs"]
         return stage.run_in_windows if stage.communicates else None
 
 
@@ -128,7 +125,7 @@ class _Mode(NamedTuple):
     autocast: torch.dtype | None
 
 
-class _Stage:
+class _StageGraphs:
     """A module, and the graphs that were made of it so far."""
 
     def __init__(
@@ -147,15 +144,7 @@ class _Stage:
         self._loss_fn = loss_fn
         self._cut = cut_to_recompute if recomputes else partition
         self._compiles = compiles
-        self._modules = list(module.modules())
-        self._numbers = _numbers_of(self._modules)
-        weights = {parameter: name for name, parameter in module.named_parameters()}
-        named: list[tuple[str, Tensor]] = [(name, weight) for weight, name in weights.items()]
-        named += [(name, buffer) for name, buffer in module.named_buffers() if buffer not in weights]
-        self._num_weights = len(weights)
-        self._names = [name for name, _ in named]
-        self._owners = [_owner(module, name) for name in self._names]
-        self._structure = self._look()
+        self._state = State(module)
         self._sets_input = hasattr(module, "set_input_tensor")
         self._signature = inspect.signature(self._class.forward)
         if input_tensor is not None and not self._sets_input:
@@ -167,39 +156,38 @@ class _Stage:
         self._arguments = Arguments(self._example, self._what)
         self._graphs: dict[_Mode, Graphs] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Stage:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StageGraphs:
         """For a copy of the module. The graphs serve both: they are given their weights."""
-        memo[id(self)] = copied = object.__new__(_Stage)
+        memo[id(self)] = copied = object.__new__(_StageGraphs)
         copied.__dict__.update(copy.deepcopy(self.__dict__ | {"input_tensor": None, "_graphs": {}}, memo))
         copied._graphs.update(self._graphs)
-        copied._numbers = _numbers_of(copied._modules)
         return copied
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graphs, list[Tensor]]:
         """The graphs for a call, and their inputs."""
         received = _as_set(self.input_tensor) if self._sets_input else _as_set(None)
         tensors = self._arguments.tensors((received, *self._bind(args, kwargs)))
-        return self.graphs(), self._weights_and_buffers() + tensors
+        return self.graphs(), self._state.tensors() + tensors
 
     @property
     def communicates(self) -> bool:
-        """Told by any of its modes, since the one it is about to be run in may not be entered yet."""
+        """Of any of its modes, since the one of the next call may not be entered yet."""
         return any(graphs.communicates for graphs in self._graphs.values())
 
     def run_in_windows(self, *args: Any, **kwargs: Any) -> Generator[None, None, Any]:
-        """Forward, by the graph of a backward with which it is multiplexed, if that comes before the second step."""
-        forward = Forward(*self.prepare(args, kwargs))
+        """Forward, by the graph of a backward with which it is multiplexed, if that comes before the second segment."""
+        forward = OfferedForward(*self.prepare(args, kwargs))
         with offering(forward):
             yield
         return run_forward(forward.graphs, forward.inputs, forward.results)
 
     def graphs(self) -> Graphs:
         """For the mode that the module is in."""
-        if self._look() != self._structure:
+        if not self._state.is_same():
             raise RuntimeError(f"{self._what} has other modules or ties than when it was captured: capture it last.")
-        tensors = self._weights_and_buffers()
+        tensors = self._state.tensors()
         mode = _Mode(
-            tuple([module.training for module in self._modules]),
+            tuple([module.training for module in self._state.modules]),
             tuple([(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
             autocast_dtype(tensors),
         )
@@ -207,22 +195,8 @@ class _Stage:
             self._graphs[mode] = self._capture(tensors)
         return self._graphs[mode]
 
-    def _weights_and_buffers(self) -> list[Tensor]:
-        """Each once, tied ones too. Looked up anew: they may have been replaced."""
-        return [tensors[name] for tensors, name in self._owners]
-
-    def _look(self) -> list[Any]:
-        """The modules inside, and which of their tensors are the same."""
-        found: dict[int, int] = {}
-        look: list[Any] = []
-        for module in self._modules:
-            look += [self._numbers.get(id(child)) for child in module._modules.values()]
-            for tensors in (module._parameters, module._buffers):
-                look += [(name, found.setdefault(id(tensor), len(found))) for name, tensor in tensors.items()]
-        return look
-
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """However arguments are passed, by position, keyword or default: the same. And what the loss takes."""
+        """Positional arguments and keywords of `forward`, with its defaults, and the argument of the loss."""
         target = None
         if self._loss_fn is not None:
             if not args:
@@ -235,7 +209,8 @@ class _Stage:
         return bound.args[1:], bound.kwargs, target
 
     def _capture(self, tensors: list[Tensor]) -> Graphs:
-        shard = next((name for name, tensor in zip(self._names, tensors) if as_sharded(tensor) is not None), None)
+        state = self._state
+        shard = next((name for name, tensor in zip(state.names, tensors) if as_sharded(tensor) is not None), None)
         if shard is not None:
             raise CaptureError(
                 f"{self._what} is to run as graphs, but its {shard} is a shard: nobody gathers the parameters of the "
@@ -244,16 +219,11 @@ class _Stage:
         outputs: list[Structure] = []
 
         def function(*flat: Tensor) -> tuple[Tensor, ...]:
-            state = {f"module.{name}": tensor for name, tensor in zip(self._names, flat)}
-            value = self._arguments.structure.fill(flat[len(self._names) :])
-            output = torch.func.functional_call(_Holder(self._module, self._call), state, (value,))
+            named = {f"module.{name}": tensor for name, tensor in zip(state.names, flat)}
+            value = self._arguments.structure.fill(flat[len(state.names) :])
+            output = torch.func.functional_call(_Holder(self._module, self._call), named, (value,))
             structure, flat_output = Structure.of(output)
-            opaque = next((leaf for leaf in structure.fixed.values() if Structure.of(_attributes(leaf))[1]), None)
-            if opaque is not None:
-                raise CaptureError(
-                    f"{self._what} cannot be captured: it returns a {type(opaque).__name__} with tensors in it, which "
-                    "torch's pytrees do not know: return a dict, list or tuple, or leave this stage eager."
-                )
+            self._check_output(structure)
             outputs.append(structure)
             return tuple(flat_output)
 
@@ -265,60 +235,38 @@ class _Stage:
             around.enter_context(capturing())
             around.enter_context(torch.enable_grad())
             joint = trace_joint(function, [*tensors, *examples], self._what)
-        changed = [n for n in joint.mutated if not len(self._names) > n >= self._num_weights]
+        changed = [n for n in joint.mutated if not len(state.names) > n >= state.num_weights]
         if changed:
             raise CaptureError(
-                f"{self._what} cannot be captured: it changes {self._name(changed[0])} in place. Only buffers may "
+                f"{self._what} cannot be captured: it changes {state.name(changed[0])} in place. Only buffers may "
                 "be changed."
             )
-        return Graphs(self._cut(joint), self._num_weights, outputs[-1], self._what if self._compiles else None)
-
-    def _name(self, number: int) -> str:
-        return self._names[number] if number < len(self._names) else f"its input {number - len(self._names)}"
+        return Graphs(self._cut(joint), state.num_weights, outputs[-1], self._what if self._compiles else None)
 
     def _call(self, value: Any) -> Any:
-        """The module itself, on `value`: what the stage before returned, arguments, and the target of the loss."""
+        """The module itself, on `value`: the input from the stage before, arguments, and the target of the loss."""
         received, args, kwargs, target = value
-        before = [(dict(module.__dict__), _containers(module)) for module in self._modules]
         captured_class = type(self._module)
         self._module.__class__ = self._class  # its methods may call each other
         try:
-            if self._sets_input:
-                self._module.set_input_tensor(received)  # type: ignore[operator]
-            taken = [(_tensors_kept(module), dict(module._buffers)) for module in self._modules]
-            with _without_drawing(self._what), _setting_no_random_state(self._what), _SettingNoData(self._what):
-                output = self._module.forward(*args, **kwargs)
-            self._check_attributes(taken)
+            with undoing_changes(self._state.modules):
+                if self._sets_input:
+                    self._module.set_input_tensor(received)  # type: ignore[operator]
+                with refusing_side_effects(self._state.modules, self._what):
+                    output = self._module.forward(*args, **kwargs)
         finally:
             self._module.__class__ = captured_class
-            for module, (attributes, containers) in zip(self._modules, before):
-                for name in set(module.__dict__) - set(attributes):
-                    del module.__dict__[name]
-                module.__dict__.update(attributes)
-                for container, content in containers:
-                    container.clear()
-                    (container.extend if isinstance(container, list) else container.update)(content)
         return output if self._loss_fn is None else self._loss_fn(output, target)
 
-    def _check_attributes(self, before: list[tuple[dict[str, list[Tensor]], dict[str, Any]]]) -> None:
-        for module, (kept, buffers) in zip(self._modules, before):
-            for name, tensors in _tensors_kept(module).items():
-                if list(map(id, tensors)) != list(map(id, kept.get(name, []))):
-                    raise CaptureError(
-                        f"{self._what} cannot be captured: its forward keeps a tensor as {type(module).__name__}.{name}"
-                        ", which a graph would not set. Return it, change a buffer in place, or leave this stage eager."
-                    )
-            for name, buffer in module._buffers.items():
-                if buffer is not buffers.get(name):
-                    raise CaptureError(
-                        f"{self._what} cannot be captured: its forward replaces the buffer {name} of "
-                        f"{type(module).__name__}, which a graph would not do. Change it in place (copy_)."
-                    )
-
-
-def _numbers_of(modules: Sequence[nn.Module]) -> dict[int, int]:
-    """By the id of each."""
-    return {id(module): number for number, module in enumerate(modules)}
+    def _check_output(self, output: Structure) -> None:
+        opaque = next(
+            (leaf for leaf in output.fixed.values() if Structure.of(getattr(leaf, "__dict__", None))[1]), None
+        )
+        if opaque is not None:
+            raise CaptureError(
+                f"{self._what} cannot be captured: it returns a {type(opaque).__name__} with tensors in it, which "
+                "torch's pytrees do not know: return a dict, list or tuple, or leave this stage eager."
+            )
 
 
 class _Holder(nn.Module):
@@ -333,96 +281,15 @@ class _Holder(nn.Module):
         return self._call(value)
 
 
-@contextmanager
-def _without_drawing(what: str) -> Iterator[None]:
-    """Raises CaptureError where random numbers of Python or NumPy are drawn, and puts these back."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
-    yield
-    drawn = ["Python"] if random.getstate() != python_state else []
-    if numpy is not None and numpy_state is not None:
-        keys, *rest = numpy.random.get_state()[1:]
-        drawn += ["NumPy"] if rest != [*numpy_state[2:]] or (keys != numpy_state[1]).any() else []
-        numpy.random.set_state(numpy_state)
-    random.setstate(python_state)
-    if drawn:
-        raise CaptureError(
-            f"{what} cannot be captured: its forward draws random numbers of {' and '.join(drawn)}, which would be the "
-            "same in every call of a graph. Draw them with torch, pass them in, or leave this stage eager."
-        )
-
-
-@contextmanager
-def _setting_no_random_state(what: str) -> Iterator[None]:
-    """Raises CaptureError where a generator of torch's is given another seed or state, by whatever name."""
-
-    def look(frame: FrameType, event: str, called: Any) -> None:
-        if event != "c_call" or not isinstance(getattr(called, "__self__", None), torch.Generator):
-            return
-        if called.__name__ in ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"):
-            raise CaptureError(
-                f"{what} cannot be captured: at {line_in(traceback.extract_stack(frame))} it sets the seed or the "
-                "state of the random numbers, which a graph would not do. Set them before the stage is called, or "
-                "leave this stage eager."
-            )
-
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
-class _SettingNoData(TorchFunctionMode):
-    """Raises CaptureError where `.data` of a tensor is replaced, which the tracer does not see."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._what = what
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == _SET_DATA:
-            raise CaptureError(
-                f"{self._what} cannot be captured: at {line_in(traceback.extract_stack())} it replaces the .data of a "
-                "tensor, which a graph would not do. Change a buffer in place (copy_), or leave this stage eager."
-            )
-        return function(*args, **(kwargs or {}))
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-def _attributes(value: Any) -> Any:
-    return getattr(value, "__dict__", None)
-
-
-def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The dict that holds a parameter or buffer, and its key there."""
-    path, _, last = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return owner._parameters if last in owner._parameters else owner._buffers, last
+def _has_tensors(value: Any) -> bool:
+    return bool(Structure.of(getattr(value, "__dict__", None))[1])
 
 
 def _as_set(input_tensor: Any) -> Any:
-    """What models are given: a list, also for one tensor or none."""
+    """As models are given it: a list, also for one tensor or none."""
     return [input_tensor] if input_tensor is None or isinstance(input_tensor, Tensor) else input_tensor
 
 
 def _with_gradients(value: Any) -> Any:
     structure, tensors = Structure.of(value)
     return structure.fill([t.detach().requires_grad_(t.is_floating_point()) for t in tensors])
-
-
-def _tensors_kept(module: nn.Module) -> dict[str, list[Tensor]]:
-    """What a module refers to as attributes, in lists and dicts too."""
-    return {name: Structure.of(value)[1] for name, value in vars(module).items() if name not in vars(_PLAIN)}
-
-
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Its lists, dicts and sets, with what is in them."""
-    values = [value for name, value in vars(module).items() if name not in vars(_PLAIN)]
-    return [(value, type(value)(value)) for value in values if type(value) in (list, dict, set)]
-
-
-_PLAIN = nn.Module()

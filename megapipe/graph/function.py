@@ -26,7 +26,7 @@ from .nodes import storage_of
 from .partition import Partition
 from .split import SplitBackward, split_di_dw
 
-__all__ = ["Forward", "Graphs", "autocast_dtype", "offering", "run_forward"]
+__all__ = ["Graphs", "OfferedForward", "autocast_dtype", "offering", "run_forward"]
 
 Runner = Callable[[list[Tensor]], tuple[Any, ...]]
 
@@ -38,22 +38,22 @@ class Graphs:
         compiled_as: names the stage where its graphs are to be compiled; None where not.
     """
 
-    def __init__(self, parts: Partition, num_weights: int, output: Structure, compiled_as: str | None) -> None:
-        self.parts = parts
+    def __init__(self, partition: Partition, num_weights: int, output: Structure, compiled_as: str | None) -> None:
+        self.partition = partition
         self.output = output
         self.num_weights = num_weights
         self._compiled_as = compiled_as
-        placeholders = parts.backward.graph.find_nodes(op="placeholder")
-        self.first_tangent = len(placeholders) - len(parts.differentiable)
+        placeholders = partition.backward.graph.find_nodes(op="placeholder")
+        self.first_tangent = len(placeholders) - len(partition.differentiable)
         self.tangent_strides = [node.meta["val"].stride() for node in placeholders[self.first_tangent :]]
-        self.is_watched = _share_memory_with_others(parts, self.first_tangent - len(parts.read))
-        self.communicates = communicates(parts.forward) or communicates(parts.backward)
+        self.may_alias = _find_aliases(partition, self.first_tangent - len(partition.read))
+        self.communicates = communicates(partition.forward) or communicates(partition.backward)
         self._runners: dict[GraphModule, Runner] = {}
         self._multiplexed: dict[tuple[GraphModule, GraphModule], GraphModule] = {}
 
     @cached_property
     def split(self) -> SplitBackward:
-        return split_di_dw(self.parts.backward, range(self.num_weights))
+        return split_di_dw(self.partition.backward, range(self.num_weights))
 
     def run(self, graph: GraphModule, name: str, arguments: list[Tensor]) -> tuple[Any, ...]:
         """One of the graphs. Empties `arguments`."""
@@ -64,25 +64,25 @@ class Graphs:
             return self._runners[graph](arguments)
 
     def run_with(
-        self, forward: Forward | None, graph: GraphModule, name: str, arguments: list[Tensor]
+        self, forward: OfferedForward | None, graph: GraphModule, name: str, arguments: list[Tensor]
     ) -> tuple[Any, ...]:
         """One of the backward graphs, and in its overlap windows the forward of another stage, if there is one."""
         if forward is None:
             return self.run(graph, name, arguments)
-        other = forward.graphs.parts
+        other = forward.graphs.partition
         key = other.forward, graph
         if key not in self._multiplexed:
             self._multiplexed[key] = multiplex(other.forward, graph)
         both = [*forward.inputs, *arguments]
         arguments.clear()
         results = self.run(self._multiplexed[key], f"{name} and a forward", both)
-        num_results = other.num_outputs + len(other.mutated) + len(forward.graphs.is_watched)
+        num_results = other.num_outputs + len(other.mutated) + len(forward.graphs.may_alias)
         forward.results = results[:num_results]
         return results[num_results:]
 
 
-class Forward:
-    """A forward that the next backward of a captured stage may run along with its own graph."""
+class OfferedForward:
+    """A forward that the next backward of a captured stage may run in its own graph, multiplexed."""
 
     def __init__(self, graphs: Graphs, inputs: list[Tensor]) -> None:
         self.graphs, self.inputs = graphs, inputs
@@ -90,8 +90,8 @@ class Forward:
 
 
 @contextmanager
-def offering(forward: Forward) -> Iterator[None]:
-    """Meanwhile a backward of a captured stage may take it."""
+def offering(forward: OfferedForward) -> Iterator[None]:
+    """Let a backward of a captured stage, run meanwhile, multiplex it with its own graph."""
     backward_context.offered_forward = forward
     try:
         yield
@@ -100,17 +100,16 @@ def offering(forward: Forward) -> Iterator[None]:
             backward_context.offered_forward = None
 
 
-def _take_offered() -> Forward | None:
-    """Where this backward is one of a pair, let its forward begin: if it is a captured stage's too, that is to run it
-    in here."""
+def _take_offered() -> OfferedForward | None:
+    """Fill the overlap window: if a captured stage's forward begins there, it offers itself."""
     fill_window()
-    forward: Forward | None = backward_context.offered_forward
+    forward: OfferedForward | None = backward_context.offered_forward
     backward_context.offered_forward = None
     return forward
 
 
-def _share_memory_with_others(parts: Partition, num_saved: int) -> list[bool]:
-    """Of each saved value, whether someone else may change it: it shares memory with an input or an output."""
+def _find_aliases(parts: Partition, num_saved: int) -> list[bool]:
+    """Of each saved value, whether it shares memory with an input or an output, so that others may change it."""
     (end,) = parts.forward.graph.find_nodes(op="output")
     values: Any = end.args[0]
     others = {storage_of(node) for node in values[: parts.num_outputs]}
@@ -123,7 +122,7 @@ def run_forward(graphs: Graphs, inputs: list[Tensor], results: tuple[Tensor, ...
     if torch.is_grad_enabled():
         outputs = _Run.apply(graphs, results, *inputs)  # type: ignore[no-untyped-call]
     else:
-        parts = graphs.parts
+        parts = graphs.partition
         values = results or graphs.run(parts.forward_only, "the forward without gradients", list(inputs))
         outputs = values[: parts.num_outputs]
         _overwrite(inputs, parts.mutated, values[parts.num_outputs :])
@@ -152,7 +151,7 @@ def _overwrite(inputs: Sequence[Tensor], numbers: Sequence[int], values: Sequenc
 class _Run(Function):
     @staticmethod
     def forward(ctx: Any, graphs: Graphs, results: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        parts = graphs.parts
+        parts = graphs.partition
         if results is None:
             results = graphs.run(parts.forward, "the forward", list(inputs))
         first_saved = parts.num_outputs + len(parts.mutated)
@@ -160,10 +159,10 @@ class _Run(Function):
         outputs = [value.detach() for value in results[: parts.num_outputs]]
         saved = results[first_saved:]
         _overwrite(inputs, parts.mutated, results[parts.num_outputs : first_saved])
-        # Autograd sees to it that nobody changes those. Nobody can change the others, which are freed as backward runs.
-        watched = [value for value, is_watched in zip(saved, graphs.is_watched) if is_watched]
-        ctx.save_for_backward(*(inputs[n] for n in parts.read), *watched)
-        ctx.saved = [None if is_watched else value for value, is_watched in zip(saved, graphs.is_watched)]
+        # Autograd checks that aliases are not changed. The others cannot be; they are freed as backward runs.
+        aliases = [value for value, may_alias in zip(saved, graphs.may_alias) if may_alias]
+        ctx.save_for_backward(*(inputs[n] for n in parts.read), *aliases)
+        ctx.saved = [None if may_alias else value for value, may_alias in zip(saved, graphs.may_alias)]
         ctx.graphs, ctx.weights = graphs, inputs[: graphs.num_weights]
         ctx.mark_non_differentiable(*(out for n, out in enumerate(outputs) if n not in parts.differentiable))
         return tuple(outputs)
@@ -177,7 +176,7 @@ class _Run(Function):
         del output_grads
         if is_deferring():
             return None, None, *_deferred(graphs, ctx.weights, forward, arguments)
-        return None, None, *graphs.run_with(forward, graphs.parts.backward, "the backward", arguments)
+        return None, None, *graphs.run_with(forward, graphs.partition.backward, "the backward", arguments)
 
 
 def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Tensor]:
@@ -188,27 +187,30 @@ def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Ten
             "forward again."
         )
     again = ctx.saved_tensors
-    num_read = len(graphs.parts.read)
-    watched = iter(again[num_read:])
-    saved = [next(watched) if value is None else value for value in ctx.saved]
+    num_read = len(graphs.partition.read)
+    aliases = iter(again[num_read:])
+    saved = [next(aliases) if value is None else value for value in ctx.saved]
     ctx.saved = None
-    grads = [output_grads[n] for n in graphs.parts.differentiable]
+    grads = [output_grads[n] for n in graphs.partition.differentiable]
     return [*again[:num_read], *saved, *(laid_out(grad, s) for grad, s in zip(grads, graphs.tangent_strides))]
 
 
 def _deferred(
-    graphs: Graphs, weights: Sequence[Tensor], forward: Forward | None, arguments: list[Tensor]
+    graphs: Graphs, weights: Sequence[Tensor], forward: OfferedForward | None, arguments: list[Tensor]
 ) -> list[Tensor | None]:
     """B. What it leaves to W is handed to `defer`, one weight at a time."""
     split = graphs.split
-    held = {n: save_for_w(arguments[n]) if n >= graphs.first_tangent else SavedTensor(arguments[n]) for n in split.held}
+    kept = {
+        n: save_for_w(arguments[n]) if n >= graphs.first_tangent else SavedTensor(arguments[n])
+        for n in split.kept_inputs
+    }
     first_kept = len(arguments)
     results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
     grads = list(results[: split.num_outputs])
-    held.update((n, save_for_w(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
+    kept.update((n, save_for_w(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
     for weight_gradient in split.weights:
         weight = weights[weight_gradient.output]
-        takes = [held[n] for n in weight_gradient.takes]
+        takes = [kept[n] for n in weight_gradient.takes]
         compute = partial(_weight_gradient, graphs, weight_gradient.graph, takes)
         if weight._backward_hooks:  # these see a gradient before it is added
             grads[weight_gradient.output] = compute()
@@ -217,8 +219,8 @@ def _deferred(
     return grads
 
 
-def _weight_gradient(graphs: Graphs, graph: GraphModule, held: list[SavedTensor]) -> Tensor:
-    (gradient,) = graphs.run(graph, "a weight gradient", [kept.get() for kept in held])
+def _weight_gradient(graphs: Graphs, graph: GraphModule, saved: list[SavedTensor]) -> Tensor:
+    (gradient,) = graphs.run(graph, "a weight gradient", [tensor.get() for tensor in saved])
     return gradient  # type: ignore[no-any-return]
 
 

@@ -35,7 +35,7 @@ def multiplex(forward: GraphModule, backward: GraphModule) -> GraphModule:
         for node in part.graph.find_nodes(op="placeholder"):
             of[name][node] = graph.placeholder(f"{name}_{node.name}")
             of[name][node].meta = {**node.meta, PART: name}
-    left = {name: _waits_late(part) for name, part in parts.items()}
+    left = {name: _sink_waits(part) for name, part in parts.items()}
     current, other = ("backward", "forward") if communicates(backward) else ("forward", "backward")
     waits_for: dict[str, Node | None] = {"forward": None, "backward": None}
     while left[current] or left[other]:
@@ -63,7 +63,7 @@ def multiplex(forward: GraphModule, backward: GraphModule) -> GraphModule:
     return GraphModule(constants, graph)
 
 
-def _waits_late(part: GraphModule) -> list[Node]:
+def _sink_waits(part: GraphModule) -> list[Node]:
     """What a graph computes, in its order, but each wait right before the first that needs it."""
     order: list[Node] = []
     waits: set[Node] = set()

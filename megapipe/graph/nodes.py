@@ -19,7 +19,7 @@ __all__ = [
     "dependents",
     "drop_idle_views",
     "extract",
-    "is_heavy",
+    "is_compute_bound",
     "is_random",
     "is_start",
     "is_view",
@@ -30,7 +30,7 @@ __all__ = [
 
 _aten = torch.ops.aten
 # Besides matrix products, convolutions and attention: gradients of tables, as large as the table.
-_HEAVY = {
+_COMPUTE_BOUND = {
     _aten.embedding_dense_backward,
     _aten.index_put,
     _aten._unsafe_index_put,
@@ -50,12 +50,12 @@ def is_view(node: Node) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def is_heavy(node: Node) -> bool:
+def is_compute_bound(node: Node) -> bool:
     """Whether it is a matrix product or the like, whose time is worth moving."""
     if not isinstance(node.target, OpOverload):
         return False
     packet = node.target.overloadpacket
-    return packet in flop_registry or packet in _HEAVY
+    return packet in flop_registry or packet in _COMPUTE_BOUND
 
 
 def is_random(node: Node) -> bool:
@@ -151,7 +151,7 @@ def extract(
     owner: GraphModule,
     inputs: Sequence[Node],
     outputs: Sequence[Node | None],
-    late: Callable[[Node], bool] = lambda node: False,
+    sink: Callable[[Node], bool] = lambda node: False,
 ) -> GraphModule:
     """The part of a graph that computes `outputs` from `inputs`, as a graph of its own.
 
@@ -159,7 +159,7 @@ def extract(
     It returns a tuple, with None where an output is None.
 
     Args:
-        late: nodes to be computed right before their first use, not at their place in `owner`.
+        sink: nodes to be computed right before their first use, not at their place in `owner`.
     """
     graph = Graph()
     graph.set_codegen(Boxed())
@@ -183,7 +183,7 @@ def extract(
                     of[done] = graph.node_copy(done, lambda source: of[source])
 
     for node in owner.graph.nodes:
-        if node in needed and node not in of and not late(node):
+        if node in needed and node not in of and not sink(node):
             emit(node)
     for output in outputs:
         if output is not None and output not in of:

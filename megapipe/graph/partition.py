@@ -46,7 +46,7 @@ def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
             except that views are always taken again.
     """
     owner = joint.owner
-    dropouts = [] if saved is None else _by_their_masks(owner)
+    dropouts = [] if saved is None else _dropouts_from_masks(owner)
     read, wanted = _boundary(joint, forward_nodes(joint), saved)
     overwritten = [joint.inputs[n] for n in joint.mutated if joint.inputs[n] in read]
     if overwritten:
@@ -55,7 +55,7 @@ def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
         for node in overwritten:
             _save_before_overwritten(owner, node)
         return partition(joint, None if saved is None else [*saved, *(node.next for node in overwritten)])
-    grads = [_apart(owner, grad, {*read, *wanted}) for grad in joint.grads]
+    grads = [_cloned_if_kept(owner, grad, {*read, *wanted}) for grad in joint.grads]
     differentiable = [n for n, tangent in enumerate(joint.tangents) if tangent is not None]
     tangents = [tangent for tangent in joint.tangents if tangent is not None]
     done = [*joint.outputs, *joint.mutated.values()]
@@ -111,7 +111,7 @@ def _save_before_overwritten(owner: GraphModule, node: Node) -> None:
     node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
-def _by_their_masks(owner: GraphModule) -> list[tuple[Node, Node]]:
+def _dropouts_from_masks(owner: GraphModule) -> list[tuple[Node, Node]]:
     """Compute dropouts from their masks, which are random, so that what was dropped need not be saved beside them.
     Returns what took the place of what."""
     replaced = []
@@ -130,7 +130,7 @@ def _by_their_masks(owner: GraphModule) -> list[tuple[Node, Node]]:
     return replaced
 
 
-def _apart(owner: GraphModule, grad: Node | None, kept: Collection[Node]) -> Node | None:
+def _cloned_if_kept(owner: GraphModule, grad: Node | None, kept: Collection[Node]) -> Node | None:
     """A gradient, copied where it is memory that is kept for W: it may become a `.grad`, which is added to in place."""
     if grad is None or storage_of(grad) not in kept:
         return grad

@@ -1,8 +1,8 @@
 """Activation checkpointing by choosing the cut between forward and backward.
 
-A forward is narrow in some places: between the layers of a transformer, and between attention and MLP, nothing lives
-but the residual stream. What lives there is saved; everything between is computed again when backward gets there.
-Nothing is drawn or sent twice: random numbers and what arrived from other ranks are saved too, where they are wanted.
+A forward is narrow in some places: between the layers of a transformer, and between attention and MLP, nothing is alive
+but the residual stream. It is saved there; everything between is computed again when backward gets there. Nothing is
+drawn or sent twice: random numbers, and tensors that arrived from other ranks, are saved too if backward needs them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from .joint import Joint
-from .nodes import is_heavy, is_random, is_wait, num_bytes, storage_of
+from .nodes import is_compute_bound, is_random, is_wait, num_bytes, storage_of
 from .partition import Partition, forward_nodes, partition
 
 __all__ = ["recompute"]
 
 
 def recompute(joint: Joint) -> Partition:
-    """Cut a joint graph where its forward is narrowest. Between B and W what was computed again is kept as usual."""
+    """Cut a joint graph where its forward is narrowest. Values that W needs are kept from B to W as usual."""
     of_forward = forward_nodes(joint)
     in_forward = [node for node in joint.owner.graph.nodes if node in of_forward]
-    saved = {node for waist in _waists(joint, in_forward) for node in waist}
+    saved = {node for cut in _narrowest_cuts(joint, in_forward) for node in cut}
     for node in in_forward:
         source = node.args[0] if node.target is getitem else node
         if isinstance(source, Node) and (is_random(source) or is_wait(source)):
@@ -31,8 +31,8 @@ def recompute(joint: Joint) -> Partition:
     return partition(joint, saved)
 
 
-def _waists(joint: Joint, in_forward: list[Node]) -> list[set[Node]]:
-    """What lives at each of the narrowest places between two heavy operators."""
+def _narrowest_cuts(joint: Joint, in_forward: list[Node]) -> list[set[Node]]:
+    """The values alive at each of the narrowest places between two compute-bound operators."""
     inputs = set(joint.inputs)
     last_use: dict[Node, int] = {}
     for place, node in enumerate(in_forward):
@@ -40,7 +40,7 @@ def _waists(joint: Joint, in_forward: list[Node]) -> list[set[Node]]:
             last_use[storage_of(source)] = place
     for output in (*joint.outputs, *joint.mutated.values()):
         last_use[storage_of(output)] = len(in_forward)
-    heavy = [place for place, node in enumerate(in_forward) if is_heavy(node)]
+    bounds = [place for place, node in enumerate(in_forward) if is_compute_bound(node)]
     alive: set[Node] = set()
     places: list[tuple[int, set[Node]]] = []
     for place, node in enumerate(in_forward):
@@ -48,7 +48,7 @@ def _waists(joint: Joint, in_forward: list[Node]) -> list[set[Node]]:
             alive.add(node)
         alive = {value for value in alive if last_use[value] > place}
         is_whole = all(isinstance(value.meta.get("val"), Tensor) for value in alive)  # no node with several results
-        if is_whole and heavy and heavy[0] < place < heavy[-1]:
+        if is_whole and bounds and bounds[0] < place < bounds[-1]:
             places.append((sum(num_bytes(value) for value in alive), set(alive)))
     narrowest = min((width for width, _ in places if width), default=0)
     # Of those next to each other the last: a residual stream before it is added to is as narrow as after.

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch.fx import GraphModule, Node
 
-from .nodes import extract, is_heavy, is_view, storage_of
+from .nodes import extract, is_compute_bound, is_view, storage_of
 
 __all__ = ["SplitBackward", "WeightGradient", "split_di_dw"]
 
@@ -44,7 +44,7 @@ class SplitBackward:
     """Of the backward."""
 
     @cached_property
-    def held(self) -> set[int]:
+    def kept_inputs(self) -> set[int]:
         """What of the backward's inputs must be kept for W."""
         num_inputs = len(self.input_gradients.graph.find_nodes(op="placeholder"))
         return {n for weight in self.weights for n in weight.takes if n < num_inputs}
@@ -67,7 +67,7 @@ def split_di_dw(backward: GraphModule, weights: Sequence[int]) -> SplitBackward:
         if outputs[number] is not None and reached[outputs[number]] == 1 << number:
             takes = _inputs_of_weight_gradient(outputs[number], reached)
             if takes is not None:
-                parts[number] = (takes, _owned(whole, outputs[number]))
+                parts[number] = (takes, _contiguous_copy(whole, outputs[number]))
     given = set(inputs)
     kept = list(dict.fromkeys(node for takes, _ in parts.values() for node in takes if node not in given))
     number_of = {node: number for number, node in enumerate([*inputs, *kept])}
@@ -95,8 +95,8 @@ def _outputs_reached(owner: GraphModule, outputs: Sequence[Node | None]) -> dict
 
 
 def _inputs_of_weight_gradient(output: Node, reached: dict[Node, int]) -> list[Node] | None:
-    """Where to cut a weight's gradient off: at the inputs of the matrix products that nothing heavy follows. None if
-    there are none."""
+    """Where to cut a weight's gradient off: at the inputs of the matrix products that no compute-bound node
+    follows. None if there are none."""
     takes: dict[Node, None] = {}
     has_product = False
     open_nodes = [(output, False)]
@@ -108,12 +108,12 @@ def _inputs_of_weight_gradient(output: Node, reached: dict[Node, int]) -> list[N
         if not is_own or (is_operand and not is_view(node)):
             takes[node] = None
             continue
-        has_product |= is_heavy(node)
-        open_nodes.extend((source, is_operand or is_heavy(node)) for source in node.all_input_nodes)
+        has_product |= is_compute_bound(node)
+        open_nodes.extend((source, is_operand or is_compute_bound(node)) for source in node.all_input_nodes)
     return list(takes) if has_product else None
 
 
-def _owned(owner: GraphModule, output: Node) -> Node:
+def _contiguous_copy(owner: GraphModule, output: Node) -> Node:
     """`output`, in memory of its own and contiguous, so that it can become a `.grad` as it is."""
     if storage_of(output).op == "call_function" and output.meta["val"].is_contiguous():
         return output

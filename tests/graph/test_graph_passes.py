@@ -19,7 +19,7 @@ import megapipe
 from megapipe import PipelineConfig, StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture, multiplex, partition, split_di_dw, split_fsdp_collectives, trace_joint
 from megapipe.graph.multiplex import PART
-from megapipe.graph.nodes import is_heavy, is_start, is_wait
+from megapipe.graph.nodes import is_compute_bound, is_start, is_wait
 from megapipe.overlap import in_segments, start_all_to_all
 
 skip_without_tracer()
@@ -99,7 +99,7 @@ def order_of_nodes(rank: int) -> None:
     torch.manual_seed(0)
     layer, x = Experts(dist.group.WORLD), torch.randn(SEQUENCE, BATCH, H, requires_grad=True)
     captured = capture(copy.copy(layer), (x,))
-    parts = captured.__dict__["_megapipe_graphs"].graphs().parts
+    parts = captured.__dict__["_megapipe_graphs"].graphs().partition
     split = split_di_dw(parts.backward, range(8))
     assert len(split.weights) == 4
     both = multiplex(parts.forward, split.input_gradients)
@@ -110,7 +110,7 @@ def order_of_nodes(rank: int) -> None:
         (wait,) = start.users
         assert is_wait(wait)
         between = nodes[nodes.index(start) : nodes.index(wait)]
-        assert any(is_heavy(node) and node.meta[PART] != start.meta[PART] for node in between), start
+        assert any(is_compute_bound(node) and node.meta[PART] != start.meta[PART] for node in between), start
     forward_inputs = [*layer.parameters(), x]
     backward_inputs = [example(node) for node in parts.backward.graph.nodes if node.op == "placeholder"]
     apart = [*parts.forward.forward(list(forward_inputs)), *split.input_gradients.forward(list(backward_inputs))]

@@ -1,0 +1,136 @@
+"""Side effects of a forward that its graph would not have: refused while it is traced, and undone."""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .arguments import Structure
+from .joint import CaptureError, line_in
+
+__all__ = ["refusing_side_effects", "undoing_changes"]
+
+
+@contextmanager
+def undoing_changes(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put back the attributes of the modules, and the content of their lists, dicts and sets."""
+    before = [(dict(module.__dict__), _containers(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, (attributes, containers) in zip(modules, before):
+            for name in set(module.__dict__) - set(attributes):
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            for container, content in containers:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+
+
+@contextmanager
+def refusing_side_effects(modules: Sequence[nn.Module], what: str) -> Iterator[None]:
+    """Around a forward that is being traced.
+
+    Raises:
+        CaptureError: it draws random numbers of Python or NumPy, sets the state of torch's, replaces the `.data` of a
+            tensor or a buffer, or keeps a tensor as an attribute of a module.
+    """
+    before = [(_tensors_kept(module), dict(module._buffers)) for module in modules]
+    with _without_drawing(what), _setting_no_random_state(what), _SettingNoData(what):
+        yield
+    for module, (kept, buffers) in zip(modules, before):
+        for name, tensors in _tensors_kept(module).items():
+            if list(map(id, tensors)) != list(map(id, kept.get(name, []))):
+                raise CaptureError(
+                    f"{what} cannot be captured: its forward keeps a tensor as {type(module).__name__}.{name}, which a "
+                    "graph would not set. Return it, change a buffer in place, or leave this stage eager."
+                )
+        for name, buffer in module._buffers.items():
+            if buffer is not buffers.get(name):
+                raise CaptureError(
+                    f"{what} cannot be captured: its forward replaces the buffer {name} of {type(module).__name__}, "
+                    "which a graph would not do. Change it in place (copy_)."
+                )
+
+
+@contextmanager
+def _without_drawing(what: str) -> Iterator[None]:
+    """Raises CaptureError where random numbers of Python or NumPy are drawn, and puts these back."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    yield
+    drawn = ["Python"] if random.getstate() != python_state else []
+    if numpy is not None and numpy_state is not None:
+        keys, *rest = numpy.random.get_state()[1:]
+        drawn += ["NumPy"] if rest != [*numpy_state[2:]] or (keys != numpy_state[1]).any() else []
+        numpy.random.set_state(numpy_state)
+    random.setstate(python_state)
+    if drawn:
+        raise CaptureError(
+            f"{what} cannot be captured: its forward draws random numbers of {' and '.join(drawn)}, which would be the "
+            "same in every call of a graph. Draw them with torch, pass them in, or leave this stage eager."
+        )
+
+
+@contextmanager
+def _setting_no_random_state(what: str) -> Iterator[None]:
+    """Raises CaptureError where a generator of torch's is given another seed or state, by whatever name."""
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        if event != "c_call" or not isinstance(getattr(called, "__self__", None), torch.Generator):
+            return
+        if called.__name__ in ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"):
+            raise CaptureError(
+                f"{what} cannot be captured: at {line_in(traceback.extract_stack(frame))} it sets the seed or the "
+                "state of the random numbers, which a graph would not do. Set them before the stage is called, or "
+                "leave this stage eager."
+            )
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+class _SettingNoData(TorchFunctionMode):
+    """Raises CaptureError where `.data` of a tensor is replaced, which the tracer does not see."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == _SET_DATA:
+            raise CaptureError(
+                f"{self._what} cannot be captured: at {line_in(traceback.extract_stack())} it replaces the .data of a "
+                "tensor, which a graph would not do. Change a buffer in place (copy_), or leave this stage eager."
+            )
+        return function(*args, **(kwargs or {}))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _tensors_kept(module: nn.Module) -> dict[str, list[Tensor]]:
+    """The tensors among the attributes of a module, in lists and dicts too."""
+    return {name: Structure.of(value)[1] for name, value in vars(module).items() if name not in vars(_PLAIN)}
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The lists, dicts and sets of a module, with their content."""
+    values = [value for name, value in vars(module).items() if name not in vars(_PLAIN)]
+    return [(value, type(value)(value)) for value in values if type(value) in (list, dict, set)]
+
+
+_PLAIN = nn.Module()
