@@ -1,6 +1,6 @@
 """A stage that runs as graphs: captured once, then run like any other module.
 
-What a graph would do otherwise than the module is looked for while it is captured, and refused.
+A module whose graph would do something else than the module itself is refused when it is captured.
 """
 
 from __future__ import annotations
@@ -40,24 +40,29 @@ def capture(
 ) -> Module:
     """Make a stage run as graphs: forward, backward, input gradients alone, and weight gradients by themselves.
 
-    Returns `module`, which keeps its parameters, names and hooks, and whatever else it has; its class is swapped for
-    one derived from it. It is captured again when it is first run in another way: in eval mode, under another autocast,
-    with other weights frozen. Run it under the autocast that it is to be run with.
+    The class of `module` is swapped for one derived from it; its parameters, names, hooks and all else stay. It is
+    captured again when it is first run in another mode: in eval mode, under another autocast, with other weights
+    frozen. Capture it under the autocast that it is run with.
 
     Args:
-        example_inputs: what `forward` is called with. Tensors count by their shape, dtype, device and whether they
-            require a gradient, and may be on the device of the weights only; all other values become part of the graph.
-        loss_fn: where given, the stage returns `loss_fn(output, last)` for the last of its inputs, which `forward` does
+        example_inputs: the arguments of `forward`. Tensors count by their shape, dtype, device and whether they require
+            a gradient, and may be on the device of the weights only; all other values become part of the graph.
+        loss_fn: if given, the stage returns `loss_fn(output, last)` for the last of its inputs, which `forward` does
             not see.
-        input_tensor: what `set_input_tensor` is called with, where the stage has it: the tensor itself, [sequence,
-            batch, hidden], or the container of tensors that the stage before returns. A tensor of floating point gets
-            a gradient. None on the first stage.
-        recompute: save only what lives where the forward is narrowest, between layers and between attention and MLP,
-            and compute the rest again in backward. torch.utils.checkpoint within the stage is taken out.
+        input_tensor: the argument of `set_input_tensor`, if the stage has that: the tensor itself, [sequence, batch,
+            hidden], or the container of tensors that the stage before returns. A tensor of floating point gets a
+            gradient. None on the first stage.
+        recompute: save only the values alive where the forward is narrowest, between layers and between attention and
+            MLP, and compute the rest again in backward. torch.utils.checkpoint within the stage is taken out.
         compile: "inductor" compiles each graph when it is first run. Random numbers stay the same.
 
-    Raises CaptureError (a ValueError) where the stage cannot be a graph, with the line; RuntimeError on torch before
-    2.9. The module is then as it was.
+    Returns:
+        `module`.
+
+    Raises:
+        CaptureError: the stage cannot be a graph. A ValueError that names the line. The module is as it was.
+        RuntimeError: torch is older than 2.9.
+        TypeError, ValueError: an argument is wrong, or the module is captured already.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"capture takes a module, but got a {type(module).__name__}.")

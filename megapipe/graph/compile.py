@@ -30,7 +30,8 @@ def compile_graph(graph: GraphModule, what: str) -> Compiled:
     Args:
         what: names the graph in that line.
 
-    Raises RuntimeError where there is no compiler for the device.
+    Raises:
+        RuntimeError: there is no compiler for the device.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     examples = [node.meta["val"] for node in placeholders]

@@ -36,7 +36,10 @@ def split_fsdp_collectives(joint: Joint) -> ShardedJoint:
     """Take the all-gathers of inputs, and the reduce-scatters of their gradients, out of a joint graph.
 
     Only what is computed from one input alone, up to the end of its all-gather, is taken out: collectives of
-    activations stay where they are. Raises ValueError where a shard is gathered twice, or used as it is as well.
+    activations stay where they are.
+
+    Raises:
+        ValueError: a shard is gathered twice, or used as it is as well.
     """
     gathered = {n: whole for n, node in enumerate(joint.inputs) if (whole := _gathered(joint, node)) is not None}
     reduced: dict[int, tuple[Node, Node]] = {}

@@ -1,7 +1,7 @@
 """The graphs of a stage at work: one autograd Function.
 
-In a backward that a schedule has split, it computes what B is for, keeps what the weight gradients need, and puts these
-off like a layer of `weight_grad` does; so the verbs know nothing of graphs.
+In a backward that a schedule has split, it computes the input gradients, and defers the weight gradients as a layer of
+`weight_grad` does. So the verbs know nothing of graphs.
 """
 
 from __future__ import annotations

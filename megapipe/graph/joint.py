@@ -63,8 +63,9 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
     Args:
         what: names the function in errors.
 
-    Raises CaptureError where it asks for values of tensors or has shapes that depend on them, with its line;
-    RuntimeError on a torch that has no such tracer.
+    Raises:
+        CaptureError: the function asks for values of tensors or has shapes that depend on them. It names the line.
+        RuntimeError: this torch has no such tracer.
     """
     exporter = _exporter()
     copied: tuple[int, ...] = ()

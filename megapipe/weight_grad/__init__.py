@@ -1,7 +1,7 @@
-"""Split backward: weight gradients put off, to be computed when there is nothing more urgent.
+"""Layers that compute input gradients now (B) and weight gradients later (W), when nothing is more urgent.
 
-A W needs nothing from other ranks and nobody waits for it. So a layer's backward computes the gradient of its input at
-once, and hands the computation of its weight's gradient to `defer`.
+A W needs nothing from other ranks, and no rank waits for it. So a layer's backward computes the gradient of its input
+at once, and hands the computation of its weight's gradient to `defer`.
 """
 
 from .accumulation import add_gradient

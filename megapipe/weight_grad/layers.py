@@ -1,17 +1,16 @@
 """Layers whose backward returns the input's gradient at once and defers the weight's.
 
 Each is one autograd Function with the arithmetic of torch's own layer. It keeps the parameter itself, for `defer`, and
-saves what torch saves, but for what autocast makes of the weight, which is cast again; what it puts off refers to the
+saves what torch saves, except for the weight under autocast, which is cast again. A deferred computation refers to the
 layer's input and output gradient and to nothing else. Gradients of biases are sums, cheap beside the rest, so they are
-returned in B; but for those of convolutions, which torch computes together with the weight's.
+returned in B, except for those of convolutions, which torch computes together with the weight's.
 
 On CPU gradients are torch's to the bit: products are rounded before they are added. On other devices they are added in
 one go, which rounds once.
 
-Where there is nothing to defer, torch's layer runs: the weight is frozen, or was computed from other tensors (weight
-norm, parametrizations, `functional_call`), which autograd must then carry its gradient on to. So it does for complex
-weights, whose gradients take conjugates; under torch.compile and torch.func's transforms, which cannot leave anything
-to W; and while a stage is captured as a graph.
+Torch's layer runs where nothing can be deferred: the weight is frozen, or was computed from other tensors (weight norm,
+parametrizations, `functional_call`), to which autograd must carry its gradient on; it is complex, so its gradient takes
+conjugates; torch.compile or a transform of torch.func is at work; or a stage is being captured as a graph.
 """
 
 from __future__ import annotations
@@ -35,14 +34,32 @@ __all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: x [..., in], weight [out, in], bias [out], returns [..., out]."""
+    """`F.linear` with a deferred weight gradient.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out].
+
+    Returns:
+        [..., out].
+    """
     if not _can_defer(weight):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """`F.embedding`: integers [...] and weight [rows, hidden], returns [..., hidden]."""
+    """`F.embedding` with a deferred weight gradient.
+
+    Args:
+        tokens: integers [...].
+        weight: [rows, hidden].
+        padding_idx: the row that gets no gradient.
+
+    Returns:
+        [..., hidden].
+    """
     if not _can_defer(weight):
         return F.embedding(tokens, weight, padding_idx)
     return _Embedding.apply(tokens, weight, padding_idx)  # type: ignore[no-untyped-call, no-any-return]
@@ -57,7 +74,20 @@ def conv1d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """`F.conv1d`: x [batch, in, length] or [in, length], weight [out, in / groups, kernel]."""
+    """`F.conv1d` with deferred gradients of weight and bias.
+
+    Args:
+        x: [batch, in, length] or [in, length].
+        weight: [out, in / groups, kernel].
+        bias: [out].
+        stride, padding, dilation, groups: as torch has them; padding may be "same" or "valid".
+
+    Returns:
+        [batch, out, new length] or [out, new length].
+
+    Raises:
+        ValueError: `padding` is another string, or "same" with a stride.
+    """
     if not _can_defer(weight):
         return F.conv1d(x, weight, bias, stride, padding, dilation, groups)
     return _convolution(x, weight, bias, stride, padding, dilation, groups)
@@ -72,14 +102,27 @@ def conv2d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """`F.conv2d`: x [batch, in, height, width] or [in, height, width], weight [out, in / groups, *kernel]."""
+    """`F.conv2d` with deferred gradients of weight and bias.
+
+    Args:
+        x: [batch, in, height, width] or [in, height, width].
+        weight: [out, in / groups, kernel height, kernel width].
+        bias: [out].
+        stride, padding, dilation, groups: as torch has them; padding may be "same" or "valid".
+
+    Returns:
+        [batch, out, new height, new width] or [out, new height, new width].
+
+    Raises:
+        ValueError: `padding` is another string, or "same" with a stride.
+    """
     if not _can_defer(weight):
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     return _convolution(x, weight, bias, stride, padding, dilation, groups)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> Tensor:
-    """A linear layer per expert, as mixtures of experts have it after their all-to-all.
+    """A linear layer per expert, without bias, with a deferred weight gradient.
 
     Args:
         x: [tokens, in], the tokens of the first expert first, then those of the second.
@@ -87,7 +130,12 @@ def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] |
         tokens_per_expert: one number per expert, 0 allowed. A tensor on an accelerator is read back, which waits for
             it: better a list, or a tensor on the CPU.
 
-    Returns [tokens, out], in the order of x.
+    Returns:
+        [tokens, out], in the order of x.
+
+    Raises:
+        ValueError: `tokens_per_expert` has another length than `weight`, another sum than x has rows, or a negative
+            number.
     """
     counts = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else list(tokens_per_expert)
     if len(counts) != len(weight) or sum(counts) != len(x) or min(counts, default=0) < 0:
@@ -242,7 +290,7 @@ def _convolution(
 def _pad(
     x: Tensor, weight: Tensor, padding: str, stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[Tensor, list[int]]:
-    """What the convolution pads on both sides for "same" and "valid", with x padded by what remains, as torch does."""
+    """The padding on both sides for "same" and "valid", and x padded by the rest of it, as torch does."""
     if padding not in ("same", "valid"):
         raise ValueError(f'padding must be "same", "valid", or numbers, got "{padding}".')
     if padding == "valid":
@@ -339,8 +387,8 @@ def _deferred(
 ) -> Tensor | None:
     """Defer the gradient of a parameter, given with its number among the inputs. Returns it where autograd must have
     it: hooks of the parameter see a gradient before it is added, and `torch.autograd.grad` may have asked for it. And
-    on CPU where nothing is put off, since autograd adds up what one backward contributes before it adds that to what is
-    there; elsewhere it is added in place, without a temporary of its size."""
+    on CPU where nothing is deferred, since autograd adds up the contributions of one backward before it adds them to
+    the gradient; elsewhere each is added in place, without a temporary of its size."""
     if parameter._backward_hooks or not parameter.is_leaf:
         return compute()
     if parameter.is_cpu and not is_deferring() and not has_main_grad(parameter):
@@ -355,8 +403,8 @@ def _deferred(
 
 
 def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What torch.autocast makes of the operands. Its own casts must not happen within a Function: it would remember
-    that of the weight, which is without a graph there, for whatever else uses the weight."""
+    """The operands as torch.autocast casts them. Its own casts must not happen within a Function: it would remember the
+    cast weight, which is without a graph there, for other users of the weight."""
     if not torch._C._is_any_autocast_enabled():
         return x, weight, bias
     device_type = x.device.type

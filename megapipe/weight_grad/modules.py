@@ -18,12 +18,15 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Linear(nn.Linear):
+    """[..., in] to [..., out]. See `layers.linear`."""
+
     def forward(self, input: Tensor) -> Tensor:
         return layers.linear(input, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
-    """With `max_norm`, `scale_grad_by_freq` or `sparse` its gradient is computed in B, as torch does."""
+    """Integers [...] to [..., hidden]. With `max_norm`, `scale_grad_by_freq` or `sparse` its gradient is computed in B,
+    as torch does."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
@@ -32,6 +35,8 @@ class Embedding(nn.Embedding):
 
 
 class Conv1d(nn.Conv1d):
+    """[batch, in, length] or [in, length] to the same with `out` channels and torch's new length."""
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
@@ -40,6 +45,8 @@ class Conv1d(nn.Conv1d):
 
 
 class Conv2d(nn.Conv2d):
+    """[batch, in, height, width] or [in, height, width] to the same with `out` channels and torch's new sizes."""
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
@@ -48,7 +55,10 @@ class Conv2d(nn.Conv2d):
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer per expert, without bias; `weight` is [experts, out, in]. See `grouped_linear`."""
+    """A linear layer per expert, without bias: [tokens, in] to [tokens, out]. `weight` is [experts, out, in].
+
+    Its forward takes the tokens sorted by expert, and the number of tokens of each. See `grouped_linear`.
+    """
 
     def __init__(
         self,
@@ -86,10 +96,13 @@ _DEFERRING: dict[type[nn.Module], type[nn.Module]] = {
 def convert(module: Module) -> Module:
     """Make the nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d layers in `module`, itself included, defer.
 
-    Returns `module`. A layer's class is swapped and nothing else: whoever refers to it, its parameters or its hooks
-    still does. Subclasses of these are left alone, since they may compute something else; so are layers with
-    parametrizations, which are subclasses, and the projections of nn.MultiheadAttention, which it uses as plain
-    tensors. What is left alone has its gradients computed in B. Doing it twice does no harm.
+    A layer's class is swapped and nothing else: its parameters, hooks and identity stay. Subclasses of these layers are
+    left alone, since they may compute something else; so are layers with parametrizations, which are subclasses, and
+    the projections of nn.MultiheadAttention, which uses them as plain tensors. Their gradients are computed in B. A
+    second call does nothing.
+
+    Returns:
+        `module`.
     """
     for layer in module.modules():
         if type(layer) in _DEFERRING:

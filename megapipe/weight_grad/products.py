@@ -23,16 +23,17 @@ _APEX_FUNCTIONS = {
 
 
 def rows(tensor: Tensor) -> Tensor:
-    """[..., n] as [tokens, n]; also where there are no tokens or no leading dimensions."""
+    """[..., n] as [tokens, n]; also if there are no tokens or no leading dimensions."""
     return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    """[out, in]."""
     return grad.t().mm(x)
 
 
 def add_weight_gradient(target: Tensor, x: Tensor, grad: Tensor) -> None:
-    """Add the weight gradient to `target`, without a temporary of its size where this torch or apex can do that.
+    """Add the weight gradient to `target` [out, in], without a temporary of its size if this torch or apex can do so.
 
     That is: where the dtypes are equal; and on CUDA where `target` is float32 and the operands are half as wide, by
     apex's kernel or, from torch 2.8 on, by `addmm` with an `out_dtype`.

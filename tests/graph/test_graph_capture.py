@@ -165,7 +165,7 @@ def test_equal_to_eager(case: str, autocast: bool) -> None:
     eager = make()  # 0.5 of them dropped, so that the others are doubled: exact in bfloat16 too
     around = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     with around:
-        # In a capture, layers that put off their weight gradients are plain ones.
+        # In a capture, layers that defer their weight gradients are plain ones.
         captured = graph.capture(weight_grad.convert(copy.deepcopy(eager)), inputs_of())
     assert isinstance(captured, type(eager))
     assert captured.state_dict().keys() == eager.state_dict().keys()

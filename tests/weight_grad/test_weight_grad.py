@@ -1,4 +1,4 @@
-"""Deferred weight gradients: put off or at once, they are torch's."""
+"""Deferred weight gradients: computed in W or at once, they are torch's."""
 
 from __future__ import annotations
 
@@ -427,7 +427,7 @@ def test_real_apex() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_layers_on_cuda() -> None:
-    """Autograd runs backward in a thread of its own there, which must find what is being put off."""
+    """Autograd runs backward in a thread of its own there, which must find the list of deferred gradients."""
     layer = weight_grad.Linear(64, 48, bias=False, device="cuda", dtype=torch.bfloat16)
     layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
     x = torch.randn(5, 32, 64, device="cuda", dtype=torch.bfloat16)
@@ -885,7 +885,7 @@ class Solves(torch.autograd.Function):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_backward_that_is_run_within_b_puts_nothing_off(use_reentrant: bool) -> None:
-    """Whoever runs one in a Function's backward, as implicit layers do, goes on with its gradients. These were put off
+    """Whoever runs one in a Function's backward, as implicit layers do, goes on with its gradients. These were deferred
     to the W of the B that was under way."""
 
     def run(split: bool) -> list[Tensor]:
@@ -903,7 +903,7 @@ def test_a_backward_that_is_run_within_b_puts_nothing_off(use_reentrant: bool) -
 
 
 def test_a_backward_of_another_thread_puts_nothing_off() -> None:
-    """While a B was under way, everybody's weight gradients were put off to its W."""
+    """While a B was under way, everybody's weight gradients were deferred to its W."""
     layer, other = weight_grad.Linear(IN, IN), weight_grad.Linear(IN, IN)
     x, deferred = torch.randn(TOKENS, IN, requires_grad=True), DeferredGrads()
     found: list[Tensor | None] = []
