@@ -299,7 +299,7 @@ def test_steps_that_no_schedule_validates(rank: int) -> None:
     optimizer.finalize()
     optimizer.step()
 
-    with pytest.raises(TypeError, match=r"must be a megapipe\.PostValidatedOptimizer, or None, got a AdamW"):
+    with pytest.raises(TypeError, match=r"must be a megapipe\.PostValidatedOptimizer, or None, got AdamW"):
         PipelineConfig(post_validated_optimizer=optimizer.optimizer)
     chunks[0].config.post_validated_optimizer = optimizer
     assert copy.deepcopy(chunks[0]).config.post_validated_optimizer is optimizer
