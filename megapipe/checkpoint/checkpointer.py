@@ -6,26 +6,22 @@
     ...
     checkpointer.save(step, data={"consumed_samples": consumed})
 
-The idea: everything is saved under the name of its parameter in the whole model (see `whole_state`), and appears at
-once or not at all (see `checkpoint_files`). Ranks agree on every step of it over a group of their own: an error on one
-is the same error on all, and a save in the background disturbs no other communication.
+The idea: everything is saved under the name of its parameter in the whole model (see `full_state`), and appears at
+once or not at all (see `files`). Ranks agree on every step of it over a group of their own (see `agreement`): an error
+on one is the same error on all, and a save in the background disturbs no other communication.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import pickle
-import random
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -35,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .. import parallel_state
 from ..chunks import as_list, find_attribute
 from ..training import PostValidatedOptimizer, load_scheduler
-from .alike import check_alike, fingerprint
+from .agreement import Agreement
 from .files import (
     Reader,
     Writer,
@@ -47,32 +43,40 @@ from .files import (
     remove_incomplete,
     serialise,
 )
+from .fingerprints import check_same, fingerprint
 from .folder_lock import FolderLock, lock_folder
-from .full_state import GlobalName, Parts, WholeState
-from .shared_names import Use, check_tied, find_shared, sum_up, uses_of
+from .full_state import FullState, GlobalName, Parts
+from .random_states import random_states, seed_random, set_random_states
+from .shared_names import check_tied, checksums_of, find_shared, uses_of
 
 __all__ = ["Checkpointer", "Loaded", "Stateful", "latest_checkpoint", "read_position"]
 
-T = TypeVar("T")
-V = TypeVar("V")
-
 
 class Stateful(Protocol):
+    """An object with a state, as torch has many."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class Loaded(NamedTuple):
+    """The position in a run.
+
+    Attributes:
+        step: the number of steps before the save.
+        data: as it was passed to `save`.
+    """
+
     step: int
     data: Any
-    """What was passed to `save` as `data`."""
 
 
 def read_position(path: str | os.PathLike[str]) -> Loaded:
     """Step and data of a checkpoint, or of the latest in a run's folder. Any process may ask, without other ranks.
 
-    Raises ValueError where there is none.
+    Raises:
+        ValueError: where there is none.
     """
     run = Reader(find_checkpoint(path)).read_value("run")
     return Loaded(run["step"], run["data"])
@@ -99,9 +103,10 @@ class Checkpointer:
             for what the chunk calls `name`.
         parts: for parameters that hold a share of something numbered, such as a rank's experts:
             `parts(name, parameter, tensor)` yields named views of `tensor`, which is the parameter or a tensor of its
-            shape, so that they can be shared out otherwise when loaded.
+            shape, so that they can be distributed otherwise when loaded.
 
-    Raises ValueError where `keep_last` is below 1.
+    Raises:
+        ValueError: where `keep_last` is below 1.
     """
 
     def __init__(
@@ -128,7 +133,7 @@ class Checkpointer:
         self._names_are_checked = False
         self._pending: Future[Any] | None = None
         self._lock: FolderLock | None = None  # rank 0's
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._agreement = Agreement()
 
     def save(self, step: int, data: Any = None) -> None:
         """Save what there is after `step` steps.
@@ -137,59 +142,64 @@ class Checkpointer:
             data: the position in the data, or whatever else is to come back: numbers, strings, lists, dicts, tensors.
                 Rank 0's is saved.
 
-        Raises, on every rank: ValueError where the folder holds this or a later step, where another run saves there,
-        where ranks do not reach the same folder or have something else in common that differs, or where chunks use one
-        name for different parameters; TypeError where something could not be read back without executing code;
-        RuntimeError where writing fails, of this save or of the last one in the background.
+        Raises:
+            ValueError: where the folder holds this or a later step, where another run saves there, where ranks do not
+                reach the same folder or have something else in common that differs, or where chunks use one name for
+                different parameters. All errors are raised on every rank.
+            TypeError: where something could not be read back without executing code.
+            RuntimeError: where writing fails, of this save or of the last one in the background.
         """
-        tensors: dict[str, Tensor] = {}
-        common: dict[str, Any] = {}
-
-        def collect() -> dict[str, Any]:
-            state = self._whole_state()
-            tensors.update(state.tensors())
-            tensors[f"rng.{self._rank}"] = serialise(_random_states(), "the random state")
-            common["others"] = {name: other.state_dict() for name, other in self._others.items()}
+        self.wait()
+        agreement = self._agreement
+        with agreement.same_errors():
+            state = self._full_state()
+            tensors = state.tensors()
+            tensors[f"rng.{agreement.rank}"] = serialise(random_states(), "the random state")
+            common: dict[str, Any] = {"others": {name: other.state_dict() for name, other in self._others.items()}}
             common["extras"] = state.extras()
-            uses = uses_of(state, self._pp_rank, self._rank) if not self._names_are_checked else []
-            return {
-                "step": step,
-                "alike": _fingerprints(**common) if self._world_size > 1 else {},
-                "options": state.options(),
-                "numbers": state.numbers(),
-                "aliases": state.aliases,
-                "uses": uses,
-            }
-
-        def prepare(ranks: list[dict[str, Any]]) -> tuple[set[str], str]:
-            self._claim([rank["step"] for rank in ranks])
-            what = "what is passed to save, or the state of others or of the optimizer,"
-            tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
-            check_alike([rank["alike"] for rank in ranks])
-            shared = find_shared(rank["uses"] for rank in ranks)
-            return shared, begin_checkpoint(self._folder, step).name
-
-        shared, name = self._agree(collect, prepare)
-        writers: list[Writer] = []
-
-        def get_ready() -> list[Use]:
-            writers.append(Writer(self._folder / name, self._keep_last))
-            sums = sum_up(self._whole_state(), shared, self._pp_rank, self._rank) if shared else []
+            own = self._own(step, state, common)
+        ranks = agreement.gather(own)
+        shared: set[str] = set()
+        name = ""
+        with agreement.same_errors():
+            if agreement.rank == 0:
+                self._claim([rank["step"] for rank in ranks])
+                what = "what is passed to save, or the state of others or of the optimizer,"
+                tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
+                check_same([rank["fingerprints"] for rank in ranks])
+                shared = find_shared(rank["uses"] for rank in ranks)
+                name = begin_checkpoint(self._folder, step).name
+        shared, name = agreement.broadcast((shared, name))
+        with agreement.same_errors():
+            writer = Writer(self._folder / name, self._keep_last)
+            checksums = checksums_of(state, shared, self._pp_rank, agreement.rank) if shared else []
             if self._asynchronous:
-                tensors.update({key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()})
-            return sums
-
-        self._agree(get_ready, check_tied)
+                tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+        checksums_of_ranks = agreement.gather(checksums)
+        with agreement.same_errors():
+            check_tied(checksums_of_ranks)
         self._names_are_checked = True
-        self._write(writers[0], tensors)
+        self._write(writer, tensors)
 
     def check_can_save(self, step: int) -> None:
-        """Raises ValueError, on every rank, where the folder holds a checkpoint of `step` or later, from which a
-        restart would go on, or where another run saves there. For the beginning of a run, rather than after hours."""
-        self._agree(lambda: step, self._claim)
+        """Check the folder at the beginning of a run, rather than after hours.
+
+        Raises:
+            ValueError: on every rank, where the folder holds a checkpoint of `step` or later, from which a restart
+                would go on, or where another run saves there.
+        """
+        self.wait()
+        steps = self._agreement.gather(step)
+        with self._agreement.same_errors():
+            if steps:
+                self._claim(steps)
 
     def wait(self) -> None:
-        """Until the save in the background is on the disk. Raises RuntimeError, on every rank, where it failed."""
+        """Wait until the save in the background is on the disk.
+
+        Raises:
+            RuntimeError: on every rank, where it failed.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
@@ -207,77 +217,87 @@ class Checkpointer:
             path: a run's folder, whose latest checkpoint is taken, or one checkpoint; None for the run's own folder.
             may_be_empty: return None where there is no checkpoint, instead of an error: the first start of a run.
 
-        Raises, on every rank: ValueError where there is no checkpoint, or one of another model, or one that is damaged
-        or would execute code.
+        Returns:
+            The step and `data` of the save; None where there was no checkpoint and `may_be_empty` is set.
+
+        Raises:
+            ValueError: on every rank, where there is no checkpoint, or one of another model, or one that is damaged or
+                would execute code.
         """
+        self.wait()
+        agreement = self._agreement
         start = self._folder if path is None else Path(path)
-        found = self._agree(
-            lambda: None,
-            lambda _: None if may_be_empty and not holds_checkpoint(start) else find_checkpoint(start),
-        )
+        found: Path | None = None
+        with agreement.same_errors():
+            if agreement.rank == 0 and (holds_checkpoint(start) or not may_be_empty):
+                found = find_checkpoint(start)
+        found = agreement.broadcast(found)
         if found is None:
             return None
-        opened: list[tuple[Reader, WholeState, dict[str, Any]]] = []
-
-        def open_checkpoint() -> tuple[set[str], set[str]]:
-            reader, state = Reader(found), self._whole_state()
+        with agreement.same_errors():
+            reader, state = Reader(found), self._full_state()
             run = reader.read_value("run")
             if missing := self._others.keys() - run["others"].keys():
                 raise ValueError(
                     f"the checkpoint {found} has no state of {sorted(missing)}, only of {sorted(run['others'])}: pass "
                     "the others under the names they were saved with."
                 )
-            opened.append((reader, state, run))
-            return set(reader.contents), state.keys(reader, run["aliases"])
-
-        self._agree(open_checkpoint, lambda ranks: _check_all_used(found, ranks))
-        reader, state, run = opened[0]
-        is_training, fits = bool(self._optimizers), run["world_size"] == self._world_size
-
-        def read() -> None:
-            state.load_model(reader, run["aliases"])
-            if is_training:
-                state.load_optimizers(reader, run["aliases"], run["options"], run["numbers"], run.get("extras", []))
-            for name, other in self._others.items():
-                if isinstance(other, LRScheduler):
-                    load_scheduler(other, run["others"][name])
-                else:
-                    other.load_state_dict(run["others"][name])
-            if is_training and fits:
-                _set_random_states(reader.read_value(f"rng.{self._rank}"))
-            elif is_training:
-                _seed(run["seed"] + 1_000_003 * run["step"] + self._rank)
-
-        self._agree(read, lambda _: None)
-        if is_training and not fits and self._rank == 0:
+            used = state.keys(reader, run["aliases"])
+        ranks = agreement.gather(used)
+        with agreement.same_errors():
+            if agreement.rank == 0:
+                _check_all_used(reader, ranks)
+        with agreement.same_errors():
+            self._restore(reader, state, run)
+        is_training, fits = bool(self._optimizers), run["world_size"] == agreement.num_ranks
+        if is_training and not fits and agreement.rank == 0:
             warnings.warn(
-                f"{found} was saved by {run['world_size']} ranks and is loaded by {self._world_size}: their random "
+                f"{found} was saved by {run['world_size']} ranks and is loaded by {agreement.num_ranks}: their random "
                 f"states do not fit and are seeded anew, from the seed {run['seed']}, step {run['step']} and the rank.",
                 stacklevel=2,
             )
         return Loaded(run["step"], run["data"])
 
-    # What this rank has
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._group is None else self._group.rank()
-
-    @property
-    def _world_size(self) -> int:
-        return 1 if self._group is None else self._group.size()
-
     @property
     def _pp_rank(self) -> int:
         return parallel_state.get_pipeline_model_parallel_rank()
 
-    def _whole_state(self) -> WholeState:
+    def _full_state(self) -> FullState:
         configs = (find_attribute(chunk, "config") for chunk in self._chunks)
         training = (getattr(config, "post_validated_optimizer", None) for config in configs)
         for optimizer in (*self._optimizers, *training):  # whether or not it is to be saved
             if isinstance(optimizer, PostValidatedOptimizer):
                 optimizer.finalize_everywhere()
-        return WholeState(self._chunks, self._optimizers, *self._naming)
+        return FullState(self._chunks, self._optimizers, *self._naming)
+
+    def _restore(self, reader: Reader, state: FullState, run: dict[str, Any]) -> None:
+        """Load chunks, optimizers, others and random states."""
+        state.load_model(reader, run["aliases"])
+        if self._optimizers:
+            state.load_optimizers(reader, run)
+        for name, other in self._others.items():
+            if isinstance(other, LRScheduler):
+                load_scheduler(other, run["others"][name])
+            else:
+                other.load_state_dict(run["others"][name])
+        if self._optimizers:
+            rank, num_ranks = self._agreement.rank, self._agreement.num_ranks
+            if run["world_size"] == num_ranks:
+                set_random_states(reader.read_value(f"rng.{rank}"))
+            else:
+                seed_random(run["seed"] + 1_000_003 * run["step"] + rank)  # larger than any rank
+
+    def _own(self, step: int, state: FullState, common: dict[str, Any]) -> dict[str, Any]:
+        """What rank 0 needs from this rank to save."""
+        rank, is_alone = self._agreement.rank, self._agreement.num_ranks == 1
+        return {
+            "step": step,
+            "fingerprints": {} if is_alone else _fingerprints(**common),
+            "options": state.options(),
+            "numbers": state.numbers(),
+            "aliases": state.aliases,
+            "uses": [] if self._names_are_checked else uses_of(state, self._pp_rank, rank),
+        }
 
     def _run_of(self, step: int, data: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What a checkpoint holds besides tensors by name. Replicas hand in the same parameter groups."""
@@ -288,7 +308,7 @@ class Checkpointer:
             "options": list(groups.values()),
             "numbers": {name: numbers for rank in ranks for name, numbers in rank["numbers"].items()},
             "aliases": {name: first for rank in ranks for name, first in rank["aliases"].items()},
-            "world_size": self._world_size,
+            "world_size": self._agreement.num_ranks,
             "seed": torch.initial_seed(),
         }
 
@@ -312,36 +332,6 @@ class Checkpointer:
         if self._lock.is_held:
             remove_incomplete(self._folder)
 
-    # Together
-
-    def _agree(self, work: Callable[[], T], decide: Callable[[list[T]], V]) -> V:
-        """What rank 0 decides on what `work` returned on every rank. What anybody raises is raised on every rank.
-
-        A save in the background, which uses the same group, is waited for.
-        """
-        self.wait()
-        mine: T | Exception
-        try:
-            mine = work()
-        except Exception as error:
-            mine = error
-        mine = _sendable(mine)
-        everybody: list[Any] = [mine] * self._world_size
-        verdict: list[Any] = [None]
-        if self._group is not None:
-            dist.gather_object(mine, everybody if self._rank == 0 else None, dst=0, group=self._group)
-        if self._rank == 0:
-            try:
-                failed = [value for value in everybody if isinstance(value, Exception)]
-                verdict = [failed[0] if failed else decide(everybody)]
-            except Exception as error:
-                verdict = [_sendable(error)]
-        if self._group is not None:
-            dist.broadcast_object_list(verdict, src=0, group=self._group)
-        if isinstance(verdict[0], Exception):
-            raise verdict[0]
-        return verdict[0]  # type: ignore[no-any-return]
-
     def _write(self, writer: Writer, tensors: dict[str, Tensor]) -> None:
         planner = DefaultSavePlanner(flatten_state_dict=False)
         with warnings.catch_warnings():
@@ -349,29 +339,13 @@ class Checkpointer:
             if self._asynchronous:
                 self._pending = cast(
                     "Future[Any]",
-                    async_save(tensors, storage_writer=writer, planner=planner, process_group=self._group),
+                    async_save(tensors, storage_writer=writer, planner=planner, process_group=self._agreement.group),
                 )
                 return
             try:
-                save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
+                save(tensors, storage_writer=writer, planner=planner, process_group=self._agreement.group)
             except CheckpointException as error:
                 raise _failed_to_save(self._folder, error) from None
-
-
-def _sendable(value: T | Exception) -> T | Exception:
-    """The same, or an error that says why it cannot be sent: all ranks must hear of it, or they wait forever."""
-    try:
-        data = pickle.dumps(value)
-        if isinstance(value, Exception):
-            pickle.loads(data)
-    except Exception as error:
-        if isinstance(value, Exception):
-            return RuntimeError(f"{type(value).__name__}: {value}")
-        return TypeError(
-            f"what is to be saved cannot be sent to the other ranks ({error}): keep numbers, strings, lists, dicts and "
-            "tensors in the optimizer's groups and state."
-        )
-    return value
 
 
 def _optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -387,12 +361,12 @@ def _optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def _check_all_used(path: Path, ranks: list[tuple[set[str], set[str]]]) -> None:
-    there = {key for key in ranks[0][0] if key.startswith("model.")}
-    if left := there.difference(*(used for _, used in ranks)):
+def _check_all_used(reader: Reader, ranks: list[set[str]]) -> None:
+    there = {key for key in reader.contents if key.startswith("model.")}
+    if left := there.difference(*ranks):
         raise ValueError(
-            f"the checkpoint {path} has {len(left)} entries that no rank's chunks have, such as {min(left)}: it is of "
-            "another model, or the chunks count their layers from 0 and need global_name."
+            f"the checkpoint {reader.path} has {len(left)} entries that no rank's chunks have, such as {min(left)}: it "
+            "is of another model, or the chunks count their layers from 0 and need global_name."
         )
 
 
@@ -413,32 +387,3 @@ def _fingerprints(others: dict[str, Any], extras: list[dict[str, Any]]) -> dict[
     for number, extra in enumerate(extras):
         values[f"what optimizer {number} has besides the state of its parameters"] = extra
     return {name: fingerprint(value) for name, value in values.items()}
-
-
-# Random states
-
-
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *rest)
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(states["numpy"])
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed % 2**63)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)

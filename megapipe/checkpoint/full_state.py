@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..chunks import fully_qualified_name, unwrap
 from .files import Reader, serialise
 
-__all__ = ["GlobalName", "Parts", "WholeState"]
+__all__ = ["FullState", "GlobalName", "Parts"]
 
 GlobalName = Callable[[nn.Module, str], str]
 """(chunk, its name for a parameter) to the whole model's name for it."""
@@ -40,7 +40,7 @@ class Held(NamedTuple):
     value: Any
 
 
-class WholeState:
+class FullState:
     """This rank's chunks and optimizers as they are now.
 
     What an optimizer has is what its own `state_dict()` says, as its `load_state_dict` is what will read it.
@@ -72,11 +72,11 @@ class WholeState:
                 if first != held.name:
                     self.aliases[held.name] = first
         for number, optimizer in enumerate(optimizers):
-            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._names]
-            if strangers:
+            unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._names]
+            if unknown:
                 raise ValueError(
-                    f"optimizer {number} has {len(strangers)} parameters that none of the {len(chunks)} chunks has, "
-                    f"the first of shape {list(strangers[0].shape)}: pass the chunks whose parameters it trains."
+                    f"optimizer {number} has {len(unknown)} parameters that none of the {len(chunks)} chunks has, "
+                    f"the first of shape {list(unknown[0].shape)}: pass the chunks whose parameters it trains."
                 )
 
     # Saving
@@ -136,81 +136,70 @@ class WholeState:
 
     def load_model(self, reader: Reader, aliases: Mapping[str, str]) -> None:
         """Raises ValueError, before anything is read, where the checkpoint lacks something or has another shape."""
-        targets: dict[str, Tensor] = {}
-        copies: list[tuple[Tensor, Tensor]] = []  # of what two chunks of this rank have under one name
+        to_read = _ToRead(reader)
         extra: dict[str, Any] = {}
-        first: dict[str, Tensor] = {}
         for held in self.held:
             name = self._saved_name(held.name, reader, aliases)
             if is_extra_state(held):
                 check_there(f"model.{name}", reader)
                 extra[held.name] = reader.read_value(f"model.{name}")
-            elif name in first:
-                copies.append((held.value.detach(), first[name]))
             else:
-                first[name] = held.value.detach()
-                for part, target in self._divided(name, held.value, first[name]):
-                    check_there(f"model.{part}", reader, target)
-                    targets[f"model.{part}"] = target
-        reader.read(targets)
-        for target, source in copies:
-            if target is not source:
-                target.copy_(source)
+                for part, target in self._divided(name, held.value, held.value.detach()):
+                    to_read.add(f"model.{part}", target)
+        to_read.read()
         for number, chunk in enumerate(self._chunks):  # again into themselves, for the sake of hooks and extra state
             own = [held for held in self.held if held.chunk == number]
             chunk.load_state_dict(
                 {h.local_name: extra[h.name] if is_extra_state(h) else h.value.detach() for h in own}, strict=True
             )
 
-    def load_optimizers(
-        self,
-        reader: Reader,
-        aliases: Mapping[str, str],
-        options: Sequence[dict[str, Any]],
-        numbers: Mapping[str, dict[str, Any]],
-        extras: Sequence[dict[str, Any]],
-    ) -> None:
-        """After `load_model`. Parameters that had no state when it was saved have none afterwards."""
-        saved: dict[str, dict[str, TensorStorageMetadata]] = {}
-        for full_key, what in reader.contents.items():
-            if full_key.startswith("optimizer."):
-                _, key, name = full_key.split(".", 2)
-                saved.setdefault(name, {})[_with_dots(key)] = what
-        by_name = {name: group["options"] for group in options for name in group["names"]}
-        by_number = {group["group"]: group["options"] for group in reversed(options)}
-        targets: dict[str, Tensor] = {}
-        copies: list[tuple[Tensor, Tensor]] = []
-        states: list[dict[str, Any]] = []
-        for optimizer in self._optimizers:
-            state: dict[int, dict[str, Any]] = {}
-            groups: list[dict[str, Any]] = []
-            for number, (group, names) in enumerate(self._groups(optimizer)):
-                names = [self._saved_name(name, reader, aliases) for name in names]
-                found = self._options_of(names, by_name) if names else by_number.get(number, {})
-                indices = range(len(state), len(state) + len(names))
-                groups.append({**group, **found, "params": list(indices)})
-                for index, name, parameter in zip(indices, names, group["params"]):
-                    state[index] = dict(numbers.get(name, {}))
-                    part, like = self._divided(name, parameter, parameter.detach())[0]
-                    for key, what in {**saved.get(name, {}), **saved.get(part, {})}.items():
-                        # As the parameter is, sharded too; step counts and the like have a shape of their own.
-                        alike = what.size == like.shape and parameter.dim() > 0
-                        empty = torch.zeros(what.size) if not alike else torch.zeros_like(parameter)
-                        state[index][key] = target = empty.to(what.properties.dtype)
-                        for part_name, view in self._divided(name, parameter, target):
-                            full_key = f"optimizer.{_without_dots(key)}.{part_name}"
-                            check_there(full_key, reader, view)
-                            if full_key in targets:
-                                copies.append((view, targets[full_key]))
-                            targets.setdefault(full_key, view)
-            extra = extras[len(states)] if len(states) < len(extras) else {"state": {}, "entries": {}}
-            state_of_all = {**{i: s for i, s in state.items() if s}, **extra["state"]}
-            states.append({**extra["entries"], "state": state_of_all, "param_groups": groups})
-        reader.read(targets)
-        for view, source in copies:
-            view.copy_(source)
+    def load_optimizers(self, reader: Reader, run: Mapping[str, Any]) -> None:
+        """After `load_model`. Parameters that had no state when it was saved have none afterwards.
+
+        Args:
+            run: what the checkpoint says of the optimizers: `aliases`, `options`, `numbers` and `extras`.
+        """
+        to_read = _ToRead(reader)
+        extras = run.get("extras", [])
+        states = []
+        for number, optimizer in enumerate(self._optimizers):
+            extra = extras[number] if number < len(extras) else {"state": {}, "entries": {}}
+            groups, state = self._state_to_load(optimizer, to_read, run)
+            states.append({**extra["entries"], "state": {**state, **extra["state"]}, "param_groups": groups})
+        to_read.read()
         for optimizer, loaded in zip(self._optimizers, states):
             optimizer.load_state_dict(loaded)
+
+    def _state_to_load(
+        self, optimizer: torch.optim.Optimizer, to_read: _ToRead, run: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
+        """Parameter groups and state for `load_state_dict`, once everything in `to_read` has been read."""
+        by_name = {name: group["options"] for group in run["options"] for name in group["names"]}
+        by_number = {group["group"]: group["options"] for group in reversed(run["options"])}
+        groups: list[dict[str, Any]] = []
+        state: dict[int, dict[str, Any]] = {}
+        for number, (group, names) in enumerate(self._groups(optimizer)):
+            names = [self._saved_name(name, to_read.reader, run["aliases"]) for name in names]
+            options = self._options_of(names, by_name) if names else by_number.get(number, {})
+            first = sum(len(one["params"]) for one in groups)
+            groups.append({**group, **options, "params": list(range(first, first + len(names)))})
+            for index, name, parameter in zip(groups[-1]["params"], names, group["params"]):
+                own = {**run["numbers"].get(name, {}), **self._tensors_to_load(name, parameter, to_read)}
+                if own:
+                    state[index] = own
+        return groups, state
+
+    def _tensors_to_load(self, name: str, parameter: nn.Parameter, to_read: _ToRead) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        part, like = self._divided(name, parameter, parameter.detach())[0]
+        for key, what in {**to_read.states_of(name), **to_read.states_of(part)}.items():
+            # As the parameter is, sharded too; step counts and the like have a shape of their own.
+            is_alike = what.size == like.shape and parameter.dim() > 0
+            empty = torch.zeros_like(parameter) if is_alike else torch.zeros(what.size)
+            tensors[key] = empty.to(what.properties.dtype)
+            for part_name, view in self._divided(name, parameter, tensors[key]):
+                to_read.add(f"optimizer.{_without_dots(key)}.{part_name}", view)
+        return tensors
 
     def keys(self, reader: Reader, aliases: Mapping[str, str]) -> set[str]:
         """The keys of the model in the checkpoint that this rank loads."""
@@ -286,6 +275,40 @@ class WholeState:
                     f"settings ({by_name[names[0]]} and {by_name[name]}): make the groups as they were."
                 )
         return by_name[names[0]]
+
+
+class _ToRead:
+    """Tensors that a checkpoint is to fill, each key read once, whatever bears its name here."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._targets: dict[str, Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, key: str, target: Tensor) -> None:
+        """Raises ValueError where the checkpoint lacks it or has another shape."""
+        check_there(key, self.reader, target)
+        first = self._targets.setdefault(key, target)
+        if first is not target:
+            self._copies.append((target, first))
+
+    def read(self) -> None:
+        self.reader.read(self._targets)
+        for target, first in self._copies:
+            target.copy_(first)
+
+    def states_of(self, name: str) -> dict[str, TensorStorageMetadata]:
+        """The optimizer state of a parameter in the checkpoint."""
+        return self._states.get(name, {})
+
+    @cached_property
+    def _states(self) -> dict[str, dict[str, TensorStorageMetadata]]:
+        states: dict[str, dict[str, TensorStorageMetadata]] = {}
+        for full_key, what in self.reader.contents.items():
+            if full_key.startswith("optimizer."):
+                _, key, name = full_key.split(".", 2)
+                states.setdefault(name, {})[_with_dots(key)] = what
+        return states
 
 
 def _without_dots(key: str) -> str:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..chunks import local
-from .full_state import WholeState
+from .full_state import FullState
 
-__all__ = ["Use", "check_tied", "find_shared", "sum_up", "uses_of"]
+__all__ = ["Use", "check_tied", "checksums_of", "find_shared", "uses_of"]
 
 Owner = tuple[int, ...]
 """(pipeline rank, chunk), the same for its replicas; (pipeline rank, chunk, rank) of what is no replica, such as a
@@ -25,7 +25,7 @@ Use = tuple[str, Owner, Any]
 """A name, who uses it, and what is to be compared: the shape or the sum."""
 
 
-def uses_of(state: WholeState, pp_rank: int, rank: int) -> list[Use]:
+def uses_of(state: FullState, pp_rank: int, rank: int) -> list[Use]:
     return [(name, owner, tuple(tensor.shape)) for name, owner, tensor in _uses(state, pp_rank, rank)]
 
 
@@ -37,9 +37,9 @@ def find_shared(ranks: Iterable[list[Use]]) -> set[str]:
     return {name for name, owner, _ in uses if owner != first[name]}
 
 
-def sum_up(state: WholeState, names: set[str], pp_rank: int, rank: int) -> list[Use]:
+def checksums_of(state: FullState, names: set[str], pp_rank: int, rank: int) -> list[Use]:
     uses = _uses(state, pp_rank, rank)
-    return [(name, owner, _sum_of_bits(tensor)) for name, owner, tensor in uses if name in names]
+    return [(name, owner, _checksum(tensor)) for name, owner, tensor in uses if name in names]
 
 
 def check_tied(ranks: Iterable[list[Use]]) -> None:
@@ -51,7 +51,7 @@ def check_tied(ranks: Iterable[list[Use]]) -> None:
     _check_same([(name, owner, value) for (name, owner), value in sums.items()], "values")
 
 
-def _uses(state: WholeState, pp_rank: int, rank: int) -> Iterator[tuple[str, Owner, Tensor]]:
+def _uses(state: FullState, pp_rank: int, rank: int) -> Iterator[tuple[str, Owner, Tensor]]:
     for held, name, tensor in state.named_tensors():
         is_replica = getattr(held.value, "allreduce", True)  # Megatron's mark
         owner = (pp_rank, held.chunk) if is_replica else (pp_rank, held.chunk, rank)
@@ -66,7 +66,7 @@ def _check_same(uses: list[Use], what: str) -> None:
             raise ValueError(
                 f"{name} is the name of different parameters, of {_where(other)} and of {_where(owner)}: their {what} "
                 "differ. Name parameters as in the whole model, layers by their number there, or pass global_name (or "
-                "parts, for experts that are shared out)."
+                "parts, for experts that are distributed)."
             )
 
 
@@ -75,5 +75,5 @@ def _where(owner: Owner) -> str:
     return where if len(owner) == 2 else f"{where} (rank {owner[2]})"
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
+def _checksum(tensor: Tensor) -> int:
     return int(local(tensor).contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))

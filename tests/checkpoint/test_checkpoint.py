@@ -32,8 +32,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from megapipe import StageInfo, parallel_state
 from megapipe.checkpoint import Checkpointer, folder_lock, read_position, save_safetensors
-from megapipe.checkpoint.alike import fingerprint
 from megapipe.checkpoint.files import INCOMPLETE, Reader, Writer, checkpoints_in
+from megapipe.checkpoint.fingerprints import fingerprint
 from megapipe.training import PipelinedOptimizer
 
 NUM_LAYERS, NUM_MICROBATCHES = 8, 4

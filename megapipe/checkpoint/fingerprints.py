@@ -1,4 +1,4 @@
-"""What every rank has alike, so that rank 0's may be saved for all."""
+"""Fingerprints of values that every rank must have the same, so that rank 0's may be saved for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..chunks import local
 from ..training import OF_EACH_GROUP
 
-__all__ = ["check_alike", "fingerprint"]
+__all__ = ["check_same", "fingerprint"]
 
 OWN = {*OF_EACH_GROUP, "_last_lr", "lr_lambdas"}
 """What a scheduler says of each parameter group: ranks have groups of their own, and `load_scheduler` minds that."""
@@ -28,7 +28,7 @@ def fingerprint(value: Any) -> int:
     return number
 
 
-def check_alike(ranks: Sequence[Mapping[str, int]]) -> None:
+def check_same(ranks: Sequence[Mapping[str, int]]) -> None:
     """Raises ValueError where the fingerprints of what bears one name differ."""
     for rank, fingerprints in enumerate(ranks):
         for name, number in fingerprints.items():

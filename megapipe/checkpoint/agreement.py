@@ -1,0 +1,77 @@
+"""Ranks that save and load together: an error on one is the same error on all, and none waits for another in vain."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["Agreement"]
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """All ranks of torch.distributed, over a group of their own; this process alone where that is not in use.
+
+    Every rank makes one, and calls its methods in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.num_ranks = 1 if self.group is None else self.group.size()
+
+    @contextmanager
+    def same_errors(self) -> Iterator[None]:
+        """At the end of the block every rank raises what the first of those that failed in it has raised."""
+        own = None
+        try:
+            yield
+        except Exception as error:
+            own = _sendable(error)
+        failed = [error for error in self._gather(own) if error is not None]
+        first = self.broadcast(failed[0] if failed else None)
+        if first is not None:
+            raise first
+
+    def gather(self, value: T) -> list[T]:
+        """On rank 0 the values of all ranks, elsewhere an empty list.
+
+        Raises:
+            TypeError: on every rank, where a value cannot be sent.
+        """
+        with self.same_errors():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise TypeError(
+                    f"what is to be saved cannot be sent to the other ranks ({error}): keep numbers, strings, lists, "
+                    "dicts and tensors in the optimizer's groups and state."
+                ) from None
+        return self._gather(value)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on all ranks."""
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def _gather(self, value: Any) -> list[Any]:
+        values = [value] * self.num_ranks if self.rank == 0 else []
+        if self.group is not None:
+            dist.gather_object(value, values or None, dst=0, group=self.group)
+        return values
+
+
+def _sendable(error: Exception) -> Exception:
+    """The same error, or one with the same text that can be sent: all ranks must hear of it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
