@@ -29,10 +29,12 @@ def split_batch(batch: Any, num_microbatches: int, spec: Any = 0, *, uneven: boo
             or a tree like the batch, or like its upper levels: {"tokens": 1, "mask": None}.
         uneven: whether the first microbatches may have one sample more than the others.
 
-    Returns the microbatches, each a tree like the batch.
+    Returns:
+        The microbatches, each a tree like the batch.
 
-    Raises ValueError where the spec does not fit, tensors have different numbers of samples, or the samples cannot be
-    shared out evenly.
+    Raises:
+        ValueError: where the spec does not fit, tensors have different numbers of samples, or the samples cannot be
+            divided evenly.
     """
     if num_microbatches < 1:
         raise ValueError(f"a batch cannot be cut into {num_microbatches} microbatches: use 1 or more.")
@@ -61,7 +63,7 @@ def data_iterators(
     spec: Any = 0,
     uneven: bool = False,
 ) -> list[Iterator[dict[str, Any]] | None]:
-    """What to pass as `data_iterator`, step after step: one iterator over microbatches for each of the rank's chunks.
+    """The `data_iterator` for all steps: one iterator over microbatches for each of the rank's chunks.
 
     The first stage's yields dicts with the `inputs`, the last one's with the `labels`; the others are None. Of a batch
     only the names needed on this rank are looked up, so a mapping that reads when asked reads no more; on ranks without
@@ -77,12 +79,16 @@ def data_iterators(
     After a step that failed, the next one begins with the next batch, the same on all ranks; a batch whose reading
     raised counts as one. So `batches` should go on after it has raised, as a DataLoader does and a generator cannot.
 
-    Raises ValueError where the spec lacks a name; the iterators do where a batch lacks a name or does not fit.
+    Returns:
+        The iterators, or None for a chunk that needs no data.
+
+    Raises:
+        ValueError: where the spec lacks a name; by the iterators, where a batch lacks a name or does not fit.
     """
     wanted = [[*(inputs if stage.is_first else ()), *(labels if stage.is_last else ())] for stage in stages]
     names = list(dict.fromkeys(itertools.chain(*wanted)))
-    if isinstance(spec, Mapping) and (unsaid := [name for name in names if name not in spec]):
-        raise ValueError(f"the spec {dict(spec)} has no {unsaid[0]!r}: give it every name of inputs and labels.")
+    if isinstance(spec, Mapping) and (missing := [name for name in names if name not in spec]):
+        raise ValueError(f"the spec {dict(spec)} has no {missing[0]!r}: give it every name of inputs and labels.")
     specs = {name: spec[name] for name in names} if isinstance(spec, Mapping) else spec
 
     def cut(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -133,7 +139,7 @@ class _Reader:
 
 
 class _Microbatches(Iterator[dict[str, Any]]):
-    """What one chunk takes of each microbatch."""
+    """The part of each microbatch that one chunk needs."""
 
     def __init__(self, reader: _Reader, names: Sequence[str]) -> None:
         self.batch = 0
@@ -206,7 +212,7 @@ def _check(named: Sequence[tuple[str, Any, int | None]], num_microbatches: int, 
             )
         if num_samples < num_microbatches or (num_samples % num_microbatches and not uneven):
             raise ValueError(
-                f"the {num_samples} samples of batch{name} cannot be shared out evenly among {num_microbatches} "
+                f"the {num_samples} samples of batch{name} cannot be divided evenly into {num_microbatches} "
                 f"microbatches: use a multiple of {num_microbatches}"
                 + (", or uneven=True." if num_samples > num_microbatches and not uneven else ".")
             )

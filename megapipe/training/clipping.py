@@ -38,16 +38,19 @@ def clip_grad_norm_(
 
     Args:
         model: this rank's chunks, or the only one.
-        max_norm: what the norm is brought down to; `math.inf` only measures.
+        max_norm: the largest norm there is afterwards; `math.inf` only measures.
         norm_type: the order p of the norm, positive, or `math.inf` for the largest absolute value.
         error_if_nonfinite: raise where the norm is NaN or infinite. Otherwise gradients are scaled by max_norm / norm
             where that is below 1, so not at all by a NaN.
-        group: the pipeline's ranks; None takes that of `parallel_state`.
+        group: the pipeline's ranks. None: those of `parallel_state`.
 
-    Returns the norm before clipping, a float64 tensor without dimensions, the same on every rank.
+    Returns:
+        The norm before clipping, a float64 tensor without dimensions, the same on every rank.
 
-    Raises ValueError for sizes that make no sense and for gradients kept as `main_grad`, and with `error_if_nonfinite`
-    RuntimeError on every rank, which names the parameters and the ranks that hold them.
+    Raises:
+        ValueError: for norms that are not positive, and for gradients kept as `main_grad`.
+        RuntimeError: with `error_if_nonfinite`, on every rank; it names the parameters and the ranks that hold them.
+        PipelineError: where another rank has failed.
     """
     check_norm(max_norm, norm_type)
     check_failures()
@@ -68,7 +71,7 @@ def check_norm(max_norm: float, norm_type: float) -> None:
 
 def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     """The sum of |g|^p over the stages of this rank, or the largest |g|: float64, without dimensions. Collective over
-    the ranks that hold the same stages, where these share out shards or experts."""
+    the ranks that hold the same stages, where parameters are sharded or experts distributed over them."""
     # The gradients of sequence-parallel parameters are yet to be summed.
     for name, parameter in trained_parameters(models):
         own = gradient_of(name, parameter)
@@ -89,7 +92,7 @@ def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
 
 
 def gather_power_sums(own: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, Any]:
-    """Those of all stages, by pipeline rank, and what to wait for where `async_op` is set. Collective."""
+    """The power sums of all stages, by pipeline rank, and with `async_op` the collective to wait for. Collective."""
     group = group or parallel_state.find_pipeline_group()
     if group is None or group.size() == 1:
         return own.reshape(1), None
@@ -113,8 +116,8 @@ def scale_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ...], list[tuple[str, nn.Parameter]]]:
-    """The parameters that count, by the groups whose ranks hold the other parts of them. It depends on no gradient, so
-    that the ranks of a group agree on what they add up."""
+    """The parameters that count, by the groups whose ranks hold their other parts. It depends on no gradient, so that
+    the ranks of a group add up the same parameters."""
     experts = parallel_state.get_expert_model_parallel_group()
     held: dict[tuple[dist.ProcessGroup, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in trained_parameters(models):
@@ -143,7 +146,7 @@ def _combine(parts: Tensor, norm_type: float) -> Tensor:
 
 
 def _describe_nonfinite(models: Sequence[nn.Module], norm: Tensor, group: dist.ProcessGroup | None) -> str:
-    """Told to everybody by way of the same groups as the norm, so that every rank takes part."""
+    """The error's text, on every rank. Collective over the same groups as the norm."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     found: list[str] = []
     for groups, parameters in _by_holders(models).items():

@@ -35,15 +35,16 @@ class GradientReducer:
     Parameters and buffers take the values of the first replica. A parameter that no replica used keeps no gradient. One
     with the attribute `allreduce = False`, an expert's, is reduced among the ranks that hold the same expert
     (`parallel_state.get_expert_data_parallel_group()`), and divided by the number of all replicas nevertheless: its
-    gradient is a sum over the tokens of those that share it already. So, other than the rest, it must be cleared before
-    the next step: what has been reduced would be divided again. What `fully_shard` manages is left to it.
+    gradient is a sum over the tokens of all ranks that use it already. So it must be cleared before the next step: what
+    has been reduced would be divided again. Parameters sharded by `fully_shard` are left to that.
 
     Args:
         chunks: this rank's chunks, as they are handed to the schedule.
-        bucket_cap_mb: a bucket is started with as many gradients as fit into this many MiB, or with a single one.
+        bucket_cap_mb: the size of a bucket in MiB; a larger gradient has a bucket of its own.
 
-    Raises ValueError on all replicas of a stage where their parameters differ in name, shape, dtype or whether they are
-    trained; and in a step where some are trained that were not when it was made.
+    Raises:
+        ValueError: on all replicas of a stage, where their parameters differ in name, shape, dtype or whether they are
+            trained.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], bucket_cap_mb: float = 25.0) -> None:
@@ -72,7 +73,13 @@ class GradientReducer:
 
     def finish(self, models: Sequence[nn.Module], num_tokens: Tensor | None = None) -> None:
         """`finalize_model_grads_func`: wait until all gradients are averaged; starts those that have not been. With
-        `calculate_per_token_loss` they are then divided by the tokens of all replicas instead of their number."""
+        `calculate_per_token_loss` they are then divided by the tokens of all replicas instead of their number.
+
+        Raises:
+            ValueError: where a parameter is trained that was frozen or not there when this was made.
+            TypeError: for sparse gradients.
+            PipelineError: where another rank has failed.
+        """
         check_failures()
         for name, parameter in each_parameter(models):
             if parameter.requires_grad and parameter not in self._buckets and as_sharded(parameter) is None:

@@ -20,20 +20,21 @@ def divide_by_num_tokens(
 ) -> None:
     """Divide gradients by the number of tokens in the microbatches of all replicas, so that each token counts alike.
 
-    For `config.calculate_per_token_loss`, where losses are sums over tokens: to be called in
-    `finalize_model_grads_func` with what that is given, or to be that function. Every rank calls it, once for all calls
-    of a schedule before an optimizer step, and not while a reduction over replicas is under way
-    (`GradientReducer.finish` calls it by itself). Only the rank of the last stage knows its tokens, so all others hear
-    of them here.
+    For `config.calculate_per_token_loss`, where losses are sums over tokens: it is called in
+    `finalize_model_grads_func`, or is that function. Every rank calls it, once for all calls of a schedule before an
+    optimizer step, and not while a reduction over replicas is in flight (`GradientReducer.finish` calls it by itself).
+    Only the rank of the last stage knows its tokens; all others receive the number here.
 
     Args:
         models: this rank's chunks.
-        num_tokens: of this replica where this rank has its last stage, elsewhere 0 or the same.
-        data_parallel_group: the replicas; None takes that of `parallel_state`.
+        num_tokens: a tensor without dimensions, of any dtype: the tokens of this replica where this rank has its last
+            stage, elsewhere 0 or the same.
+        data_parallel_group: the replicas. None: those of `parallel_state`.
         averaged: the reduction over replicas averages gradients (the default of DistributedDataParallel and FSDP2)
             instead of adding them up.
 
-    Raises ValueError where `num_tokens` is None: the loss was divided already.
+    Raises:
+        ValueError: where `num_tokens` is None: the loss was divided already; and for gradients kept as `main_grad`.
     """
     if num_tokens is None:
         raise ValueError("there is no number of tokens: set config.calculate_per_token_loss.")

@@ -39,11 +39,12 @@ class TiedWeights:
 
     Args:
         model: this rank's chunks, or the only one.
-        names: of the parameters, wherever they are.
-        group: the pipeline's ranks; None takes that of `parallel_state`.
+        names: of the parameters, on whichever ranks they are.
+        group: the pipeline's ranks. None: those of `parallel_state`.
 
-    Raises ValueError on every rank where a name is on no stage or on several, or where they differ in shape, dtype or
-    whether they are trained.
+    Raises:
+        ValueError: on every rank, where a name is on no stage or on several, or where the parameters differ in shape,
+            dtype or whether they are trained.
     """
 
     def __init__(
@@ -84,6 +85,10 @@ class TiedWeights:
         """Give all copies the sum of their gradients. Every rank calls it, once after each training step.
 
         It may be the `finalize_model_grads_func` itself, whose arguments it ignores, or be called by it.
+
+        Raises:
+            ValueError: for gradients kept as `main_grad`.
+            PipelineError: where another rank has failed.
         """
         check_failures()
         copies = {id(parameter): parameter for parameter in self._copies if parameter.requires_grad}.values()
@@ -114,7 +119,7 @@ def _kind_of(parameter: nn.Parameter) -> str:
 
 
 def _check(copies: list[_Copy], names: Sequence[str]) -> None:
-    """What all ranks have told each other, so all raise alike."""
+    """Raises ValueError, on all ranks alike."""
     for name in names:
         ranks = [copy.rank for copy in copies if copy.name == name]
         if len(ranks) != 1:

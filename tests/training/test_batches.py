@@ -51,7 +51,7 @@ def test_batches_that_do_not_fit() -> None:
         (
             (x, 4),
             {},
-            "the 6 samples of batch cannot be shared out evenly among 4 microbatches: use a multiple of 4, or",
+            "the 6 samples of batch cannot be divided evenly into 4 microbatches: use a multiple of 4, or",
         ),
         (({"x": x}, 7), {"uneven": True}, r"6 samples of batch\['x'\] cannot .* among 7 .*: use a multiple of 7\.$"),
         (

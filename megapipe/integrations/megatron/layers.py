@@ -1,4 +1,4 @@
-"""Megatron's layers that leave their weight gradients to W."""
+"""Megatron's layers with weight gradients that are deferred to W."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def defer_weight_gradients(module: Module) -> Module:
     ColumnParallelLinear and RowParallelLinear, as `weight_grad.convert` does with torch's. Call it before the model is
     wrapped or after.
 
-    Returns `module`. A layer's class is swapped and nothing else. Under tensor parallelism a layer whose backward
-    communicates between its two products (a ColumnParallelLinear, or any with sequence parallelism) stays as it is:
-    what Megatron hides there is its weight gradient.
+    A layer's class is swapped and nothing else. Under tensor parallelism a layer whose backward communicates between its
+    two products (a ColumnParallelLinear, or any with sequence parallelism) stays as it is: Megatron overlaps that
+    communication with the weight gradient.
+
+    Returns:
+        `module` itself.
     """
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
     for layer in module.modules():

@@ -1,4 +1,4 @@
-"""What of Megatron somebody has imported, and whether a step is one of its trainers'."""
+"""The modules of Megatron that are imported already, and whether a step belongs to one of its trainers."""
 
 from __future__ import annotations
 

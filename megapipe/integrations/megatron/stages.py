@@ -1,4 +1,5 @@
-"""Where a chunk is: what Megatron is told while it builds one, reads data for one, and finalizes gradients.
+"""The place of a chunk in the pipeline, as Megatron sees it while it builds one, reads data for one, and finalizes
+gradients.
 
 Megatron numbers a chunk's layers by its rank's place in the pipeline. Under V placement every other chunk runs the
 other way, so for those the rank's place is shown to Megatron, and to the chunk ever after, as it is there. And the
@@ -36,6 +37,12 @@ def build_model_chunks(
             config must have `virtual_pipeline_model_parallel_size` set to the number of chunks, or None for one.
         config, pg_collection: passed on to the provider where they are given. Without `pg_collection` the pipeline is
             that of `parallel_state`.
+
+    Returns:
+        The chunks, in the order of `stages_for_rank`.
+
+    Raises:
+        ValueError: where Megatron would cut the model for another number of chunks.
     """
     stages = _stages(schedule, pg_collection)
     _check_virtual_size(schedule, len(stages), config)
@@ -54,9 +61,9 @@ def build_model_chunks(
 
 
 def at_its_stage(function: Function, schedule: str | Schedule) -> Function:
-    """`function`, which sees this rank where the chunk in question is under `schedule`.
+    """Wrap `function` so that Megatron tells it the place of the chunk in question under `schedule`.
 
-    For the functions that a Megatron trainer is given, and that ask Megatron where they are: its model provider, its
+    For the functions of a Megatron trainer that ask Megatron where they are: its model provider, its
     `forward_step` and its `train_valid_test_datasets_provider`. The chunk is the one of `vp_stage=`, else that of the
     model among the arguments. `pre_process=` and `post_process=` are set right, and the pipeline's group in a
     `ProcessGroupCollection` as well. Without V placement all of it is as Megatron has it already.
