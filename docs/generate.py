@@ -164,13 +164,17 @@ def peaks(plan: Plan) -> str:
     return "none" if plan.forward_only else ", ".join(f"{peak:g}" for peak in plan.simulate().peak_activations)
 
 
+def page() -> str:
+    sections = [section(name) for name in megapipe.schedule_names()]
+    return "\n".join([HEAD, *sections, gains()])
+
+
 def generate(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in megapipe.schedule_names():
         plan = make_plan(name, pp_size_of(name), NUM_MICROBATCHES)
         save_picture(plan, plan.simulate(), folder / f"{name}.svg")
-    sections = [section(name) for name in megapipe.schedule_names()]
-    (folder / "schedules.md").write_text("\n".join([HEAD, *sections, gains()]))
+    (folder / "schedules.md").write_text(page())
 
 
 if __name__ == "__main__":

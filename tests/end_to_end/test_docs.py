@@ -1,23 +1,52 @@
-"""docs/schedules.md is what `make docs` would write."""
+"""docs/schedules.md and its pictures are what `make docs` would write."""
 
 import re
 import runpy
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megapipe
+from megapipe.analysis.charts import COLOURS
+from megapipe.plan import make_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
+BAR = re.compile(r'<path d="M ([^"]+) z " clip-path="[^"]+" style="fill: (#\w+);')
 
 
-def test_docs_are_up_to_date(tmp_path: Path) -> None:
-    runpy.run_path(str(DOCS / "generate.py"))["generate"](tmp_path)
-    assert (tmp_path / "schedules.md").read_text() == (DOCS / "schedules.md").read_text(), "run `make docs`"
-    pictures = {path.name for path in DOCS.glob("*.svg")}
-    assert {path.name for path in tmp_path.glob("*.svg")} == pictures
-    for name in pictures:
-        drawn = rectangles(tmp_path / name)
-        assert len(drawn) >= 8
-        assert drawn == rectangles(DOCS / name), f"{name} is out of date: run `make docs`"
+@pytest.fixture(scope="module")
+def docs() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "generate.py"))
 
 
-def rectangles(path: Path) -> list[str]:
-    """What is drawn where, in which colour: text may differ between machines."""
-    return re.findall(r'<path d="M [^"]+"[^>]+fill: #[^;]+;', re.sub(r"\s+", " ", path.read_text()))
+def test_the_page_is_up_to_date(docs: dict[str, Any]) -> None:
+    assert docs["page"]() == (DOCS / "schedules.md").read_text(), "run `make docs`"
+    assert sorted(path.stem for path in DOCS.glob("*.svg")) == sorted(megapipe.schedule_names()), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", megapipe.schedule_names())
+def test_pictures_show_their_plans(docs: dict[str, Any], name: str) -> None:
+    """Every action of the plan has its bar, in its place and colour, and its microbatch is written there."""
+    plan = make_plan(name, docs["pp_size_of"](name), docs["NUM_MICROBATCHES"])
+    simulation = plan.simulate()
+    expected = [(rank, *span) for rank, spans in enumerate(simulation.spans) for span in spans]
+    picture = re.sub(r"\s+", " ", (DOCS / f"{name}.svg").read_text())
+    bars = [(corners_of(points), colour) for points, colour in BAR.findall(picture)]
+    assert len(bars) == len(expected), "run `make docs`"
+    left, right = min(bar[0][0] for bar in bars), max(bar[0][1] for bar in bars)
+    begin, end = min(start for *_, start, _ in expected), max(end for *_, end in expected)
+    scale = (right - left) / (end - begin)
+    rows = sorted({bar[0][2] for bar in bars})
+    for ((x0, x1, y), colour), (rank, action, start, stop) in zip(bars, expected):
+        assert (x0 - left, x1 - left) == pytest.approx((scale * (start - begin), scale * (stop - begin)), abs=1e-3)
+        assert y == rows[rank]
+        assert colour == COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
+    written = re.findall(r">(\d+)</text>", picture)
+    assert written[-len(expected) :] == [str(action.microbatch) for _, action, *_ in expected]
+
+
+def corners_of(points: str) -> tuple[float, float, float]:
+    """Left, right and top of a rectangle."""
+    numbers = [float(number) for number in points.replace("L", "").split()]
+    return min(numbers[::2]), max(numbers[::2]), min(numbers[1::2])
