@@ -19,8 +19,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from torch.distributed import TCPStore
-
 MAX_RANKS = 4
 PATIENCE = 240  # seconds until a test counts as hung: many times what the slowest takes, as machines may be busy
 # torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
@@ -33,6 +31,8 @@ class RankError(AssertionError):
 
 class RankPool:
     def __init__(self) -> None:
+        from torch.distributed import TCPStore  # here: the process that only hands out tests needs no torch
+
         self._workers: list[tuple[multiprocessing.Process, Connection, Connection]] = []
         self._num_jobs = 0
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
