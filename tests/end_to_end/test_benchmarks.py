@@ -1,5 +1,6 @@
 """The benchmarks run. What they show is no test's business: it depends on the machine."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,14 @@ with_torchs_pipelines = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_their_imports_exist(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The names of megapipe that a benchmark uses, also where `make test` does not run it."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.soak
 @with_torchs_pipelines
 def test_schedules_on_emulated_compute(tmp_path: Path) -> None:
     runners = "megapipe zbv,torch ZBVZeroBubble"
@@ -49,6 +58,7 @@ def mixture_of_experts(rank: int) -> list[list[str]]:
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.soak
 def test_emulated_mixture_of_experts(ranks: RankPool) -> None:
     for rows in ranks.run(4, mixture_of_experts):
         names = ["dualpipev, overlap", "dualpipev, no overlap", "zbv", "1f1b", "interleaved_1f1b", "zb1p"]
@@ -65,6 +75,7 @@ def real_compute(rank: int, names: list[str]) -> list[list[str]]:
     return compute.measure(rank, compute.parse(options.split()), names)
 
 
+@pytest.mark.soak
 @with_torchs_pipelines
 def test_real_compute(ranks: RankPool) -> None:
     names = [
@@ -89,6 +100,7 @@ def gpu_without_gpu(rank: int) -> Any:
     return tuple(gpu.measure(rank, gpu.parse(options.split())))
 
 
+@pytest.mark.soak
 def test_gpu_benchmark_where_there_is_none(ranks: RankPool) -> None:
     ((split, memory, host, steps),) = ranks.run(1, gpu_without_gpu)
     assert [row[-1] for row in split] == ["0e+00", "0e+00"]  # gradients of one microbatch are torch's to the bit
@@ -129,6 +141,7 @@ def steps_without_a_barrier(rank: int) -> list[list[str]]:
         steps.CASES = everything
 
 
+@pytest.mark.soak
 @with_torchs_pipelines
 def test_steps_without_a_barrier(ranks: RankPool) -> None:
     for rows in ranks.run(2, steps_without_a_barrier):
