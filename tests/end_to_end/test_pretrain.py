@@ -12,12 +12,13 @@ import torch
 from ranks import PATIENCE, RankPool
 
 from megapipe.analysis import load_timeline
+from megapipe.checkpoint import read_position
 from megapipe.plan import make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
-    "--global-batch-size 16 --train-iters 6 --log-interval 1 --eval-interval 3 --eval-iters 1 --lr-warmup-iters 2"
+    "--global-batch-size 16 --train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 2"
 )
 
 
@@ -42,7 +43,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_same_losses_for_every_pipeline_size(ranks: RankPool, text: str) -> None:
     (expected,) = ranks.run(1, pretrain, 1, text)
     assert expected[-1] < expected[0] - 0.1
-    for pp_size, options in ((2, ""), (3, ""), (4, ""), (4, "--schedule gpipe"), (2, "--schedule interleaved_1f1b")):
+    for pp_size, options in ((2, "--schedule interleaved_1f1b"), (3, ""), (4, "")):
         for losses in ranks.run(pp_size, pretrain, pp_size, f"{text} {options}"):
             assert losses == expected
 
@@ -59,7 +60,7 @@ def test_same_losses_with_tied_embeddings_and_steps_validated_afterwards(ranks: 
 def test_replicas(ranks: RankPool, text: str) -> None:
     """Two pipelines of two stages average their gradients: the same up to the order of a sum."""
     (expected,) = ranks.run(1, pretrain, 1, text)
-    sharded = ["--data-parallel-shard-size 2", "--data-parallel-shard-size 2 --schedule zbv"]
+    sharded = ["--data-parallel-shard-size 2 --schedule zbv"]
     if not hasattr(torch.cpu.Stream, "record_event"):
         sharded = []  # fully_shard of this torch does not run on CPU
     for options in ("", *sharded):
@@ -69,24 +70,24 @@ def test_replicas(ranks: RankPool, text: str) -> None:
 
 def test_a_checkpoint_goes_on_at_another_pipeline_size(ranks: RankPool, text: str, tmp_path: Path) -> None:
     flat = f"{text} --min-lr 4e-3"  # no decay, whose length would follow --train-iters
-    (uninterrupted,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 9")
-    ranks.run(4, pretrain, 4, f"{flat} --train-iters 6 --save {tmp_path}")
-    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 9 --load {tmp_path}"):
-        assert losses == uninterrupted[-3:]
+    (uninterrupted,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 6")
+    ranks.run(4, pretrain, 4, f"{flat} --train-iters 4 --save {tmp_path}")
+    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 6 --load {tmp_path}"):
+        assert losses == uninterrupted[-2:]
 
 
 def test_experts_shared_out(ranks: RankPool, text: str, tmp_path: Path) -> None:
     """The same up to the order of sums, wherever the experts are; also when others go on from a checkpoint."""
     flat = f"{text} {MOE} --min-lr 4e-3"
-    (expected,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 9")
+    (expected,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 6")
     assert expected[-1] < expected[0] - 0.1
     shared = f"{flat} --expert-model-parallel-size 2"
-    for losses in ranks.run(4, pretrain, 2, f"{shared} --schedule zb1p --train-iters 6 --save {tmp_path}"):
-        assert losses == pytest.approx(expected[:6], rel=1e-4)
-    for losses in ranks.run(4, pretrain, 1, f"{shared} --train-iters 9 --load {tmp_path}"):
-        assert losses == pytest.approx(expected[6:], rel=1e-4)
-    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 9 --load {tmp_path}"):
-        assert losses == pytest.approx(expected[6:], rel=1e-4)
+    for losses in ranks.run(4, pretrain, 2, f"{shared} --schedule zb1p --train-iters 4 --save {tmp_path}"):
+        assert losses == pytest.approx(expected[:4], rel=1e-4)
+    for losses in ranks.run(4, pretrain, 1, f"{shared} --train-iters 6 --load {tmp_path}"):
+        assert losses == pytest.approx(expected[4:], rel=1e-4)
+    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 6 --load {tmp_path}"):
+        assert losses == pytest.approx(expected[4:], rel=1e-4)
 
 
 def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:
@@ -103,24 +104,20 @@ def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:
 def test_through_torchrun(text: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "pretrain_gpt.py"), *SMALL.split(), *text.split(), "--pipeline-model-parallel-size", "2"]
-    command += ["--record-timeline", str(tmp_path / "timeline.json")]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    command += ["--train-iters", "2", "--save", str(tmp_path), "--record-timeline", str(tmp_path / "timeline.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.9 prints
     assert lines[0].startswith("4 layers of 16 on 2 ranks: 2 stages x 1 replicas, schedule 1f1b, 8 microbatches")
     assert "validation loss" in done.stdout
-    assert lines[-2].endswith("tokens/s")
+    assert lines[-3].endswith("tokens/s")
     part = r"-?[\d.]+% "
     parts = [f"{part}{name}" for name in ("the schedule's own", "uneven stages", "waiting for communication", "host")]
-    assert re.fullmatch(rf"bubble {part}= " + r" \+ ".join(parts), lines[-1])
+    assert re.fullmatch(rf"bubble {part}= " + r" \+ ".join(parts), lines[-2])
+    assert lines[-1].startswith("saved")
     timeline = load_timeline(tmp_path / "timeline.json")
     assert timeline is not None
     assert timeline.plan.actions == make_plan("1f1b", 2, 8).actions
-    assert len(timeline.steps) == 6
+    assert len(timeline.steps) == 2
+    assert read_position(tmp_path).step == 2
