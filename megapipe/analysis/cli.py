@@ -25,8 +25,9 @@ from ..plan import (
 )
 from .bubble import split_bubble
 from .charts import save_comparison, save_comparison_html, save_html, save_picture
-from .text import save_trace, timeline
+from .text import text_rows
 from .timeline import Timeline, load_timeline
+from .trace import save_trace
 
 __all__ = ["main"]
 
@@ -228,7 +229,7 @@ def _print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | No
     columns = max(20, (width or shutil.get_terminal_size((120, 24)).columns) - prefix)
     if columns > WIDEST:
         raise ValueError(f"{columns} columns are more than any terminal has: choose a --width of {WIDEST:,} at most.")
-    rows = timeline(ranks, columns, duration)
+    rows = text_rows(ranks, columns, duration)
     console = _console()
     for rank, row in enumerate(rows):
         name = f"rank {rank}".ljust(prefix)

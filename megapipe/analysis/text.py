@@ -1,23 +1,22 @@
-"""A plan or a measured step as a picture: in the terminal, as plain text, and as a trace for Perfetto."""
+"""A plan or a measured step in characters: as plain text, and as rows for a terminal."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from ..plan import Action, Plan, Simulation, Span
-from ..runtime import RankStep
+from ..plan import Action, Plan, Span
 
-__all__ = ["Segment", "as_text", "save_trace", "timeline"]
+__all__ = ["Segment", "as_text", "text_rows"]
 
 
 def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weight: int = 1) -> str:
-    """The timeline in plain text: a row per rank, a column per unit of time, `.` where the rank waits.
+    """A simulated plan in plain text: a row per rank, a column per unit of time, `.` where the rank waits.
 
-    The times are those of one stage, in whole units; an action is written as often as it takes units.
+    Args:
+        forward, backward_input, backward_weight: the times of F, B and W of one stage, in whole units. An action is
+            written as often as it takes units.
     """
     chunks = plan.num_chunks
     simulation = plan.simulate(forward * chunks, backward_input * chunks, backward_weight * chunks)
@@ -34,18 +33,19 @@ def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weig
 
 
 class Segment(NamedTuple):
-    """A piece of a rank's row: some columns of text, and the action that they show (None where the rank waits)."""
+    """A piece of a rank's row: some columns of text, and the action they show (None where the rank waits)."""
 
     text: str
     action: Action | None
 
 
-def timeline(ranks: Sequence[Sequence[Span]], width: int, duration: float) -> list[list[Segment]]:
-    """A row of segments per rank, with as much of the actions' names as there is room for.
+def text_rows(ranks: Sequence[Sequence[Span]], width: int, duration: float) -> list[list[Segment]]:
+    """A row of segments per rank. Each action is named as fully as its width allows.
 
     Args:
-        ranks: what each does.
-        width, duration: so many columns stand for so much time, from the first action on.
+        ranks: the actions of each rank, with start and end in any unit of time.
+        width: columns of a row.
+        duration: the time that `width` columns stand for, from the first action of all ranks on, in the same unit.
     """
     begin = min(spans[0].start for spans in ranks)
     scale = width / duration
@@ -70,8 +70,8 @@ def timeline(ranks: Sequence[Sequence[Span]], width: int, duration: float) -> li
 
 
 def _choose_labels(spans: list[Span], scale: float) -> dict[str, Callable[[Action], str]]:
-    """For each kind of action, the longest of its names that fits nearly everywhere, with a column free between
-    neighbours."""
+    """For each kind of action, the longest of its names that fits in more than 80 % of its places, with a column free
+    between neighbours."""
     names: tuple[Callable[[Action], str], ...] = (
         str,
         lambda action: f"{action.kind[0]}{action.microbatch}",
@@ -84,43 +84,3 @@ def _choose_labels(spans: list[Span], scale: float) -> dict[str, Callable[[Actio
         fitting = [n for n in names if fmean(len(n(s.action)) < int((s.end - s.start) * scale) for s in own) > 0.8]
         labels[kind] = (fitting or names[-1:])[0]
     return labels
-
-
-def save_trace(
-    plan: Plan,
-    simulation: Simulation,
-    path: str | Path,
-    unit: str = "ms",
-    measured: Sequence[Sequence[RankStep]] = (),
-) -> None:
-    """A trace in Chrome's JSON format, which Perfetto opens. A unit of the simulation is one `unit` there.
-
-    Args:
-        measured: steps, per rank, shown with their waits as another process above the plan.
-    """
-    unit_us = {"us": 1.0, "ms": 1e3, "s": 1e6}[unit]
-    events = list(_trace_rows(1 if measured else 0, "plan", simulation.spans, unit_us))
-    if measured:
-        spans = [[span for step in measured for span in step[rank].spans] for rank in range(plan.pp_size)]
-        events += _trace_rows(0, "measured", spans, unit_us)
-    for step in measured:
-        for rank, one in enumerate(step):
-            for action, start, end in one.waits:
-                name = "last sends" if action is None else f"wait of {action}"
-                events.append(_trace_event(0, rank, name, "wait", start * unit_us, end * unit_us))
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
-
-
-def _trace_rows(
-    process: int, name: str, ranks: Sequence[Sequence[Span]], unit_us: float
-) -> Iterator[dict[str, object]]:
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    for rank, spans in enumerate(ranks):
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for action, start, end in spans:
-            event = _trace_event(process, rank, str(action), action.kind, start * unit_us, end * unit_us)
-            yield {**event, "args": {"stage": action.stage, "microbatch": action.microbatch}}
-
-
-def _trace_event(process: int, rank: int, name: str, kind: str, start: float, end: float) -> dict[str, object]:
-    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": rank, "ts": start, "dur": end - start}
