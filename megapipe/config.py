@@ -34,7 +34,8 @@ class PipelineConfig:
         hidden_size: Last dimension of the tensor between stages, where the model does not compute its shapes itself.
         pipeline_dtype: The dtype of the tensor between stages. None: that of the model's first floating-point
             parameter.
-        variable_seq_lengths: Microbatches differ in shape: a header with its shapes precedes each message. Default: False.
+        variable_seq_lengths: Microbatches differ in shape: a header with its shapes precedes each message. Default:
+            False.
         overlap_p2p_comm: Post receives before they are asked for. With False each one is posted when its turn comes.
             Default: True.
         p2p_lookahead: Receives that each channel keeps posted ahead, on CPU and with p2p_transport="host". None: 2,

@@ -20,8 +20,8 @@ def defer_weight_gradients(module: Module) -> Module:
     ColumnParallelLinear and RowParallelLinear, as `weight_grad.convert` does with torch's. Call it before the model is
     wrapped or after.
 
-    A layer's class is swapped and nothing else. Under tensor parallelism a layer whose backward communicates between its
-    two products (a ColumnParallelLinear, or any with sequence parallelism) stays as it is: Megatron overlaps that
+    A layer's class is swapped and nothing else. Under tensor parallelism a layer whose backward communicates between
+    its two products (a ColumnParallelLinear, or any with sequence parallelism) stays as it is: Megatron overlaps that
     communication with the weight gradient.
 
     Returns:
