@@ -154,6 +154,7 @@ def run_pair_by_hook(
     hook = getattr(type(stage.module), HOOK)
     # A hook that overlaps a chunk with itself sees the input of its forward.
     before = None if backward is stage else backward.hand_over(in_flight.received)
+    delayed = backward.delayed_grads()
     with deferring(None):
         outputs, _ = hook(
             _InAutocast(stage),
@@ -169,8 +170,8 @@ def run_pair_by_hook(
         backward.hand_over(before)
     output = _unpacked(outputs)
     forward.save(output, losses[0] if losses else stage.compute_loss(output, loss_func))
-    if roots:
-        backward.run_delayed()
+    delayed.end_backward(bool(roots))
+    delayed.compute()
     return backward.input_grads(in_flight, bool(roots))
 
 

@@ -25,7 +25,7 @@ from ..plan import StageInfo
 from ..weight_grad import DeferredGrads, deferring, unshared
 from . import hooks
 from .arguments import StepArguments
-from .delayed import find_delayed, run_delayed
+from .delayed import DelayedGrads, find_delayed
 from .edges import edge_of, run_backward
 from .loss import compute_loss, describe, scale_loss
 
@@ -84,7 +84,7 @@ class Stage:
         ]
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
         self._delayed = find_delayed(self.module) if has_delayed else []
-        self._has_run: dict[DeferredGrads, bool] = {}  # the backwards that a W belongs to
+        self._delayed_in: dict[DeferredGrads, DelayedGrads] = {}  # by the backward that a W belongs to
 
     def forward(
         self, received: Transfer | None, microbatch: int, *extra: bool
@@ -183,14 +183,16 @@ class Stage:
             output_grads: gradients of the outputs that want one; None on the last stage.
         """
         before = self.hand_over(in_flight.received)  # for what is computed again
+        delayed = self.delayed_grads()
         with self._timed("backward-compute"):
             if roots := self.roots(in_flight, output_grads):
                 with deferring(deferred):
                     run_backward(*zip(*roots))
-            if deferred is not None:
-                self._has_run[deferred] = bool(roots)
-            elif roots:
-                self.run_delayed()
+            delayed.end_backward(bool(roots))
+            if deferred is None:
+                delayed.compute()
+            else:
+                self._delayed_in[deferred] = delayed
         self.hand_over(before)
         return self.input_grads(in_flight, bool(roots))
 
@@ -221,12 +223,11 @@ class Stage:
         """W: what a B has left to it."""
         with self._timed("backward-compute"):
             deferred.run()
-            if self._has_run.pop(deferred):
-                self.run_delayed()
+            self._delayed_in.pop(deferred).compute()
 
-    def run_delayed(self) -> None:
-        """W of the modules that defer by themselves."""
-        run_delayed(self._delayed)
+    def delayed_grads(self) -> DelayedGrads:
+        """For one backward, of the modules that defer by themselves."""
+        return DelayedGrads(self._delayed)
 
     # Input
 
