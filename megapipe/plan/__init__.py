@@ -2,7 +2,8 @@
 
 from .files import load_plan, parse_json, read_text
 from .placement import Placement, StageInfo, distribute_layers, loop, v_shape
-from .plan import ChannelName, Event, Plan, make_plan, plan_of
+from .plan import Plan, make_plan, plan_of
+from .recorder import ChannelName, Event
 from .registry import Schedule, find_schedule, register, schedule_names
 from .simulation import Costs, Simulation, Span, play, simulate
 from .verbs import Action, ScheduleError, Settings, Verbs

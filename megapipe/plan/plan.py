@@ -13,138 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
+from .check import check_channels
 from .placement import Placement, loop, v_shape
+from .program import Program, compile_plan
+from .recorder import KINDS, ChannelName, Event, PlanRecorder
 from .registry import Schedule, find_schedule
 from .shared_communicator import check_shared_communicator
-from .simulation import Costs, PerStage, Simulation, peak_memory, play, simulate
-from .verbs import PAIR, Action, ScheduleError, Settings, Verbs
+from .simulation import Costs, PerStage, Simulation, peak_activations, peak_held, simulate
+from .verbs import Action, Settings
 
-__all__ = ["ChannelName", "Event", "Plan", "PlanRecorder", "make_plan", "plan_of"]
-
-ACTION_KINDS = {
-    "forward_step": "F",
-    "backward_step": "BW",
-    "backward_input_step": "B",
-    "backward_weight_step": "W",
-    PAIR[0]: "F",
-    PAIR[1]: "BW",
-}
-
-
-class Event(NamedTuple):
-    """One call of a verb."""
-
-    verb: str
-    stage: int
-    microbatch: int
-
-    @property
-    def action(self) -> Action | None:
-        """The computation, if it is one."""
-        kind = ACTION_KINDS.get(self.verb)
-        return None if kind is None else Action(self.stage, kind, self.microbatch)
-
-    @property
-    def sends(self) -> bool:
-        return self.verb.startswith("send")
-
-    @property
-    def is_forward(self) -> bool:
-        return "forward" in self.verb
-
-    def __str__(self) -> str:
-        """`1RECV_F0` is the receive of stage 1's input of microbatch 0, `1SEND_B0` the send of its gradient."""
-        action = self.action
-        if action is not None:
-            return str(action)
-        letter = "F" if self.is_forward else "B"
-        return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{self.microbatch}"
-
-
-class ChannelName(NamedTuple):
-    """One way over one boundary, as both of its ends call it."""
-
-    kind: str
-    """"forward" for outputs, "backward" for their gradients, "header" for the shapes that precede an output."""
-    boundary: int
-    """Boundary b lies between the stages b and b + 1."""
-
-
-class Instruction(NamedTuple):
-    """An event, its computation if it is one and the send which that waits for, and whether it goes to another rank."""
-
-    event: Event
-    action: Action | None
-    needed: Event | None
-    crosses: bool
-
-
-class PlanRecorder(Verbs):
-    """Writes down what a schedule calls on one rank."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        pp_rank: int,
-        pp_size: int,
-        num_microbatches: int,
-        num_chunks: int,
-        forward_only: bool = False,
-        settings: Settings | None = None,
-    ) -> None:
-        super().__init__(placement, pp_rank, pp_size, num_microbatches, num_chunks, forward_only, settings)
-        self.events: list[Event] = []
-
-    def recv_forward(self, chunk: int = 0) -> None:
-        self._record("recv_forward", chunk)
-
-    def forward_step(self, chunk: int = 0) -> None:
-        self._record("forward_step", chunk)
-
-    def send_forward(self, chunk: int = 0) -> None:
-        self._record("send_forward", chunk)
-        last = self.events[-3:]
-        if [event.verb for event in last[:2]] == list(PAIR) and last[0].stage == last[2].stage:
-            self.events[-2:] = [last[2], last[1]]  # it is sent as soon as it is there
-
-    def recv_backward(self, chunk: int = 0) -> None:
-        self._record("recv_backward", chunk)
-
-    def backward_step(self, chunk: int = 0) -> None:
-        self._record_backward("backward_step", chunk, deferred=False)
-
-    def backward_input_step(self, chunk: int = 0) -> None:
-        self._record_backward("backward_input_step", chunk, deferred=True)
-
-    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
-        if not self.forward_only:
-            self._check_ready("backward_step", backward_chunk)
-        microbatch = self._advance("forward_step", forward_chunk)
-        self.events.append(Event(PAIR[0], self.stages[forward_chunk].index, microbatch))
-        self._record_backward(PAIR[1], backward_chunk, deferred=False)
-
-    def backward_weight_step(self, chunk: int | None = None) -> None:
-        if not self.forward_only:
-            chunk, microbatch = self._advance_weight(chunk)
-            self.events.append(Event("backward_weight_step", self.stages[chunk].index, microbatch))
-
-    def send_backward(self, chunk: int = 0) -> None:
-        self._record("send_backward", chunk)
-
-    def finish(self) -> None:
-        self._check_finished()
-
-    def _record(self, verb: str, chunk: int) -> None:
-        if not (self.forward_only and "backward" in verb):
-            microbatch = self._advance(verb, chunk)
-            self.events.append(Event(verb, self.stages[chunk].index, microbatch))
-
-    def _record_backward(self, verb: str, chunk: int, deferred: bool) -> None:
-        if not self.forward_only:
-            microbatch = self._advance_backward(chunk, deferred)
-            self.events.append(Event(verb, self.stages[chunk].index, microbatch))
+__all__ = ["Plan", "make_plan", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -163,7 +42,10 @@ class Plan:
     @cached_property
     def actions(self) -> list[list[Action]]:
         """Per rank, the computations in order; each prints like `2F0`."""
-        return [[action for event in events if (action := event.action) is not None] for events in self.events]
+        return [
+            [Action(stage, KINDS[verb], microbatch) for verb, stage, microbatch in events if verb in KINDS]
+            for events in self.events
+        ]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -187,9 +69,7 @@ class Plan:
             for event in self.messages(rank):
                 peer = self.peer(rank, event)
                 if event.sends and peer is not None:
-                    up = ChannelName("forward", event.stage)
-                    name = up if event.is_forward else ChannelName("backward", event.stage - 1)
-                    traffic.setdefault((rank, peer), []).append(name)
+                    traffic.setdefault((rank, peer), []).append(event.channel)
         return traffic
 
     def peer(self, rank: int, event: Event) -> int | None:
@@ -202,8 +82,7 @@ class Plan:
 
     def peak_in_flight(self, rank: int) -> int:
         """Most microbatches that `rank` holds between their F and their B at once, each chunk counted by itself."""
-        num_stages = self.pp_size * self.num_chunks
-        return round(peak_memory(self.actions[rank], [1.0] * num_stages, [0.0] * num_stages))
+        return peak_held(self.actions[rank], ("B", "BW"))
 
     def rank_of(self, stage: int) -> int:
         return self.placement.rank(stage, self.pp_size)
@@ -216,33 +95,17 @@ class Plan:
 
     def needs(self, event: Event) -> Event | None:
         """The send that a computation waits for, if any."""
-        verb, stage, microbatch = event
-        kind = ACTION_KINDS.get(verb)
-        if kind == "F" and self.has_stage(stage - 1):
-            return Event("send_forward", stage - 1, microbatch)
-        if kind in ("B", "BW") and self.has_stage(stage + 1):
-            return Event("send_backward", stage + 1, microbatch)
-        return None
+        if event.action is None or event.action.kind == "W":
+            return None
+        kind, boundary = event.channel
+        if not 0 <= boundary < self.pp_size * self.num_chunks - 1:
+            return None
+        return Event(f"send_{kind}", boundary + (kind == "backward"), event.microbatch)
 
     @cached_property
-    def program(self) -> list[list[Instruction]]:
-        """Per rank, its events with what a player has to know of each, looked up once."""
-        last = self.pp_size * self.num_chunks - 1
-        ranks = [self.rank_of(stage) for stage in range(last + 1)]
-        crosses_up = [stage < last and ranks[stage] != ranks[stage + 1] for stage in range(last + 1)]
-        crosses_down = [False, *crosses_up[:-1]]
-
-        def look_up(event: Event) -> Instruction:
-            verb, stage, microbatch = event
-            kind = ACTION_KINDS.get(verb)
-            if kind is None:
-                crosses = (crosses_up if event.sends == event.is_forward else crosses_down)[stage]
-                return Instruction(event, None, None, crosses)
-            return Instruction(event, Action(stage, kind, microbatch), self.needs(event), False)
-
-        return [[look_up(event) for event in events] for events in self.events]
-
-    # Checking
+    def program(self) -> Program:
+        """The plan compiled for the player."""
+        return compile_plan(self)
 
     def check(self, *, shared_communicator: bool = False) -> None:
         """Prove that the plan cannot hang, and that every message is received as the one that was sent.
@@ -255,79 +118,11 @@ class Plan:
                 communicator, which runs them one at a time in the order of the calls and pairs them by rank alone.
                 Most schedules hang or mix messages up there: it is why channels exist.
 
-        Raises ScheduleError that says which rank would wait where, and for what; and where something is missing, there
-        twice, or comes before what it needs on the same rank.
+        Raises:
+            ScheduleError: a rank waits for ever, and for what; or something is missing, there twice, or comes before
+                what it needs on the same rank.
         """
-        if shared_communicator:
-            check_shared_communicator(self)
-            return
-        self._check_messages()
-        self._check_hand_overs()
-        # An overlapped pair may not begin before both of its messages are there.
-        costs = Costs(overlap=1.0)
-        position = play(self, lambda action: 1.0, costs, [0.0] * self.pp_size, [[] for _ in self.events])
-        stuck = {rank: position[rank] for rank, events in enumerate(self.events) if position[rank] < len(events)}
-        if stuck:
-            waits = "; ".join(self._describe_wait(rank, stuck) for rank in stuck)
-            raise ScheduleError(f"{self.name} would hang: {waits}.")
-        self._check_order()
-
-    def _check_order(self) -> None:
-        """Each rank does everything once, in an order that makes sense, and one microbatch after the other. That is so
-        of what a schedule says, but not of every file."""
-        verbs = {PAIR[0]: "forward_step", PAIR[1]: "backward_step"}
-        sizes = (self.pp_size, self.num_microbatches, self.num_chunks, self.forward_only)
-        for rank, events in enumerate(self.events):
-            recorder = PlanRecorder(self.placement, rank, *sizes)
-            for event in events:
-                getattr(recorder, verbs.get(event.verb, event.verb))(self.chunk_of(event.stage))
-                if recorder.events[-1].microbatch != event.microbatch:
-                    raise ScheduleError(f"{self.name} has {event} on rank {rank} where {recorder.events[-1]} is next.")
-            recorder.finish()
-
-    def _check_messages(self) -> None:
-        """What a channel carries must be what its receiver takes, in the same order."""
-        sent: dict[tuple[bool, int], list[int]] = {}  # by direction and boundary
-        taken: dict[tuple[bool, int], list[int]] = {}
-        for event in (event for events in self.events for event in events if event.action is None):
-            boundary = event.stage if event.is_forward == event.sends else event.stage - 1
-            messages = sent if event.sends else taken
-            messages.setdefault((event.is_forward, boundary), []).append(event.microbatch)
-        for forward in (True, False):
-            for boundary in range(self.pp_size * self.num_chunks - 1):
-                went, came = (messages.get((forward, boundary), []) for messages in (sent, taken))
-                if went != came:
-                    raise ScheduleError(
-                        f"{self.name} sends {'forward' if forward else 'backward'} over the boundary between stages "
-                        f"{boundary} and {boundary + 1} the microbatches {went}, but {came} are received."
-                    )
-
-    def _check_hand_overs(self) -> None:
-        """Between two stages of one rank nothing can be taken before it is there."""
-        for rank, events in enumerate(self.events):
-            sent: set[Event] = set()
-            for event in events:
-                if event.sends:
-                    sent.add(event)
-                elif event.action is None:
-                    stage = event.stage + (-1 if event.is_forward else 1)
-                    needed = event._replace(verb=f"send_{event.verb.partition('_')[2]}", stage=stage)
-                    if self.has_stage(stage) and self.rank_of(stage) == rank and needed not in sent:
-                        raise ScheduleError(
-                            f"{self.name} takes {event} on rank {rank} before {needed}, which is on the same rank."
-                        )
-
-    def _describe_wait(self, rank: int, stuck: dict[int, int]) -> str:
-        event = self.events[rank][stuck[rank]]
-        needed = self.needs(event)
-        assert needed is not None
-        what = "forward input" if event.is_forward else "output gradient"
-        peer = self.rank_of(needed.stage)
-        place = f"waits at {self.events[peer][stuck[peer]]}" if peer in stuck else "has ended its step"
-        what += f" of microbatch {event.microbatch}"
-        return f"rank {rank} waits at {event} for the {what} from rank {peer}, which {place}"
-
-    # Playing
+        (check_shared_communicator if shared_communicator else check_channels)(self)
 
     def simulate(
         self,
@@ -341,8 +136,6 @@ class Plan:
         optimizer: float = 0.0,
         num_steps: int = 1,
         synchronize: bool = False,
-        activation_bytes: PerStage = 0.0,
-        deferred_bytes: PerStage = 0.0,
     ) -> Simulation:
         """Play the plan through time.
 
@@ -350,16 +143,18 @@ class Plan:
             forward, backward_input, backward_weight, p2p, message, overlap, optimizer: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
-            activation_bytes, deferred_bytes: what a microbatch occupies between F and B, and between B and W: a number
-                is that of a whole rank, a list has those of each stage. They make `peak_bytes`.
+
+        Raises:
+            ValueError: a time is negative or not finite, a list of times has not one for each stage, or `num_steps` is
+                less than 1.
         """
         costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, overlap)
-        return simulate(self, costs, num_steps, synchronize, activation_bytes, deferred_bytes)
+        return simulate(self, costs, num_steps, synchronize)
 
     # Files
 
     def save_csv(self, path: str | Path) -> None:
-        """One row per rank, one action per cell, in the form that torch.distributed.pipelining reads: it calls a
+        """Write one row per rank, one action per cell, in the form that torch.distributed.pipelining reads: it calls a
         backward B only if that is a whole one, and the part for the input I."""
         with open(path, "w", newline="") as file:
             for actions in self.actions:
@@ -367,6 +162,7 @@ class Plan:
                 csv.writer(file).writerow(cells)
 
     def save_json(self, path: str | Path) -> None:
+        """Write the name, the sizes, the name of the placement and the actions, for `load_plan`."""
         content = {"name": self.name, **self.sizes, "placement": self.placement.name}
         content["actions"] = [[str(action) for action in rank] for rank in self.actions]
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
@@ -385,11 +181,16 @@ def make_plan(
 
     Args:
         schedule: a name, or a function decorated with `@schedule`.
+        pp_size: ranks of the pipeline.
+        num_microbatches: microbatches per step.
         num_chunks: stages per rank; None takes the schedule's own.
+        forward_only: record a step without backwards.
         settings: what else the schedule is told.
 
-    Raises ValueError on an unknown name or impossible sizes, TypeError where those are no whole numbers, ScheduleError
-    where the schedule is wrong in itself.
+    Raises:
+        ValueError: there is no schedule of that name, the sizes are impossible, or the settings cannot be kept.
+        TypeError: a size is no whole number.
+        ScheduleError: the schedule is wrong in itself.
     """
     found = find_schedule(schedule)
     pp_size, num_microbatches = _whole("pp_size", pp_size), _whole("num_microbatches", num_microbatches)
@@ -405,7 +206,7 @@ def make_plan(
         events.append(recorder.events)
     plan = Plan(found.name, found.placement, pp_size, num_microbatches, num_chunks, forward_only, events)
     if settings is not None and settings.max_in_flight is not None:
-        in_flight = max(plan.simulate().peak_activations)
+        in_flight = max(peak_activations(plan))
         if in_flight > settings.max_in_flight + 1e-9:
             raise ValueError(
                 f"{found.name} has up to {in_flight:g} microbatches in flight on {pp_size} ranks, more than "
@@ -467,7 +268,9 @@ def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int
 
 
 def _events_around(action: Action) -> list[Event]:
-    verb = next(verb for verb, kind in ACTION_KINDS.items() if kind == action.kind)
+    verb = {"F": "forward_step", "BW": "backward_step", "B": "backward_input_step", "W": "backward_weight_step"}[
+        action.kind
+    ]
     verbs = [verb]
     if action.kind != "W":
         direction = "forward" if action.kind == "F" else "backward"

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
+from .program import run
 from .verbs import PAIR, Action
 
 if TYPE_CHECKING:
-    from .plan import Event, Instruction, Plan
+    from .plan import Plan
 
-__all__ = ["Costs", "Simulation", "Span", "peak_memory", "simulate"]
+__all__ = ["Costs", "Simulation", "Span", "peak_activations", "peak_held", "play", "simulate"]
 
 PerStage = float | Sequence[float]
 
@@ -53,15 +54,19 @@ class Costs:
         if self.overlap > 1:
             raise ValueError(f"overlap is a share between 0 and 1, got {self.overlap:g}.")
 
-    def of(self, kind: str, num_stages: int, num_chunks: int) -> list[float]:
-        """The time of an action of this kind on each stage."""
-        parts = {
-            "F": [self.forward],
-            "BW": [self.backward_input, self.backward_weight],
-            "B": [self.backward_input],
-            "W": [self.backward_weight],
-        }[kind]
-        return [sum(times) for times in zip(*(self.per_stage(part, num_stages, num_chunks) for part in parts))]
+    @property
+    def of_messages(self) -> dict[str, float]:
+        """The part that is the same for measured actions."""
+        return {"p2p": self.p2p, "message": self.message, "overlap": self.overlap}
+
+    def by_kind(self, plan: Plan) -> dict[str, list[float]]:
+        """The time of an action of each kind on each stage."""
+        num_stages = plan.pp_size * plan.num_chunks
+        forward, inputs, weights = (
+            self.per_stage(time, num_stages, plan.num_chunks)
+            for time in (self.forward, self.backward_input, self.backward_weight)
+        )
+        return {"F": forward, "B": inputs, "W": weights, "BW": list(map(sum, zip(inputs, weights)))}
 
     @staticmethod
     def per_stage(time: PerStage, num_stages: int, num_chunks: int) -> list[float]:
@@ -87,16 +92,10 @@ class Simulation:
     spans: list[list[Span]]
     peak_activations: list[float]
     """Most microbatches held at once, from F to W, in microbatches of the whole rank: a chunk is its share of one."""
-    peak_pending_weights: list[float]
-    """Most of them between B and W, of which only what W needs is held."""
-    peak_bytes: list[float]
-    """Most bytes that both hold together, from what was said of one microbatch."""
     lower_bound: float
     """What no order of these actions can beat in one step, whatever its memory."""
-    step_ends: list[float] = field(default_factory=list)
+    step_ends: list[float]
     """When the last rank ends each step, optimizer included."""
-    overlap: float = 0.0
-    """As in `Costs`."""
 
     @property
     def makespan(self) -> float:
@@ -119,40 +118,12 @@ class Simulation:
         ends = self.step_ends
         return ends[-1] - ends[-2] if len(ends) > 1 else self.makespan
 
-    def critical_path(self) -> list[tuple[int, Span]]:
-        """The chain of (rank, span) that decides the makespan of one step: each starts as soon as the one before it,
-        or its message, allows."""
-        assert len(self.step_ends) == 1, "the critical path is that of one step"
-        places = {
-            span.action._replace(kind=span.action.kind[0]): (rank, index)
-            for rank, spans in enumerate(self.spans)
-            for index, span in enumerate(spans)
-        }
-        rank = max(range(len(self.spans)), key=lambda rank: self.spans[rank][-1].end)
-        index = len(self.spans[rank]) - 1
-        path = []
-        while True:
-            span = self.spans[rank][index]
-            path.append((rank, span))
-            if index and self.spans[rank][index - 1].end >= span.start:
-                index -= 1
-                continue
-            sources = [places.get(span.action.source)]
-            if self.overlap and index + 1 < len(self.spans[rank]):  # a pair waits for both of its messages
-                sources.append(places.get(self.spans[rank][index + 1].action.source))
-            found = [s for s in sources if s is not None and self.spans[s[0]][s[1]].end <= span.start + 1e-9]
-            if not found:
-                return path[::-1]
-            rank, index = max(found, key=lambda s: self.spans[s[0]][s[1]].end)
-
 
 def simulate(
     plan: Plan,
     costs: Costs,
     num_steps: int = 1,
     synchronize: bool = False,
-    activation_bytes: PerStage = 0.0,
-    deferred_bytes: PerStage = 0.0,
 ) -> Simulation:
     """Play `num_steps` steps of a plan.
 
@@ -161,47 +132,18 @@ def simulate(
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
-    num_stages = plan.pp_size * plan.num_chunks
-    times = {kind: costs.of(kind, num_stages, plan.num_chunks) for kind in ("F", "BW", "B", "W")}
-    activation, deferred = (
-        costs.per_stage(size, num_stages, plan.num_chunks) for size in (activation_bytes, deferred_bytes)
-    )
-    share, nothing = [1 / plan.num_chunks] * num_stages, [0.0] * num_stages
+    times = costs.by_kind(plan)
+    durations = [[times[kind][stage] for stage, kind, _ in actions] for actions in plan.actions]
     clocks = [0.0] * plan.pp_size
     spans: list[list[Span]] = [[] for _ in plan.events]
     step_ends = []
     for _ in range(num_steps):
-        play(plan, lambda action: times[action.kind][action.stage], costs, clocks, spans)
+        _play(plan, durations, costs, clocks, spans)
         if synchronize:
             clocks = [max(clocks)] * plan.pp_size
         clocks = [clock + costs.optimizer for clock in clocks]
         step_ends.append(max(clocks))
-    return Simulation(
-        spans=spans,
-        peak_activations=[peak_memory(actions, share, share) for actions in plan.actions],
-        peak_pending_weights=[peak_memory(actions, nothing, share) for actions in plan.actions],
-        peak_bytes=[peak_memory(actions, activation, deferred) for actions in plan.actions],
-        lower_bound=_lower_bound(plan, costs),
-        step_ends=step_ends,
-        overlap=costs.overlap,
-    )
-
-
-def peak_memory(actions: Sequence[Action], activation: Sequence[float], deferred: Sequence[float]) -> float:
-    """The most that a rank holds at once, where a microbatch of a stage holds `activation` of it between F and B and
-    `deferred` between B and W."""
-    held = peak = 0.0
-    for stage, kind, _ in actions:
-        if kind == "F":
-            held += activation[stage]
-        elif kind == "W":
-            held -= deferred[stage]
-        else:
-            held -= activation[stage]
-            if kind == "B":
-                held += deferred[stage]
-        peak = max(peak, held)
-    return peak
+    return Simulation(spans, peak_activations(plan), _lower_bound(plan, costs), step_ends)
 
 
 def play(
@@ -211,70 +153,58 @@ def play(
     clocks: list[float],
     spans: list[list[Span]],
     pause: Callable[[Action], float] = lambda action: 0.0,
-) -> list[int]:
-    """Run all ranks side by side from the times in `clocks`, which are moved on, and append what they do to `spans`.
-    Before an action, and before it waits for its message, a rank is busy with other things for a `pause`.
+) -> None:
+    """Play one step with times of one's own, as measured ones.
 
-    Returns how many of its events each rank has got through: all, unless the plan hangs.
+    Args:
+        duration: the time of each action, instead of those in `costs`.
+        costs: for the messages, and the overlap of pairs.
+        clocks: when each rank begins; moved on to when it ends.
+        spans: what each rank does is added here.
+        pause: how long a rank is busy with other things before an action, and before it waits for its message.
     """
-    arrivals: dict[Event, float] = {}  # when what an event sends can be used
-    waiting: dict[Event, int] = {}  # the rank that waits for it
-    busy_until: dict[tuple[str, int], float] = {}  # per channel
-    shrunk = [1.0] * plan.pp_size  # what each rank's overlapped pair takes, of both its actions one after the other
-    position = [0] * plan.pp_size
-    runnable = list(range(plan.pp_size))
-    while runnable:
-        rank = runnable.pop()
-        program = plan.program[rank]
-        clock = clocks[rank]
-        while position[rank] < len(program):
-            event, action, needed, crosses = program[position[rank]]
-            if action is not None:
-                is_overlapped = costs.overlap and event.verb in PAIR
-                sends = [] if needed is None else [needed]
-                if is_overlapped and action.kind == "F":
-                    other = _other_half(program, position[rank])
-                    times = (duration(action), duration(other.action))  # type: ignore[arg-type]
-                    shrunk[rank] = 1 - costs.overlap * min(times) / (sum(times) or 1.0)
-                    sends += [] if other.needed is None else [other.needed]
-                missing = next((send for send in sends if send not in arrivals), None)
-                if missing is not None:
-                    waiting[missing] = rank
-                    break
-                clock += pause(action)
-                for send in sends:
-                    clock = max(clock, arrivals[send])
-                end = clock + duration(action) * (shrunk[rank] if is_overlapped else 1.0)
-                spans[rank].append(Span(action, clock, end))
-                clock = end
-            elif event.sends:
-                arrival = clock
-                if crosses:
-                    channel = (event.verb, event.stage)
-                    arrival = max(clock, busy_until.get(channel, 0.0)) + costs.message
-                    busy_until[channel] = arrival
-                    arrival += costs.p2p
-                arrivals[event] = arrival
-                if event in waiting:
-                    runnable.append(waiting.pop(event))
-            position[rank] += 1
-        clocks[rank] = clock
-    return position
+
+    def begin(rank: int, index: int, clock: float, arrival: float) -> float:
+        return clock + pause(plan.actions[rank][index])
+
+    _play(plan, [[duration(action) for action in actions] for actions in plan.actions], costs, clocks, spans, begin)
 
 
-def _other_half(program: Sequence[Instruction], index: int) -> Instruction:
-    """The backward of the overlapped pair whose forward is at `index`: soon to follow."""
-    return next(program[k] for k in range(index + 1, len(program)) if program[k].event.verb == PAIR[1])
+def _play(
+    plan: Plan,
+    durations: list[list[float]],
+    costs: Costs,
+    clocks: list[float],
+    spans: list[list[Span]],
+    begin: Callable[[int, int, float, float], float] | None = None,
+) -> None:
+    starts, ends = run(plan.program, durations, clocks, begin, **costs.of_messages)
+    for rank, actions in enumerate(plan.actions):
+        spans[rank] += map(Span, actions, starts[rank], ends[rank])
+
+
+def peak_activations(plan: Plan) -> list[float]:
+    """Per rank, most microbatches held at once, from F to W, in microbatches of the whole rank."""
+    return [peak_held(actions, ("W", "BW")) / plan.num_chunks for actions in plan.actions]
+
+
+def peak_held(actions: Sequence[Action], released_by: tuple[str, str]) -> int:
+    """Most microbatches that a rank holds at once, from their F to one of these kinds, each chunk counted by itself."""
+    held = peak = 0
+    for _, kind, _ in actions:
+        if kind == "F":
+            held += 1
+            peak = max(peak, held)
+        elif kind in released_by:
+            held -= 1
+    return peak
 
 
 def _lower_bound(plan: Plan, costs: Costs) -> float:
     """A rank can begin only when the first microbatch has come up to it, and then has all its work to do; and the
     first microbatch has to go up and down through all stages."""
     num_stages = plan.pp_size * plan.num_chunks
-    sizes = (num_stages, plan.num_chunks)
-    forward, backward_input, backward_weight = (
-        costs.per_stage(time, *sizes) for time in (costs.forward, costs.backward_input, costs.backward_weight)
-    )
+    forward, whole, weight = (costs.by_kind(plan)[kind] for kind in ("F", "BW", "W"))
     hops = [
         0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message
         for stage in range(num_stages - 1)
@@ -285,14 +215,13 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
     bounds = []
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
-        backward = [training * (inputs + weights) for inputs, weights in zip(backward_input, backward_weight)]
-        forwards, backwards = sum(forward[s] for s in stages), sum(backward[s] for s in stages)
+        forwards, backwards = sum(forward[s] for s in stages), training * sum(whole[s] for s in stages)
         work = forwards + backwards - overlap * min(forwards, backwards)
         start = (1 - overlap / 2) * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
         bounds.append(start + plan.num_microbatches * work)
     latency = sum(forward) + sum(hops)
     if training:
-        latency += sum(backward_input) + sum(hops) + backward_weight[0]
+        latency += sum(costs.by_kind(plan)["B"]) + sum(hops) + weight[0]
     return max(*bounds, (1 - overlap / 2) * latency)
 
 

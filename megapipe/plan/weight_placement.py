@@ -8,10 +8,12 @@ some schedules faster and others slower; here it is only where the search begins
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from .plan import Event, Plan
+from .plan import Plan
+from .program import run
+from .recorder import Event
 from .simulation import Costs
 from .verbs import Action
 
@@ -92,38 +94,25 @@ def _deadlines(actions: list[Action]) -> list[int]:
 
 
 class _Search:
-    """The Fs and Bs of a plan as plain lists, by rank and position, to be played many times.
+    """The Fs and Bs of a plan, to be played many times with Ws in other places.
 
     Args:
         max_held: in microbatches of a chunk.
     """
 
     def __init__(self, plan: Plan, costs: Costs, max_held: int) -> None:
-        num_stages = plan.pp_size * plan.num_chunks
-        times = {kind: costs.of(kind, num_stages, plan.num_chunks) for kind in ("F", "BW", "B", "W")}
-        actions = [[action for action in row if action.kind != "W"] for row in plan.actions]
-        places = {
-            action._replace(kind=action.kind[0]): (rank, k)
-            for rank, row in enumerate(actions)
-            for k, action in enumerate(row)
-        }
+        unweighted = replace(plan, events=[[e for e in row if e.verb != "backward_weight_step"] for row in plan.events])
+        times = costs.by_kind(plan)
+        actions = unweighted.actions
         self.ranks = range(plan.pp_size)
         self.max_held = max_held
+        self.costs = costs
+        self.program = unweighted.program
         self.kinds = [[action.kind for action in row] for row in actions]
         self.durations = [[times[action.kind][action.stage] for action in row] for row in actions]
         self.weights = [[times["W"][action.stage] for action in row if action.kind == "B"] for row in actions]
         """The Ws of each rank, in their order."""
         self.deadlines = [_deadlines(row) for row in actions]
-        self.sources = [[places.get(action.source) for action in row] for row in actions]
-        self.latency = [
-            [costs.p2p + costs.message if source is not None and source[0] != rank else 0.0 for source in row]
-            for rank, row in enumerate(self.sources)
-        ]
-        self.users: list[list[tuple[int, int] | None]] = [[None] * len(row) for row in actions]
-        for rank, row in enumerate(self.sources):
-            for k, source in enumerate(row):
-                if source is not None:
-                    self.users[source[0]][source[1]] = (rank, k)
         self.plays_left = BUDGET // sum(map(len, actions))
 
     def makespan(self, counts: Counts) -> float:
@@ -133,9 +122,28 @@ class _Search:
         """The places that follow from a rule: a W wherever a rank waits for longer than this share of one, and where it
         may hold no more."""
         counts = [[0] * (len(row) + 1) for row in self.durations]
-        self._play(counts, share)
+        num_done, num_deferred, num_held = ([0 for _ in self.ranks] for _ in range(3))
+
+        def begin(rank: int, index: int, clock: float, arrival: float) -> float:
+            kind, weights = self.kinds[rank][index], self.weights[rank]
+            is_full = kind == "F" and num_held[rank] >= self.max_held
+            while num_done[rank] < num_deferred[rank] and (
+                is_full
+                or num_done[rank] < self.deadlines[rank][index]
+                or arrival - clock > share * weights[num_done[rank]] + 1e-9
+            ):
+                clock += weights[num_done[rank]]
+                num_done[rank] += 1
+                num_held[rank] -= 1
+                counts[rank][index] += 1
+                is_full = False
+            num_held[rank] += {"F": 1, "B": 0, "BW": -1}[kind]
+            num_deferred[rank] += kind == "B"
+            return clock
+
+        self._run(begin)
         for rank in self.ranks:
-            counts[rank][-1] = len(self.weights[rank]) - sum(counts[rank])
+            counts[rank][-1] = len(self.weights[rank]) - num_done[rank]
         return counts
 
     def improve(self, counts: Counts) -> Counts:
@@ -159,57 +167,27 @@ class _Search:
                     break
         return counts
 
-    def _play(self, counts: Counts, fill: float | None = None) -> tuple[list[float], list[list[float]]]:
-        """When each rank ends, and how long it waits before each of its Fs and Bs (negative: how late it is).
-
-        Args:
-            fill: decide by `fill` and write into `counts`, instead of going by them.
-        """
-        self.plays_left -= 1
-        ends: list[list[float | None]] = [[None] * len(row) for row in self.durations]
+    def _play(self, counts: Counts) -> tuple[list[float], list[list[float]]]:
+        """When each rank ends, and how long it waits before each of its Fs and Bs (negative: how late it is)."""
         waits = [[0.0] * len(row) for row in self.durations]
-        position, num_done, num_deferred, num_held = ([0] * len(ends) for _ in range(4))
-        clocks = [0.0] * len(ends)
-        runnable = list(self.ranks)
-        while runnable:
-            rank = runnable.pop()
-            k, clock, weights = position[rank], clocks[rank], self.weights[rank]
-            durations, sources, kinds = self.durations[rank], self.sources[rank], self.kinds[rank]
-            while k < len(durations):
-                arrival = 0.0
-                if (source := sources[k]) is not None:
-                    end = ends[source[0]][source[1]]
-                    if end is None:
-                        break
-                    arrival = end + self.latency[rank][k]
-                if fill is None:
-                    for _ in range(counts[rank][k]):
-                        clock += weights[num_done[rank]]
-                        num_done[rank] += 1
-                else:
-                    is_full = kinds[k] == "F" and num_held[rank] >= self.max_held
-                    while num_done[rank] < num_deferred[rank] and (
-                        is_full
-                        or num_done[rank] < self.deadlines[rank][k]
-                        or arrival - clock > fill * weights[num_done[rank]] + 1e-9
-                    ):
-                        clock += weights[num_done[rank]]
-                        num_done[rank] += 1
-                        num_held[rank] -= 1
-                        counts[rank][k] += 1
-                        is_full = False
-                    num_held[rank] += {"F": 1, "B": 0, "BW": -1}[kinds[k]]
-                    num_deferred[rank] += kinds[k] == "B"
-                waits[rank][k] = arrival - clock
-                clock = max(clock, arrival) + durations[k]
-                ends[rank][k] = clock
-                user = self.users[rank][k]
-                if user is not None and user[0] != rank and position[user[0]] == user[1]:
-                    runnable.append(user[0])
-                k += 1
-            position[rank], clocks[rank] = k, clock
-        assert all(end is not None for row in ends for end in row), "the plan hangs"
-        return [clocks[rank] + sum(self.weights[rank][num_done[rank] :]) for rank in self.ranks], waits
+        num_done = [0 for _ in self.ranks]
+
+        def begin(rank: int, index: int, clock: float, arrival: float) -> float:
+            for _ in range(counts[rank][index]):
+                clock += self.weights[rank][num_done[rank]]
+                num_done[rank] += 1
+            waits[rank][index] = arrival - clock
+            return clock
+
+        ends = self._run(begin)
+        return [end + sum(self.weights[rank][num_done[rank] :]) for rank, end in enumerate(ends)], waits
+
+    def _run(self, begin: Callable[[int, int, float, float], float]) -> list[float]:
+        """When each rank ends its last F or B."""
+        self.plays_left -= 1
+        clocks = [0.0 for _ in self.ranks]
+        run(self.program, self.durations, clocks, begin, **self.costs.of_messages)
+        return clocks
 
     def _can_hold(self, rank: int, row: list[int]) -> bool:
         """Whether every W comes after its B, and before too much is held."""
@@ -239,9 +217,7 @@ class _Search:
         k = last - 1
         while k >= 0:
             if waits[rank][k] > 1e-9:
-                source = self.sources[rank][k]
-                assert source is not None, "a rank waits for a message"
-                rank, k = source
+                rank, k = self.program.senders[self.program.sources[rank][k]]
                 continue
             if counts[rank][k]:
                 last = len(waits[rank])

@@ -28,11 +28,6 @@ def test_what_holds_for_every_simulation(name: str, pp_size: int, m: int) -> Non
     assert simulation.makespan >= simulation.lower_bound - 1e-9
     for spans in simulation.spans:
         assert all(before.end <= after.start + 1e-9 for before, after in pairwise(spans))
-    path = simulation.critical_path()
-    assert path[0][1].start == 0
-    assert path[-1][1].end == simulation.makespan
-    for (_, before), (_, after) in pairwise(path):
-        assert 0 <= after.start - before.end <= 0.1 + 0.05 * m + 1e-9
     assert all(0 <= inner <= outer + 1e-9 for inner, outer in zip(simulation.inner_bubble, simulation.bubble))
 
 

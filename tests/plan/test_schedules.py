@@ -12,7 +12,7 @@ import pytest
 import megapipe
 from megapipe.analysis import as_text
 from megapipe.plan import ChannelName, Plan, ScheduleError, Settings, Verbs, find_schedule, loop, make_plan
-from megapipe.plan.plan import PlanRecorder
+from megapipe.plan.recorder import PlanRecorder
 
 PICTURES = {
     "no_pipelining": (
@@ -196,11 +196,9 @@ def received_early(plan: Plan, sender: int, receiver: int) -> int:
     for event in plan.messages(receiver):
         if event.sends or plan.peer(receiver, event) != sender:
             continue
-        kind, boundary = ("forward", event.stage - 1) if event.is_forward else ("backward", event.stage)
-        needed = ChannelName(kind, boundary)
-        while not early[needed]:
+        while not early[event.channel]:
             early[next(sent)] += 1
-        early[needed] -= 1
+        early[event.channel] -= 1
         most = max(most, early.total())
     assert next(sent, None) is None
     assert not early.total()

@@ -174,9 +174,8 @@ def test_autocast_in_overlapped_forwards(ranks: RankPool) -> None:
     ranks.run(2, autocast_in_pairs)
 
 
-def test_bounds_and_paths_of_overlapped_pairs() -> None:
-    """A pair's chunks were taken for the same one in the lower bound, which came out above the step itself; and the
-    critical path followed only the forward's message where the backward's came later."""
+def test_bounds_of_overlapped_pairs() -> None:
+    """A pair's chunks were taken for the same one in the lower bound, which came out above the step itself."""
     uneven = make_plan("dualpipev", 1, 8).simulate([10, 1], [0.5, 5], [0.5, 5], overlap=1.0)
     assert uneven.lower_bound <= uneven.makespan
     draw = random.Random(0)
@@ -185,10 +184,6 @@ def test_bounds_and_paths_of_overlapped_pairs() -> None:
             times = ([draw.uniform(0.3, 2.0) for _ in range(2 * pp_size)] for _ in range(3))
             simulation = make_plan("dualpipev", pp_size, m).simulate(*times, p2p=0.1, overlap=draw.random())
             assert simulation.lower_bound <= simulation.makespan + 1e-9
-            path = simulation.critical_path()
-            assert path[0][1].start == 0
-            for (_, before), (_, after) in itertools.pairwise(path):
-                assert -1e-9 <= after.start - before.end <= 0.1 + 1e-9
 
 
 def test_a_limit_in_flight_that_fits_exactly() -> None:

@@ -1,0 +1,94 @@
+"""Checks that a plan can run: every message arrives as the one that was sent, and no rank waits for ever."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from .program import run
+from .recorder import ChannelName, PlanRecorder
+from .verbs import PAIR, ScheduleError
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["check_channels"]
+
+
+def check_channels(plan: Plan) -> None:
+    """`Plan.check`, with one channel per boundary and direction."""
+    _check_messages(plan)
+    _check_hand_overs(plan)
+    _check_order(plan)
+    _check_waits(plan)
+
+
+def _check_messages(plan: Plan) -> None:
+    """A channel's messages are received in the order in which they are sent."""
+    sent: defaultdict[ChannelName, list[int]] = defaultdict(list)
+    received: defaultdict[ChannelName, list[int]] = defaultdict(list)
+    for event in (event for events in plan.events for event in events if event.action is None):
+        (sent if event.sends else received)[event.channel].append(event.microbatch)
+    for kind in ("forward", "backward"):
+        for boundary in range(plan.pp_size * plan.num_chunks - 1):
+            channel = ChannelName(kind, boundary)
+            if sent[channel] != received[channel]:
+                raise ScheduleError(
+                    f"{plan.name} sends {kind} over the boundary between stages {boundary} and {boundary + 1} the "
+                    f"microbatches {sent[channel]}, but {received[channel]} are received."
+                )
+
+
+def _check_hand_overs(plan: Plan) -> None:
+    """Between two stages of one rank nothing can be taken before it is there."""
+    for rank, events in enumerate(plan.events):
+        sent: set[tuple[ChannelName, int]] = set()
+        for event in events:
+            if event.sends:
+                sent.add((event.channel, event.microbatch))
+            elif event.action is None and (event.channel, event.microbatch) not in sent:
+                stage = event.stage + (-1 if event.is_forward else 1)
+                if plan.has_stage(stage) and plan.rank_of(stage) == rank:
+                    needed = event._replace(verb=f"send_{event.channel.kind}", stage=stage)
+                    raise ScheduleError(
+                        f"{plan.name} takes {event} on rank {rank} before {needed}, which is on the same rank."
+                    )
+
+
+def _check_order(plan: Plan) -> None:
+    """Each rank does everything once, each step after the one before it, and one microbatch after the other. A schedule
+    that was recorded does; a file may not."""
+    verbs = {PAIR[0]: "forward_step", PAIR[1]: "backward_step"}
+    sizes = (plan.pp_size, plan.num_microbatches, plan.num_chunks, plan.forward_only)
+    for rank, events in enumerate(plan.events):
+        recorder = PlanRecorder(plan.placement, rank, *sizes)
+        for event in events:
+            getattr(recorder, verbs.get(event.verb, event.verb))(plan.chunk_of(event.stage))
+            if recorder.events[-1].microbatch != event.microbatch:
+                raise ScheduleError(f"{plan.name} has {event} on rank {rank} where {recorder.events[-1]} is next.")
+        recorder.finish()
+
+
+def _check_waits(plan: Plan) -> None:
+    """No rank waits for ever. An overlapped pair begins when both of its messages are there."""
+    durations = [[1.0] * len(actions) for actions in plan.actions]
+    _, ends = run(plan.program, durations, [0.0] * plan.pp_size, overlap=1.0)
+    num_done = list(map(len, ends))
+    waits = [_describe_wait(plan, rank, num_done) for rank, n in enumerate(num_done) if n < len(plan.actions[rank])]
+    if waits:
+        raise ScheduleError(f"{plan.name} would hang: {'; '.join(waits)}.")
+
+
+def _describe_wait(plan: Plan, rank: int, num_done: list[int]) -> str:
+    program, index = plan.program, num_done[rank]
+    for waiting in (index, program.pairs[rank].get(index, index)):
+        source = program.sources[rank][waiting]
+        peer, sent_after = program.senders[source]
+        if source >= 0 and sent_after >= num_done[peer]:
+            break
+    action = plan.actions[rank][waiting]
+    what = "forward input" if action.kind == "F" else "output gradient"
+    others = plan.actions[peer]
+    place = f"waits at {others[num_done[peer]]}" if num_done[peer] < len(others) else "has ended its step"
+    what += f" of microbatch {action.microbatch}"
+    return f"rank {rank} waits at {action} for the {what} from rank {peer}, which {place}"

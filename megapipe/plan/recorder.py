@@ -1,0 +1,139 @@
+"""The calls of a schedule on one rank, written down."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .verbs import PAIR, Action, Verbs
+
+__all__ = ["KINDS", "ChannelName", "Event", "PlanRecorder"]
+
+# What waits for what. The message that a verb sends, takes or needs goes forward or backward over a boundary, here
+# counted from that above the verb's stage: 0, or -1 for the boundary below it. A W needs no message.
+MESSAGES = {
+    "recv_forward": ("forward", -1),
+    "forward_step": ("forward", -1),
+    PAIR[0]: ("forward", -1),
+    "send_forward": ("forward", 0),
+    "recv_backward": ("backward", 0),
+    "backward_step": ("backward", 0),
+    "backward_input_step": ("backward", 0),
+    PAIR[1]: ("backward", 0),
+    "send_backward": ("backward", -1),
+}
+
+# The verbs that compute, and the kind of their action.
+KINDS = {
+    "forward_step": "F",
+    "backward_step": "BW",
+    "backward_input_step": "B",
+    "backward_weight_step": "W",
+    PAIR[0]: "F",
+    PAIR[1]: "BW",
+}
+
+
+class ChannelName(NamedTuple):
+    """One way over one boundary, as both of its ends call it."""
+
+    kind: str
+    """"forward" for outputs, "backward" for their gradients, "header" for the shapes that precede an output."""
+    boundary: int
+    """Boundary b lies between the stages b and b + 1."""
+
+
+class Event(NamedTuple):
+    """One call of a verb."""
+
+    verb: str
+    stage: int
+    microbatch: int
+
+    @property
+    def action(self) -> Action | None:
+        """The computation, if it is one."""
+        kind = KINDS.get(self.verb)
+        return None if kind is None else Action(self.stage, kind, self.microbatch)
+
+    @property
+    def sends(self) -> bool:
+        return self.verb.startswith("send")
+
+    @property
+    def is_forward(self) -> bool:
+        return "forward" in self.verb
+
+    @property
+    def channel(self) -> ChannelName:
+        """The channel of the message that this sends, takes or needs.
+
+        At the ends of the pipeline it is one of a boundary that does not exist.
+        """
+        kind, boundary = MESSAGES[self.verb]
+        return ChannelName(kind, self.stage + boundary)
+
+    def __str__(self) -> str:
+        """`1RECV_F0` is the receive of stage 1's input of microbatch 0, `1SEND_B0` the send of its gradient."""
+        action = self.action
+        if action is not None:
+            return str(action)
+        letter = "F" if self.is_forward else "B"
+        return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{self.microbatch}"
+
+
+class PlanRecorder(Verbs):
+    """Writes down what a schedule calls on one rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the arguments of `Verbs`."""
+        super().__init__(*args, **kwargs)
+        self.events: list[Event] = []
+
+    def recv_forward(self, chunk: int = 0) -> None:
+        self._record("recv_forward", chunk)
+
+    def forward_step(self, chunk: int = 0) -> None:
+        self._record("forward_step", chunk)
+
+    def send_forward(self, chunk: int = 0) -> None:
+        self._record("send_forward", chunk)
+        last = self.events[-3:]
+        if [event.verb for event in last[:2]] == list(PAIR) and last[0].stage == last[2].stage:
+            self.events[-2:] = [last[2], last[1]]  # it is sent as soon as it is there
+
+    def recv_backward(self, chunk: int = 0) -> None:
+        self._record("recv_backward", chunk)
+
+    def backward_step(self, chunk: int = 0) -> None:
+        self._record_backward("backward_step", chunk, deferred=False)
+
+    def backward_input_step(self, chunk: int = 0) -> None:
+        self._record_backward("backward_input_step", chunk, deferred=True)
+
+    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
+        if not self.forward_only:
+            self._check_ready("backward_step", backward_chunk)
+        microbatch = self._advance("forward_step", forward_chunk)
+        self.events.append(Event(PAIR[0], self.stages[forward_chunk].index, microbatch))
+        self._record_backward(PAIR[1], backward_chunk, deferred=False)
+
+    def backward_weight_step(self, chunk: int | None = None) -> None:
+        if not self.forward_only:
+            chunk, microbatch = self._advance_weight(chunk)
+            self.events.append(Event("backward_weight_step", self.stages[chunk].index, microbatch))
+
+    def send_backward(self, chunk: int = 0) -> None:
+        self._record("send_backward", chunk)
+
+    def finish(self) -> None:
+        self._check_finished()
+
+    def _record(self, verb: str, chunk: int) -> None:
+        if not (self.forward_only and "backward" in verb):
+            microbatch = self._advance(verb, chunk)
+            self.events.append(Event(verb, self.stages[chunk].index, microbatch))
+
+    def _record_backward(self, verb: str, chunk: int, deferred: bool) -> None:
+        if not self.forward_only:
+            microbatch = self._advance_backward(chunk, deferred)
+            self.events.append(Event(verb, self.stages[chunk].index, microbatch))
