@@ -79,9 +79,9 @@ def place_weights(plan: Plan, costs: Costs, max_held: float) -> Counts:
     return min((search.improve(counts) for counts in candidates[:2]), key=search.makespan)
 
 
-def _deadlines(actions: list[Action]) -> list[int]:
+def _deadlines(actions: list[Action], pairs: dict[int, int]) -> list[int]:
     """How many Ws must be done before each F and B: a whole backward adds to the same gradients as the Ws of its stage
-    before it, which must not come after it."""
+    before it, which must not come after it. In an overlapped pair they come before both halves."""
     deadlines = []
     num_deferred = 0
     last: dict[int, int] = {}  # per stage, how many had been put off when its last was
@@ -90,6 +90,8 @@ def _deadlines(actions: list[Action]) -> list[int]:
         if kind == "B":
             num_deferred += 1
             last[stage] = num_deferred
+    for forward, backward in pairs.items():
+        deadlines[forward] = deadlines[backward]
     return deadlines
 
 
@@ -112,7 +114,9 @@ class _Search:
         self.durations = [[times[action.kind][action.stage] for action in row] for row in actions]
         self.weights = [[times["W"][action.stage] for action in row if action.kind == "B"] for row in actions]
         """The Ws of each rank, in their order."""
-        self.deadlines = [_deadlines(row) for row in actions]
+        self.closed = [set(pairs.values()) for pairs in self.program.pairs]
+        """By rank, the second halves of overlapped pairs: no W runs between the halves."""
+        self.deadlines = [_deadlines(*row) for row in zip(actions, self.program.pairs)]
         self.plays_left = BUDGET // sum(map(len, actions))
 
     def makespan(self, counts: Counts) -> float:
@@ -127,10 +131,14 @@ class _Search:
         def begin(rank: int, index: int, clock: float, arrival: float) -> float:
             kind, weights = self.kinds[rank][index], self.weights[rank]
             is_full = kind == "F" and num_held[rank] >= self.max_held
-            while num_done[rank] < num_deferred[rank] and (
-                is_full
-                or num_done[rank] < self.deadlines[rank][index]
-                or arrival - clock > share * weights[num_done[rank]] + 1e-9
+            while (
+                index not in self.closed[rank]
+                and num_done[rank] < num_deferred[rank]
+                and (
+                    is_full
+                    or num_done[rank] < self.deadlines[rank][index]
+                    or arrival - clock > share * weights[num_done[rank]] + 1e-9
+                )
             ):
                 clock += weights[num_done[rank]]
                 num_done[rank] += 1
@@ -190,8 +198,10 @@ class _Search:
         return clocks
 
     def _can_hold(self, rank: int, row: list[int]) -> bool:
-        """Whether every W comes after its B, and before too much is held."""
+        """Whether every W comes after its B, before too much is held, and between no two halves of a pair."""
         num_held = num_deferred = num_done = 0
+        if any(row[index] for index in self.closed[rank]):
+            return False
         for kind, count, deadline in zip(self.kinds[rank], row, self.deadlines[rank]):
             num_done += count
             num_held -= count

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from megapipe.plan import Action, Costs, Settings, find_schedule, make_plan, move_weights, place_weights
-from megapipe.plan.weight_placement import count_weights
+from megapipe.plan import Action, Costs, Settings, find_schedule, make_plan, move_weights, place_weights, simulate
+from megapipe.plan.weight_placement import _Search, count_weights
 from megapipe.runtime.weight_tuning import choose
 
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
@@ -43,6 +43,24 @@ def test_never_longer_and_within_the_memory(name: str, pp_size: int, m: int) -> 
                         order = [a.microbatch for a in actions if "W" in a.kind and a.stage == stage]
                         assert order == sorted(order)
                     assert sorted(actions) == sorted(others)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_the_search_optimises_what_the_simulation_judges_by(name: str) -> None:
+    """The search had a player of its own, which knew neither overlapped pairs nor messages that occupy their channels.
+    It put Ws between the halves of pairs, which run side by side."""
+    plan = make_plan(name, 4, 12)
+    for overlap, message in ((0.0, 0.0), (0.7, 0.0), (0.0, 1.3), (0.5, 0.8)):
+        costs = Costs(1.0, 1.4, 0.6, p2p=0.1, message=message, overlap=overlap)
+        search = _Search(plan, costs, 100)
+        for counts in (count_weights(plan), search.fill(0.0), search.fill(0.5), place_weights(plan, costs, 6.0)):
+            moved = move_weights(plan, counts)
+            assert search.makespan(counts) == pytest.approx(simulate(moved, costs).makespan)
+            for actions, pairs in zip(moved.actions, moved.program.pairs):
+                assert all(backward == forward + 1 for forward, backward in pairs.items())
+                assert len([action for action in actions if action.kind == "W"]) == len(
+                    [action for action in actions if action.kind == "B"]
+                )
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.4, 0.6), (1.0, 1.2, 0.8)])
