@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megapipe import parallel_state
@@ -31,7 +31,8 @@ def from_mesh(**shape: int) -> DeviceMesh:
     return mesh
 
 
-def meshes(rank: int) -> None:
+@on_ranks(4)
+def test_meshes(rank: int) -> None:
     for ep_size in (1, 2):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(2 // ep_size, 3, expert_model_parallel_size=ep_size)
@@ -62,11 +63,8 @@ def meshes(rank: int) -> None:
         parallel_state.initialize_from_mesh(mesh)
 
 
-def test_meshes(ranks: RankPool) -> None:
-    ranks.run(4, meshes)
-
-
-def wrong_meshes(rank: int) -> None:
+@on_ranks(2)
+def test_meshes_that_do_not_fit(rank: int) -> None:
     def message(mesh: Any) -> str:
         with pytest.raises(ValueError, match=r".") as error:
             parallel_state.initialize_from_mesh(mesh)
@@ -84,7 +82,3 @@ def wrong_meshes(rank: int) -> None:
     assert "the ranks of the mesh, [1, 0], do not grow" in message(reversed_mesh)
     one = DeviceMesh("cpu", torch.tensor([rank]), mesh_dim_names=("pp",), _init_backend=False)
     assert "the mesh has 1 ranks (1), but there are 2: make one of all" in message(one)
-
-
-def test_meshes_that_do_not_fit(ranks: RankPool) -> None:
-    ranks.run(2, wrong_meshes)

@@ -25,7 +25,7 @@ from models import (
     reference,
     run,
 )
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 from megapipe import StageInfo, stages_for_rank
@@ -36,7 +36,9 @@ SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
 # Steps
 
 
-def two_steps_accumulate(rank: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(2)
+def test_steps_accumulate_and_validation_between_changes_nothing(rank: int, schedule: str) -> None:
     chunks = build(schedule, 2, 4)
     run(schedule, chunks, 4, seed=1)
     with torch.no_grad():
@@ -46,12 +48,8 @@ def two_steps_accumulate(rank: int, schedule: str) -> None:
     assert_same_gradients(chunks, reference(4, 4, seeds=(1, 2))[0])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_steps_accumulate_and_validation_between_changes_nothing(ranks: RankPool, schedule: str) -> None:
-    ranks.run(2, two_steps_accumulate, schedule)
-
-
-def sizes_change(rank: int) -> None:
+@on_ranks(3)
+def test_microbatches_and_sequence_length_change_from_step_to_step(rank: int) -> None:
     chunks = build("1f1b", 3, 4)
     for num_microbatches, seq_length in [(4, 5), (1, 5), (6, 9), (2, 3), (6, 9)]:
         for chunk in chunks:
@@ -65,11 +63,14 @@ def sizes_change(rank: int) -> None:
         assert_same_gradients(chunks, model)
 
 
-def test_microbatches_and_sequence_length_change_from_step_to_step(ranks: RankPool) -> None:
-    ranks.run(3, sizes_change)
+def count_storages() -> int:
+    tensors = [t for t in gc.get_objects() if isinstance(t, Tensor)]
+    return len({t.untyped_storage().data_ptr() for t in tensors if t.untyped_storage().nbytes()})
 
 
-def forward_only_leaves_nothing(rank: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "inference"])
+@on_ranks(2)
+def test_forward_only_leaves_no_gradient_and_no_activation(rank: int, schedule: str) -> None:
     chunks = build(schedule, 2, 4)
     _, losses = reference(4, 8)
 
@@ -86,17 +87,8 @@ def forward_only_leaves_nothing(rank: int, schedule: str) -> None:
     assert validate(2) == validate(8)
 
 
-def count_storages() -> int:
-    tensors = [t for t in gc.get_objects() if isinstance(t, Tensor)]
-    return len({t.untyped_storage().data_ptr() for t in tensors if t.untyped_storage().nbytes()})
-
-
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "inference"])
-def test_forward_only_leaves_no_gradient_and_no_activation(ranks: RankPool, schedule: str) -> None:
-    ranks.run(2, forward_only_leaves_nothing, schedule)
-
-
-def outputs_in_order(rank: int) -> None:
+@on_ranks(3)
+def test_inference_returns_outputs_in_order(rank: int) -> None:
     chunks = build("inference", 3, 4)
 
     def step(data_iterator: Any, model: Any) -> Any:
@@ -108,10 +100,6 @@ def outputs_in_order(rank: int) -> None:
         with torch.no_grad():
             assert all(torch.equal(o, model(b["tokens"], b["seed"])) for o, b in zip(outputs, batches(5)))
         assert not outputs[0].requires_grad
-
-
-def test_inference_returns_outputs_in_order(ranks: RankPool) -> None:
-    ranks.run(3, outputs_in_order)
 
 
 # Memory
@@ -185,7 +173,12 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-def sent_outputs_are_freed(rank: int, schedule: str, view: bool, forward_only: bool) -> None:
+@pytest.mark.parametrize("view", [False, True], ids=["", "view"])
+@pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@on_ranks(2)
+def test_sent_outputs_are_freed(rank: int, schedule: str, view: bool, forward_only: bool) -> None:
+    """The next stage has taken an output: its storage goes, though its graph is still needed."""
     (chunk,) = build(schedule, 2, 4)
     buffers: list[weakref.ref[Buffer]] = []
 
@@ -214,18 +207,14 @@ def sent_outputs_are_freed(rank: int, schedule: str, view: bool, forward_only: b
         assert_same_gradients([chunk], reference(4, 8)[0])
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["", "view"])
-@pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_sent_outputs_are_freed(ranks: RankPool, schedule: str, view: bool, forward_only: bool) -> None:
-    """The next stage has taken an output: its storage goes, though its graph is still needed."""
-    ranks.run(2, sent_outputs_are_freed, schedule, view, forward_only)
-
-
 # Loss and gradients
 
 
-def three_tuple(rank: int, per_token: bool, tokens: list[float]) -> None:
+@pytest.mark.parametrize("tokens", [[3, 0, 7], [0.5, 0.25, 1.5], [2**31, 2**31, 2**33 + 1]])
+@pytest.mark.parametrize("per_token", [False, True])
+@on_ranks(2)
+def test_three_tuple_loss_functions(rank: int, per_token: bool, tokens: list[float]) -> None:
+    """Numbers that are no whole ones, such as sums of weights, were cut to integers, and larger ones wrapped around."""
     finalized: list[Any] = []
     chunks = build(
         "1f1b",
@@ -264,14 +253,8 @@ def three_tuple(rank: int, per_token: bool, tokens: list[float]) -> None:
         assert num_tokens is None
 
 
-@pytest.mark.parametrize("tokens", [[3, 0, 7], [0.5, 0.25, 1.5], [2**31, 2**31, 2**33 + 1]])
-@pytest.mark.parametrize("per_token", [False, True])
-def test_three_tuple_loss_functions(ranks: RankPool, per_token: bool, tokens: list[float]) -> None:
-    """Numbers that are no whole ones, such as sums of weights, were cut to integers, and larger ones wrapped around."""
-    ranks.run(2, three_tuple, per_token, tokens)
-
-
-def loss_is_divided_once(rank: int) -> None:
+@on_ranks(2)
+def test_loss_is_divided_and_scaled(rank: int) -> None:
     """The reported loss is the caller's own number: only what is differentiated is divided by num_microbatches."""
     chunks = build("1f1b", 2, 4, grad_scale_func=lambda loss: loss * 8)
     reports = run("1f1b", chunks, 4)
@@ -282,11 +265,8 @@ def loss_is_divided_once(rank: int) -> None:
     assert_same_gradients(chunks, model)
 
 
-def test_loss_is_divided_and_scaled(ranks: RankPool) -> None:
-    ranks.run(2, loss_is_divided_once)
-
-
-def gradient_functions(rank: int) -> None:
+@on_ranks(2)
+def test_gradient_and_parameter_synchronisation(rank: int) -> None:
     log: list[str] = []
 
     @contextlib.contextmanager
@@ -318,11 +298,8 @@ def gradient_functions(rank: int) -> None:
     handle.remove()
 
 
-def test_gradient_and_parameter_synchronisation(ranks: RankPool) -> None:
-    ranks.run(2, gradient_functions)
-
-
-def frozen(rank: int) -> None:
+@on_ranks(3)
+def test_frozen_stages(rank: int) -> None:
     """A first stage without anything trained, as with adapters on the last layers."""
     (chunk,) = build("1f1b", 3, 6)
     model = Stage(StageInfo(0, 1), 6)
@@ -333,10 +310,6 @@ def frozen(rank: int) -> None:
     for batch in batches(3):
         (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / 3).backward()
     assert_same_gradients([chunk], model)
-
-
-def test_frozen_stages(ranks: RankPool) -> None:
-    ranks.run(3, frozen)
 
 
 # Around the forward
@@ -353,7 +326,8 @@ class Timer:
         self.log.append(f"stop {self.name}")
 
 
-def timers_and_profiler(rank: int) -> None:
+@on_ranks(2)
+def test_timers_and_profiler_ranges(rank: int) -> None:
     (chunk,) = build("1f1b", 2, 4)
     log: list[str] = []
     chunk.config.timers = lambda name, log_level=0: Timer(name, log)
@@ -368,11 +342,8 @@ def timers_and_profiler(rank: int) -> None:
     assert {f"{rank}F0", f"{rank}F1", f"{rank}B0", f"{rank}B1"} <= ranges
 
 
-def test_timers_and_profiler_ranges(ranks: RankPool) -> None:
-    ranks.run(2, timers_and_profiler)
-
-
-def autocast(rank: int) -> None:
+@on_ranks(2)
+def test_autocast(rank: int) -> None:
     chunks = build("1f1b", 2, 4, enable_autocast=True, autocast_dtype=torch.bfloat16)
     dtypes: list[torch.dtype] = []
 
@@ -385,11 +356,8 @@ def autocast(rank: int) -> None:
     assert all(p.grad.dtype == torch.float32 for p in chunks[0].parameters())
 
 
-def test_autocast(ranks: RankPool) -> None:
-    ranks.run(2, autocast)
-
-
-def first_microbatch(rank: int) -> None:
+@on_ranks(2)
+def test_set_is_first_microbatch(rank: int) -> None:
     (chunk,) = build("1f1b", 2, 4)
     calls: list[str] = []
     chunk.set_is_first_microbatch = lambda: calls.append("first")
@@ -405,10 +373,6 @@ def first_microbatch(rank: int) -> None:
     assert len(calls) == 2
     run("1f1b", [chunk], 3, forward_only=True, first_val_step=False)
     assert len(calls) == 2
-
-
-def test_set_is_first_microbatch(ranks: RankPool) -> None:
-    ranks.run(2, first_microbatch)
 
 
 def non_loss_data(rank: int) -> None:
@@ -456,14 +420,11 @@ class Wrapper(nn.Module):
         return self.module(*args)
 
 
-def wrapped(rank: int) -> None:
+@on_ranks(2)
+def test_wrapped_models(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
     run("1f1b", Wrapper(Wrapper(chunks[0])), 3)
     assert_same_gradients(chunks, reference(4, 3)[0])
-
-
-def test_wrapped_models(ranks: RankPool) -> None:
-    ranks.run(2, wrapped)
 
 
 # Messages
@@ -517,7 +478,10 @@ class Inferring(Talkative):
     infer_stage_outputs_from_pipeline_inputs = infer_stage_inputs_from_pipeline_inputs
 
 
-def messages(rank: int, kind: str, infer: bool, schedule: str) -> None:
+@pytest.mark.parametrize("infer", [True, False], ids=["inferred", "described"])
+@pytest.mark.parametrize(("kind", "schedule"), [("list", "gpipe"), ("tuple", "1f1b"), ("dict", "1f1b")])
+@on_ranks(3)
+def test_messages_of_several_tensors(rank: int, kind: str, infer: bool, schedule: str) -> None:
     from megapipe import parallel_state
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
@@ -543,16 +507,9 @@ def messages(rank: int, kind: str, infer: bool, schedule: str) -> None:
             assert torch.equal(mine.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("infer", [True, False], ids=["inferred", "described"])
-@pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
-def test_messages_of_several_tensors(ranks: RankPool, kind: str, infer: bool, schedule: str) -> None:
-    ranks.run(3, messages, kind, infer, schedule)
-
-
-def variable_lengths(rank: int, schedule: str, pp_size: int, num_layers: int, lengths: list[int]) -> None:
+def variable_lengths(rank: int, schedule: str, pp_size: int, num_layers: int, lengths: list[int], steps: int) -> None:
     chunks = build(schedule, pp_size, num_layers, variable_seq_lengths=True)
-    for _ in range(2):
+    for _ in range(steps):
         for chunk in chunks:
             chunk.zero_grad()
         run(schedule, chunks, 6, data_iterator=batches(6, seq_lengths=lengths))
@@ -562,30 +519,27 @@ def variable_lengths(rank: int, schedule: str, pp_size: int, num_layers: int, le
     assert_same_gradients(chunks, model)
 
 
-@pytest.mark.parametrize("pp_size", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "pp_size"), [*((name, 2) for name in SCHEDULES), ("interleaved_1f1b", 4)])
 def test_variable_sequence_lengths(ranks: RankPool, schedule: str, pp_size: int) -> None:
-    ranks.run(pp_size, variable_lengths, schedule, pp_size, 8, [4, 9, 9, 2, 7, 9])
+    ranks.run(pp_size, variable_lengths, schedule, pp_size, 8, [4, 9, 9, 2, 7, 9], 2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_large_messages_between_small_ones(ranks: RankPool, schedule: str) -> None:
     """Of a MiB and more, which are sent by a thread."""
-    ranks.run(2, variable_lengths, schedule, 2, 4, [8200, 4, 8192, 2, 7, 8200])
+    ranks.run(2, variable_lengths, schedule, 2, 4, [8200, 4, 8192, 2, 7, 8200], 1)
 
 
-def lookahead(rank: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"overlap_p2p_comm": False}, {"p2p_lookahead": 1}, {"p2p_lookahead": 9}])
+@on_ranks(3)
+def test_lookahead(rank: int, options: dict[str, Any]) -> None:
     chunks = build("1f1b", 3, 4, **options)
     run("1f1b", chunks, 5)
     assert_same_gradients(chunks, reference(4, 5)[0])
 
 
-@pytest.mark.parametrize("options", [{"overlap_p2p_comm": False}, {"p2p_lookahead": 1}, {"p2p_lookahead": 9}])
-def test_lookahead(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(3, lookahead, options)
-
-
-def replicas(rank: int) -> None:
+@on_ranks(4)
+def test_two_pipelines_side_by_side(rank: int) -> None:
     """Two pipelines of two ranks side by side: groups do not mix."""
     chunks = build("1f1b", 2, 4)
     replica = rank % 2
@@ -593,14 +547,11 @@ def replicas(rank: int) -> None:
     assert_same_gradients(chunks, reference(4, 3, seeds=(replica,))[0])
 
 
-def test_two_pipelines_side_by_side(ranks: RankPool) -> None:
-    ranks.run(4, replicas)
-
-
 # Megatron's other keywords
 
 
-def adjusted_shapes(rank: int) -> None:
+@on_ranks(2)
+def test_shapes_adjusted_by_the_caller(rank: int) -> None:
     """Two tensors between the stages, of shapes that the caller works out, and a decoder's own sequence length."""
     from megapipe import parallel_state
 
@@ -644,11 +595,8 @@ def adjusted_shapes(rank: int) -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_shapes_adjusted_by_the_caller(ranks: RankPool) -> None:
-    ranks.run(2, adjusted_shapes)
-
-
-def groups_of_the_caller(rank: int) -> None:
+@on_ranks(2)
+def test_groups_that_come_with_the_call(rank: int) -> None:
     """Process groups come with the call; parallel_state is not initialised at all."""
     group = dist.new_group([0, 1])
     (info,) = stages_for_rank("1f1b", rank, 2)
@@ -661,17 +609,10 @@ def groups_of_the_caller(rank: int) -> None:
         assert_same_gradients([chunk], reference(4, 3)[0])
 
 
-def test_groups_that_come_with_the_call(ranks: RankPool) -> None:
-    ranks.run(2, groups_of_the_caller)
-
-
-def groups_are_missing(rank: int) -> None:
+@on_ranks(2)
+def test_groups_that_do_not_exist(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"call megapipe\.parallel_state\.initialize_model_parallel"):
         run("1f1b", Stage(StageInfo(rank, 2), 4), 3)
-
-
-def test_groups_that_do_not_exist(ranks: RankPool) -> None:
-    ranks.run(2, groups_are_missing)
 
 
 class Demanding(Stage):
@@ -679,15 +620,12 @@ class Demanding(Stage):
         self.input_tensor = input_tensor[0].contiguous() if self.embedding is None else None
 
 
-def demanding_model(rank: int) -> None:
+@on_ranks(2)
+def test_a_model_that_cannot_take_none(rank: int) -> None:
+    """After a step a model is asked to forget its last input; one that cannot just keeps it."""
     build("1f1b", 2, 4)  # the groups
     chunk = Demanding(stages_for_rank("1f1b")[0], 4)
     for _ in range(2):
         chunk.zero_grad()
         run("1f1b", chunk, 3)
     assert_same_gradients([chunk], reference(4, 3)[0])
-
-
-def test_a_model_that_cannot_take_none(ranks: RankPool) -> None:
-    """After a step a model is asked to forget its last input; one that cannot just keeps it."""
-    ranks.run(2, demanding_model)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, forward_step, loss_of, run
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from replicas import (
     NUM_LAYERS,
     NUM_STEPS,
@@ -80,9 +80,9 @@ def full_shard(rank: int) -> None:
 def hybrid(rank: int) -> None:
     for shape in ({"dp_replicate": 1, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}):
         use_mesh(pp=2, **shape)
-        for schedule in SCHEDULES:
-            chunks = shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER)
-            num_steps = NUM_STEPS if schedule == "zbv" else 2
+        for schedule in BY_LAYER:  # one of each kind
+            chunks = shard(build_replicas(schedule, 2))
+            num_steps = 4 if schedule == "zbv" else 2
             train_and_compare(schedule, chunks, full, num_steps=num_steps, optimizer_of=LocalAdamW)
     if replicate is not None:
         use_mesh(pp=2, dp=2)
@@ -129,7 +129,8 @@ class Counts:
         patch.setattr(dist, names[1], logged_reduce)
 
 
-def counted(rank: int) -> None:
+@on_ranks(4)
+def test_one_gather_and_one_reduction_per_chunk_and_step(rank: int) -> None:
     use_mesh(pp=2, dp=2)
     with pytest.MonkeyPatch.context() as patch:
         counts = Counts(patch)
@@ -153,11 +154,8 @@ def counted(rank: int) -> None:
                 assert all(isinstance(p, DTensor) for chunk in chunks for p in chunk.parameters())
 
 
-def test_one_gather_and_one_reduction_per_chunk_and_step(ranks: RankPool) -> None:
-    ranks.run(4, counted)
-
-
-def overlapped(rank: int) -> None:
+@on_ranks(4)
+def test_reductions_run_beside_the_rest_of_the_step(rank: int) -> None:
     """The reduction of the last chunk waits here for the first chunk's last W: it must be under way beside it."""
     use_mesh(pp=2, dp=2)
     chunks = shard(build_replicas("zbv", 2), by_layer=False)
@@ -180,11 +178,8 @@ def overlapped(rank: int) -> None:
     assert waited == [True, True]
 
 
-def test_reductions_run_beside_the_rest_of_the_step(ranks: RankPool) -> None:
-    ranks.run(4, overlapped)
-
-
-def low_precision(rank: int) -> None:
+@on_ranks(4)
+def test_mixed_precision(rank: int) -> None:
     """Computed in bfloat16, gradients of microbatches and replicas added in float32."""
     use_mesh(pp=2, dp=2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -208,10 +203,6 @@ def low_precision(rank: int) -> None:
                 assert torch.equal(full(parameter.grad), expected[name]), f"{schedule}, {name}"
 
 
-def test_mixed_precision(ranks: RankPool) -> None:
-    ranks.run(4, low_precision)
-
-
 class Odd(Stage):
     """With a layer that only the second replica uses, in some microbatches; one that nobody uses; a frozen one."""
 
@@ -229,7 +220,15 @@ class Odd(Stage):
         return x + self.odd(x) if self.info.is_last and seed >= 100 and seed % 2 else x
 
 
-def odd_ones(rank: int) -> None:
+def replica_gradients(model: nn.Module, replica: int, num_calls: int = 1) -> list[Tensor | None]:
+    model.zero_grad()
+    for batch in itertools.chain(*(batches(4, replica) for _ in range(num_calls))):
+        (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / 4).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@on_ranks(4)
+def test_recomputed_unused_and_frozen(rank: int) -> None:
     use_mesh(pp=2, dp=2)
     replica = parallel_state.get_data_parallel_rank()
     for schedule in ("1f1b", "zb1p", "zbv"):
@@ -258,18 +257,8 @@ def odd_ones(rank: int) -> None:
                         assert torch.equal(full(parameter.grad), want), f"{schedule}, {name}"
 
 
-def replica_gradients(model: nn.Module, replica: int, num_calls: int = 1) -> list[Tensor | None]:
-    model.zero_grad()
-    for batch in itertools.chain(*(batches(4, replica) for _ in range(num_calls))):
-        (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / 4).backward()
-    return [p.grad for p in model.parameters()]
-
-
-def test_recomputed_unused_and_frozen(ranks: RankPool) -> None:
-    ranks.run(4, odd_ones)
-
-
-def after_a_failure(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_after_one_that_failed(rank: int) -> None:
     """The failed step leaves the gradients as they were, and the next one finds everything in place."""
     use_mesh(pp=1, dp=2)
     num_calls = 0
@@ -294,11 +283,9 @@ def after_a_failure(rank: int) -> None:
         train_and_compare(schedule, chunks, full, num_steps=2, optimizer_of=LocalAdamW)
 
 
-def test_a_step_after_one_that_failed(ranks: RankPool) -> None:
-    ranks.run(2, after_a_failure)
-
-
-def sharing(rank: int) -> None:
+@pytest.mark.skipif(share_comm_ctx is None, reason="this torch has no share_comm_ctx")
+@on_ranks(2)
+def test_chunks_that_share_their_communication(rank: int) -> None:
     """Chunks that share streams and buffers: torch forgets the order of all forwards when one of them is reduced."""
     use_mesh(pp=1, dp=2)
     chunks = shard(build_replicas("interleaved_1f1b", 1))
@@ -310,12 +297,9 @@ def sharing(rank: int) -> None:
         train_and_compare("interleaved_1f1b", chunks, full, num_steps=2, optimizer_of=LocalAdamW)
 
 
-@pytest.mark.skipif(share_comm_ctx is None, reason="this torch has no share_comm_ctx")
-def test_chunks_that_share_their_communication(ranks: RankPool) -> None:
-    ranks.run(2, sharing)
-
-
-def reduced_in_part(rank: int) -> None:
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="this torch can do it")
+@on_ranks(2)
+def test_gradients_reduced_in_part_are_refused(rank: int) -> None:
     """Torch's public end of a step cannot leave the sum over replicas for later, so that is refused."""
     use_mesh(pp=1, dp_replicate=2, dp_shard=1)
     chunks = shard(build_replicas("1f1b", 1))
@@ -326,12 +310,8 @@ def reduced_in_part(rank: int) -> None:
     run("1f1b", chunks, 3)
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="this torch can do it")
-def test_gradients_reduced_in_part_are_refused(ranks: RankPool) -> None:
-    ranks.run(2, reduced_in_part)
-
-
-def accumulated(rank: int) -> None:
+@on_ranks(4)
+def test_accumulated_over_calls(rank: int) -> None:
     """Over two calls, reduced in the second: as one call would with the microbatches of both."""
     use_mesh(pp=2, dp=2)
     replica = parallel_state.get_data_parallel_rank()
@@ -350,16 +330,13 @@ def accumulated(rank: int) -> None:
                 assert torch.equal(full(parameter.grad), expected[name]), f"{schedule}, {name}"
 
 
-def test_accumulated_over_calls(ranks: RankPool) -> None:
-    ranks.run(4, accumulated)
-
-
 class Fsdp1(FullyShardedDataParallel):
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
 
-def mistakes(rank: int) -> None:
+@on_ranks(2)
+def test_mistakes(rank: int) -> None:
     use_mesh(pp=1, dp=2)
     mesh = parallel_state.get_data_parallel_mesh()
 
@@ -390,10 +367,6 @@ def mistakes(rank: int) -> None:
     whole = nn.Sequential(fully_shard(chunk, mesh=mesh), nn.Linear(2, 2))
     fully_shard(whole, mesh=mesh)._get_fsdp_state()._lazy_init()
     assert "FSDPStage is part of another module of fully_shard: call fully_shard on each chunk" in message(chunk)
-
-
-def test_mistakes(ranks: RankPool) -> None:
-    ranks.run(2, mistakes)
 
 
 def post_validated(rank: int) -> int:
@@ -443,7 +416,9 @@ def plain_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
     return model(batch["tokens"]), loss_func
 
 
-def captured(rank: int) -> None:
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="graphs need torch 2.9")
+@on_ranks(2)
+def test_captured_stages(rank: int) -> None:
     use_mesh(pp=1, dp=2)
     tokens = torch.zeros(SEQUENCE, BATCH, dtype=torch.long)
     for schedule in ("1f1b", "zb1p"):
@@ -459,8 +434,3 @@ def captured(rank: int) -> None:
     (chunk,) = shard([capture(Plain(StageInfo(0, 1), 2), (tokens,))])
     with pytest.raises(ValueError, match=r"layers\.0\.norm\.weight is a shard.*call fully_shard on the stage only"):
         run("1f1b", [chunk], 1, forward_step_func=plain_step)
-
-
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="graphs need torch 2.9")
-def test_captured_stages(ranks: RankPool) -> None:
-    ranks.run(2, captured)

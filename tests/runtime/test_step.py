@@ -1,0 +1,132 @@
+"""A step as its caller sees it: what it is given, and the functions of the config around it."""
+
+import contextlib
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import assert_same_gradients, build, reference, run
+from ranks import RankPool, on_ranks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from megapipe import PipelineError, parallel_state
+
+
+class WrapperWithBuffers(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.buffers = []
+
+    def forward(self, *args: object) -> object:
+        return self.module(*args)
+
+
+@on_ranks(2)
+def test_a_wrapper_may_call_something_else_buffers(rank: int) -> None:
+    """The device was found by asking the model for its buffers. Megatron's DistributedDataParallel keeps a list of
+    gradient buffers under that name, and every step of a wrapped model failed."""
+    (chunk,) = build("1f1b", 2, 4)
+    run("1f1b", WrapperWithBuffers(chunk), 2)
+    assert_same_gradients([chunk], reference(4, 2)[0])
+
+
+class StrictTimer:
+    def __init__(self) -> None:
+        self.running = False
+
+    def start(self, barrier: bool = False) -> None:
+        assert not self.running, "timer has already been started"
+        self.running = True
+
+    def stop(self) -> None:
+        assert self.running
+        self.running = False
+
+
+@on_ranks(2)
+def test_timers_are_stopped_by_a_failure(rank: int) -> None:
+    """A step that failed left its timers running. Megatron's refuse to be started twice, so the next step failed on
+    them."""
+    timers: dict[str, StrictTimer] = {}
+    (chunk,) = build("1f1b", 2, 4)
+    chunk.config.timers = lambda name, log_level=0: timers.setdefault(name, StrictTimer())
+    with pytest.raises((PipelineError, ValueError)):
+        run("1f1b", chunk, 2, data_iterator=iter([]))
+    chunk.zero_grad()
+    run("1f1b", chunk, 2)
+    assert_same_gradients([chunk], reference(4, 2)[0])
+
+
+def wrapped_by_torch(rank: int) -> int:
+    """Two replicas of a pipeline of one rank, kept in step by torch's DistributedDataParallel."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    (chunk,) = build("no_pipelining", 1, 2)
+    calls = 0
+
+    def count(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model = torch.nn.parallel.DistributedDataParallel(chunk)
+    model.register_comm_hook(None, count)
+    chunk.config.no_sync_func = model.no_sync
+    run("no_pipelining", model, 3, seed=rank)
+    grads = [torch.empty_like(chunk.head.weight) for _ in range(2)]
+    dist.all_gather(grads, chunk.head.weight.grad)
+    assert torch.equal(*grads)
+    return calls
+
+
+def test_no_sync_of_torchs_data_parallelism(ranks: RankPool) -> None:
+    """The last forward ran without synchronisation, and only the last backward with it. torch's
+    DistributedDataParallel prepares its reduction in the forward, so that nothing was ever reduced."""
+    assert ranks.run(2, wrapped_by_torch) == [1, 1]
+
+
+@on_ranks(1)
+def test_a_chunk_without_trainable_parameters_under_no_sync(rank: int) -> None:
+    """After a chunk's last W autograd passes by its parameters once more, for those who watch its nodes. With nothing
+    to train in a chunk there was nothing to pass by, and the step failed with autograd's words for that."""
+    for schedule in ("zb1p", "zbv"):
+        chunks = build(schedule, 1, 4, deferred=True, no_sync_func=contextlib.nullcontext)
+        chunks[0].requires_grad_(False)
+        run(schedule, chunks, 2)
+
+
+SETTINGS_THAT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
+    ({"timeout": None}, "config.timeout must be a finite number, got None"),
+    ({"timeout": -5.0}, "config.timeout must be more than 0 seconds, got -5"),
+    ({"timeout": 1e15}, "config.timeout must be at most 1e+09 seconds (30 years), got 1e+15"),
+    ({"p2p_lookahead": -1}, "config.p2p_lookahead must be a whole number from 0 on, or None, got -1"),
+    ({"p2p_lookahead": 1.5}, "config.p2p_lookahead must be a whole number from 0 on, or None, got 1.5"),
+    ({"max_in_flight": float("inf")}, "config.max_in_flight must be a finite number, got inf"),
+    ({"microbatch_group_size_per_vp_stage": 2.5}, "must be a whole number from 1 on, or None, got 2.5"),
+    ({"pipeline_dtype": "float32"}, "config.pipeline_dtype must be a torch.dtype, like torch.bfloat16, or None"),
+    ({"hidden_size": 16.0}, "config.hidden_size must be a whole number from 1 on, or None, got 16.0"),
+    ({"tensor_model_parallel_size": 0}, "config.tensor_model_parallel_size must be a whole number from 1 on, got 0"),
+    ({"context_parallel_size": None}, "config.context_parallel_size must be a whole number from 1 on, got None"),
+    ({"context_parallel_size": 2}, "a sequence of 5 cannot be shared by 2 ranks (context_parallel_size 2"),
+    ({"grad_scale_func": 2.0}, "config.grad_scale_func must be a function, or None, got 2.0"),
+    ({"no_sync_func": [True, None]}, "config.no_sync_func must be a function, or None, got True"),
+    ({"record_timeline": True}, "config.record_timeline must be a megapipe.TimelineRecorder, or None, got True"),
+    ({"no_sync_func": [contextlib.nullcontext]}, "config.no_sync_func is a list of 1 but there are 2 chunks"),
+    ({"grad_sync_func": []}, "config.grad_sync_func is a list of 0 but there are 2 chunks"),
+    ({"param_sync_func": [list] * 3}, "config.param_sync_func is a list of 3 but there are 2 chunks"),
+]
+
+
+@on_ranks(2)
+def test_settings_that_cannot_be(rank: int) -> None:
+    """A list with a function too few failed in the middle of the step, or held back the synchronisation of the wrong
+    chunk. A negative time limit left ranks waiting while they connected, others failed in words that named none; and
+    a sequence that its ranks cannot share was cut short."""
+    for options, message in SETTINGS_THAT_CANNOT_BE:
+        chunks = build("zbv", 2, 4)
+        for chunk in chunks:
+            vars(chunk.config).update(options)
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            run("zbv", chunks, 2)
