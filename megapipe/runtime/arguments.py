@@ -1,6 +1,6 @@
-"""What the caller of a schedule passed for one step, brought into one form and checked, once.
+"""The arguments of one step: brought into one form, checked once, and listed where ranks must agree on them.
 
-Everything that can be wrong is found here, before anything is computed; what ranks must agree on is listed here too.
+Every mistake of the caller is found here, before anything is computed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Specs = list[tuple[MessageSpec | None, MessageSpec | None]]
 
 @dataclass
 class StepArguments:
-    """What the caller of a schedule passed for one step, checked; and what the step reports back."""
+    """The caller's arguments of one step, and its results."""
 
     forward_step_func: Callable[..., Any]
     data_iterators: list[Any]
@@ -55,7 +55,7 @@ class StepArguments:
     needs_loss: bool = True
     """Whether a last stage without a loss function is an error, where something is to be trained."""
     results: list[Any] = field(default_factory=list)
-    """What the loss function reported, in microbatch order. Stays empty without the last stage."""
+    """The reports of the loss function, in microbatch order. Stays empty without the last stage."""
     num_tokens: Tensor = field(init=False)
     """Sum of the token counts of 3-tuple loss functions, which may be weights, and more than 32 bits hold. The dtype is
     the same on every rank, for those who add it up over ranks."""
@@ -65,6 +65,7 @@ class StepArguments:
 
 
 def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
+    """The pipeline's process group: the caller's, or else parallel_state's. None without torch.distributed."""
     for check in parallel_state.check_groups:
         check(pg_collection)
         check(p2p_communicator)
@@ -75,6 +76,7 @@ def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGro
 
 
 def config_of(schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any) -> PipelineConfig:
+    """The checked settings of the first chunk that has a `config`; sizes of groups are those of `pg_collection`."""
     configs = (find_attribute(model, "config") for model in models)
     config = next((config for config in configs if config is not None), None)
     sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
@@ -86,11 +88,14 @@ def config_of(schedule: Schedule, models: Sequence[nn.Module], pg_collection: An
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
+    """The device of the first parameter or buffer; the CPU where there is none."""
     tensors = itertools.chain.from_iterable(tensors_of(model) for model in models)
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
+    """One for each chunk; a single one is read by each chunk from the same place. Raises ValueError for a list of
+    another length."""
     if isinstance(data_iterator, (list, tuple)):
         if len(data_iterator) != num_chunks:
             raise ValueError(
@@ -104,6 +109,7 @@ def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
 
 
 def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
+    """Raises ValueError or TypeError for arguments that cannot be."""
     check_whole_number("num_microbatches", step.num_microbatches, 1)
     for name in PER_CHUNK:
         functions = getattr(step.config, name)
@@ -154,7 +160,7 @@ def specs_of(
 
 
 def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
-    """What the ranks must agree on. Of a message, both ends tell what they think it is."""
+    """The arguments that ranks must agree on, with their values. Both ends of a boundary tell its message."""
     arguments = {
         "the schedule": schedule.name,
         "the number of chunks per rank": str(len(stages)),

@@ -6,7 +6,6 @@ A neighbour is missing (`NoBoundary`), on the same rank (`LocalBoundary`) or on 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -29,32 +28,33 @@ __all__ = [
 ]
 
 
-class Boundary(ABC):
+class Boundary:
+    """By itself what a stage finds where it has no neighbour."""
+
     peer: int | None = None
     """Pipeline rank of the other side, where it is not this one."""
 
-    def post_ahead(self) -> None:  # noqa: B027
+    def post_ahead(self) -> None:
         """Post receives of the next messages. Called after a send: that is, when no rank waits for this one."""
 
-    def post_all(self) -> None:  # noqa: B027
+    def post_all(self) -> None:
         """Post receives of all messages that may be posted. Called when this rank waits for others."""
 
-    @abstractmethod
     def is_empty(self) -> bool:
         """Whether every expected message has been taken."""
+        return True
 
 
 class Below(Boundary):
     """Between a stage and the one below it."""
 
-    @abstractmethod
     def take_input(self) -> Transfer | None:
         """The next forward input; None on the first stage."""
+        return None
 
-    @abstractmethod
-    def send_gradient(self, grads: list[Tensor]) -> None: ...
+    def send_gradient(self, grads: list[Tensor]) -> None:
+        """Send the gradients of the oldest input that has none yet."""
 
-    @abstractmethod
     def discard_inputs(self, num_sent: int) -> list[Transfer]:
         """Start again after a rollback, before any backward.
 
@@ -64,47 +64,26 @@ class Below(Boundary):
         Returns:
             The inputs of these that have not been taken yet. The caller waits for them.
         """
+        return []
 
 
 class Above(Boundary):
     """Between a stage and the one above it."""
 
-    @abstractmethod
-    def send_output(self, output: Transfer | None) -> None: ...
+    def send_output(self, output: Transfer | None) -> None:
+        """Send an output; None on the last stage."""
 
-    @abstractmethod
     def take_gradient(self) -> Transfer | None:
         """The gradients of the oldest output that has none yet: one for each of its tensors that wants one; None on
         the last stage."""
+        return None
 
-    @abstractmethod
     def discard_outputs(self) -> None:
         """Start again after a rollback, before any backward."""
 
 
 class NoBoundary(Below, Above):
     """Before the first stage and behind the last: data and loss do not travel."""
-
-    def take_input(self) -> None:
-        return None
-
-    def send_output(self, output: Transfer | None) -> None:
-        pass
-
-    def take_gradient(self) -> None:
-        return None
-
-    def send_gradient(self, grads: list[Tensor]) -> None:
-        pass
-
-    def is_empty(self) -> bool:
-        return True
-
-    def discard_inputs(self, num_sent: int) -> list[Transfer]:
-        return []
-
-    def discard_outputs(self) -> None:
-        pass
 
 
 class LocalBoundary(Below, Above):

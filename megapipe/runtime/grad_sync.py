@@ -98,7 +98,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
     @contextmanager
     def last_gradients(self, chunk: int, in_w: bool) -> Iterator[None]:
         """Around the computation that completes the gradients of `chunk`: its last backward, or with `in_w` its last W.
-        There those who watch autograd's nodes have missed the end, and autograd passes by once more."""
+        In a W autograd does not pass by the parameters, so it is made to do so once more, for hooks on its nodes."""
         context = self._context_of(chunk)
         if self._grad_sync[chunk] is None:
             self._contexts[context].close()  # the model's own hooks fire during the backward
@@ -139,7 +139,11 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 def finalize_gradients(
     config: PipelineConfig, models: list[nn.Module], num_tokens: Tensor, keywords: dict[str, Any]
 ) -> None:
-    """Call the caller's `finalize_model_grads_func`, with those of Megatron's `keywords` that it takes."""
+    """Call the caller's `finalize_model_grads_func`, with those of Megatron's `keywords` that it takes.
+
+    Args:
+        num_tokens: sum over the microbatches, of shape [], in float64.
+    """
     function = config.finalize_model_grads_func
     if function is not None:
         tokens = num_tokens if config.calculate_per_token_loss else None

@@ -1,5 +1,5 @@
-"""Where frameworks around megapipe tie in to a step. Each list is filled by the modules in `integrations/`, and the
-core calls what it finds there, so that it knows none of them by name."""
+"""Hooks for frameworks around megapipe. The modules in `integrations/` fill these lists, and a step calls the functions
+in them, so that the core knows no framework by name."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ class StepEnd(NamedTuple):
     last_stage: int
     """The rank that has the last stage, and with it the reports and the number of tokens."""
     finalize_keywords: dict[str, Any]
-    """What `finalize_model_grads_func` is about to be called with, besides models and tokens."""
+    """Further arguments of `finalize_model_grads_func`."""
     share: Callable[[Any], Any]
     """Called on every rank; returns what the rank of the last stage called it with."""
 
 
 read_config: list[Callable[[Any, Schedule], dict[str, Any]]] = []
-"""Called with `model.config` and the schedule at every step. Returns settings of `PipelineConfig` that follow from it
-under other names; may raise ValueError."""
+"""Called with `model.config` and the schedule at every step. Returns fields of `PipelineConfig` that the framework
+has under other names; may raise ValueError."""
 
 around_forwards: list[Callable[[nn.Module, int, torch.device], AroundForward | None]] = []
-"""Asked at every step, for each chunk with the number of microbatches and the device, what to call around forwards."""
+"""Called at every step for each chunk, with the number of microbatches and the device. Returns functions to be called
+around its forwards, or None."""
 
 around_finalizing: list[Callable[[StepEnd], AbstractContextManager[None]]] = []
 """Entered on every rank of a pipeline when the loops of a step are done, and left when gradients are finalized."""

@@ -51,10 +51,16 @@ def validation_points(plan: Plan) -> list[int]:
 
 
 def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdog | None) -> Speculation | None:
-    """Support for a step that begins before the last optimizer step has been validated; None for any other.
+    """Support for a step that begins before the last optimizer step has been validated.
 
     Args:
-        watchdog: None for a pipeline of one rank, where there is nobody to wait for.
+        watchdog: None for a pipeline of one rank, which waits for no other.
+
+    Returns:
+        None for a step whose weights are known to stand.
+
+    Raises:
+        TypeError: where data cannot be read again.
     """
     optimizer = step.config.post_validated_optimizer
     if optimizer is None:

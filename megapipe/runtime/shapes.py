@@ -1,4 +1,4 @@
-"""What travels over each boundary, known before it is sent: from the arguments, or from the model."""
+"""The shapes of messages, known before they are sent: from the arguments, or from the model."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ class ShapeArguments:
 def message_specs(
     model: nn.Module, stage: StageInfo, arguments: ShapeArguments, config: PipelineConfig
 ) -> tuple[MessageSpec, MessageSpec]:
-    """The messages that `stage` receives and sends. At the ends of the pipeline one of them means nothing.
+    """The messages that `stage` receives and sends. At the ends of the pipeline one of them is unused.
 
     The model decides where it has `infer_stage_inputs_from_pipeline_inputs(inputs, n_microbatches)` and
     `infer_stage_outputs_from_pipeline_inputs(inputs, n_microbatches)`. They are called on the meta device, in every
     step, and return a tensor, or a list, tuple or dict of tensors, of which only shapes and dtypes matter. Of their
     floating-point and complex tensors all have gradients, unless some are marked by `requires_grad`: then only those.
+
+    Raises:
+        ValueError: where neither the arguments nor the model tell the shapes.
+        TypeError: where the model tells something that cannot be sent.
     """
     infer_inputs = find_attribute(model, "infer_stage_inputs_from_pipeline_inputs")
     infer_outputs = find_attribute(model, "infer_stage_outputs_from_pipeline_inputs")

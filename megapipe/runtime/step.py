@@ -10,12 +10,13 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from .. import parallel_state
 from ..config import PipelineConfig
+from ..failures import Watchdog
 from ..overlap import find_forward_segments
 from ..p2p_communication import Communicator, Lookahead
 from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, find_schedule, register
@@ -127,8 +128,7 @@ class ForwardBackward(Schedule):
             keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
             try:
                 prepared = prepare(self, step, shapes, session)
-                communicator, boundaries = connect(prepared, session)
-                run(prepared, communicator, boundaries, session)
+                run(prepared, connect(prepared, session))
             except BaseException:
                 leave_batch(step.data_iterators)
                 raise
@@ -179,13 +179,23 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
     return PreparedStep(step, key, pp_rank, stages, specs, sharded, tuner, counts)
 
 
-def connect(prepared: PreparedStep, session: Session | None) -> tuple[Communicator | None, list[tuple[Below, Above]]]:
+class Connection(NamedTuple):
+    """This rank's ways to the others in one step. `watchdog` and `communicator` are None for a pipeline of one rank."""
+
+    watchdog: Watchdog | None
+    communicator: Communicator | None
+    boundaries: list[tuple[Below, Above]]
+    """Per chunk, the one below its stage and the one above."""
+
+
+def connect(prepared: PreparedStep, session: Session | None) -> Connection:
     """Agree with the other ranks on the step, and open its boundaries. Collective over the pipeline."""
     step, key = prepared.arguments, prepared.key
     config = step.config
-    communicator, lookahead = None, Lookahead(0)
+    watchdog, communicator, lookahead = None, None, Lookahead(0)
     if session is not None:
-        session.watchdog.timeout = config.timeout
+        watchdog = session.watchdog
+        watchdog.timeout = config.timeout
         places = {"the places of the Ws": str(prepared.tuner)}
         session.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places)
         start_together(step, session)
@@ -196,48 +206,45 @@ def connect(prepared: PreparedStep, session: Session | None) -> tuple[Communicat
             ahead = config.p2p_lookahead
             lookahead = communicator.lookahead if ahead is None else Lookahead(ahead)
     boundaries = boundaries_around(key, prepared.pp_rank, prepared.specs, communicator, lookahead, step.forward_only)
-    return communicator, boundaries
+    return Connection(watchdog, communicator, boundaries)
 
 
 def build(
     prepared: PreparedStep,
-    boundaries: list[tuple[Below, Above]],
+    connection: Connection,
     sync: GradientSync,
-    monitor: Monitor,
+    record: StepRecord | None,
     speculation: Speculation | None,
 ) -> Pipeline:
     """The object that the schedule's loops drive."""
     step = prepared.arguments
+    monitor = Monitor(connection.watchdog, connection.communicator, record)
     chunks = [
         Chunk(Stage(info, chunk, step, sent), below, above)
-        for chunk, (info, (_, sent), (below, above)) in enumerate(zip(prepared.stages, prepared.specs, boundaries))
+        for chunk, (info, (_, sent), (below, above)) in enumerate(
+            zip(prepared.stages, prepared.specs, connection.boundaries)
+        )
     ]
     return Pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, speculation, prepared.weight_counts)
 
 
-def run(
-    prepared: PreparedStep,
-    communicator: Communicator | None,
-    boundaries: list[tuple[Below, Above]],
-    session: Session | None,
-) -> None:
+def run(prepared: PreparedStep, connection: Connection) -> None:
     """Run the loops, again after a rollback of the last optimizer step. The results are in the arguments."""
     step, schedule, tuner = prepared.arguments, prepared.key.schedule, prepared.tuner
     sync = _gradient_sync(prepared)
-    watchdog = None if session is None else session.watchdog
-    speculation = speculate(step, prepared.key, prepared.pp_rank, watchdog)
+    speculation = speculate(step, prepared.key, prepared.pp_rank, connection.watchdog)
     while True:
         record = _begin_record(prepared)
-        pipe = build(prepared, boundaries, sync, Monitor(watchdog, communicator, record), speculation)
+        pipe = build(prepared, connection, sync, record, speculation)
         try:
             with _timed(step.config), sync:
                 reports = schedule.loops(pipe)
             break
         except RollbackRequired:
             assert speculation is not None
-            assert communicator is not None
+            assert connection.communicator is not None
             pipe.discard_forwards(speculation.num_sent)
-            communicator.begin_again()
+            connection.communicator.begin_again()
             speculation.roll_back()
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
@@ -250,7 +257,8 @@ def run(
 
 
 def _tuner(step: StepArguments, key: PlanKey, session: Session | None) -> WeightTuner | None:
-    """Raises ValueError where pipelines that exchange data with each other could be tuned apart."""
+    """None where the schedule's own places are kept. Raises ValueError where pipelines that exchange data with each
+    other could be tuned apart."""
     if step.config.weight_grad_placement == "static" or session is None or step.forward_only:
         return None
     if not key.splits_backward:
@@ -356,6 +364,9 @@ def stages_for_rank(
         pp_rank, pp_size: None takes them from `parallel_state`.
         num_chunks: stages per rank; None takes the schedule's own number, or for schedules that leave it open the
             virtual pipeline size of `parallel_state`, or the schedule's default.
+
+    Raises:
+        ValueError: for an unknown schedule, a rank that there is not, and chunks that the schedule cannot have.
     """
     found = find_schedule(schedule)
     if pp_size is None:

@@ -1,8 +1,8 @@
-"""Writing down when a rank computes and when it waits, as it happens.
+"""The record of one step on one rank: when it computes and when it waits. All times are in milliseconds.
 
-The times are those of whatever computes: the host's clock on CPU; on CUDA events in the stream, which are read only
-when the records are gathered, so that nothing ever waits for the device. What a step costs for it is a tuple per
-action and one per wait.
+They are those of the device that computes: the host's clock on CPU; on CUDA events in the stream, which are read only
+when the records are gathered, so that nothing ever waits for the device. A record costs a tuple per action and one per
+wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
 
 
 class Wait(NamedTuple):
-    """A wait for a message."""
+    """A wait for a message, in milliseconds."""
 
     action: Action | None
     """The action that needed it; None for the wait at the end of a step until everything sent has been taken."""
@@ -33,7 +33,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step on one rank. `spans` and `waits` are in order; an action starts when its wait is over."""
+    """One step on one rank, in milliseconds. `spans` and `waits` are in order; an action starts behind its wait."""
 
     begin: float
     end: float
@@ -42,10 +42,12 @@ class RankStep:
 
     @property
     def busy(self) -> float:
+        """Time in actions."""
         return sum(span.end - span.start for span in self.spans)
 
     @property
     def waited(self) -> float:
+        """Time in waits for messages."""
         return sum(wait.end - wait.start for wait in self.waits)
 
     @property
@@ -73,7 +75,7 @@ class RankStep:
 
 
 class Clock(Protocol):
-    """What tells the time on a device."""
+    """Tells the time on a device."""
 
     def now(self) -> Any:
         """A mark, put down without waiting for anything."""
@@ -128,12 +130,12 @@ class CudaClock:
 
 @functools.cache
 def clock_of(device: torch.device) -> Clock:
-    """The clock of what computes there."""
+    """The clock of computations on `device`."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 class StepRecord:
-    """What one rank does in one step. Also the context around each of its actions: they do not nest."""
+    """The actions and waits of one rank in one step. Also the context around each action: they do not nest."""
 
     __slots__ = (
         "_action",

@@ -29,8 +29,8 @@ FIRST, INTERVAL = 6, 10
 others and the last may still run, so the first medians are of three steps, the later ones of nine."""
 
 DRIFT = 0.05
-"""How far a time may move, as a share of the mean action, before the search is repeated. Medians of nine steps move by
-less on a machine that does nothing else."""
+"""How far a time may move, as a share of the mean action, before the search is repeated. A guess: small changes hardly
+move the best places, and a search takes a tenth of a second."""
 
 GAIN = 0.005
 """Share of the makespan that a choice must gain by the plan. Less than that disappears in the noise of measured steps
@@ -61,7 +61,7 @@ def choose(
 ) -> Choice:
     """Places for the Ws, and within the limit on memory the number of warmup forwards, that make a step shortest.
 
-    Deterministic: the same costs give the same choice on every rank.
+    Deterministic: the same costs give the same choice on every rank. The arguments but the last are a PlanKey's.
     """
     own = make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=settings)
     simulation = simulate(own, costs)

@@ -5,7 +5,7 @@ passed by; in a pipeline that is once per microbatch, and too early where a W is
 parameters are gathered once per step, ahead of its first forward; gradients are kept whole; and once the chunk's last W
 is done they are reduced and the parameters sharded again, beside what other chunks still compute.
 
-How FSDP2 is made to do that is the affair of `root.py`, and of `private.py` on older torch.
+`root.py` makes FSDP2 do that by torch 2.15's public functions, `private.py` by the internals of older torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .root import Root
 
 __all__ = ["ShardedChunks", "output_dtype"]
 
-PATIENCE = 3.0  # seconds
+PATIENCE = 3.0
+"""Seconds that a reduction may still take after a failure, as much as the watchdog gives other ranks."""
 
 
 class ShardedChunks(AbstractContextManager["ShardedChunks"]):
@@ -45,9 +46,11 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
         Args:
             is_reduced_elsewhere: the caller has functions of their own for gradients.
 
-        Raises ValueError for what cannot work, and RuntimeError where this torch's FSDP2 is not as expected.
+        Raises:
+            ValueError: for a way of sharding that a pipeline cannot work with.
+            RuntimeError: where this torch's FSDP2 is not as expected.
         """
-        if "torch.distributed.fsdp" not in sys.modules:  # then nobody has used it, and importing it takes time
+        if "torch.distributed.fsdp" not in sys.modules:  # then it is not in use, and importing it takes time
             return None
         for number, model in enumerate(models):
             _refuse_fsdp1(number, model)
@@ -120,7 +123,7 @@ def output_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 class _Tasks:
-    """What runs beside the main thread, one after the other, in the order in which it was added."""
+    """Functions that run beside the main thread, one after the other, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -190,7 +193,7 @@ def _refuse_fsdp1(number: int, model: nn.Module) -> None:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             f"chunk {number} holds a FullyShardedDataParallel, which shards and reduces in every backward and cannot "
-            "wait for weight gradients that are put off: use torch.distributed.fsdp.fully_shard."
+            "wait for deferred weight gradients: use torch.distributed.fsdp.fully_shard."
         )
 
 
@@ -199,7 +202,7 @@ def _check_all_reduced(number: int, model: nn.Module, roots: Sequence[Root]) -> 
     for name, parameter in model.named_parameters():
         if managed and parameter.requires_grad and parameter not in managed:
             raise ValueError(
-                f"{name} of chunk {number} is in no module of fully_shard, though others are, so nobody averages its "
-                "gradient over the replicas: call fully_shard on the chunk too, or set config.grad_sync_func or "
+                f"{name} of chunk {number} is in no module of fully_shard, though others are, so its gradient is not "
+                "averaged over the replicas: call fully_shard on the chunk too, or set config.grad_sync_func or "
                 "config.finalize_model_grads_func (see megapipe.data_parallel)."
             )

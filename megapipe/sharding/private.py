@@ -1,4 +1,4 @@
-"""The same as `root.py` for torch from 2.6 to 2.14, where FSDP2 has no public doors to it.
+"""The same as `root.py` for torch from 2.6 to 2.14, where FSDP2 has no public functions for it.
 
 Nothing here can be relied on in another torch than those that the tests are run on. Of what is used, these differ
 between them: a module's state had one group of parameters and has several; `comm_ctx` kept one reduce-scatter and keeps

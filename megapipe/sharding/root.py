@@ -1,4 +1,4 @@
-"""One outermost module of torch's `fully_shard` (FSDP2) over one step, by the public doors that torch 2.15 has for it.
+"""One outermost module of torch's `fully_shard` (FSDP2) over one step, by the public functions of torch 2.15.
 
 Torch has functions to set what becomes of parameters and gradients, but none to ask what the user has set. So these
 settings are read, and put back, where FSDP2 keeps them; so is what belongs to its groups of parameters.
@@ -83,7 +83,7 @@ class Root:
 
     def prepare_reduction(self) -> None:
         """Once gradients are complete."""
-        self._wait_for_gathers()  # in vain, where a module was never run
+        self._wait_for_gathers()  # also where a module was never run
         self.add_up()
         self._restore()
         self._unused = self._fill_up()
