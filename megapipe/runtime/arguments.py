@@ -52,8 +52,6 @@ class StepArguments:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
-    needs_loss: bool = True
-    """Whether a last stage without a loss function is an error, where something is to be trained."""
     results: list[Any] = field(default_factory=list)
     """The reports of the loss function, in microbatch order. Stays empty without the last stage."""
     num_tokens: Tensor = field(init=False)

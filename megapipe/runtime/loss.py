@@ -22,7 +22,7 @@ def compute_loss(step: StepArguments, output: Any, loss_func: Any) -> Tensor | N
     Raises:
         TypeError: `loss_func` cannot be called, or returned something else than Megatron's loss functions do.
     """
-    if loss_func is None and (step.forward_only or not step.needs_loss):
+    if loss_func is None and step.forward_only:
         step.results.append(output)
         return None
     if not callable(loss_func):
