@@ -1,3 +1,5 @@
+import contextlib
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 import megapipe
 from megapipe import StageInfo, parallel_state
 from megapipe.messages import MessageSpec, TensorSpec, decode_header, encode_header, pack, unpack
-from megapipe.p2p_communication import ConnectionLostError, Lookahead, PostedInbox
-from megapipe.plan import ChannelName
+from megapipe.p2p_communication import Arrivals, Channel, ConnectionLostError, Lookahead, PostedInbox, Transfer
+from megapipe.plan import ChannelName, Plan, make_plan
 from megapipe.transports.outbox import Outbox
 from megapipe.transports.receive_buffers import ReceiveBufferPool
 
@@ -307,3 +309,40 @@ def test_conjugates_and_negatives_are_sent_as_they_read(rank: int) -> None:
         expected.append(report)
     assert rank < 2 or losses == expected
     assert torch.equal(model.weight.grad, stages[rank].weight.grad)
+
+
+class NoChannel(Channel):
+    def send(self, tensors: list[Tensor]) -> None: ...
+
+    def receive(self, spec: MessageSpec) -> Transfer:
+        return Transfer(spec, [])
+
+
+def most_received_early(plan: Plan) -> int:
+    """Over NCCL, how many messages a rank has received at any time before the steps that need them."""
+    most = 0
+    for rank in range(plan.pp_size):
+        inboxes = {}
+        for (_, receiver), names in plan.traffic.items():
+            arrivals = Arrivals(names)
+            for name in set(names) if receiver == rank else ():
+                inboxes[name] = arrivals.inbox(name, NoChannel(), None)
+                inboxes[name].expect(SINGLE, names.count(name))
+        for event in plan.messages(rank):
+            if not event.sends:
+                forward, backward = ChannelName("forward", event.stage - 1), ChannelName("backward", event.stage)
+                inboxes[forward if event.is_forward else backward].take().wait()
+                most = max(most, sum(len(inbox._posted) for inbox in inboxes.values()))
+        assert all(inbox.is_empty() for inbox in inboxes.values())
+    return most
+
+
+@pytest.mark.parametrize("schedule", megapipe.schedule_names())
+def test_at_most_one_message_is_received_early(schedule: str) -> None:
+    """On NCCL a receive occupies multiprocessors until its message has come. Neighbours share one communicator for each
+    direction, which receives one message at a time, in the order in which they are sent. So what comes before it is
+    needed takes memory, but nothing else."""
+    for pp_size, num_chunks in itertools.product((2, 3, 8), (1, 2, 4)):
+        for num_microbatches in (1, pp_size, 2 * pp_size + 1, 4 * pp_size):
+            with contextlib.suppress(ValueError):  # the schedule does not exist for these sizes
+                assert most_received_early(make_plan(schedule, pp_size, num_microbatches, num_chunks)) <= 1
