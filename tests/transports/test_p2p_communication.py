@@ -3,6 +3,7 @@ import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from models import communicator
 from ranks import on_ranks
 from torch import Tensor
+from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
@@ -17,6 +19,9 @@ from megapipe import StageInfo, parallel_state
 from megapipe.messages import MessageSpec, TensorSpec, decode_header, encode_header, pack, unpack
 from megapipe.p2p_communication import Arrivals, Channel, ConnectionLostError, Lookahead, PostedInbox, Transfer
 from megapipe.plan import ChannelName, Plan, make_plan
+from megapipe.transports import Members, make_transport
+from megapipe.transports.choice import DEVICES, DeviceSupport
+from megapipe.transports.nccl import NcclTransport
 from megapipe.transports.outbox import Outbox
 from megapipe.transports.receive_buffers import ReceiveBufferPool
 
@@ -346,3 +351,40 @@ def test_at_most_one_message_is_received_early(schedule: str) -> None:
         for num_microbatches in (1, pp_size, 2 * pp_size + 1, 4 * pp_size):
             with contextlib.suppress(ValueError):  # the schedule does not exist for these sizes
                 assert most_received_early(make_plan(schedule, pp_size, num_microbatches, num_chunks)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_shared", "expected"),
+    [
+        (None, "cpu", False, "GlooTransport"),
+        ("nccl", "cpu", False, "GlooTransport"),
+        (None, "cuda", False, "NcclTransport"),
+        (None, "cuda", True, "StagedTransport"),
+        ("host", "cuda", False, "StagedTransport"),
+        ("nccl", "cuda", True, "NcclTransport"),
+        (None, "other", False, "StagedTransport"),
+    ],
+)
+def test_which_transport_a_device_takes(name: str | None, device: str, is_shared: bool, expected: str) -> None:
+    """NCCL refuses two ranks on one GPU, and knows no other devices."""
+    members = Members(HashStore(), HashStore(), 0, range(2), 60)
+    support = DeviceSupport(lambda device: mock.Mock(), lambda device: lambda: True)
+    made: Any = SimpleNamespace(type=device)
+    with mock.patch.dict(DEVICES, {"cuda": support, "other": support}):
+        transport = make_transport(name, members, made, lambda _: is_shared, dynamic_shapes=True)
+    assert type(transport).__name__ == expected
+    transport.close()
+
+
+def test_devices_that_cannot_hold_stages() -> None:
+    members = Members(HashStore(), HashStore(), 0, range(2), 60)
+    with pytest.raises(ValueError, match="run on cpu and cuda devices, but the model is on meta"):
+        make_transport(None, members, torch.device("meta"), lambda _: False, dynamic_shapes=False)
+
+
+def test_a_warning_where_communication_cannot_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron sets the variable for tensor parallelism. Then stages wait for each other, and nothing said so."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    members = Members(HashStore(), HashStore(), 0, range(2), 60)
+    with pytest.warns(UserWarning, match="one hardware queue"):
+        NcclTransport(members, torch.device("cuda"), lambda: lambda: True, None)
