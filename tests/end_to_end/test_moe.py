@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -96,7 +96,9 @@ def test_sizes_that_do_not_fit() -> None:
         MoE(HIDDEN, FFN, 4, 5)
 
 
-def shared_out(rank: int, routing: str) -> None:
+@pytest.mark.parametrize("routing", ["even", "few"])
+@on_ranks(2)
+def test_shared_out_is_the_same(rank: int, routing: str) -> None:
     """Two ranks with half of the experts each, against one rank with all experts and both ranks' tokens."""
     moe, whole = make_moe(group=dist.group.WORLD, **AUX), make_moe(**AUX)
     set_routing(whole, routing)
@@ -125,18 +127,10 @@ def shared_out(rank: int, routing: str) -> None:
         )
 
 
-@pytest.mark.parametrize("routing", ["even", "few"])
-def test_shared_out_is_the_same(ranks: RankPool, routing: str) -> None:
-    ranks.run(2, shared_out, routing)
-
-
-def too_few_experts(rank: int) -> None:
+@on_ranks(3)
+def test_experts_that_cannot_be_shared_out(rank: int) -> None:
     with pytest.raises(ValueError, match="4 experts cannot be shared out evenly among 3 ranks"):
         make_moe(group=dist.group.WORLD)
-
-
-def test_experts_that_cannot_be_shared_out(ranks: RankPool) -> None:
-    ranks.run(3, too_few_experts)
 
 
 # In a pipeline
@@ -247,11 +241,13 @@ def test_equal_to_no_pipelining(ranks: RankPool, num_microbatches: int) -> None:
                     assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
 
 
-def with_all_experts(rank: int, pp_size: int) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks()
+def test_dualpipev_with_all_experts(rank: int, num_ranks: int) -> None:
     """Experts that are not shared out: every pair is overlapped, with nothing to wait for."""
-    parallel_state.initialize_model_parallel(pp_size)
-    config = GPTConfig(**SIZES | {"num_layers": 8}, num_experts=EXPERTS)
-    for m in (2 * pp_size, 3 * pp_size + 1, 4 * pp_size):
+    parallel_state.initialize_model_parallel(num_ranks)
+    config = GPTConfig(**SIZES | {"num_layers": 2 * num_ranks}, num_experts=EXPERTS)
+    for m in (2 * num_ranks, 3 * num_ranks + 1):
         chunks = [GPTStage(config, stage) for stage in megapipe.stages_for_rank("dualpipev")]
         whole = GPTStage(config, StageInfo(0, 1))
         for tokens, labels in batches(0, m):
@@ -262,12 +258,8 @@ def with_all_experts(rank: int, pp_size: int) -> None:
                 assert torch.equal(parameter.grad, whole.get_parameter(name).grad), (m, name)
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
-def test_dualpipev_with_all_experts(ranks: RankPool, pp_size: int) -> None:
-    ranks.run(pp_size, with_all_experts, pp_size)
-
-
-def overlapped(rank: int) -> None:
+@on_ranks(2)
+def test_equal_when_overlapped(rank: int) -> None:
     """Two microbatches, the second one's forward in the overlap windows of the first one's backward."""
     parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
     grads = []
@@ -292,11 +284,8 @@ def overlapped(rank: int) -> None:
         assert torch.equal(grad, grads[1][name]), name
 
 
-def test_equal_when_overlapped(ranks: RankPool) -> None:
-    ranks.run(2, overlapped)
-
-
-def half_precision(rank: int) -> None:
+@on_ranks(2)
+def test_half_precision(rank: int) -> None:
     parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
     (model,) = build([StageInfo(0, 1)], 2, enable_autocast=True, autocast_dtype=torch.bfloat16)
     reports = run("no_pipelining", [model], rank, 2)
@@ -308,14 +297,11 @@ def half_precision(rank: int) -> None:
         assert parameter.grad.isfinite().all()
 
 
-def test_half_precision(ranks: RankPool) -> None:
-    ranks.run(2, half_precision)
-
-
 # Groups
 
 
-def groups(rank: int) -> None:
+@on_ranks(4)
+def test_groups(rank: int) -> None:
     for ep_size in (3, 8):
         with pytest.raises(ValueError, match=f"expert_model_parallel_size={ep_size} does not divide the 4 replicas"):
             parallel_state.initialize_model_parallel(1, expert_model_parallel_size=ep_size)
@@ -333,21 +319,14 @@ def groups(rank: int) -> None:
     assert parallel_state.get_expert_data_parallel_group() is parallel_state.get_data_parallel_group()
 
 
-def test_groups(ranks: RankPool) -> None:
-    ranks.run(4, groups)
-
-
-def tuned(rank: int) -> None:
+@on_ranks(4)
+def test_pipelines_that_share_experts_keep_one_order(rank: int) -> None:
     parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
     chunks = build(megapipe.stages_for_rank("zb2p"), 4, weight_grad_placement="tuned", max_in_flight=3)
     with pytest.raises(
         ValueError, match="each of the 2 pipelines that share tensors, sequences or experts in an order of its own"
     ):
         run("zb2p", chunks, rank % 2, 4)
-
-
-def test_pipelines_that_share_experts_keep_one_order(ranks: RankPool) -> None:
-    ranks.run(4, tuned)
 
 
 # transformer-engine

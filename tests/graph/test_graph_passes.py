@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from graphs import skip_without_tracer
-from ranks import RankPool
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.fx import Node
@@ -63,9 +63,10 @@ def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Any
     return in_segments(model, next(data_iterator)), lambda output: (output.square().mean(), {})
 
 
-def dualpipev_with_experts(rank: int) -> int:
-    """Captured and multiplexed as eager; returns how many multiplexed graphs were made."""
-    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
+@on_ranks(2)
+def test_pairs_of_dualpipev_are_multiplexed(rank: int) -> None:
+    """Two chunks on each of two ranks that share experts, captured, as eager."""
+    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
     group = parallel_state.get_expert_model_parallel_group()
     eager = [Stage(info, group) for info in stages_for_rank("dualpipev")]
     chunks = []
@@ -76,26 +77,23 @@ def dualpipev_with_experts(rank: int) -> int:
         chunks.append(capture(twin, (example,), input_tensor=None if info.is_first else example))
     for models in (eager, chunks):
         generator = torch.Generator().manual_seed(rank)
-        data = [torch.randn(SEQUENCE, BATCH, H, generator=generator) for _ in range(8)]
+        data = [torch.randn(SEQUENCE, BATCH, H, generator=generator) for _ in range(3)]
         megapipe.get_forward_backward_func("dualpipev")(
             forward_step_func=forward_step,
             data_iterator=[iter(data) for _ in models],
             model=models,
-            num_microbatches=8,
+            num_microbatches=3,
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
         )
     for one, other in zip(chunks, eager):
         for (name, ours), theirs in zip(one.named_parameters(), other.parameters()):
             assert torch.equal(ours.grad, theirs.grad), name
-    return sum(len(chunk.__dict__["_megapipe_graphs"].graphs()._multiplexed) for chunk in chunks)
+    assert any(chunk.__dict__["_megapipe_graphs"].graphs()._multiplexed for chunk in chunks)
 
 
-def test_pairs_of_dualpipev_are_multiplexed(ranks: RankPool) -> None:
-    assert all(number > 0 for number in ranks.run(4, dualpipev_with_experts))
-
-
-def order_of_nodes(rank: int) -> None:
+@on_ranks(2)
+def test_each_half_computes_while_the_other_communicates(rank: int) -> None:
     torch.manual_seed(0)
     layer, x = Experts(dist.group.WORLD), torch.randn(SEQUENCE, BATCH, H, requires_grad=True)
     captured = capture(copy.copy(layer), (x,))
@@ -134,7 +132,8 @@ class Sharded(nn.Module):
         return F.linear(x, all_gather_tensor_autograd(self.shard, 0, dist.group.WORLD), self.bias)
 
 
-def gathered_once(rank: int) -> None:
+@on_ranks(2)
+def test_collectives_of_shards_are_taken_out(rank: int) -> None:
     layer = Sharded(rank)
     batches = [(torch.arange(6.0 * H).view(6, H) % (7 + n + rank)).requires_grad_() for n in range(2)]
 
@@ -159,12 +158,3 @@ def gathered_once(rank: int) -> None:
         output = layer(x)
         output.backward(output.detach())
     assert torch.equal(reduced, layer.shard.grad)  # sums of small integers: exact in any order
-
-
-def both_passes(rank: int) -> None:
-    order_of_nodes(rank)
-    gathered_once(rank)
-
-
-def test_passes_over_graphs_that_communicate(ranks: RankPool) -> None:
-    ranks.run(2, both_passes)

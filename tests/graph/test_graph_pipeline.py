@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from graphs import skip_without_tracer
 from models import HIDDEN, VOCABULARY, Block, assert_same_gradients, batches, loss_of
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from test_pretrain import EXAMPLES, pretrain
 from torch import Tensor, nn
 
@@ -78,7 +78,10 @@ def run(schedule: str, chunks: list[Stage], num_microbatches: int, forward_only:
     )
 
 
-def gradients_under(rank: int, schedules: list[str], num_microbatches: int) -> None:
+@on_ranks(4)
+def test_gradients_under_every_kind_of_schedule(rank: int) -> None:
+    """A rank's stages are captured once for all schedules that cut the model alike."""
+    num_microbatches = 8
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
     whole = Stage(StageInfo(0, 1))
     losses = []
@@ -86,25 +89,23 @@ def gradients_under(rank: int, schedules: list[str], num_microbatches: int) -> N
         loss = loss_of(whole(batch["tokens"]), batch["labels"])
         losses.append(loss.detach())
         (loss / num_microbatches).backward()
-    for schedule in schedules:
-        chunks = [captured(info) for info in stages_for_rank(schedule)]
-        hooked: list[Tensor] = []
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.register_post_accumulate_grad_hook(hooked.append)
-        reports = run(schedule, chunks, num_microbatches)
-        assert_same_gradients(chunks, whole)
+    for schedules in (["1f1b", "zb1p"], ["interleaved_1f1b"], ["zbv", "dualpipev"]):
+        chunks = [captured(info) for info in stages_for_rank(schedules[0])]
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        assert len(hooked) == num_microbatches * len(parameters), "each once for each microbatch"
-        if any(chunk.info.is_last for chunk in chunks):
-            assert [report["loss"] for report in reports] == losses
-            assert [report["loss"] for report in run(schedule, chunks, num_microbatches, True)] == losses
-        else:
-            run(schedule, chunks, num_microbatches, True)
-
-
-def test_gradients_under_every_kind_of_schedule(ranks: RankPool) -> None:
-    ranks.run(4, gradients_under, ["1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"], 8)
+        hooked: list[Tensor] = []
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(hooked.append)
+        for schedule in schedules:
+            reports = run(schedule, chunks, num_microbatches)
+            assert_same_gradients(chunks, whole)
+            assert len(hooked) == num_microbatches * len(parameters), "each once for each microbatch"
+            validated = run(schedule, chunks, num_microbatches, True)
+            if any(chunk.info.is_last for chunk in chunks):
+                assert [report["loss"] for report in reports] == losses
+                assert [report["loss"] for report in validated] == losses
+            hooked.clear()
+            for parameter in parameters:
+                parameter.grad = None
 
 
 def test_the_example_prints_the_same_losses(ranks: RankPool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import assert_same_gradients, build, forward_step, reference, run
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -139,17 +139,14 @@ def from_a_function(layer: Layer, x: Any) -> Tensor:
     return output if layer.info.is_last else Reused.apply(layer.memory, output)
 
 
-def outputs_that_are_written_over(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_sent_is_what_was_returned(rank: int) -> None:
+    """A stage that sent a counter, or had a buffer of its own for its output, wrote the next microbatch's values there
+    before the last ones had left, or before the next stage of the same rank had used them."""
     for schedule in ("gpipe", "zbv"):
         compare(schedule, with_counter)
         compare(schedule, into_a_buffer, forward_only=True)
         compare(schedule, from_a_function)
-
-
-def test_what_is_sent_is_what_was_returned(ranks: RankPool) -> None:
-    """A stage that sent a counter, or had a buffer of its own for its output, wrote the next microbatch's values there
-    before the last ones had left, or before the next stage of the same rank had used them."""
-    ranks.run(2, outputs_that_are_written_over)
 
 
 class Marked(Layer):
@@ -192,7 +189,10 @@ UNSENDABLE = {
 }
 
 
-def unsendable(rank: int) -> None:
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@on_ranks(2)
+def test_what_has_no_memory_is_refused(rank: int) -> None:
+    """Such an output brought the process down within gloo, or failed with a word of torch's or json's."""
     for text, convert in UNSENDABLE.items():
 
         def function(layer: Layer, x: Any, convert: Any = convert) -> Any:
@@ -202,12 +202,6 @@ def unsendable(rank: int) -> None:
         with pytest.raises(TypeError if rank == 0 else PipelineError, match="cannot be sent on") as caught:
             step("1f1b", chunks, inputs(2))
         assert text in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_what_has_no_memory_is_refused(ranks: RankPool) -> None:
-    """Such an output brought the process down within gloo, or failed with a word of torch's or json's."""
-    ranks.run(2, unsendable)
 
 
 def test_wrappers_of_tensors_are_refused() -> None:
@@ -264,17 +258,14 @@ def detaching_one_of_two(layer: Layer, x: Any) -> Any:
     return [(x[0] @ layer.weight).tanh(), x[1]]
 
 
-def no_gradients(rank: int) -> None:
+@pytest.mark.filterwarnings("ignore::megapipe.NoGradientWarning")
+@on_ranks(2)
+def test_stages_below_one_that_detaches_get_no_gradient(rank: int) -> None:
+    """Stages before one that detaches its input were given zeros, where torch gives None. So an optimizer's weight
+    decay made weights smaller that it leaves alone without a pipeline."""
     for schedule in ("1f1b", "zb1p", "zbv", "dualpipev"):
         for function in (detaching, detaching_now_and_then, detaching_one_of_two):
             compare(schedule, function)
-
-
-@pytest.mark.filterwarnings("ignore::megapipe.NoGradientWarning")
-def test_stages_below_one_that_detaches_get_no_gradient(ranks: RankPool) -> None:
-    """Stages before one that detaches its input were given zeros, where torch gives None. So an optimizer's weight
-    decay made weights smaller that it leaves alone without a pipeline."""
-    ranks.run(2, no_gradients)
 
 
 def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
@@ -312,17 +303,14 @@ class Delayed(Layer):
         self.kept.pop()
 
 
-def delayed_without_backward(rank: int) -> None:
+@pytest.mark.filterwarnings("ignore::megapipe.NoGradientWarning")
+@on_ranks(2)
+def test_no_w_of_modules_own_without_a_b(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     for schedule in ("1f1b", "zb1p", "zbv"):
         chunks = [Delayed(info) for info in stages_for_rank(schedule)]
         step(schedule, chunks, inputs(4))
         assert not any(chunk.kept for chunk in chunks)
-
-
-@pytest.mark.filterwarnings("ignore::megapipe.NoGradientWarning")
-def test_no_w_of_modules_own_without_a_b(ranks: RankPool) -> None:
-    ranks.run(2, delayed_without_backward)
 
 
 # What is not trained
@@ -384,19 +372,16 @@ def checkpointed(layer: Layer, x: Any) -> Tensor:
     return checkpoint(run_it, x, use_reentrant=False)
 
 
-def recomputed(rank: int) -> None:
+@on_ranks(2)
+def test_a_chunk_is_recomputed_with_its_own_input(rank: int) -> None:
+    """A checkpoint around a whole chunk runs it again in the backward, where the chunk had the input of the last
+    forward: the weight gradients were silently those of other microbatches."""
     for schedule in ("gpipe", "zb1p", "zbv", "dualpipev"):
         compare(schedule, checkpointed)
         chunks = [checkpoint_wrapper(chunk) for chunk in build(schedule, 2, 4)]
         run(schedule, chunks, 6)
         model, _ = reference(4, 6)
         assert_same_gradients([chunk._checkpoint_wrapped_module for chunk in chunks], model)
-
-
-def test_a_chunk_is_recomputed_with_its_own_input(ranks: RankPool) -> None:
-    """A checkpoint around a whole chunk runs it again in the backward, where the chunk had the input of the last
-    forward: the weight gradients were silently those of other microbatches."""
-    ranks.run(2, recomputed)
 
 
 class Window(torch.autograd.Function):
@@ -448,7 +433,8 @@ def one_chunk_overlapped(pipe: Verbs) -> Any:
     return pipe.finish()
 
 
-def overlapped_with_itself(rank: int) -> None:
+@on_ranks(2)
+def test_a_chunk_overlapped_with_itself_has_two_inputs(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     mine = ForwardBackward("mine", one_chunk_overlapped, loop, 1, None, False, 1)
     chunk, data = InSegments(StageInfo(rank, 2), None), inputs(6)
@@ -468,10 +454,6 @@ def overlapped_with_itself(rank: int) -> None:
         losses.append(report)
     assert rank == 0 or reports == losses
     assert torch.equal(chunk.weight.grad, stages[rank].weight.grad)
-
-
-def test_a_chunk_overlapped_with_itself_has_two_inputs(ranks: RankPool) -> None:
-    ranks.run(2, overlapped_with_itself)
 
 
 def in_place(layer: Layer, x: Any) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Stage, assert_same_gradients, batches, build, loss_of, run
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -97,7 +97,7 @@ def random_configurations(rank: int, pp_size: int, seed: int, count: int) -> Non
             raise AssertionError(f"{what}: {error}") from error
 
 
-@pytest.mark.parametrize(("pp_size", "count"), [(2, 20), (3, 15), (4, 15)])
+@pytest.mark.parametrize(("pp_size", "count"), [(2, 12), (3, 10), (4, 10)])
 def test_random_configurations(ranks: RankPool, pp_size: int, count: int) -> None:
     print(f"seed {SEED}")
     ranks.run(pp_size, random_configurations, pp_size, SEED, count)
@@ -106,7 +106,9 @@ def test_random_configurations(ranks: RankPool, pp_size: int, count: int) -> Non
 # Tied embedding and head
 
 
-def tied_embedding(rank: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["zbv", "v_half", "v_min"])
+@on_ranks(2)
+def test_embedding_and_head_that_share_a_rank_are_one_parameter(rank: int, schedule: str) -> None:
     chunks = build(schedule, 2, 4, deferred=True)
     whole = Stage(StageInfo(0, 1), 4)
     whole.head.weight = whole.embedding.weight
@@ -121,11 +123,6 @@ def tied_embedding(rank: int, schedule: str) -> None:
             expected = dict(whole.named_parameters())[name].grad
             # The two uses add their gradients up in another order than in one backward.
             assert torch.allclose(parameter.grad, expected, atol=1e-6), name
-
-
-def test_embedding_and_head_that_share_a_rank_are_one_parameter(ranks: RankPool) -> None:
-    for schedule in ("zbv", "v_half", "v_min"):
-        ranks.run(2, tied_embedding, schedule)
 
 
 # Custom functions
@@ -166,7 +163,8 @@ class WithFunction(Stage):
         return x if self.head is None else self.head(x)
 
 
-def custom_function(rank: int) -> None:
+@on_ranks(2)
+def test_custom_functions_run_once(rank: int) -> None:
     for schedule in ("1f1b", "zb1p"):
         build(schedule, 2, 4)
         Cube.calls.clear()
@@ -179,10 +177,6 @@ def custom_function(rank: int) -> None:
         if schedule == "1f1b":
             expected = grads
     assert torch.equal(grads, expected)
-
-
-def test_custom_functions_run_once(ranks: RankPool) -> None:
-    ranks.run(2, custom_function)
 
 
 class Delayed(nn.Linear):
@@ -270,7 +264,10 @@ class Sync:
         self.held -= 1
 
 
-def gradient_nodes(rank: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["zb1p", "zbv"])
+@on_ranks(2)
+def test_those_who_watch_gradient_nodes_see_them_once_and_complete(rank: int, schedule: str) -> None:
+    """As Megatron's DistributedDataParallel does."""
     chunks = build(schedule, 2, 6, deferred=True)
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     sync = Sync(parameters)
@@ -280,12 +277,6 @@ def gradient_nodes(rank: int, schedule: str) -> None:
     for seen, parameter in zip(sync.seen, parameters):
         assert len(seen) == 1
         assert torch.equal(seen[0], parameter.grad)
-
-
-@pytest.mark.parametrize("schedule", ["zb1p", "zbv"])
-def test_those_who_watch_gradient_nodes_see_them_once_and_complete(ranks: RankPool, schedule: str) -> None:
-    """As Megatron's DistributedDataParallel does."""
-    ranks.run(2, gradient_nodes, schedule)
 
 
 # Ws where measured times want them
@@ -339,12 +330,8 @@ def test_measured_placement_changes_no_gradient(ranks: RankPool, schedule: str, 
     assert choices[0].counts != count_weights(plan)
 
 
-def wrong_placement(rank: int) -> str:
+@on_ranks(2)
+def test_an_unknown_placement_is_refused(rank: int) -> None:
     chunks = build("zbv", 2, 4, weight_grad_placement="best")
     with pytest.raises(ValueError, match="must be 'static' or 'tuned', got 'best'"):
         run("zbv", chunks, 2)
-    return "refused"
-
-
-def test_an_unknown_placement_is_refused(ranks: RankPool) -> None:
-    assert ranks.run(2, wrong_placement) == ["refused"] * 2
