@@ -24,7 +24,8 @@ from ..plan import (
     simulate,
 )
 from .bubble import split_bubble
-from .charts import save_comparison, save_comparison_html, save_html, save_picture
+from .charts import save_comparison, save_picture
+from .pages import save_comparison_html, save_html
 from .text import text_rows
 from .timeline import Timeline, load_timeline
 from .trace import save_trace

@@ -13,7 +13,8 @@ from measured import as_measured
 from ranks import PATIENCE
 
 from megapipe.analysis import save_picture
-from megapipe.analysis.charts import COLOURS, save_comparison, save_html
+from megapipe.analysis.charts import COLOURS, save_comparison
+from megapipe.analysis.pages import save_html
 from megapipe.plan import make_plan
 
 CHROMIUM = next(
