@@ -1,12 +1,13 @@
 """What a run did, beside what its plan says: timelines, bubbles, pictures, and the command."""
 
-from .bubble import split_bubble
+from .bubble import BubbleSplit, split_bubble
 from .charts import save_picture
 from .recorder import TimelineRecorder
 from .text import as_text
 from .timeline import Timeline, load_timeline, step_time
 
 __all__ = [
+    "BubbleSplit",
     "Timeline",
     "TimelineRecorder",
     "as_text",

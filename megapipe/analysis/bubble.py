@@ -1,4 +1,4 @@
-"""What the idle time of a measured timeline was for: the bubble, split into its causes."""
+"""Where the idle time of a measured timeline comes from: the bubble, split into its causes."""
 
 from __future__ import annotations
 
@@ -15,39 +15,44 @@ __all__ = ["BubbleSplit", "split_bubble"]
 
 @dataclass(frozen=True)
 class BubbleSplit:
-    """Where the time went in which ranks computed nothing: milliseconds per step, one entry per rank.
+    """The time in which ranks computed nothing, split into four causes.
 
-    A rank's bubble is the length of the step, from the first rank's beginning to the last one's end, less the time in
-    which the rank computes. It is divided by playing the plan again and again, each time with one more of the things
-    that were measured, until all are in. What a thing adds is put down to it, so the four add up to the bubble exactly:
+    A rank's bubble is the length of the step, from the start of the first action of all ranks to the end of the last
+    one, less the time in which the rank computes. The plan is simulated several times, each time with one more measured
+    effect. What an effect adds is put down to it, so the four add up to the bubble exactly. Messages take no time in
+    the simulations.
 
-    - `own`: every action takes the mean time of its kind over all stages. What is left idle is the schedule's own.
-    - `uneven`: every action takes what it took. Stages, or microbatches, that take longer make the others wait.
-    - `host`: ranks begin when they began, and spend between actions what they spent outside actions and waits.
-    - `communication`: the step as it was measured. All that the last play lacks are the delays of messages.
+    Attributes:
+        step_time: the length of the step, in milliseconds, as the mean of all steps. The others are milliseconds per
+            step too, one entry per rank.
+        schedule: idle when every action takes the mean time of its kind over all stages: the schedule's own.
+        imbalance: added when every action takes its own measured time: stages or microbatches that take longer make
+            the others wait. Only this one can be negative, on ranks with more to do than others.
+        host_overhead: added when ranks also begin when they began, and spend between actions the time that they spent
+            outside actions and waits.
+        communication: added by the step as it was measured: the delays of messages.
 
     A rank that begins before the first action, while others are still in the step before, only waits; one that begins
-    late is the host's. Messages take no time in the plays. Time that holds nobody up, like a pause of the host on a
-    rank that would have had to wait anyway, is in none of them. Only `uneven` can be negative: on ranks with more to do
-    than others.
+    late counts as host overhead. Time that delays no rank, such as a pause of the host on a rank that would have had to
+    wait anyway, is in none of them.
     """
 
     step_time: float
-    own: list[float]
-    uneven: list[float]
-    host: list[float]
+    schedule: list[float]
+    imbalance: list[float]
+    host_overhead: list[float]
     communication: list[float]
 
     @property
     def shares(self) -> dict[str, float]:
-        """The mean over the ranks, as shares of the step's time."""
-        parts = {
-            "the schedule's own": self.own,
-            "uneven stages": self.uneven,
+        """The mean over the ranks of each cause, by its name in print, as a share of the step's time."""
+        causes = {
+            "the schedule's own": self.schedule,
+            "uneven stages": self.imbalance,
             "waiting for communication": self.communication,
-            "host": self.host,
+            "host": self.host_overhead,
         }
-        return {name: fmean(times) / self.step_time for name, times in parts.items()}
+        return {name: fmean(times) / self.step_time for name, times in causes.items()}
 
     def __str__(self) -> str:
         shares = self.shares
@@ -56,27 +61,27 @@ class BubbleSplit:
 
 
 def split_bubble(timeline: Timeline) -> BubbleSplit:
-    """The mean over the steps."""
+    """Split the bubble of a measured timeline into its causes: the means over its steps."""
     plan, steps = timeline.plan, timeline.steps
     even_costs = timeline.even_costs()
     even_costs.p2p = 0.0
     even = simulate(plan, even_costs)
-    own = [share * even.makespan for share in even.bubble]
+    schedule = [share * even.makespan for share in even.bubble]
     busy = [fmean(step[rank].busy for step in steps) for rank in range(plan.pp_size)]
-    played = fmean(_play(plan, step, with_host=False) for step in steps)
-    with_host = fmean(_play(plan, step, with_host=True) for step in steps)
+    simulated = fmean(_simulate(plan, step, with_host=False) for step in steps)
+    with_host = fmean(_simulate(plan, step, with_host=True) for step in steps)
     measured = fmean(map(step_time, steps))
     return BubbleSplit(
         step_time=measured,
-        own=own,
-        uneven=[played - time - before for time, before in zip(busy, own)],
-        host=[with_host - played] * plan.pp_size,
+        schedule=schedule,
+        imbalance=[simulated - time - idle for time, idle in zip(busy, schedule)],
+        host_overhead=[with_host - simulated] * plan.pp_size,
         communication=[measured - with_host] * plan.pp_size,
     )
 
 
-def _play(plan: Plan, step: Sequence[RankStep], with_host: bool) -> float:
-    """How long the step takes when messages take no time: as measured otherwise, or without what the host does."""
+def _simulate(plan: Plan, step: Sequence[RankStep], with_host: bool) -> float:
+    """The time of the step if messages took none: with the measured actions, and with the host's pauses or without."""
     durations = {action: end - start for rank in step for action, start, end in rank.spans}
     clocks = [0.0] * plan.pp_size
     pauses = dict.fromkeys(durations, 0.0)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from ..plan import Plan
 from ..runtime import RankStep
-from .timeline import messages
+from .timeline import measured_messages
 
 __all__ = ["align"]
 
@@ -26,8 +26,8 @@ def align(plan: Plan, steps: Sequence[Sequence[RankStep]], clocks: Sequence[str]
     """The steps on the clock of rank 0.
 
     Args:
-        steps: per step, per rank, each on its rank's own clock.
-        clocks: the name of each rank's clock.
+        steps: per step and rank, in milliseconds of the rank's own clock.
+        clocks: the name of each rank's clock; ranks with the same name share one.
     """
     ahead = _bounds(plan, steps, clocks)
     offsets = {clocks[0]: 0.0}
@@ -46,7 +46,7 @@ def _bounds(plan: Plan, steps: Sequence[Sequence[RankStep]], clocks: Sequence[st
     no message to arrive before it was sent, if nothing is added to the first one's; -inf where none say so."""
     ahead: dict[tuple[str, str], float] = {}
     for step in steps:
-        for message in messages(plan, step):
+        for message in measured_messages(plan, step):
             pair = clocks[message.sender], clocks[message.receiver]
             if pair[0] != pair[1]:
                 ahead.setdefault(pair[::-1], -math.inf)

@@ -21,7 +21,7 @@ __all__ = ["TimelineRecorder"]
 
 
 class RankRecord(NamedTuple):
-    """What a rank tells the others when records are gathered."""
+    """The part of one rank in a timeline that is gathered."""
 
     clock: str
     name: str
@@ -55,18 +55,19 @@ class TimelineRecorder:
         return StepRecord(name, self._num_steps, self._clock)
 
     def keep(self, record: StepRecord) -> None:
-        """The step has succeeded."""
+        """Keep the record of a step that has succeeded."""
         if self._records and not self._records[-1].has_same_plan(record):
             self._records.clear()
         self._records.append(record)
 
     def gather(self, group: dist.ProcessGroup | None = None) -> Timeline:
-        """The records of all ranks of the pipeline as one timeline, on one clock. Every rank calls it.
+        """Gather the records of all ranks of the pipeline into one timeline, on one clock. Every rank calls it.
 
         Args:
             group: the pipeline's; None takes that of `parallel_state`.
 
-        Raises ValueError where no step was recorded on all ranks.
+        Raises:
+            ValueError: no step was recorded on all ranks.
         """
         names = [record.name for record in self._records]
         steps = self._clock.read(self._records)

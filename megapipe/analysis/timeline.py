@@ -1,7 +1,7 @@
 """A measured timeline: what every rank of a pipeline did in some training steps, and what follows from it.
 
 The records come from a `TimelineRecorder` (recorder.py). Here they are plain numbers, in milliseconds and on one
-clock, so that whatever can be done with a simulated plan can be done with them too.
+clock, so that they can be drawn and compared as simulated plans are.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from ..plan import Action, Costs, Event, Plan, Simulation, Span, parse_json, plan_of, read_text, simulate
 from ..runtime import RankStep, Wait
 
-__all__ = ["Message", "Timeline", "first_start", "load_timeline", "messages", "step_time"]
+__all__ = ["MeasuredMessage", "Timeline", "first_start", "load_timeline", "measured_messages", "step_time"]
 
 
-class Message(NamedTuple):
-    """A message between two ranks as it was measured."""
+class MeasuredMessage(NamedTuple):
+    """A message between two ranks, with times in milliseconds on one clock."""
 
     sender: int
     sent: float
@@ -41,7 +41,7 @@ class Timeline:
 
     Attributes:
         name: of the schedule.
-        steps: per step, per rank.
+        steps: what each rank did, per step and rank, in milliseconds on one clock.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Timeline:
 
     @cached_property
     def plan(self) -> Plan:
-        """What was run."""
+        """The plan of every step."""
         return plan_of(self.name, [[span.action for span in rank.spans] for rank in self.steps[0]])
 
     @cached_property
     def typical_step(self) -> list[RankStep]:
-        """The one of median length. Its first action starts at 0, and waits before that are cut off."""
+        """The step of median length. Its first action starts at 0 ms, and waits before that are cut off."""
         durations = [step_time(step) for step in self.steps]
         step = self.steps[durations.index(median_low(durations))]
         moved = [rank.moved(-first_start(step)) for rank in step]
@@ -65,7 +65,7 @@ class Timeline:
 
     @cached_property
     def mean_times(self) -> dict[str, list[float]]:
-        """Per kind of action, the mean time on each stage; 0 on stages without that kind."""
+        """Per kind of action (F, BW, B, W) the mean time on each stage, in ms; 0 on stages without that kind."""
         times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         for rank in (rank for step in self.steps for rank in step):
             for action, start, end in rank.spans:
@@ -78,19 +78,19 @@ class Timeline:
 
     @cached_property
     def latency(self) -> float:
-        """Of a message, from the end of the action that made it to the start of the one that needs it: the median of
-        those that somebody was waiting for when they were sent. 0 where there are none."""
+        """The latency of a message in ms, from the end of the action that made it to the start of the one that needs
+        it: the median of the messages that their receiver waited for before they were sent. 0 without such messages."""
         waited_for = [
             message.received - message.sent
             for step in self.steps
-            for message in messages(self.plan, step)
+            for message in measured_messages(self.plan, step)
             if message.awaited < message.sent
         ]
         return max(0.0, median(waited_for)) if waited_for else 0.0
 
     def costs(self) -> Costs:
-        """The mean times of each stage, and the latency. Where backwards were measured only as a whole, half of each
-        counts for the input gradients and half for the weight gradients."""
+        """The mean times of each stage and the latency, in ms. Where backwards were measured only as a whole (BW), half
+        of each counts as B and half as W."""
         nothing = [0.0] * self.plan.pp_size * self.plan.num_chunks
         forward, whole, inputs, weights = (self.mean_times.get(kind, nothing) for kind in ("F", "BW", "B", "W"))
         return Costs(
@@ -101,18 +101,18 @@ class Timeline:
         )
 
     def even_costs(self) -> Costs:
-        """The same with all stages alike: the times of a whole rank."""
+        """As `costs`, with all stages alike: the times of one microbatch on a whole rank, in ms."""
         costs = self.costs()
         parts = (costs.forward, costs.backward_input, costs.backward_weight)
         forward, inputs, weights = (sum(part) / self.plan.pp_size for part in parts if isinstance(part, list))
         return Costs(forward, inputs, weights, costs.p2p)
 
     def predict(self) -> Simulation:
-        """The plan with the mean times of each stage and the latency."""
+        """Simulate the plan with `costs`: in ms."""
         return simulate(self.plan, self.costs())
 
     def save(self, path: str | Path) -> None:
-        """As JSON; see `load_timeline`."""
+        """Save as JSON, which `load_timeline` reads."""
         steps = [
             [
                 {
@@ -133,9 +133,13 @@ class Timeline:
 
 
 def load_timeline(path: str | Path) -> Timeline | None:
-    """A timeline that was saved; None where the file is something else.
+    """Load a timeline that was saved.
 
-    Raises ValueError where it is no text, where its steps cannot be read, or are not of one plan.
+    Returns:
+        The timeline, or None where the file holds something else, such as a plan.
+
+    Raises:
+        ValueError: the file is no text, its steps cannot be read, or they are not of one plan.
     """
     text = read_text(path)
     if not text.lstrip().startswith("{") or '"timeline"' not in text:
@@ -177,8 +181,8 @@ def _read_times(start: Any, end: Any) -> tuple[float, float]:
     return times
 
 
-def messages(plan: Plan, step: Sequence[RankStep]) -> Iterator[Message]:
-    """What travelled between ranks in a step."""
+def measured_messages(plan: Plan, step: Sequence[RankStep]) -> Iterator[MeasuredMessage]:
+    """The messages between ranks in a step: its record on each rank, on one clock."""
     sent: dict[Event, tuple[int, float]] = {}
     for rank, events in enumerate(plan.events):
         spans = iter(step[rank].spans)
@@ -194,18 +198,23 @@ def messages(plan: Plan, step: Sequence[RankStep]) -> Iterator[Message]:
         for event in events:
             needed, action = plan.needs(event), event.action
             if needed in sent and action is not None:
-                yield Message(*sent[needed], rank, starts[action], awaited.get(action, starts[action]))
+                yield MeasuredMessage(*sent[needed], rank, starts[action], awaited.get(action, starts[action]))
 
 
 def step_time(step: Sequence[RankStep]) -> float:
-    """From the start of the first action on any rank to the end of the last one, as in a simulation.
+    """The length of a step in ms, from the start of the first action on any rank to the end of the last one.
 
-    Not from the first rank's beginning on: without a barrier it begins while others are still in the step before.
+    It does not count from the first rank's beginning: without a barrier that rank begins while others are still in the
+    step before.
+
+    Args:
+        step: its record on each rank.
     """
     return max(rank.spans[-1].end for rank in step) - first_start(step)
 
 
 def first_start(step: Sequence[RankStep]) -> float:
+    """The start of the first action on any rank, in ms."""
     return min(rank.spans[0].start for rank in step)
 
 

@@ -17,7 +17,7 @@ from ranks import RankPool
 from megapipe import PipelineError, TimelineRecorder
 from megapipe.analysis import Timeline, load_timeline, split_bubble
 from megapipe.analysis.clocks import align
-from megapipe.analysis.timeline import messages
+from megapipe.analysis.timeline import measured_messages
 from megapipe.plan import Costs, make_plan, play
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
@@ -66,11 +66,11 @@ def test_what_is_recorded(ranks: RankPool, tmp_path: Path, schedule: str) -> Non
 def check_split(timeline: Timeline) -> None:
     """The four parts of the bubble add up to what was measured, on every rank."""
     split = split_bubble(timeline)
-    parts = zip(split.own, split.uneven, split.host, split.communication)
-    for rank, (own, uneven, host, communication) in enumerate(parts):
+    parts = zip(split.schedule, split.imbalance, split.host_overhead, split.communication)
+    for rank, (schedule, imbalance, host, communication) in enumerate(parts):
         busy = sum(step[rank].busy for step in timeline.steps) / len(timeline.steps)
-        assert own + uneven + host + communication == pytest.approx(split.step_time - busy)
-        assert own >= 0
+        assert schedule + imbalance + host + communication == pytest.approx(split.step_time - busy)
+        assert schedule >= 0
         assert host >= -1e-3
         assert communication >= -1e-3
 
@@ -88,8 +88,8 @@ def test_a_pipeline_of_one_rank(ranks: RankPool) -> None:
     (timeline,) = ranks.run(1, record_alone)
     assert [str(span.action) for span in timeline.steps[0][0].spans] == ["0F0", "0B0", "0F1", "0B1"]
     split = split_bubble(timeline)
-    assert split.own == split.communication == [0]
-    assert split.host[0] > 0
+    assert split.schedule == split.communication == [0]
+    assert split.host_overhead[0] > 0
 
 
 def record_a_failure(rank: int) -> int:
@@ -135,7 +135,7 @@ def test_recorded_on_several_hosts(ranks: RankPool) -> None:
     for timeline in ranks.run(3, record_on_another_host):
         assert max(rank.end for step in timeline.steps for rank in step) < 1e5  # and not a million ms
         for step in timeline.steps:
-            assert all(message.sent <= message.received for message in messages(timeline.plan, step))
+            assert all(message.sent <= message.received for message in measured_messages(timeline.plan, step))
         check_split(timeline)
 
 
@@ -174,8 +174,8 @@ def test_the_split_of_a_step_without_any_flaw() -> None:
     plan = make_plan("1f1b", 4, 8)
     timeline = Timeline("1f1b", [as_measured(plan.simulate())])
     split = split_bubble(timeline)
-    assert split.own == pytest.approx([9.0] * 4)  # 3 (F + B)
-    assert split.uneven + split.host + split.communication == pytest.approx([0.0] * 12)
+    assert split.schedule == pytest.approx([9.0] * 4)  # 3 (F + B)
+    assert split.imbalance + split.host_overhead + split.communication == pytest.approx([0.0] * 12)
 
 
 def test_each_flaw_is_put_down_to_its_cause() -> None:
@@ -183,18 +183,18 @@ def test_each_flaw_is_put_down_to_its_cause() -> None:
     flawless = plan.simulate().makespan
     slow_messages = split_bubble(Timeline("1f1b", [as_measured(plan.simulate(p2p=0.25))]))
     assert slow_messages.communication == pytest.approx([plan.simulate(p2p=0.25).makespan - flawless] * 4)
-    assert slow_messages.uneven + slow_messages.host == pytest.approx([0.0] * 8)
+    assert slow_messages.imbalance + slow_messages.host_overhead == pytest.approx([0.0] * 8)
 
     times = [1.0, 1.0, 1.0, 2.0]
     uneven = split_bubble(Timeline("1f1b", [as_measured(plan.simulate(times, times, times))]))
-    assert sum(uneven.uneven) > 4
-    assert uneven.host + uneven.communication == pytest.approx([0.0] * 8)
+    assert sum(uneven.imbalance) > 4
+    assert uneven.host_overhead + uneven.communication == pytest.approx([0.0] * 8)
 
     busy_host = replace(plan.simulate(), spans=[[] for _ in range(4)])
     play(plan, lambda action: 1.0 if action.kind == "F" else 2.0, Costs(), [0.5] * 4, busy_host.spans, lambda _: 0.5)
     host = split_bubble(Timeline("1f1b", [as_measured(busy_host, pause=0.5)]))
-    assert host.host == pytest.approx([busy_host.makespan - flawless] * 4)
-    assert host.uneven + host.communication == pytest.approx([0.0] * 8)
+    assert host.host_overhead == pytest.approx([busy_host.makespan - flawless] * 4)
+    assert host.imbalance + host.communication == pytest.approx([0.0] * 8)
 
 
 def test_ranks_that_begin_before_the_others_have_ended_their_step() -> None:
