@@ -1,6 +1,6 @@
 import pytest
 
-from megapipe import StageInfo, distribute_layers, stages_for_rank
+from megapipe import StageInfo, distribute_layers, parallel_state, stages_for_rank
 from megapipe.plan import loop, v_shape
 
 
@@ -33,6 +33,23 @@ def test_stages_for_rank() -> None:
     assert (first.is_first, first.is_last, last.is_first, last.is_last) == (True, False, False, True)
     with pytest.raises(ValueError, match="no rank 4 in a pipeline of 4"):
         stages_for_rank("1f1b", 4, 4)
+
+
+def test_sizes_come_from_parallel_state_where_none_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test noticed when the number of chunks was not asked for there."""
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 3)
+    indices = {
+        ("interleaved_1f1b",): [1, 5, 9],
+        ("interleaved_1f1b", 0): [0, 4, 8],
+        ("interleaved_1f1b", None, None, 1): [1],
+        ("interleaved_1f1b", None, 5): [1, 6],  # of another pipeline
+        ("zbv",): [1, 6],
+        ("1f1b",): [1],
+    }
+    for arguments, stages in indices.items():
+        assert [stage.index for stage in stages_for_rank(*arguments)] == stages
 
 
 def layers(num_layers: int, num_stages: int, *virtual: int) -> list[list[int]]:

@@ -69,8 +69,8 @@ def test_steps_overlap_unless_the_optimizer_waits_for_all() -> None:
 
 
 def test_large_plans() -> None:
-    plan = make_plan("interleaved_1f1b", 64, 256, 2)
-    assert plan.simulate().makespan == pytest.approx(3 * (256 + 63 / 2))
+    plan = make_plan("interleaved_1f1b", 64, 128, 2)
+    assert plan.simulate().makespan == pytest.approx(3 * (128 + 63 / 2))
 
 
 # One communicator

@@ -182,7 +182,7 @@ def assert_complete(plan: Plan) -> None:
 @pytest.mark.parametrize("pp_size", range(1, 9))
 def test_plans_are_complete_and_cannot_hang(name: str, pp_size: int) -> None:
     for num_chunks in CHUNKS.get(name, [None]):
-        for num_microbatches in (*range(1, 14), 16, 17, 23, 24, 31, 32):
+        for num_microbatches in (*range(1, 7), 8, 13, 16, 31, 32):
             plan = make_plan(name, pp_size, num_microbatches, num_chunks)
             assert_complete(plan)
             plan.check()
@@ -231,7 +231,7 @@ def test_validation_sends_forwards_in_the_order_of_training() -> None:
 
 @pytest.mark.parametrize("pp_size", range(1, 9))
 def test_published_formulas(pp_size: int) -> None:
-    for m in range(1, 25):
+    for m in (1, 2, 3, 7, 8, 9, 24):
         simulation = make_plan("1f1b", pp_size, m).simulate()
         assert simulation.makespan == (m + pp_size - 1) * 3
         assert simulation.bubble == pytest.approx([(pp_size - 1) / (m + pp_size - 1)] * pp_size)
@@ -245,7 +245,7 @@ def test_published_formulas(pp_size: int) -> None:
 @pytest.mark.parametrize("pp_size", range(2, 9))
 def test_interleaved_formulas(pp_size: int, num_chunks: int) -> None:
     """Megatron's: warmup and one more are in flight; the bubble shrinks with the number of chunks."""
-    for group_size in range(pp_size, 2 * pp_size + 1):
+    for group_size in (pp_size, pp_size + 1, 2 * pp_size):
         for num_groups in (2, 3):
             m = num_groups * group_size
             plan = make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(group_size))
@@ -261,11 +261,10 @@ def test_interleaved_formulas(pp_size: int, num_chunks: int) -> None:
 
 def test_every_number_of_microbatches_interleaves() -> None:
     """Also those that Megatron refuses, whose last group is smaller than the pipeline."""
-    for pp_size in (2, 3, 4, 5):
-        for num_chunks in (2, 3):
-            for group_size in range(pp_size, 2 * pp_size + 1):
-                for m in range(1, 4 * pp_size):
-                    make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(group_size)).check()
+    for pp_size, num_chunks in ((2, 2), (3, 3), (4, 2), (5, 2)):
+        for group_size in (pp_size, pp_size + 1, 2 * pp_size):
+            for m in range(1, 4 * pp_size):
+                make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(group_size)).check()
     with pytest.raises(ValueError, match="must be at least the 4 ranks of the pipeline, got 3"):
         make_plan("interleaved_1f1b", 4, 8, 2, settings=Settings(3))
 

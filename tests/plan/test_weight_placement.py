@@ -19,30 +19,27 @@ def costs(num_stages: int, num_chunks: int, times: tuple[float, float, float], u
 
 
 @pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize(("pp_size", "m"), [(1, 3), (2, 1), (3, 5), (4, 8), (8, 16)])
+@pytest.mark.parametrize(("pp_size", "m"), [(1, 3), (2, 1), (3, 5), (4, 8), (8, 9)])
 def test_never_longer_and_within_the_memory(name: str, pp_size: int, m: int) -> None:
     plan = make_plan(name, pp_size, m)
     num_stages = pp_size * plan.num_chunks
-    for times in ((1.0, 1.0, 1.0), (1.0, 1.4, 0.6), (0.7, 1.0, 1.3)):
-        for uneven in (False, True):
-            measured = costs(num_stages, plan.num_chunks, times, uneven)
-            arguments = (measured.forward, measured.backward_input, measured.backward_weight, measured.p2p)
-            before = plan.simulate(*arguments)
-            for extra in (0.0, pp_size / 4):
-                limit = max(before.peak_activations) + extra
-                counts = place_weights(plan, measured, limit)
-                moved = move_weights(plan, counts)
-                moved.check()
-                after = moved.simulate(*arguments)
-                assert after.makespan <= before.makespan + 1e-9
-                assert max(after.peak_activations) <= limit + 1e-9
-                assert after.makespan >= after.lower_bound - 1e-9
-                for actions, others in zip(moved.actions, plan.actions):
-                    assert [a for a in actions if a.kind != "W"] == [a for a in others if a.kind != "W"]
-                    for stage in range(num_stages):  # each chunk's gradients are added up in the same order
-                        order = [a.microbatch for a in actions if "W" in a.kind and a.stage == stage]
-                        assert order == sorted(order)
-                    assert sorted(actions) == sorted(others)
+    for times, uneven in (((1.0, 1.0, 1.0), True), ((1.0, 1.4, 0.6), False), ((0.7, 1.0, 1.3), True)):
+        measured = costs(num_stages, plan.num_chunks, times, uneven)
+        before = simulate(plan, measured)
+        for extra in (0.0, pp_size / 4):
+            limit = max(before.peak_activations) + extra
+            moved = move_weights(plan, place_weights(plan, measured, limit))
+            moved.check()
+            after = simulate(moved, measured)
+            assert after.makespan <= before.makespan + 1e-9
+            assert max(after.peak_activations) <= limit + 1e-9
+            assert after.makespan >= after.lower_bound - 1e-9
+            for actions, others in zip(moved.actions, plan.actions):
+                assert [a for a in actions if a.kind != "W"] == [a for a in others if a.kind != "W"]
+                for stage in range(num_stages):  # each chunk's gradients are added up in the same order
+                    order = [a.microbatch for a in actions if "W" in a.kind and a.stage == stage]
+                    assert order == sorted(order)
+                assert sorted(actions) == sorted(others)
 
 
 @pytest.mark.parametrize("name", SPLIT)
