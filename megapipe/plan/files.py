@@ -17,7 +17,11 @@ __all__ = ["load_plan", "parse_json", "read_text"]
 
 
 def read_text(path: str | Path) -> str:
-    """A text file, without the byte order mark that some editors begin it with."""
+    """The text of a file, without the byte order mark that some editors begin it with.
+
+    Raises:
+        ValueError: it is no UTF-8.
+    """
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -25,7 +29,15 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(path: str | Path, text: str) -> Any:
-    """Raises ValueError where the text, which is that of `path`, is no JSON."""
+    """The content of a JSON file.
+
+    Args:
+        path: named in errors.
+        text: that of the file.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -37,7 +49,8 @@ def load_plan(path: str | Path) -> Plan:
 
     The placement is what the actions say. Overlapped pairs are in no file: they come back as a forward and a backward.
 
-    Raises ValueError where the file does not hold a plan. Whether the plan works is for its `check` to say.
+    Raises:
+        ValueError: the file does not hold a plan. Whether the plan works is for its `check` to say.
     """
     text = read_text(path)
     if not text.lstrip().startswith("{"):

@@ -21,10 +21,12 @@ class StageInfo:
 
     @property
     def is_first(self) -> bool:
+        """It takes the model's input."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
+        """It computes the loss."""
         return self.index == self.num_stages - 1
 
 
@@ -40,9 +42,11 @@ class Placement:
     position: Callable[[int, int, int], int]
 
     def stage(self, rank: int, chunk: int, pp_size: int) -> int:
+        """The number of the stage that is this chunk of this rank."""
         return chunk * pp_size + self.position(rank, chunk, pp_size)
 
     def rank(self, stage: int, pp_size: int) -> int:
+        """The rank that holds a stage."""
         chunk, place = divmod(stage, pp_size)
         return self.position(place, chunk, pp_size)
 
@@ -63,11 +67,16 @@ def distribute_layers(
 ) -> range:
     """The global numbers of the layers that `stage` holds. Together the stages hold each layer exactly once.
 
-    Layers are shared out evenly; where they do not divide, earlier stages take one more. An embedding in front and a
-    head behind cost time as well: `num_virtual_layers_pre` and `num_virtual_layers_post` say how many layers they
-    are worth, and the first and the last stage get that many layers fewer.
+    All stages hold as many layers; where they do not divide, earlier stages hold one more.
 
-    Raises ValueError when a stage would be left without layers.
+    Args:
+        num_layers: layers of the whole model.
+        num_virtual_layers_pre: how many layers an embedding in front is worth in time. The first stage holds that many
+            fewer.
+        num_virtual_layers_post: the same for a head behind, on the last stage.
+
+    Raises:
+        ValueError: a stage would be left without a layer.
     """
     total = num_layers + num_virtual_layers_pre + num_virtual_layers_post
     base, extra = divmod(total, stage.num_stages)

@@ -185,7 +185,7 @@ def make_plan(
         num_microbatches: microbatches per step.
         num_chunks: stages per rank; None takes the schedule's own.
         forward_only: record a step without backwards.
-        settings: what else the schedule is told.
+        settings: other settings of the schedule.
 
     Raises:
         ValueError: there is no schedule of that name, the sizes are impossible, or the settings cannot be kept.
@@ -234,8 +234,12 @@ def _check_placement(placement: Placement, pp_size: int, num_chunks: int) -> Non
 
 
 def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
-    """The plan in which each rank runs these actions: each receives what it needs just before and sends what it made
-    just after."""
+    """The plan in which each rank runs these actions. Each receives its message just before, and sends its result just
+    after.
+
+    Raises:
+        ValueError: the stages of the ranks are no placement.
+    """
     placement, num_chunks = _find_placement(actions)
     kinds = {action.kind for row in actions for action in row}
     return Plan(

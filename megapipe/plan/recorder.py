@@ -82,7 +82,7 @@ class Event(NamedTuple):
 
 
 class PlanRecorder(Verbs):
-    """Writes down what a schedule calls on one rank."""
+    """Writes down the calls of a schedule on one rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `Verbs`."""

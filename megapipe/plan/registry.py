@@ -19,10 +19,12 @@ class Schedule:
 
     Attributes:
         loops: the hand-written function. Called with a `Pipeline` it trains, with a `PlanRecorder` it is recorded.
+        name: what it is found by.
+        placement: which rank holds which stage.
         num_chunks: stages per rank; None where the caller decides.
         max_pp_size: the largest pipeline it is meant for; None where any is.
         forward_only: it never goes backward.
-        default_chunks: what `num_chunks` is where neither schedule nor caller says.
+        default_chunks: stages per rank where neither the schedule nor the caller decides.
     """
 
     name: str
@@ -38,7 +40,11 @@ class Schedule:
         functools.update_wrapper(self, self.loops)  # type: ignore[arg-type]
 
     def check(self, pp_size: int, num_chunks: int | None) -> int:
-        """The number of chunks per rank: `num_chunks`, or the schedule's own. Raises ValueError where it cannot be."""
+        """The number of chunks per rank: `num_chunks`, or the schedule's own.
+
+        Raises:
+            ValueError: the schedule runs on fewer ranks, or on another number of chunks.
+        """
         if self.max_pp_size is not None and pp_size > self.max_pp_size:
             raise ValueError(
                 f"{self.name} runs on {self.max_pp_size} pipeline rank, got {pp_size}: choose another schedule, such "
@@ -55,7 +61,7 @@ class Schedule:
         return num_chunks
 
     def stages(self, pp_rank: int, pp_size: int, num_chunks: int | None = None) -> list[StageInfo]:
-        """The stages of a rank, in the order of the `model` argument."""
+        """The stages of a rank, in the order of the `model` argument. Raises as `check` does."""
         return self.placement.stages(pp_rank, pp_size, self.check(pp_size, num_chunks))
 
 
@@ -63,15 +69,21 @@ _schedules: dict[str, Schedule] = {}
 
 
 def register(schedule: Schedule) -> None:
+    """Make a schedule known by its name, instead of any that had it."""
     _schedules[schedule.name] = schedule
 
 
 def schedule_names() -> list[str]:
+    """The names of all schedules, in the order in which they were registered."""
     return list(_schedules)
 
 
 def find_schedule(name: str | Schedule) -> Schedule:
-    """The schedule of that name. Raises ValueError, naming those there are."""
+    """The schedule of that name; a schedule is returned as it is.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
     if isinstance(name, Schedule):
         return name
     if name not in _schedules:

@@ -24,7 +24,7 @@ PerStage = float | Sequence[float]
 
 @dataclass
 class Costs:
-    """What things take, in any unit of time.
+    """Times, in any unit: milliseconds where they were measured.
 
     Attributes:
         forward, backward_input, backward_weight: a number is the time of one microbatch on a whole rank, shared out
@@ -34,6 +34,9 @@ class Costs:
         optimizer: the optimizer's step on each rank, at the end of a training step.
         overlap: how much of the shorter one of an overlapped forward and backward the longer one hides: 0 where they
             run one after the other, 1 where the pair takes no longer than the longer one.
+
+    Raises:
+        ValueError: a time is negative or not finite, or `overlap` is more than 1.
     """
 
     forward: PerStage = 1.0
@@ -45,7 +48,6 @@ class Costs:
     overlap: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no time can be."""
         for field_ in fields(self):
             value = getattr(self, field_.name)
             for time in [value] if isinstance(value, (int, float)) else value:
@@ -56,7 +58,7 @@ class Costs:
 
     @property
     def of_messages(self) -> dict[str, float]:
-        """The part that is the same for measured actions."""
+        """The arguments of the player that are no times of actions."""
         return {"p2p": self.p2p, "message": self.message, "overlap": self.overlap}
 
     def by_kind(self, plan: Plan) -> dict[str, list[float]]:
@@ -78,7 +80,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """An action with its start and end."""
+    """An action with its start and end, in the unit of its costs: milliseconds where it was measured."""
 
     action: Action
     start: float
@@ -91,9 +93,9 @@ class Simulation:
 
     spans: list[list[Span]]
     peak_activations: list[float]
-    """Most microbatches held at once, from F to W, in microbatches of the whole rank: a chunk is its share of one."""
+    """Most microbatches in flight at once, from F to W, in those of a whole rank: on one of v chunks each is 1 / v."""
     lower_bound: float
-    """What no order of these actions can beat in one step, whatever its memory."""
+    """A time that no order of these actions can beat in one step, however much memory it may use."""
     step_ends: list[float]
     """When the last rank ends each step, optimizer included."""
 
@@ -119,26 +121,25 @@ class Simulation:
         return ends[-1] - ends[-2] if len(ends) > 1 else self.makespan
 
 
-def simulate(
-    plan: Plan,
-    costs: Costs,
-    num_steps: int = 1,
-    synchronize: bool = False,
-) -> Simulation:
-    """Play `num_steps` steps of a plan.
+def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = False) -> Simulation:
+    """Play a plan through time, as `Plan.simulate` does.
 
-    Steps follow each other without a barrier: a rank goes on to the next as soon as its own optimizer step is done.
-    With `synchronize` the optimizer waits for all ranks' gradients, as it does to clip them by their common norm.
+    Args:
+        num_steps: steps that follow each other without a barrier: a rank begins the next one as soon as its own
+            optimizer step is done.
+        synchronize: the optimizer waits for the gradients of all ranks, as it does to clip them by their common norm.
+
+    Raises:
+        ValueError: `num_steps` is less than 1, or a list of times has not one for each stage.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
     times = costs.by_kind(plan)
-    durations = [[times[kind][stage] for stage, kind, _ in actions] for actions in plan.actions]
     clocks = [0.0] * plan.pp_size
     spans: list[list[Span]] = [[] for _ in plan.events]
     step_ends = []
     for _ in range(num_steps):
-        _play(plan, durations, costs, clocks, spans)
+        play(plan, lambda action: times[action.kind][action.stage], costs, clocks, spans)
         if synchronize:
             clocks = [max(clocks)] * plan.pp_size
         clocks = [clock + costs.optimizer for clock in clocks]
@@ -152,39 +153,29 @@ def play(
     costs: Costs,
     clocks: list[float],
     spans: list[list[Span]],
-    pause: Callable[[Action], float] = lambda action: 0.0,
+    pause: Callable[[Action], float] | None = None,
 ) -> None:
-    """Play one step with times of one's own, as measured ones.
+    """Play one step whose actions take times of the caller's own, such as measured ones.
 
     Args:
-        duration: the time of each action, instead of those in `costs`.
-        costs: for the messages, and the overlap of pairs.
-        clocks: when each rank begins; moved on to when it ends.
-        spans: what each rank does is added here.
+        duration: the time of an action.
+        costs: the times of messages, and the overlap of pairs; its times of actions are not used.
+        clocks: the time at which each rank begins; moved on to the time at which it ends.
+        spans: by rank; the actions of this step are appended.
         pause: how long a rank is busy with other things before an action, and before it waits for its message.
     """
 
     def begin(rank: int, index: int, clock: float, arrival: float) -> float:
-        return clock + pause(plan.actions[rank][index])
+        return clock + pause(plan.actions[rank][index])  # type: ignore[misc]
 
-    _play(plan, [[duration(action) for action in actions] for actions in plan.actions], costs, clocks, spans, begin)
-
-
-def _play(
-    plan: Plan,
-    durations: list[list[float]],
-    costs: Costs,
-    clocks: list[float],
-    spans: list[list[Span]],
-    begin: Callable[[int, int, float, float], float] | None = None,
-) -> None:
-    starts, ends = run(plan.program, durations, clocks, begin, **costs.of_messages)
+    durations = [list(map(duration, actions)) for actions in plan.actions]
+    starts, ends = run(plan.program, durations, clocks, None if pause is None else begin, **costs.of_messages)
     for rank, actions in enumerate(plan.actions):
         spans[rank] += map(Span, actions, starts[rank], ends[rank])
 
 
 def peak_activations(plan: Plan) -> list[float]:
-    """Per rank, most microbatches held at once, from F to W, in microbatches of the whole rank."""
+    """As in `Simulation`."""
     return [peak_held(actions, ("W", "BW")) / plan.num_chunks for actions in plan.actions]
 
 

@@ -21,7 +21,7 @@ __all__ = ["Action", "ScheduleError", "Settings", "Verbs"]
 COURSE = ("recv_forward", "forward_step", "send_forward", "recv_backward", "backward_step", "send_backward")
 
 
-# The two halves of a forward_backward_step in a plan: what either sends may come between them, nothing else.
+# The two halves of a forward_backward_step in a plan. Only their sends may come between them.
 PAIR = ("overlapped_forward_step", "overlapped_backward_step")
 
 
@@ -30,8 +30,8 @@ class ScheduleError(ValueError):
 
 
 class Action(NamedTuple):
-    """One computation: `2F0` is the forward of microbatch 0 through stage 2, `2B0` its backward, `2W0` what that may
-    have put off."""
+    """One computation: `2F0` is the forward of microbatch 0 through stage 2, `2B0` its backward, `2W0` its
+    weight-gradient pass where that is deferred."""
 
     stage: int
     kind: str
@@ -53,13 +53,13 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What schedules may be told; each looks only at what it knows of. All ranks have the same.
+    """Settings of schedules, the same on all ranks. A schedule ignores those that it does not know.
 
     Attributes:
         microbatch_group_size: how many microbatches interleaved schedules run through a chunk before they turn to the
             next; None for the number of ranks.
-        max_in_flight: most microbatches of a whole rank that any rank may hold, from F to W; None for the schedule's
-            own. For the schedules that can trade memory for speed; the others are refused where they need more.
+        max_in_flight: most microbatches of a whole rank that any rank may have in flight, from F to W; None for the
+            schedule's own. Some schedules trade memory for speed within it; the others are refused if they need more.
     """
 
     microbatch_group_size: int | None = None
@@ -139,7 +139,7 @@ class Verbs(ABC):
 
     @abstractmethod
     def backward_input_step(self, chunk: int = 0) -> None:
-        """B: the input gradient of the oldest microbatch in flight. Its W is put off."""
+        """B: the input gradient of the oldest microbatch in flight. Its weight-gradient pass (W) is deferred."""
 
     @abstractmethod
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:

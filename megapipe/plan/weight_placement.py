@@ -23,10 +23,11 @@ Counts = list[list[int]]
 """Per rank, how many Ws run before each of its Fs and Bs, and after the last."""
 
 FILLS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""How long, in Ws, a wait must be to be filled with one: rules to begin the search with."""
+"""How long, in Ws, a wait must be to be filled with one: rules to begin the search with. 1 delays nobody, 0 fills every
+wait; the search goes on from the best."""
 
 BUDGET = 300_000
-"""How many Fs and Bs the search may play, about a third of a second."""
+"""How many Fs and Bs the search may play: about a third of a second, which every rank spends in a step of training."""
 
 
 def count_weights(plan: Plan) -> Counts:
@@ -68,7 +69,12 @@ def place_weights(plan: Plan, costs: Costs, max_held: float) -> Counts:
     """Places for the Ws of `plan` that make one step as short as the search finds, and never longer than it was.
 
     Args:
-        max_held: most microbatches of a whole rank that a rank may hold, from F to W.
+        plan: a plan that can run.
+        costs: the times to judge by, those of `simulate`.
+        max_held: most microbatches of a whole rank that a rank may have in flight, from F to W.
+
+    Returns:
+        The counts for `move_weights`. The same arguments give the same counts.
     """
     unmoved = count_weights(plan)
     if not any(map(sum, unmoved)):
@@ -84,7 +90,7 @@ def _deadlines(actions: list[Action], pairs: dict[int, int]) -> list[int]:
     before it, which must not come after it. In an overlapped pair they come before both halves."""
     deadlines = []
     num_deferred = 0
-    last: dict[int, int] = {}  # per stage, how many had been put off when its last was
+    last: dict[int, int] = {}  # per stage, how many had been deferred when its last was
     for stage, kind, _ in actions:
         deadlines.append(last.get(stage, 0) if kind == "BW" else 0)
         if kind == "B":

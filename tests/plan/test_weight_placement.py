@@ -4,11 +4,21 @@ import random
 
 import pytest
 
-from megapipe.plan import Action, Costs, Settings, find_schedule, make_plan, move_weights, place_weights, simulate
+from megapipe.plan import (
+    Action,
+    Costs,
+    Settings,
+    find_schedule,
+    make_plan,
+    move_weights,
+    place_weights,
+    schedule_names,
+    simulate,
+)
 from megapipe.plan.weight_placement import _Search, count_weights
 from megapipe.runtime.weight_tuning import choose
 
-SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
+SPLIT = [name for name in schedule_names() if any(action.kind == "W" for action in make_plan(name, 1, 2).actions[0])]
 
 
 def costs(num_stages: int, num_chunks: int, times: tuple[float, float, float], uneven: bool) -> Costs:
