@@ -375,7 +375,8 @@ def test_set_is_first_microbatch(rank: int) -> None:
     assert len(calls) == 2
 
 
-def non_loss_data(rank: int) -> None:
+@on_ranks(2)
+def test_collect_non_loss_data(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
 
     def step(data_iterator: Any, model: Any) -> Any:
@@ -384,10 +385,6 @@ def non_loss_data(rank: int) -> None:
 
     data = run("1f1b", chunks, 2, forward_step_func=step, forward_only=True, collect_non_loss_data=True)
     assert data == ([("data", True, (SEQUENCE, BATCH, 11))] * 2 if chunks[0].info.is_last else [])
-
-
-def test_collect_non_loss_data(ranks: RankPool) -> None:
-    ranks.run(2, non_loss_data)
 
 
 def partial_checkpoints(rank: int) -> list[bool]:
