@@ -6,13 +6,13 @@ A neighbour is missing (`NoBoundary`), on the same rank (`LocalBoundary`) or on 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from ..messages import HEADER, MessageSpec, encode_header
-from ..p2p_communication import Communicator, Lookahead, Transfer
+from ..p2p_communication import Communicator, Inbox, Lookahead, Transfer
 from ..plan import ChannelName, StageInfo
 from .plans import PlanKey
 
@@ -91,7 +91,7 @@ class LocalBoundary(Below, Above):
 
     def __init__(self) -> None:
         self._outputs: deque[Transfer] = deque()
-        self._gradients: deque[Transfer] = deque()
+        self._inbox: deque[Transfer] = deque()
 
     def take_input(self) -> Transfer:
         assert self._outputs, "recv_forward before send_forward of the stage below, which is on the same rank"
@@ -102,14 +102,14 @@ class LocalBoundary(Below, Above):
         self._outputs.append(Transfer(output.spec, [tensor.detach() for tensor in output.tensors]))
 
     def take_gradient(self) -> Transfer:
-        assert self._gradients, "recv_backward before send_backward of the stage above, which is on the same rank"
-        return self._gradients.popleft()
+        assert self._inbox, "recv_backward before send_backward of the stage above, which is on the same rank"
+        return self._inbox.popleft()
 
     def send_gradient(self, grads: list[Tensor]) -> None:
-        self._gradients.append(Transfer(None, grads))
+        self._inbox.append(Transfer(None, grads))
 
     def is_empty(self) -> bool:
-        return not self._outputs and not self._gradients
+        return not self._outputs and not self._inbox
 
     def discard_inputs(self, num_sent: int) -> list[Transfer]:
         self._outputs.clear()
@@ -119,7 +119,22 @@ class LocalBoundary(Below, Above):
         self._outputs.clear()
 
 
-class RemoteBelow(Below):
+class _Remote(Boundary):
+    """To another rank, from which messages are received."""
+
+    _inbox: Inbox
+
+    def post_ahead(self) -> None:
+        self._inbox.post_ahead()
+
+    def post_all(self) -> None:
+        self._inbox.post_all()
+
+    def is_empty(self) -> bool:
+        return self._inbox.is_empty()
+
+
+class RemoteBelow(_Remote, Below):
     """To the stage below, on another rank.
 
     Args:
@@ -139,37 +154,28 @@ class RemoteBelow(Below):
     ) -> None:
         self.peer = peer
         self._backward = communicator.outgoing(ChannelName("backward", index), peer)
-        self._inputs = communicator.incoming(ChannelName("forward", index), peer, lookahead, has_headers=spec is None)
+        self._inbox = communicator.incoming(ChannelName("forward", index), peer, lookahead, has_headers=spec is None)
         self._spec = spec or HEADER
-        self._inputs.expect(self._spec, num_inputs)
-        self._inputs.post_ahead()
+        self._inbox.expect(self._spec, num_inputs)
+        self._inbox.post_ahead()
         self._num_taken = 0
 
     def take_input(self) -> Transfer:
         self._num_taken += 1
-        return self._inputs.take()
+        return self._inbox.take()
 
     def send_gradient(self, grads: list[Tensor]) -> None:
         self._backward.send(grads)
 
-    def post_ahead(self) -> None:
-        self._inputs.post_ahead()
-
-    def post_all(self) -> None:
-        self._inputs.post_all()
-
-    def is_empty(self) -> bool:
-        return self._inputs.is_empty()
-
     def discard_inputs(self, num_sent: int) -> list[Transfer]:
         # Receives that have been posted stay so: they take the inputs that are sent again.
         to_come = [self.take_input() for _ in range(num_sent - self._num_taken)]
-        self._inputs.expect(self._spec, num_sent)
+        self._inbox.expect(self._spec, num_sent)
         self._num_taken = 0
         return to_come
 
 
-class RemoteAbove(Above):
+class RemoteAbove(_Remote, Above):
     """To the stage above, on another rank.
 
     Args:
@@ -191,7 +197,7 @@ class RemoteAbove(Above):
     ) -> None:
         self.peer = peer
         self._forward = communicator.outgoing(ChannelName("forward", index), peer)
-        self._gradients = communicator.incoming(ChannelName("backward", index), peer, lookahead, has_headers=False)
+        self._inbox = communicator.incoming(ChannelName("backward", index), peer, lookahead, has_headers=False)
         self._headers = None
         self._num_sent = 0
         # A gradient is expected once for each output, also where that is sent again after a rollback.
@@ -201,7 +207,7 @@ class RemoteAbove(Above):
             if not forward_only:
                 self._num_expected = 0  # until their shapes are known
         elif not forward_only:
-            self._gradients.expect(spec.gradient(), num_outputs)
+            self._inbox.expect(spec.gradient(), num_outputs)
 
     def send_output(self, output: Transfer | None) -> None:
         assert output is not None
@@ -211,21 +217,12 @@ class RemoteAbove(Above):
         self._forward.send(output.tensors)
         self._num_sent += 1
         if self._num_sent > self._num_expected:
-            self._gradients.expect(output.spec.gradient())
+            self._inbox.expect(output.spec.gradient())
             self._num_expected += 1
-        self._gradients.post_ahead()
+        self._inbox.post_ahead()
 
     def take_gradient(self) -> Transfer:
-        return self._gradients.take()
-
-    def post_ahead(self) -> None:
-        self._gradients.post_ahead()
-
-    def post_all(self) -> None:
-        self._gradients.post_all()
-
-    def is_empty(self) -> bool:
-        return self._gradients.is_empty()
+        return self._inbox.take()
 
     def discard_outputs(self) -> None:
         self._num_sent = 0
@@ -246,7 +243,7 @@ def boundaries_around(
         communicator: None where the pipeline has one rank only.
     """
     placement, num_messages = key.schedule.placement, key.num_microbatches
-    local: dict[int, LocalBoundary] = {}  # by the number of the stage below
+    local: defaultdict[int, LocalBoundary] = defaultdict(LocalBoundary)  # by the number of the stage below
 
     def below(stage: StageInfo, spec: MessageSpec | None) -> Below:
         if stage.is_first:
@@ -254,7 +251,7 @@ def boundaries_around(
         index = stage.index - 1
         peer = placement.rank(index, key.pp_size)
         if peer == pp_rank:
-            return local.setdefault(index, LocalBoundary())
+            return local[index]
         assert communicator is not None
         return RemoteBelow(communicator, index, peer, spec, num_messages, lookahead)
 
@@ -263,7 +260,7 @@ def boundaries_around(
             return NoBoundary()
         peer = placement.rank(stage.index + 1, key.pp_size)
         if peer == pp_rank:
-            return local.setdefault(stage.index, LocalBoundary())
+            return local[stage.index]
         assert communicator is not None
         return RemoteAbove(communicator, stage.index, peer, spec, num_messages, lookahead, forward_only)
 
