@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from models import SEQUENCE, Stage, assert_same_gradients, batches, build, forward_step, reference, run
 from ranks import RankPool, on_ranks
 from torch import Tensor
+from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
-from megapipe.failures import watchdog
+from megapipe.failures import InterruptibleStore, Progress, Watchdog, watchdog
 from megapipe.runtime.session import Session, _sessions
 from megapipe.training import GradientReducer, TiedWeights
 
@@ -436,3 +438,34 @@ def test_a_time_limit_may_be_raised(rank: int) -> None:
         run("1f1b", chunks, 1)
         chunks[0].config.timeout = 20.0
         run("1f1b", chunks, 1, forward_step_func=slow_step)
+
+
+def watchdog_of(rank: int, store: HashStore, progress: Progress, abort: Callable[[], None]) -> Watchdog:
+    own = InterruptibleStore(store, rank, 2, check_failure=lambda: None)
+    return Watchdog(own, progress, abort, has_ended=lambda: False)
+
+
+@pytest.mark.parametrize(("awaited", "order"), [(None, ["raise", "abort"]), ("a message", ["abort", "raise"])])
+def test_a_rank_that_computes_raises_before_its_transport_is_aborted(awaited: str | None, order: list[str]) -> None:
+    """The helper thread aborted communicators at once. A main thread that was just sending then used one that had been
+    freed. One that waits for a message is freed by the abort only."""
+    store = HashStore()
+    failing, progress = Progress(), Progress()
+    found: list[str] = []
+    other = watchdog_of(1, store, failing, lambda: None)
+    own = watchdog_of(0, store, progress, lambda: found.append("abort"))
+    failing.begin_step()
+    with pytest.raises(KeyError), other.step():
+        raise KeyError("no such thing")
+    progress.begin_step()
+    progress.awaited = awaited
+    helper = threading.Thread(target=own.watch)
+    helper.start()
+    while own.failure is None or (awaited and not found):
+        time.sleep(0.001)
+    found.append("raise")
+    with pytest.raises(PipelineError, match="rank 1 failed at the start of its step: KeyError"):
+        own.check()
+    helper.join()
+    assert found == order
+    other.close()
