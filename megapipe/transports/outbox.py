@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ..p2p_communication import ConnectionLostError, Transfer
+from ..p2p_communication import Transfer
 
 __all__ = ["Outbox", "TaskThread"]
 
@@ -21,14 +21,14 @@ class TaskThread:
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._error: ConnectionLostError | None = None
+        self._error: Exception | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, task: Callable[[], object]) -> None:
         self._queue.put(task)
 
     def drain(self) -> None:
-        """Wait until all tasks have run. Raises the first ConnectionLostError of a task."""
+        """Wait until all tasks have run. Raises the first error of a task."""
         drained = threading.Event()
         self._queue.put(drained.set)
         drained.wait()
@@ -43,7 +43,7 @@ class TaskThread:
         while (task := self._queue.get()) is not None:
             try:
                 task()
-            except ConnectionLostError as error:
+            except Exception as error:
                 self._error = self._error or error
             del task  # no sent tensor may stay alive while this waits for the next one
 

@@ -388,3 +388,16 @@ def test_a_warning_where_communication_cannot_overlap(monkeypatch: pytest.Monkey
     members = Members(HashStore(), HashStore(), 0, range(2), 60)
     with pytest.warns(UserWarning, match="one hardware queue"):
         NcclTransport(members, torch.device("cuda"), lambda: lambda: True, None)
+
+
+def test_an_error_of_a_helper_thread_is_raised_at_the_end_of_the_step() -> None:
+    """Helper threads expected lost connections only. Any other error ended them, and the step waited for ever."""
+    outbox = Outbox()
+
+    def start() -> Transfer:
+        raise OSError("no memory")
+
+    outbox.hand_over(start)
+    with pytest.raises(OSError, match="no memory"):
+        outbox.drain()
+    outbox.close()
