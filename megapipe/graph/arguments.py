@@ -1,4 +1,4 @@
-"""What a stage was captured with, flat, and whether a call is like it.
+"""The arguments that a stage was captured with, and whether those of a call are like them.
 
 A graph is right for tensors of the shapes that it was made with, and for nothing else: everything that is not a tensor
 became part of it. So each call is compared before it runs.
@@ -36,7 +36,7 @@ class Structure(NamedTuple):
 
 
 class Arguments:
-    """What a stage is called with.
+    """The arguments of a stage, flat.
 
     Args:
         example: any nested containers of tensors and other values.
@@ -53,7 +53,8 @@ class Arguments:
     def tensors(self, value: Any) -> list[Tensor]:
         """The tensors of `value`, in the layout of the example's.
 
-        Raises ValueError where it is not like the example.
+        Raises:
+            ValueError: `value` is not like the example.
         """
         structure, tensors = Structure.of(value)
         if structure.spec != self.structure.spec or structure.fixed.keys() != self.structure.fixed.keys():
@@ -105,6 +106,6 @@ class _Outlined:
 
 
 def _outline(value: Any) -> str:
-    """(what the stage before returned, positional arguments, keyword arguments, target of the loss)"""
+    """(input from the stage before, positional arguments, keyword arguments, target of the loss)"""
     structure, tensors = Structure.of(value)
     return repr(structure.fill([_Outlined()] * len(tensors)))  # type: ignore[list-item]

@@ -123,7 +123,7 @@ def _captured_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Mode(NamedTuple):
-    """What a capture depends on besides the arguments."""
+    """A graph is right for one of these, besides the arguments."""
 
     training: tuple[bool, ...]
     weights: tuple[tuple[type[Tensor], torch.Size, torch.dtype, torch.device, bool], ...]

@@ -25,7 +25,7 @@ _compiled: dict[tuple[Any, ...], Compiled] = {}
 def compile_graph(graph: GraphModule, what: str) -> Compiled:
     """What `graph.forward` does, compiled with inductor; random numbers are drawn as uncompiled.
 
-    Takes a list, which it empties. A line on stderr says what is compiled, and how long it took.
+    Takes a list, which it empties. A line on stderr names the graph and the seconds that it took.
 
     Args:
         what: names the graph in that line.

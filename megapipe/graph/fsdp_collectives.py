@@ -19,7 +19,7 @@ __all__ = ["ShardedJoint", "split_fsdp_collectives"]
 
 @dataclass(frozen=True)
 class ShardedJoint:
-    """What is run once before the first forward of a step, for each microbatch, and once after the last W."""
+    """Graphs for the start of a step, for each microbatch, and for the end of the step."""
 
     unshard: GraphModule
     """[*shards in `sharded`] -> (*whole parameters,)."""
@@ -35,7 +35,7 @@ class ShardedJoint:
 def split_fsdp_collectives(joint: Joint) -> ShardedJoint:
     """Take the all-gathers of inputs, and the reduce-scatters of their gradients, out of a joint graph.
 
-    Only what is computed from one input alone, up to the end of its all-gather, is taken out: collectives of
+    Only nodes computed from one input alone, up to the end of its all-gather, are taken out: collectives of
     activations stay where they are.
 
     Raises:
@@ -59,8 +59,8 @@ def split_fsdp_collectives(joint: Joint) -> ShardedJoint:
 
 
 def _gathered(joint: Joint, shard: Node) -> Node | None:
-    """What the all-gather of an input gives, if it has one."""
-    alone = {shard}  # what is computed from it and nothing else
+    """The result of the all-gather of an input, if it has one."""
+    alone = {shard}  # nodes computed from it and nothing else
     wholes: list[Node] = []
     leaks = False
     for node in joint.owner.graph.nodes:
@@ -83,7 +83,7 @@ def _gathered(joint: Joint, shard: Node) -> Node | None:
 
 
 def _unreduced(grad: Node) -> Node | None:
-    """What goes into the reduce-scatter of a gradient, if there is one."""
+    """The input of the reduce-scatter of a gradient, if there is one."""
     starts = [node for node in ancestors([grad]) if is_start(node) and "reduce_scatter" in str(node.target)]
     own = [node for node in starts if _leads_only_to(node, grad)]
     return own[0].all_input_nodes[0] if len(own) == 1 else None

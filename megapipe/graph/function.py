@@ -32,7 +32,7 @@ Runner = Callable[[list[Tensor]], tuple[Any, ...]]
 
 
 class Graphs:
-    """The graphs of a stage in one mode, and what it takes to run them.
+    """The graphs of a stage in one mode, ready to run.
 
     Args:
         compiled_as: names the stage where its graphs are to be compiled; None where not.
@@ -118,7 +118,11 @@ def _find_aliases(parts: Partition, num_saved: int) -> list[bool]:
 
 
 def run_forward(graphs: Graphs, inputs: list[Tensor], results: tuple[Tensor, ...] | None = None) -> Any:
-    """What the stage returns. `results`: what its forward graph has returned, where that was run already."""
+    """Returns the output of the stage.
+
+    Args:
+        results: of its forward graph, if that was run already.
+    """
     if torch.is_grad_enabled():
         outputs = _Run.apply(graphs, results, *inputs)  # type: ignore[no-untyped-call]
     else:
@@ -198,7 +202,7 @@ def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Ten
 def _deferred(
     graphs: Graphs, weights: Sequence[Tensor], forward: OfferedForward | None, arguments: list[Tensor]
 ) -> list[Tensor | None]:
-    """B. What it leaves to W is handed to `defer`, one weight at a time."""
+    """B. Hands the weight gradients to `defer`, one at a time."""
     split = graphs.split
     kept = {
         n: save_for_w(arguments[n]) if n >= graphs.first_tangent else SavedTensor(arguments[n])

@@ -1,7 +1,7 @@
 """Forward and backward of a function as one graph, labelled. The one file that knows torch's tracer.
 
 The tracer is AOTAutograd's, the one behind torch.compile: `aot_export_joint_with_descriptors`, private to torch, in it
-from 2.9 on. What comes out is functional (no operator changes a tensor), and each input and output says what it is.
+from 2.9 on. Its graph is functional (no operator changes a tensor), and each input and output is described.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Joint:
 def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], what: str) -> Joint:
     """The joint graph of `function(*inputs)` for inputs of these shapes, dtypes, devices and `requires_grad`.
 
-    The function is run a few times, on tensors without values. What torch.utils.checkpoint does around a part of it is
-    not in the graph: that part is run once (see `recompute`). Outputs that share memory with inputs or each other are
+    The function is run a few times, on tensors without values. The effect of torch.utils.checkpoint is not in the
+    graph: a checkpointed part is run once (see `recompute`). Outputs that share memory with inputs or each other are
     copied in the graph.
 
     Args:
@@ -79,7 +79,7 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
         ]
         if not aliases:
             break
-        assert not copied, "a copy is nobody's alias"
+        assert not copied, "a copy is no alias"
         copied = tuple(aliases)
     drop_idle_views(exported.graph_module)
     joint = _label(exported.graph_module, len(inputs), what)

@@ -1,8 +1,8 @@
 """A forward of one stage and a backward of another as one graph, in which each computes while the other communicates.
 
 The operators of each keep their order. The backward goes first; whenever one of the two would wait for a communication
-that it has begun, the other goes on until it would wait too. On an accelerator the order is enough: what is begun runs
-on the communication's own stream, and a wait holds the stream of the computation and not the host.
+that it has begun, the other goes on until it would wait too. On an accelerator the order is enough: a communication
+runs on a stream of its own, and a wait holds the stream of the computation and not the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .nodes import Boxed, is_start, is_wait
 __all__ = ["communicates", "multiplex"]
 
 PART = "megapipe_part"
-"""The key in a node's `meta` that says what it belongs to: "forward" or "backward"."""
+"""The key in a node's `meta` for its graph: "forward" or "backward"."""
 
 
 def communicates(graph: GraphModule) -> bool:
@@ -64,7 +64,7 @@ def multiplex(forward: GraphModule, backward: GraphModule) -> GraphModule:
 
 
 def _sink_waits(part: GraphModule) -> list[Node]:
-    """What a graph computes, in its order, but each wait right before the first that needs it."""
+    """The nodes of a graph in its order, except that each wait sinks to the first node that needs it."""
     order: list[Node] = []
     waits: set[Node] = set()
 

@@ -1,4 +1,4 @@
-"""What the passes ask of a node, and graphs cut out of graphs."""
+"""Properties of nodes, and graphs cut out of graphs."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
     """Cut a joint graph in two.
 
     Args:
-        saved: what of the forward backward may have; it computes the rest again. None: whatever it wants, as eager,
-            except that views are always taken again.
+        saved: the values of the forward that backward may have; it computes the rest again. None: all that it wants, as
+            eager, except that views are always taken again.
     """
     owner = joint.owner
     dropouts = [] if saved is None else _dropouts_from_masks(owner)
@@ -75,7 +75,7 @@ def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
 
 
 def forward_nodes(joint: Joint) -> set[Node]:
-    """What the function itself computes."""
+    """The nodes of the function itself."""
     found = ancestors([*joint.outputs, *joint.mutated.values()])
     return found | {node for source in found for node in source.users if node.target is operator.getitem}
 
@@ -112,8 +112,8 @@ def _save_before_overwritten(owner: GraphModule, node: Node) -> None:
 
 
 def _dropouts_from_masks(owner: GraphModule) -> list[tuple[Node, Node]]:
-    """Compute dropouts from their masks, which are random, so that what was dropped need not be saved beside them.
-    Returns what took the place of what."""
+    """Compute dropouts from their masks, which are random, so that their results need not be saved beside them.
+    Returns pairs of the result and the node that takes its place."""
     replaced = []
     aten = torch.ops.aten
     for node in owner.graph.find_nodes(op="call_function", target=aten.native_dropout.default):

@@ -83,7 +83,7 @@ def _without_drawing(what: str) -> Iterator[None]:
 
 @contextmanager
 def _setting_no_random_state(what: str) -> Iterator[None]:
-    """Raises CaptureError where a generator of torch's is given another seed or state, by whatever name."""
+    """Raises CaptureError where a generator of torch's is given another seed or state, by any function."""
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         if event != "c_call" or not isinstance(getattr(called, "__self__", None), torch.Generator):

@@ -30,12 +30,12 @@ class WeightGradient:
     graph: GraphModule
     """[*values in `takes`] -> (gradient,): contiguous, in memory that nobody else has."""
     takes: tuple[int, ...]
-    """What to keep for it: by number among the backward's inputs, and counting on among what B has kept."""
+    """The values to keep for it: by number among the backward's inputs, and counting on among those that B returns."""
 
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """B and W. The caller keeps, from B to W, what the weights' graphs take; everything else is done with after B."""
+    """B and W. The caller keeps, from B to W, the values that the weights' graphs take, and nothing else."""
 
     input_gradients: GraphModule
     """[*inputs of the backward] -> (*outputs of the backward, None for those left to `weights`, *kept)."""
@@ -45,7 +45,7 @@ class SplitBackward:
 
     @cached_property
     def kept_inputs(self) -> set[int]:
-        """What of the backward's inputs must be kept for W."""
+        """The inputs of the backward that W takes, by number."""
         num_inputs = len(self.input_gradients.graph.find_nodes(op="placeholder"))
         return {n for weight in self.weights for n in weight.takes if n < num_inputs}
 

@@ -28,7 +28,7 @@ def edge_of(tensor: Tensor) -> GradientEdge | None:
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """`torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the engine's
-    own are made against the graph, which knows what the outputs looked like."""
+    own are made against the graph, which knows the shapes of the outputs."""
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(edges),
         tuple(grads),

@@ -40,10 +40,10 @@ class NoGradientWarning(UserWarning):
 
 
 class SavedForward(NamedTuple):
-    """What a backward needs of a microbatch whose forward is done. The graph hangs on the edges."""
+    """A microbatch whose forward is done, for its backward. The graph hangs on the edges."""
 
     received: Transfer | None
-    """The input, for what is computed again in the backward."""
+    """The input, for parts that are computed again in the backward."""
     inputs: list[Tensor]
     """The leaves whose gradients go to the previous stage."""
     outputs: list[GradientEdge | None]
@@ -64,7 +64,7 @@ class Stage:
     """Runs one chunk of the model.
 
     Args:
-        output_spec: what the next stage expects; None where it takes whatever comes.
+        output_spec: of the message that the next stage expects; None if its shapes are dynamic.
     """
 
     def __init__(self, info: StageInfo, chunk: int, step: StepArguments, output_spec: MessageSpec | None) -> None:
@@ -182,7 +182,7 @@ class Stage:
         Args:
             output_grads: gradients of the outputs that want one; None on the last stage.
         """
-        before = self.hand_over(in_flight.received)  # for what is computed again
+        before = self.hand_over(in_flight.received)  # for parts that are computed again
         delayed = self.delayed_grads()
         with self._timed("backward-compute"):
             if roots := self.roots(in_flight, output_grads):
@@ -220,7 +220,7 @@ class Stage:
         return [no_gradient(leaf) if leaf.grad is None else unshared(leaf.grad) for leaf in leaves]
 
     def backward_weights(self, deferred: DeferredGrads) -> None:
-        """W: what a B has left to it."""
+        """W of one B."""
         with self._timed("backward-compute"):
             deferred.run()
             self._delayed_in.pop(deferred).compute()
@@ -291,7 +291,7 @@ class Stage:
             ) from None
 
     def _check_output(self, structure: Any, tensors: list[Tensor], microbatch: int) -> MessageSpec:
-        """Its spec, where the next stage takes whatever comes."""
+        """Its spec, if shapes are dynamic."""
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         expected = self._output_spec
         if expected is None:
@@ -320,7 +320,7 @@ class Stage:
             self._warn_of_no_gradient("loss", inputs)
         return SavedForward(self._received, inputs, [edge_of(loss)], [torch.ones_like(loss)], has_windows)
 
-    # What is not trained
+    # Warnings
 
     def _warn_of_no_gradient(self, what: str, inputs: list[Tensor]) -> None:
         if self.module not in _looked_at and (inputs or any(p.requires_grad for p in self.module.parameters())):
@@ -375,8 +375,8 @@ def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
 
 
 def _as_it_is_now(tensor: Tensor) -> Tensor:
-    """What may be written to again before it has been sent, or used, is copied: what autograd has not made, which may
-    be a buffer, a parameter or the input, and memory that others have too, as a Function that uses it every time."""
+    """`tensor`, or a copy if it may be written to before it has been sent or used. That is if autograd has not made it,
+    so it may be a buffer, a parameter or the input, and if others hold its memory, as a Function that uses it again."""
     if tensor.grad_fn is None:
         return tensor.detach().clone()
     kept = unshared(tensor)
