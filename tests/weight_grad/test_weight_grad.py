@@ -884,7 +884,7 @@ class Solves(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_backward_that_is_run_within_b_puts_nothing_off(use_reentrant: bool) -> None:
+def test_a_backward_that_is_run_within_b_defers_nothing(use_reentrant: bool) -> None:
     """Whoever runs one in a Function's backward, as implicit layers do, goes on with its gradients. These were deferred
     to the W of the B that was under way."""
 
