@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from megapipe import PostValidatedOptimizer
 from megapipe.runtime.rollback import Speculation
 
 
@@ -23,3 +25,9 @@ def counting_restarts() -> Iterator[list[Speculation]]:
         yield restarts
     finally:
         Speculation.roll_back = roll_back
+
+
+def validated(optimizer: PostValidatedOptimizer, chunks: list[Any]) -> PostValidatedOptimizer:
+    """The same, given to the config of the chunks."""
+    chunks[0].config.post_validated_optimizer = optimizer
+    return optimizer

@@ -1,5 +1,7 @@
 """The example: the losses it prints do not depend on how the model is cut."""
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import PATIENCE, RankPool
+from ranks import PATIENCE, RankPool, on_ranks
 
+from megapipe import parallel_state
 from megapipe.analysis import load_timeline
 from megapipe.checkpoint import read_position
 from megapipe.plan import make_plan
@@ -121,3 +124,25 @@ def test_through_torchrun(text: str, tmp_path: Path) -> None:
     assert timeline.plan.actions == make_plan("1f1b", 2, 8).actions
     assert len(timeline.steps) == 2
     assert read_position(tmp_path).step == 2
+
+
+@on_ranks(1)
+def test_options_of_the_example(rank: int) -> None:
+    """Sizes and intervals of 0 were divisions by zero, --eval-iters 0 only after a hundred steps. Under --schedule
+    inference nothing was trained, and what had not been trained was saved."""
+    sys.path.insert(0, str(EXAMPLES))
+    import pretrain_gpt
+
+    parallel_state.initialize_model_parallel()
+    args = pretrain_gpt.parse_args(["--schedule", "inference", "--hidden-size", "16", "--num-layers", "1"])
+    with pytest.raises(ValueError, match="--schedule inference runs forwards only"):
+        pretrain_gpt.Trainer(args, torch.device("cpu"))
+    args = pretrain_gpt.parse_args(["--num-attention-heads", "3", "--hidden-size", "16", "--num-layers", "1"])
+    with pytest.raises(ValueError, match="hidden_size=16 cannot be shared out evenly among 3 attention heads"):
+        pretrain_gpt.Trainer(args, torch.device("cpu"))
+    for option in ("eval-iters", "log-interval", "save-interval", "micro-batch-size"):
+        with pytest.raises(SystemExit):
+            pretrain_gpt.parse_args([f"--{option}", "0"])
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="--device cuda needs a GPU"):
+            pretrain_gpt.setup("cuda")

@@ -16,7 +16,7 @@ import replicas
 import torch
 import torch.distributed as dist
 from models import Stage, run
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -297,7 +297,8 @@ def v_placement(pipe: Verbs) -> Any:
 V = ForwardBackward("v_gpipe", v_placement, v_shape, 2)
 
 
-def megatron_chunks_in_v_placement(rank: int) -> None:
+@on_ranks(2)
+def test_chunks_for_v_placement(rank: int) -> None:
     config = megatron(2, 2)
     build = megapipe.integrations.megatron.build_model_chunks
     loop_chunks = build(provider(config), "interleaved_1f1b")
@@ -314,10 +315,6 @@ def megatron_chunks_in_v_placement(rank: int) -> None:
     first, second = gathered_gradients(loop_chunks), gathered_gradients(v_chunks)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_chunks_for_v_placement(ranks: RankPool) -> None:
-    ranks.run(2, megatron_chunks_in_v_placement)
 
 
 def at_their_stages(rank: int) -> None:
@@ -372,7 +369,8 @@ def test_functions_at_the_stages_of_a_v(ranks: RankPool) -> None:
     ranks.run(2, at_their_stages)
 
 
-def variable_lengths(rank: int) -> None:
+@on_ranks(2)
+def test_pp2_vpp2_with_variable_lengths(rank: int) -> None:
     """Previous and next rank are the same one, and every message has another shape."""
     config = megatron(2, 2, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
     chunks = megapipe.integrations.megatron.build_model_chunks(provider(config), "interleaved_1f1b")
@@ -412,11 +410,8 @@ def variable_lengths(rank: int) -> None:
             assert torch.equal(p.grad, q[1].grad), name
 
 
-def test_pp2_vpp2_with_variable_lengths(ranks: RankPool) -> None:
-    ranks.run(2, variable_lengths)
-
-
-def deferred(rank: int) -> None:
+@on_ranks(2)
+def test_layers_that_leave_their_weight_gradients_to_w(rank: int) -> None:
     """In B the layers' weights have no gradient yet; after W all have the same as without."""
     plain = provider(megatron(1))()
     (model,) = copy_of([plain])
@@ -444,11 +439,8 @@ def deferred(rank: int) -> None:
                 assert torch.equal(p.grad, q.grad), f"{schedule} {name}"
 
 
-def test_layers_that_leave_their_weight_gradients_to_w(ranks: RankPool) -> None:
-    ranks.run(2, deferred)
-
-
-def auxiliary_losses(rank: int) -> None:
+@on_ranks(2)
+def test_scales_of_auxiliary_losses(rank: int) -> None:
     config = megatron(2, None)
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -470,20 +462,13 @@ def auxiliary_losses(rank: int) -> None:
     assert MTPLossAutoScaler.main_loss_backward_scale == 4
 
 
-def test_scales_of_auxiliary_losses(ranks: RankPool) -> None:
-    ranks.run(2, auxiliary_losses)
-
-
-def refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_not_supported_is_refused(rank: int) -> None:
     config = megatron(2, None)
     (chunk,) = megapipe.integrations.megatron.build_model_chunks(provider(config), "1f1b")
     config.defer_embedding_wgrad_compute = True
     with pytest.raises((ValueError, megapipe.PipelineError), match="defer_embedding_wgrad_compute is part of"):
         step(megapipe.get_forward_backward_func("1f1b"), [chunk], batches(4, 0))
-
-
-def test_what_is_not_supported_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, refused)
 
 
 def settings_of(schedule: str, **fields: Any) -> dict[str, Any]:
@@ -556,7 +541,9 @@ def test_functions_that_trainers_import(monkeypatch: pytest.MonkeyPatch) -> None
         from megapipe.integrations.megatron import forward_step  # noqa: F401
 
 
-def follows_megatron(rank: int) -> None:
+@on_ranks(1)
+def test_scales_are_set_by_the_megatron_that_is_there(rank: int) -> None:
+    """Each release has more of them: 0.19 asks `moe_grad_scale_func`, `mtp_grad_scale_func` and attention's own."""
     from megatron.core.pipeline_parallel import schedules
 
     config = megatron(1)
@@ -577,12 +564,8 @@ def follows_megatron(rank: int) -> None:
     assert config.timers is not None
 
 
-def test_scales_are_set_by_the_megatron_that_is_there(ranks: RankPool) -> None:
-    """Each release has more of them: 0.19 asks `moe_grad_scale_func`, `mtp_grad_scale_func` and attention's own."""
-    ranks.run(1, follows_megatron)
-
-
-def their_data_parallelism(rank: int) -> None:
+@on_ranks(4)
+def test_gradients_in_their_data_parallelism(rank: int) -> None:
     """Two replicas of two stages in Megatron's wrapper, with reductions that overlap: started by its own hooks, each
     bucket when its gradients are complete, or by grad_sync_func for the chunk."""
     config = megatron(2)
@@ -606,10 +589,6 @@ def their_data_parallelism(rank: int) -> None:
             for chunk in chunks:
                 for name, parameter in chunk.named_parameters():
                     assert torch.equal(parameter.main_grad, expected[name]), f"{schedule}, {by_hooks}, {name}"
-
-
-def test_gradients_in_their_data_parallelism(ranks: RankPool) -> None:
-    ranks.run(4, their_data_parallelism)
 
 
 def test_only_the_integration_knows_the_package() -> None:

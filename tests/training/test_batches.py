@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,7 +55,7 @@ def test_batches_that_do_not_fit() -> None:
             {},
             "the 6 samples of batch cannot be divided evenly into 4 microbatches: use a multiple of 4, or",
         ),
-        (({"x": x}, 7), {"uneven": True}, r"6 samples of batch\['x'\] cannot .* among 7 .*: use a multiple of 7\.$"),
+        (({"x": x}, 7), {"uneven": True}, r"6 samples of batch\['x'\] cannot .* into 7 .*: use a multiple of 7\.$"),
         (
             ({"x": x, "y": [x.T]}, 2),
             {},
@@ -231,3 +233,25 @@ def test_iterators_over_one_batch() -> None:
         one.skip_to(7)
         with pytest.raises(StopIteration):
             next(one)
+
+
+@dataclasses.dataclass
+class Samples:
+    tokens: Tensor
+
+
+def test_batches_that_are_not_cut() -> None:
+    """Arrays, and containers that torch's pytrees do not know, went into every microbatch as a whole: each sample was
+    trained on once per microbatch. A name that the spec lacks was a KeyError."""
+    tokens = torch.arange(4)
+    for batch, what in (
+        (UserDict(tokens=tokens), "batch is a UserDict"),
+        ({"x": Samples(tokens)}, r"batch\['x'\] is a Samples"),
+        ([tokens.numpy()], r"batch\[0\] is a ndarray"),
+    ):
+        with pytest.raises(ValueError, match=rf"{what}, which cannot be cut.*None in the spec"):
+            split_batch(batch, 2)
+        assert split_batch(batch, 2, None) == [batch, batch]
+    assert split_batch({"x": tokens.numpy()[0], "y": tokens}, 2)[1]["x"] == 0
+    with pytest.raises(ValueError, match=r"spec .* has no 'labels'"):
+        data_iterators([], 2, [StageInfo(0, 1)], inputs=["tokens"], labels=["labels"], spec={"tokens": 0})

@@ -1,19 +1,25 @@
 """Clipping by the norm of the whole model, however it is cut, sharded and replicated."""
 
+from __future__ import annotations
+
+import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import build, reference, run
-from ranks import RankPool
+from optimizers import sgd
+from ranks import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from megapipe import parallel_state
-from megapipe.training import clip_grad_norm_
+from megapipe import PostValidatedOptimizer, TiedWeights, clip_grad_norm_, divide_by_num_tokens, parallel_state
 
 NORMS = [2.0, 1.0, 3.0, math.inf]
 
@@ -98,7 +104,8 @@ def test_an_error_names_what_is_not_finite_on_every_rank(ranks: RankPool, pp_siz
     ranks.run(pp_size, names_what_is_not_finite, pp_size, rank)
 
 
-def a_shard_is_not_finite(rank: int) -> None:
+@on_ranks(2)
+def test_an_error_names_a_shard(rank: int) -> None:
     parallel_state.initialize_model_parallel(1)
     module = nn.Linear(4, 4, bias=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
@@ -107,10 +114,6 @@ def a_shard_is_not_finite(rank: int) -> None:
         module.weight.grad.to_local().fill_(math.nan if rank == 1 else 1.0)
         with pytest.raises(RuntimeError, match=r"gradient of weight on rank 1\. "):
             clip_grad_norm_(module, 1.0, norm_type, error_if_nonfinite=True)
-
-
-def test_an_error_names_a_shard(ranks: RankPool) -> None:
-    ranks.run(2, a_shard_is_not_finite)
 
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 0.0}, {"max_norm": math.nan}, {"norm_type": 0.0}])
@@ -125,3 +128,65 @@ def test_without_torch_distributed() -> None:
     module.weight.grad = torch.tensor([[3.0, 4.0]])
     assert clip_grad_norm_(module, 1.0).item() == 5.0
     assert torch.equal(module.weight.grad, torch.tensor([[3.0, 4.0]]) * 0.2)
+
+
+def sharded_and_parallel(rank: int) -> None:
+    """Sharded over data-parallel ranks what is sharded over tensor-parallel ranks."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    parallel_state.initialize_from_mesh(mesh)
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model = copy.deepcopy(whole)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp_shard"])
+    x = torch.randn(6, 8)
+    for one in (whole, model):
+        one(x).square().sum().backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    assert torch.allclose(clip_grad_norm_(model, math.inf).float(), expected)
+
+
+def partial_gradients(rank: int) -> None:
+    """Of a norm in a sequence-parallel region: replicated, and each rank has a part of the gradient's sum."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    parallel_state.initialize_from_mesh(mesh)
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model = copy.deepcopy(whole)
+    styles = {
+        "0": SequenceParallel(sequence_dim=0),
+        "1": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(),
+    }
+    parallelize_module(model, mesh["tp"], styles)
+    x = torch.randn(6, 8)
+    whole(x).square().sum().backward()
+    model(x.tensor_split(2)[rank]).square().sum().backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    assert torch.allclose(clip_grad_norm_(model, math.inf).float(), expected)
+
+
+def test_norms_of_tensor_parallel_models(ranks: RankPool) -> None:
+    """A strided shard says that it is no shard, and a partial gradient was taken for the whole. Norms were too small,
+    and other ones on every rank."""
+    if hasattr(torch.cpu.Stream, "record_event"):  # else fully_shard of this torch does not run on CPU
+        ranks.run(4, sharded_and_parallel)
+    if torch.__version__ < "2.13":  # its DTensor takes a mesh for an equal one whose process groups are gone
+        ranks.stop()
+    ranks.run(2, partial_gradients)
+
+
+@on_ranks(2)
+def test_gradients_that_others_accumulate(rank: int) -> None:
+    """Layers add to `main_grad` where there is one, which the norm, its clipping and the sums over tied weights passed
+    over. They took such a gradient for none, silently."""
+    chunks = build("1f1b", 2, 2, deferred=True)
+    for parameter in chunks[0].parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float64)
+    run("1f1b", chunks, 2)
+    tied = TiedWeights(chunks, ["embedding.weight", "head.weight"])
+    calls: list[Callable[[], Any]] = [lambda: clip_grad_norm_(chunks, 1.0), tied.sum_gradients]
+    calls += [lambda: divide_by_num_tokens(chunks, torch.tensor(2)), PostValidatedOptimizer(chunks, sgd, 1.0).step]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"weight has its gradient in main_grad, of another's making"):
+            call()

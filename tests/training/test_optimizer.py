@@ -1,390 +1,30 @@
-"""Optimizers over several chunks, and steps that are validated afterwards: bitwise those of the ordinary way."""
+"""Optimizers, LR schedulers and scalers over several chunks as over one."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
-import random
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from in_order import transport_in_order
 from models import Stage, batches, build, loss_of, run
+from optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
 from ranks import RankPool, on_ranks
-from restarts import counting_restarts
-from torch import Tensor, nn
+from restarts import validated
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
 
-import megapipe
 from megapipe import (
-    PipelineConfig,
     PipelinedGradScaler,
     PipelinedLRScheduler,
     PipelinedOptimizer,
     PostValidatedOptimizer,
     StageInfo,
+    TiedWeights,
     clip_grad_norm_,
-    parallel_state,
 )
-from megapipe.plan import make_plan
-from megapipe.runtime.rollback import validation_points
-from megapipe.runtime.session import _sessions
-
-MAX_NORM = 0.5
-
-
-def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
-
-
-def decay(name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    return {"weight_decay": 0.0} if parameter.dim() < 2 else {}
-
-
-# Post-validation
-
-
-def forward_step(data_iterator: Iterator[dict[str, Any]], model: Stage) -> tuple[Tensor, Any]:
-    """A forward whose repetition would show: it draws random numbers, and counts in a buffer."""
-    batch = next(data_iterator)
-    state = torch.get_rng_state()
-    output = model(batch["tokens"], batch["seed"])  # which sets the seed
-    torch.set_rng_state(state)
-    model.count += 1
-    output = output * (1 + 0.01 * torch.rand(())) + 1e-4 * model.count
-
-    def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = loss_of(output, batch["labels"])
-        return loss, torch.tensor(3), {"loss": loss.detach()}
-
-    return output, loss_func
-
-
-class Accident:
-    """finalize_model_grads_func: makes steps that are to be clipped or skipped, alike in every run."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.kinds: Counter[str] = Counter()
-        self.is_calm = False
-
-    def __call__(self, models: list[nn.Module], num_tokens: Tensor | None) -> None:
-        # Long calm times, in which steps are not waited for, and times of trouble.
-        if self.random.random() < 0.2:
-            self.is_calm = not self.is_calm
-        troubled = 0.15 if self.is_calm else 0.7
-        kind = self.random.choice(["clip", "nan", "inf"]) if self.random.random() < troubled else "plain"
-        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
-        rank, factor = self.random.randrange(pp_size), self.random.uniform(50, 200)
-        for chunk in models:
-            for parameter in chunk.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= factor if kind == "clip" else 0.05
-        if kind in ("nan", "inf") and rank == parallel_state.get_pipeline_model_parallel_rank():
-            next(models[0].parameters()).grad.view(-1)[-1] = math.nan if kind == "nan" else -math.inf
-        self.kinds[kind] += 1
-
-
-def validated(optimizer: PostValidatedOptimizer, chunks: list[Any]) -> PostValidatedOptimizer:
-    chunks[0].config.post_validated_optimizer = optimizer
-    return optimizer
-
-
-def train(
-    schedule: str, pp_size: int, num_steps: int, make: Callable[..., Any], is_post_validated: bool, disturb: bool
-) -> tuple[list[Any], list[dict[str, Tensor]], Counter[str]]:
-    """The reports of all steps, and the weights, states and buffers at the end."""
-    accident = Accident(pp_size)
-    options = {"finalize_model_grads_func": accident}
-    chunks = build(schedule, pp_size, 2 * pp_size, deferred=True, **options)
-    for chunk in chunks:
-        chunk.register_buffer("count", torch.zeros(()))
-    if is_post_validated:
-        optimizer: Any = validated(PostValidatedOptimizer(chunks, make, MAX_NORM, decay), chunks)
-    else:
-        optimizer = PipelinedOptimizer(chunks, make, decay)
-    scheduler = PipelinedLRScheduler(optimizer, lambda optimizer: LambdaLR(optimizer, lambda n: 0.98**n))
-    torch.manual_seed(dist.get_rank())
-    chance = random.Random(dist.get_rank())
-    reports, rates = [], []
-    for step in range(num_steps):
-        m = (3, 3, 2)[step % 3]
-        arguments = {"forward_step_func": forward_step, "seed": step, "data_iterator": batches(m, step)}
-        reports.append(run(schedule, chunks, m, **arguments))
-        if disturb and step % 7 == 3:
-            reports.append(
-                run(schedule, chunks, 2, **{**arguments, "data_iterator": batches(2, step)}, forward_only=True)
-            )
-        if is_post_validated:
-            optimizer.step()
-            if disturb and chance.random() < 0.3:
-                optimizer.finalize()  # on some of the ranks, as when one prints
-        else:
-            norm = clip_grad_norm_(chunks, MAX_NORM)
-            if norm.isfinite():
-                optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if disturb and step % 10 == 9:  # validation right after a step
-            reports.append(
-                run(schedule, chunks, 2, **{**arguments, "data_iterator": batches(2, step)}, forward_only=True)
-            )
-    state = optimizer.state_dict()  # finalizes
-    states = [state["state"][number] for number in sorted(state["state"])]
-    rates.append({"lr": torch.tensor([group["lr"] for group in state["param_groups"]], dtype=torch.float64)})
-    tensors = [dict(chunk.state_dict()) for chunk in chunks]
-    return reports, tensors + states + rates, accident.kinds, optimizer.num_steps
-
-
-def post_validated(
-    rank: int, cases: list[tuple[str, int]], pp_size: int, disturb: bool
-) -> list[tuple[int, Counter[str]]]:
-    found = []
-    for number, (schedule, num_steps) in enumerate(cases):
-        arguments = (schedule, pp_size, num_steps, (adamw, momentum)[number % 2])
-        with transport_in_order() if disturb else nullcontext():
-            expected = train(*arguments, False, disturb)
-            with counting_restarts() as restarts:
-                result = train(*arguments, True, disturb)
-        assert result[0] == expected[0], f"{schedule}: losses differ"
-        for one, other in itertools.zip_longest(result[1], expected[1]):
-            for name in other:
-                assert torch.equal(one[name], other[name]), f"{schedule}: {name} differs"
-        assert result[2:] == expected[2:]
-        found.append((len(restarts), expected[2]))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("pp_size", "cases", "disturb"),
-    [
-        (2, [("zbv", 50), ("zb2p", 50), ("1f1b", 25)], False),
-        (4, [("zbv", 25), ("interleaved_1f1b", 25), ("dualpipev", 25)], True),
-    ],
-)
-def test_post_validated_steps(ranks: RankPool, pp_size: int, cases: list[tuple[str, int]], disturb: bool) -> None:
-    for found in ranks.run(pp_size, post_validated, cases, pp_size, disturb):
-        for begun_again, kinds in found:
-            assert begun_again >= 2
-            assert min(kinds[kind] for kind in ("plain", "clip", "nan", "inf")) >= 2
-
-
-def points_of(name: str, pp_size: int, m: int, num_chunks: int | None) -> None:
-    plan = make_plan(name, pp_size, m, num_chunks)
-    points = validation_points(plan)
-    before = [events[:point] for events, point in zip(plan.events, points)]
-    sent = {(event.stage, event.microbatch) for events in before for event in events if event.verb == "send_forward"}
-    for events in before:
-        for event in events:
-            assert event.is_forward
-            if event.verb == "recv_forward" and event.stage:
-                assert (event.stage - 1, event.microbatch) in sent
-    if name in ("1f1b", "zb1p", "zb2p", "zbv", "gpipe"):  # nothing has to stop early
-        for events, point in zip(plan.events, points):
-            assert events[point].verb == "recv_backward"
-
-
-@pytest.mark.parametrize("pp_size", range(2, 9))
-def test_what_comes_before_the_validation_needs_nothing_from_behind_it(pp_size: int) -> None:
-    for name in megapipe.schedule_names():
-        if name not in ("inference", "no_pipelining"):
-            for m in (1, 2, pp_size, 2 * pp_size, 4 * pp_size + 1):
-                points_of(name, pp_size, m, None)
-
-
-@pytest.mark.parametrize("pp_size", range(2, 9))
-def test_zero_bubble_schedules_hear_of_the_norm_in_time(pp_size: int) -> None:
-    """On the plan: when a rank reaches its first backward, the last rank has long ended the step before."""
-    for name in ("zb2p", "zbv"):
-        plan = make_plan(name, pp_size, 4 * pp_size)
-        spans = plan.simulate(num_steps=2).spans
-        for rank in spans:
-            second = rank[len(rank) // 2 :]
-            first_backward = next(span.start for span in second if span.action.kind == "B")
-            assert all(other[len(other) // 2 - 1].end <= first_backward for other in spans)
-            assert second[0].start == rank[len(rank) // 2 - 1].end  # no bubble between the steps
-
-
-def misuse(rank: int) -> None:
-    chunks = build("1f1b", 2, 8)
-    optimizer = validated(PostValidatedOptimizer(chunks, adamw, 100.0), chunks)
-    with pytest.raises(ValueError, match="set_to_none=True"):
-        optimizer.zero_grad(set_to_none=False)
-    with pytest.raises(TypeError, match="takes no closure"):
-        optimizer.step(lambda: 0.0)
-    with pytest.raises(TypeError, match="data_iterator must be an iterator"):
-        run("1f1b", chunks, 2, data_iterator=range(2))
-    optimizer.max_norm = 1e-6  # so that the step is to be made again
-    run("1f1b", chunks, 2)
-    optimizer.step()
-    for chunk in chunks:
-        chunk.zero_grad(set_to_none=False)
-    with pytest.raises(RuntimeError, match="changed in place"):
-        optimizer.finalize()
-
-
-def test_misuse(ranks: RankPool) -> None:
-    ranks.run(2, misuse)
-
-
-class Counting(torch.optim.SGD):
-    """With state of no parameter."""
-
-    def step(self, closure: None = None) -> None:
-        super().step()
-        self.state.setdefault("all", {"k": torch.tensor(0)})["k"].add_(1)
-
-
-class Adding(torch.optim.SGD):
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "t": 0}
-
-
-def state_of_no_parameter(rank: int) -> None:
-    parallel_state.initialize_model_parallel(2)
-    layer = nn.Linear(2, 2)
-    optimizer = PostValidatedOptimizer(layer, lambda groups: Counting(groups, lr=0.1), max_norm=1.0)
-    for gradient in (0.1, 5.0, math.nan, 0.1):  # as it is, clipped, skipped, as it is
-        for parameter in layer.parameters():
-            parameter.grad = torch.full_like(parameter, gradient)
-        optimizer.step()
-        optimizer.finalize()
-        optimizer.zero_grad()
-    assert optimizer.state_dict()["state"]["all"]["k"] == 3
-    with pytest.raises(
-        ValueError, match=r"Adding adds \['t'\] in its state_dict\(\), of which a step cannot be rolled"
-    ):
-        PostValidatedOptimizer(layer, lambda groups: Adding(groups, lr=0.1), max_norm=1.0)
-
-
-def test_state_of_no_parameter_is_rolled_back(ranks: RankPool) -> None:
-    """An optimizer that keeps something under a name of its own, as MADGRAD does, failed in its second step. What it
-    keeps outside of its state cannot be rolled back, and is refused."""
-    ranks.run(2, state_of_no_parameter)
-
-
-def on_one_rank(rank: int) -> None:
-    chunks = build("1f1b", 2, 8)
-    optimizer = PipelinedOptimizer(chunks, adamw)
-    if rank:
-        optimizer = validated(PostValidatedOptimizer(chunks, adamw, 1.0), chunks)
-    with pytest.raises(ValueError, match="disagree on whether a PostValidatedOptimizer trains the model"):
-        run("1f1b", chunks, 2)
-    optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_steps_that_no_schedule_validates(rank: int) -> None:
-    """Whoever forgets to give the optimizer to the config must not train on with steps that do not stand."""
-    chunks = build("1f1b", 2, 8)
-    optimizer = PostValidatedOptimizer(chunks, adamw, 1e-6)  # each step is to be clipped
-    run("1f1b", chunks, 2)
-    optimizer.step()
-    optimizer.zero_grad()
-    run("1f1b", chunks, 2, seed=1)
-    with pytest.raises(RuntimeError, match=r"has not been validated: set config\.post_validated_optimizer to it"):
-        optimizer.step()
-    optimizer.finalize()
-    optimizer.step()
-
-    with pytest.raises(TypeError, match=r"must be a megapipe\.PostValidatedOptimizer, or None, got AdamW"):
-        PipelineConfig(post_validated_optimizer=optimizer.optimizer)
-    chunks[0].config.post_validated_optimizer = optimizer
-    assert copy.deepcopy(chunks[0]).config.post_validated_optimizer is optimizer
-    assert PipelineConfig.of(object()).post_validated_optimizer is None
-
-
-def test_every_rank_or_none_validates_afterwards(ranks: RankPool) -> None:
-    ranks.run(2, on_one_rank)
-
-
-def after_a_failure(rank: int, is_post_validated: bool, failing_rank: int, at: int) -> list[Tensor]:
-    """Every step is to be clipped. One rank fails in the next one, before it has heard of that."""
-
-    def bad(data_iterator: Any) -> Iterator[Any]:
-        for number, batch in enumerate(data_iterator):
-            if rank == failing_rank and number == at:
-                raise OSError("bad sample")
-            yield batch
-
-    chunks = build("1f1b", 2, 4, deferred=True)
-    if is_post_validated:
-        optimizer: Any = validated(PostValidatedOptimizer(chunks, momentum, 0.01), chunks)
-    else:
-        optimizer = PipelinedOptimizer(chunks, momentum)
-    for step in range(3):
-        if step:
-            optimizer._waits = False  # so that no step waits for its norm
-            with pytest.raises((OSError, megapipe.PipelineError)):
-                run("1f1b", chunks, 4, data_iterator=bad(batches(4, step)))
-            optimizer.zero_grad()
-        run("1f1b", chunks, 4, seed=step)
-        if not is_post_validated:
-            clip_grad_norm_(chunks, 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.finalize()
-    return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-
-
-def both_after_a_failure(rank: int, failing_rank: int, at: int) -> None:
-    expected, weights = (after_a_failure(rank, is_post_validated, failing_rank, at) for is_post_validated in (0, 1))
-    assert all(torch.equal(one, other) for one, other in zip(weights, expected))
-
-
-@pytest.mark.parametrize(("failing_rank", "at"), [(1, 0), (0, 1)])
-def test_a_failure_before_the_validation(ranks: RankPool, failing_rank: int, at: int) -> None:
-    """One rank had validated its last step when another failed, which had not. In the step after that, the one began
-    again and the other did not: each waited for the other until the time limit, from then on in every step."""
-    ranks.run(2, both_after_a_failure, failing_rank, at)
-
-
-def one_rank_has_not_stepped(rank: int) -> None:
-    chunks = build("zbv", 2, 4, deferred=True)
-    optimizer = validated(PostValidatedOptimizer(chunks, momentum, MAX_NORM), chunks)
-    weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-    run("zbv", chunks, 4)
-    if rank == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(ValueError, match="data_iterator ended"):
-            run("zbv", chunks, 4, data_iterator=iter([]))
-    else:
-        (session,) = _sessions.values()
-        while session.watchdog.failure is None:
-            time.sleep(0.01)
-        with pytest.raises(megapipe.PipelineError):
-            optimizer.step()
-    optimizer.zero_grad()
-    run("zbv", chunks, 4, forward_only=True)
-    assert optimizer.num_steps == 0
-    assert all(torch.equal(one, p) for one, p in zip(weights, (p for chunk in chunks for p in chunk.parameters())))
-    run("zbv", chunks, 4)
-    optimizer.step()
-    optimizer.finalize()
-    assert optimizer.num_steps == 1
-
-
-def test_a_step_that_not_all_ranks_have_made_is_rolled_back(ranks: RankPool) -> None:
-    """A rank that heard of a failure before its optimizer step did not make it, and the others waited for its part in
-    the norm."""
-    ranks.run(2, one_rank_has_not_stepped)
-
-
-# Several chunks as one
-
 
 SCHEDULERS: list[Callable[[Any], Any]] = [
     lambda optimizer: LambdaLR(optimizer, lambda n: 1 / (1 + n)),
@@ -437,17 +77,14 @@ def test_several_chunks_as_one(ranks: RankPool, schedule: str, pp_size: int) -> 
     ranks.run(pp_size, as_one, schedule, pp_size)
 
 
-def one_weight_in_two_chunks(rank: int) -> None:
+@on_ranks(2)
+def test_one_weight_in_two_chunks_is_optimized_once(rank: int) -> None:
     chunks = build("zbv", 2, 8)
     if rank == 0:
         chunks[1].head.weight = chunks[0].embedding.weight
     optimizer = PipelinedOptimizer(chunks, adamw)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(parameters) == len({id(p) for chunk in chunks for p in chunk.parameters()})
-
-
-def test_one_weight_in_two_chunks_is_optimized_once(ranks: RankPool) -> None:
-    ranks.run(2, one_weight_in_two_chunks)
 
 
 def scaled(rank: int) -> tuple[list[float], list[float]]:
@@ -496,3 +133,43 @@ def test_with_a_scaler(ranks: RankPool) -> None:
 def test_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="there is nothing to optimize"):
         PipelinedOptimizer(nn.Linear(1, 1).requires_grad_(False), adamw)
+
+
+@on_ranks(2)
+def test_frozen_stages(rank: int) -> None:
+    """A rank whose stages were all frozen could make no optimizer, and the others waited for it; what was unfrozen
+    later was never trained, silently. A tied weight that was frozen on one rank only made the other wait forever."""
+    parameters = build("1f1b", 2, 4)
+    if rank == 0:
+        parameters[0].requires_grad_(False)
+    for is_post_validated in (False, True):
+        optimizer = PipelinedOptimizer(parameters, sgd)
+        if is_post_validated:
+            optimizer = validated(PostValidatedOptimizer(parameters, sgd, 1e-3), parameters)
+        scheduler = PipelinedLRScheduler(optimizer, lambda one: LambdaLR(one, lambda n: 0.5**n))
+        before = weights_of(parameters)
+        for step in range(2):
+            run("1f1b", parameters, 2, seed=step)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizer.finalize()
+        assert same(weights_of(parameters), before) == (rank == 0)
+    parameters[0].requires_grad_(True)
+    before = weights_of(parameters)
+    run("1f1b", parameters, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.finalize()
+    assert not any(same([one], [other]) for one, other in zip(weights_of(parameters), before))
+    assert all(parameter.grad is None for parameter in parameters[0].parameters())
+
+    if rank == 0:
+        parameters[0].embedding.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"tied parameters must be alike, but embedding.weight is frozen float32"):
+        TiedWeights(parameters, ["embedding.weight", "head.weight"])
+
+
+def test_a_scaler_that_is_switched_off() -> None:
+    """It set up a scale on the device, though there is none where there is no such device."""
+    assert PipelinedGradScaler("cuda", enabled=False).get_scale() == 1.0

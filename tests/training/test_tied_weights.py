@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import SEQUENCE, Stage, batches, build, loss_of, run
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 from megapipe import (
@@ -126,7 +126,8 @@ def test_copies_stay_equal(ranks: RankPool, schedule: str) -> None:
         assert torch.equal(copy, copies[0])
 
 
-def one_parameter_under_two_names(rank: int) -> None:
+@on_ranks(2)
+def test_one_parameter_under_two_names(rank: int) -> None:
     """V placement: nothing to sum."""
     chunks = build("zbv", 2, 8)
     if rank == 0:
@@ -140,10 +141,6 @@ def one_parameter_under_two_names(rank: int) -> None:
         assert not hasattr(chunks[0].embedding.weight, "shared")
         expected = unpartitioned(1)
         torch.testing.assert_close(before, expected.embedding.weight.grad)
-
-
-def test_one_parameter_under_two_names(ranks: RankPool) -> None:
-    ranks.run(2, one_parameter_under_two_names)
 
 
 def with_replicas(rank: int) -> list[Tensor]:
@@ -162,12 +159,6 @@ def test_each_pipeline_sums_its_own(ranks: RankPool) -> None:
     assert not torch.equal(first, second)
 
 
-def wrong(rank: int, names: list[str], message: str) -> None:
-    chunks = build("1f1b", 2, 8)
-    with pytest.raises(ValueError, match=message):
-        TiedWeights(chunks, names)
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -178,8 +169,11 @@ def wrong(rank: int, names: list[str], message: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_tied_is_refused_on_every_rank(ranks: RankPool, names: list[str], message: str) -> None:
-    ranks.run(2, wrong, names, message)
+@on_ranks(2)
+def test_what_cannot_be_tied_is_refused_on_every_rank(rank: int, names: list[str], message: str) -> None:
+    chunks = build("1f1b", 2, 8)
+    with pytest.raises(ValueError, match=message):
+        TiedWeights(chunks, names)
 
 
 # Gradients divided by the number of tokens

@@ -1,0 +1,32 @@
+"""For tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def filled(value: float) -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, value)
+    return layer
+
+
+class Counting(torch.optim.SGD):
+    """State of no parameter, as MADGRAD's."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        self.state["k"] = self.state.get("k", torch.tensor(0)) + 1
