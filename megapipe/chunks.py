@@ -110,7 +110,7 @@ def gradients(models: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def gradient_of(name: str, parameter: nn.Parameter) -> Tensor | None:
-    """Raises ValueError where somebody else keeps it."""
+    """Raises ValueError where it is kept as `main_grad`."""
     if parameter.grad is None and getattr(parameter, "main_grad", None) is not None:
         raise ValueError(
             f"{name} has its gradient in main_grad, of another's making: leave clipping, dividing and tied weights to "

@@ -56,7 +56,7 @@ class Groups(NamedTuple):
 
 
 find_groups: list[Callable[[], Groups | None]] = []
-"""Asked in turn for groups that somebody else has made, where `parallel_state` is not initialised itself."""
+"""Called in turn for the groups of another framework, where `parallel_state` is not initialised itself."""
 
 check_groups: list[Callable[[Any], None]] = []
 """Called with each thing that the caller passed to describe process groups; may raise ValueError."""
@@ -174,7 +174,7 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Chunks per rank, for schedules that leave it open; None where nobody has said."""
+    """Chunks per rank, for schedules that leave it open; None where it was not given."""
     return _existing_groups().virtual_size if _needs_groups() else None
 
 

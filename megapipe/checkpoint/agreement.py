@@ -1,4 +1,4 @@
-"""Ranks that save and load together: an error on one is the same error on all, and none waits for another in vain."""
+"""Ranks that save and load together: an error on one rank is the same error on all, so that none waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's model as safetensors, for those who know nothing of pipelines: one file, or several with an index.
+"""A checkpoint's model as safetensors, for tools that know nothing of pipelines: one file, or several with an index.
 
 The names in the file are those of the whole model. Needs the package `safetensors` (extra "safetensors").
 """
@@ -30,9 +30,12 @@ def save_safetensors(
             model-00001-of-00003.safetensors and so on, and model.safetensors.index.json, as transformers and others
             read them. What an earlier export left there is removed. At most one file's tensors are in memory at a time.
 
-    Returns the files with tensors. Of a tied parameter there is the first name only.
+    Returns:
+        The files with tensors. Of a tied parameter there is the first name only.
 
-    Raises ValueError where there is no checkpoint or no model in it, ImportError without safetensors.
+    Raises:
+        ValueError: where there is no checkpoint or no model in it.
+        ImportError: without safetensors.
     """
     save_file = _safetensors().save_file
     reader = Reader(find_checkpoint(checkpoint))
@@ -45,7 +48,7 @@ def save_safetensors(
     }
     if not sizes:
         raise ValueError(f"{reader.path} holds no model: no key in it begins with 'model.'.")
-    shares = _share_out(sizes, max_file_size)
+    shares = _divide(sizes, max_file_size)
     paths: list[Path] = []
     for number, keys in enumerate(shares, 1):
         name = "model.safetensors" if len(shares) == 1 else f"model-{number:05d}-of-{len(shares):05d}.safetensors"
@@ -64,7 +67,7 @@ def save_safetensors(
     return paths
 
 
-def _share_out(sizes: dict[str, int], max_size: int) -> list[list[str]]:
+def _divide(sizes: dict[str, int], max_size: int) -> list[list[str]]:
     """Keys in their order, as many in each file as fit; one that is larger than all has a file of its own."""
     shares: list[list[str]] = [[]]
     filled = 0

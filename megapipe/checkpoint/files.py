@@ -1,10 +1,10 @@
 """The files of checkpoints: each complete or not there, and read without executing anything.
 
 A checkpoint is a folder of torch.distributed.checkpoint in a run's folder. It is written under another name and renamed
-when everything is on the disk: whenever a run dies, what bears a checkpoint's name is whole. It holds tensors only; its
-list of contents, a pickle, is read with an allow-list of the classes that torch writes there. What is read is what was
-written, or refused: torch writes checksums with its tensors but never looks at them, and the list of contents gets one
-at its end, where torch does not read.
+when everything is on the disk: whenever a run dies, a folder with a checkpoint's name is complete. It holds tensors
+only; its list of contents, a pickle, is read with an allow-list of the classes that torch writes there. Changed bytes
+are refused: torch writes checksums with its tensors but never looks at them, and the list of contents gets one at its
+end, where torch does not read.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class Writer(FileSystemWriter):
     Args:
         path: from `begin_checkpoint`, on one rank.
 
-    Raises ValueError where this rank does not see that folder.
+    Raises:
+        ValueError: where this rank does not see that folder.
     """
 
     def __init__(self, path: Path, keep_last: int | None) -> None:
@@ -184,8 +185,9 @@ def _sync(folder: Path) -> None:
 class Reader(FileSystemReader):
     """Reads a checkpoint on this rank alone.
 
-    Raises ValueError where its list of contents is not what torch writes for tensors, or asks for anything else, and
-    where files are damaged.
+    Raises:
+        ValueError: where its list of contents is not what torch writes for tensors, or asks for anything else, and
+            where files are damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -281,9 +283,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def serialise(value: Any, what: str) -> Tensor:
-    """Anything of numbers, strings, lists, dicts and tensors as a tensor of bytes.
+    """A value of numbers, strings, lists, dicts and tensors as a tensor of bytes.
 
-    Raises TypeError where it could not be read back without executing code. `what` names it in the error.
+    Args:
+        what: names the value in the error.
+
+    Raises:
+        TypeError: where it could not be read back without executing code.
     """
     stream = io.BytesIO()
     try:

@@ -1,4 +1,4 @@
-"""Fingerprints of values that every rank must have the same, so that rank 0's may be saved for all."""
+"""Fingerprints of values that must be the same on every rank, so that rank 0's may be saved for all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN = {*OF_EACH_GROUP, "_last_lr", "lr_lambdas"}
 
 
 def fingerprint(value: Any) -> int:
-    """The same number on every rank that has the same."""
+    """A checksum of a value."""
     number = 0
     for piece in _pieces(value):
         number = zlib.crc32(piece, number)
@@ -29,7 +29,7 @@ def fingerprint(value: Any) -> int:
 
 
 def check_same(ranks: Sequence[Mapping[str, int]]) -> None:
-    """Raises ValueError where the fingerprints of what bears one name differ."""
+    """Raises ValueError where the fingerprints under one name differ."""
     for rank, fingerprints in enumerate(ranks):
         for name, number in fingerprints.items():
             if ranks[0].get(name) != number:

@@ -73,7 +73,8 @@ _held: weakref.WeakValueDictionary[tuple[Path, int], FolderLock] = weakref.WeakV
 def lock_folder(folder: Path) -> FolderLock:
     """The lock of a folder, which exists; the same one for all who ask in this process.
 
-    Raises ValueError where another process holds it.
+    Raises:
+        ValueError: where another process holds it.
     """
     key = folder.resolve(), os.getpid()
     lock = _held.get(key)

@@ -1,8 +1,8 @@
-"""What a rank holds of the model and of its optimizer, under the names of the whole model.
+"""A rank's part of the model and of its optimizer, under fully qualified names: those of the whole model.
 
-A name says which parameter it is, not where it is kept; so what one arrangement of stages and replicas has saved,
-another finds. Optimizer state goes by the names of the parameters. Values are tensors wherever they are tensors, to be
-read in place and shard by shard; the rest (learning rates, step counts that are numbers) is small and travels beside.
+A name says which parameter it is, not where it is kept; so any arrangement of stages and replicas finds what another
+one has saved. Optimizer state has the names of the parameters. Tensors are saved as tensors, to be read in place and
+shard by shard; the rest (learning rates, step counts that are numbers) is small and saved once, by rank 0.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Held(NamedTuple):
 class FullState:
     """This rank's chunks and optimizers as they are now.
 
-    What an optimizer has is what its own `state_dict()` says, as its `load_state_dict` is what will read it.
+    The state of an optimizer is its own `state_dict()`, since its `load_state_dict` will read it.
 
-    Raises ValueError where an optimizer has a parameter that no chunk has.
+    Raises:
+        ValueError: where an optimizer has a parameter that no chunk has.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A chunk's gradients are complete after its last W. Then they are packed into buckets, and the buckets' all-reduces run
 beside what is left of the step. A bucket holds the same parameters on every replica, whichever of them have a gradient,
-and ends with a flag for each of them: so replicas that used different parameters neither wait for each other in vain
-nor take a gradient of zeros for one.
+and ends with a flag for each of them: so replicas may use different parameters, without waiting for each other or
+taking zeros for a gradient.
 
 For parameters that are sharded as well there is `fully_shard` of torch (see `sharding`).
 """

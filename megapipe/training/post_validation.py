@@ -31,7 +31,7 @@ POLL = 2e-5  # seconds between two looks at a collective: a fraction of the time
 
 
 class PostValidatedOptimizer(PipelinedOptimizer):
-    """Clips by the norm of the whole pipeline, skips steps whose norm is NaN or Inf, and waits for nobody.
+    """Clips by the norm of the whole pipeline, skips steps whose norm is NaN or Inf, and does not wait for the norm.
 
     It is given to the config, so that schedules validate its steps: `config.post_validated_optimizer = optimizer`.
 
@@ -110,7 +110,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         """Step at once, to be validated by the next call of the schedule.
 
         Raises:
-            RuntimeError: where nobody has validated the step before.
+            RuntimeError: where the step before was not validated.
             TypeError: for a closure: to compute the loss again takes the whole pipeline.
         """
         if closure is not None:

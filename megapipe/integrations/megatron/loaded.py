@@ -15,7 +15,7 @@ __all__ = ["groups", "is_in_use", "loaded", "megatrons_config"]
 
 
 def loaded(name: str) -> Any:
-    """A module of Megatron, if somebody has imported it."""
+    """A module of Megatron, where it is imported already; None elsewhere."""
     return sys.modules.get(f"megatron.core.{name}")
 
 
