@@ -1,4 +1,4 @@
-"""The chunks of a rank, whatever they are wrapped in: their attributes, parameters, gradients and shards."""
+"""The chunks of a rank, inside of their wrappers: their attributes, parameters, gradients and shards."""
 
 from __future__ import annotations
 

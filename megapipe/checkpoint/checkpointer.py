@@ -139,8 +139,8 @@ class Checkpointer:
         """Save what there is after `step` steps.
 
         Args:
-            data: the position in the data, or whatever else is to come back: numbers, strings, lists, dicts, tensors.
-                Rank 0's is saved.
+            data: the position in the data, or anything else to be loaded again: numbers, strings, lists, dicts,
+                tensors. Rank 0's is saved.
 
         Raises:
             ValueError: where the folder holds this or a later step, where another run saves there, where ranks do not

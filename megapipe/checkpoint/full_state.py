@@ -279,7 +279,7 @@ class FullState:
 
 
 class _ToRead:
-    """Tensors that a checkpoint is to fill, each key read once, whatever bears its name here."""
+    """Tensors to be filled from a checkpoint. Of several with one key one is read, and copied to the others."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader

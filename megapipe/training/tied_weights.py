@@ -21,7 +21,7 @@ __all__ = ["TiedWeights"]
 
 
 class TiedWeights:
-    """Ties parameters of several stages. Every rank makes it, whatever it holds, after the parallel groups.
+    """Ties parameters of several stages. Every rank makes it, also those without a copy, after the parallel groups.
 
         tied = TiedWeights(chunks, ["embedding.tokens.weight", "head.output.weight"])
         config.finalize_model_grads_func = tied.sum_gradients
