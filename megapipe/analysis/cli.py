@@ -33,14 +33,22 @@ from .trace import save_trace
 __all__ = ["main"]
 
 LARGEST = 1_000_000
-"""Forwards in a plan, ranks x chunks x microbatches x steps. That many take minutes, and some GB."""
+"""The most forwards in a plan: ranks x chunks x microbatches x steps. That many take minutes and some GB."""
 
-WIDEST = 10_000  # columns
+WIDEST = 10_000
+"""The most columns of a timeline: far more than a terminal has, and still quick to print."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns its exit status: 2 for wrong arguments, with one sentence about what is wrong; 1 where
-    nobody reads what it prints to its end, as in `megapipe compare ... | head`."""
+    """Run the command.
+
+    Args:
+        arguments: without the command's name; None takes those of the process.
+
+    Returns:
+        Its exit status: 2 for wrong arguments, after one sentence about what is wrong; 1 where its output is not read
+        to the end, as in `megapipe compare ... | head`.
+    """
     args = _parser().parse_args(arguments)
     try:
         args.run(args)
@@ -289,11 +297,12 @@ def _print_measured(measured: Timeline, simulation: Simulation) -> None:
 
 
 def _print_hint(measured: Timeline) -> None:
+    """Say so where the Ws take less than a tenth of the Bs: with layers that defer they take about as long."""
     times = measured.mean_times
     if "W" in times and sum(times["W"]) < 0.1 * sum(times["B"]):
         print(
-            "hint       the Ws are all but empty: the layers compute their weight gradients in B. To have them "
-            "put off, see megapipe.weight_grad.convert"
+            "hint       the weight-gradient passes (W) are all but empty: the layers compute their weight gradients in "
+            "B. To defer them, see megapipe.weight_grad.convert"
         )
 
 

@@ -109,12 +109,12 @@ def test_show_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: 
     ]
 
 
-def test_layers_that_put_nothing_off_are_noticed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_layers_that_defer_nothing_are_noticed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     for weight, is_noticed in ((0.1, True), (10.0, False)):
         Timeline("zb1p", [as_measured(make_plan("zb1p", 2, 4).simulate(10.0, 10.0, weight))]).save(path)
         for command in ("show", "tune"):
-            assert ("the Ws are all but empty" in output_of(capsys, command, str(path))) == is_noticed
+            assert ("passes (W) are all but empty" in output_of(capsys, command, str(path))) == is_noticed
 
 
 def test_files_of_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str) -> None:
