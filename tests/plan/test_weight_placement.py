@@ -4,19 +4,24 @@ import random
 
 import pytest
 
+from megapipe.dualpipe import FB
 from megapipe.plan import (
     Action,
     Costs,
+    Schedule,
     Settings,
+    Verbs,
     find_schedule,
     make_plan,
     move_weights,
     place_weights,
     schedule_names,
     simulate,
+    v_shape,
 )
 from megapipe.plan.weight_placement import _Search, count_weights
 from megapipe.runtime.weight_tuning import choose
+from megapipe.schedules import B, F, W
 
 SPLIT = [name for name in schedule_names() if any(action.kind == "W" for action in make_plan(name, 1, 2).actions[0])]
 
@@ -46,9 +51,7 @@ def test_never_longer_and_within_the_memory(name: str, pp_size: int, m: int) -> 
             assert after.makespan >= after.lower_bound - 1e-9
             for actions, others in zip(moved.actions, plan.actions):
                 assert [a for a in actions if a.kind != "W"] == [a for a in others if a.kind != "W"]
-                for stage in range(num_stages):  # each chunk's gradients are added up in the same order
-                    order = [a.microbatch for a in actions if "W" in a.kind and a.stage == stage]
-                    assert order == sorted(order)
+                assert_in_order(actions)
                 assert sorted(actions) == sorted(others)
 
 
@@ -60,14 +63,41 @@ def test_the_search_optimises_what_the_simulation_judges_by(name: str) -> None:
     for overlap, message in ((0.0, 0.0), (0.7, 0.0), (0.0, 1.3), (0.5, 0.8)):
         costs = Costs(1.0, 1.4, 0.6, p2p=0.1, message=message, overlap=overlap)
         search = _Search(plan, costs, 100)
-        for counts in (count_weights(plan), search.fill(0.0), search.fill(0.5), place_weights(plan, costs, 6.0)):
+        for counts in (count_weights(plan), search.fill(0.0), search.fill(9.0), place_weights(plan, costs, 6.0)):
             moved = move_weights(plan, counts)
             assert search.makespan(counts) == pytest.approx(simulate(moved, costs).makespan)
             for actions, pairs in zip(moved.actions, moved.program.pairs):
                 assert all(backward == forward + 1 for forward, backward in pairs.items())
-                assert len([action for action in actions if action.kind == "W"]) == len(
-                    [action for action in actions if action.kind == "B"]
-                )
+                assert sum(action.kind == "W" for action in actions) == sum(action.kind == "B" for action in actions)
+                assert_in_order(actions)
+
+
+def assert_in_order(actions: list[Action]) -> None:
+    """Each chunk's gradients are added up in the order of the microbatches."""
+    for stage in {action.stage for action in actions}:
+        order = [action.microbatch for action in actions if "W" in action.kind and action.stage == stage]
+        assert order == sorted(order)
+
+
+def one_pair(pipe: Verbs) -> None:
+    """F0 F1 B1, then the pair F0B0, then F1 B1 B0 and the Ws. The first W is pending during the pair."""
+    for step, chunk in ((F, 0), (F, 1), (B, 1)):
+        step(pipe, chunk)
+    FB(pipe, 0, 0)
+    for step, chunk in ((F, 1), (B, 1), (B, 0), (W, None), (W, None), (W, None)):
+        step(pipe, chunk)
+    return pipe.finish()
+
+
+def test_no_w_has_its_place_between_the_halves_of_a_pair() -> None:
+    plan = make_plan(Schedule("mine", one_pair, v_shape, num_chunks=2), 1, 2)
+    search = _Search(plan, Costs(), 100)
+    assert search.closed == [{4}]
+    for place in range(9):
+        row = [0] * 9
+        row[place] += 1
+        row[8] += 2
+        assert search._can_hold(0, row) == (place in (3, 5, 6, 7, 8))
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.4, 0.6), (1.0, 1.2, 0.8)])
