@@ -117,7 +117,7 @@ def test_without_better_places_the_schedule_keeps_its_own() -> None:
 
 
 def test_more_memory_goes_to_what_helps_most() -> None:
-    """Either to Ws that are put off, or to more warmup forwards."""
+    """Either to deferred Ws, or to more warmup forwards."""
     slow = Costs(1.0, 1.3, 0.7, p2p=0.2)
     makespans = []
     for limit in (4, 5, 6, 7):

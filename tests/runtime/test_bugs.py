@@ -235,7 +235,7 @@ def test_embeddings_of_32_bit_tokens_and_complex_layers() -> None:
         ("0F0,0F2,0B0,0B2\n", "0RECV_F2 on rank 0 where 0RECV_F1 is next"),
         ("0F0,0F1,0B0\n", "after 1 calls of recv_backward.0.; there are 2 microbatches"),
         ("0B0,0F0\n", "recv_backward.0. for microbatch 0 before send_forward.0."),
-        ("0F0,0W0,0B0\n", "has put no weight gradient of that chunk off"),
+        ("0F0,0W0,0B0\n", "has no deferred weight gradient of that chunk"),
         ("\n,\n", "it has no row of actions"),
         ('{"name": "", "actions": 3}', "it has no row of actions"),
         ('{"name": "", "actions": [[1]]}', "'1' is not an action like"),
