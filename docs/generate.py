@@ -88,7 +88,7 @@ Made by `make docs` from the schedules themselves; a test keeps this page up to 
 In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and F, B and W take as long
 as each other. Blue is the forward (F), green the backward, or where it is split its part for the input (B), yellow its
 part for the weights (W); dark are the odd chunks. p are the ranks, m the microbatches, v the chunks per rank, r is the
-rank, and N the size of a group (`microbatch_group_size_per_vp_stage`, p if unsaid). Bubbles are shares of a step with
+rank, and N the size of a group (`microbatch_group_size_per_vp_stage`, by default p). Bubbles are shares of a step with
 F = B = W, all stages alike, and messages that take no time. A microbatch counts as held from its F to its W, a chunk's
 as 1 / v of one.
 
@@ -98,7 +98,7 @@ which m (F + B + W) are work. With v chunks each stage takes 1 / v of that time,
 through the pipeline: (m + (p - 1) / v) (F + B + W).
 
 **What a split backward does to it.** No other rank waits for a W. So the way through the p - 1 other ranks takes F + B
-on each and not F + B + W, and meanwhile a rank does Ws that it has put off: (p - 1) (F + B - W) remain (zb1p), 1 / v of
+on each and not F + B + W, and meanwhile a rank runs deferred Ws: (p - 1) (F + B - W) remain (zb1p), 1 / v of
 that when interleaved. With F = B = W no step is shorter, since rank r starts r F later than the first. But it may end
 that much later too, and begin its next step then: between its first and last action it waits for nothing (zb2p, zbv: a
 parallelogram). That needs enough microbatches in flight to last until the first one is back, 2 (p - 1) + 1 of them on
