@@ -1,0 +1,65 @@
+"""What is expected over a boundary to another rank, where a step is run again after a rollback."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.messages import DESCRIPTION, MessageSpec, TensorSpec
+from megapipe.p2p_communication import Lookahead, Transfer
+from megapipe.runtime.boundary import RemoteAbove, RemoteBelow
+
+SPEC = MessageSpec("tensor", (TensorSpec((2,), torch.float32, True),))
+
+
+class Expecting:
+    """An inbox that has everything at once."""
+
+    def __init__(self) -> None:
+        self.expected: list[MessageSpec] = []
+
+    def expect(self, spec: MessageSpec, count: int = 1) -> None:
+        self.expected.extend([spec] * count)
+
+    def take(self) -> Transfer:
+        return Transfer(self.expected.pop(0), [])
+
+    def post_ahead(self) -> None:
+        pass
+
+    def is_empty(self) -> bool:
+        return not self.expected
+
+
+def communicator(inbox: Expecting) -> Any:
+    channel = SimpleNamespace(send=lambda tensors: None)
+    return SimpleNamespace(outgoing=lambda *args: channel, incoming=lambda *args, **options: inbox)
+
+
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["known", "described"])
+@pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
+def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bool) -> None:
+    """Also where two of three outputs were sent before the rollback, and are sent again."""
+    above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, spec, 3, Lookahead(0), forward_only)
+    for _ in range(2):
+        above.send_output(Transfer(SPEC, [torch.zeros(2)]))
+    above.discard_outputs()
+    for _ in range(3):
+        above.send_output(Transfer(SPEC, [torch.zeros(2)]))
+    assert inbox.expected == ([] if forward_only else [SPEC.gradient()] * 3)
+    for _ in inbox.expected[:]:
+        above.take_gradient()
+    assert above.is_empty()
+
+
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["known", "described"])
+def test_discarded_inputs_come_again(spec: MessageSpec | None) -> None:
+    """Of the two that the stage below sends before the rollback, this one has taken one."""
+    below = RemoteBelow(communicator(inbox := Expecting()), 0, 0, spec, 3, Lookahead(0))
+    below.take_input()
+    assert len(below.discard_inputs(2)) == 1
+    assert inbox.expected == [spec or DESCRIPTION] * 3
+    for _ in range(3):
+        below.take_input()
+    assert below.is_empty()
