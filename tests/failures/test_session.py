@@ -11,6 +11,7 @@ from ranks import RankPool, on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelineError, parallel_state
+from megapipe.runtime.session import Session
 
 
 @on_ranks(2)
@@ -48,13 +49,15 @@ def test_two_groups_of_the_same_ranks(rank: int) -> None:
     one: they took each other's messages, and the end of either was a KeyError in the other."""
     models = [build("1f1b", 2, 4) for _ in range(2)]
     groups = [dist.new_group([0, 1]) for _ in models]
+    for group in groups[:: 1 if rank else -1]:
+        Session.of(group)
 
     def train(number: int) -> None:
         for _ in range(2):
             run("1f1b", models[number], 4, pg_collection=SimpleNamespace(pp=groups[number]))
 
     threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads[:: 1 if rank else -1]:
+    for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()

@@ -1,6 +1,7 @@
 import contextlib
 import itertools
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from megapipe.transports.choice import DEVICES, DeviceSupport
 from megapipe.transports.nccl import NcclTransport
 from megapipe.transports.outbox import Outbox
 from megapipe.transports.receive_buffers import ReceiveBufferPool
+from megapipe.transports.staging import StagedTransport
 
 TENSOR = torch.ones(2, 3)
 FORWARD = ChannelName("forward", 0)
@@ -401,3 +403,26 @@ def test_an_error_of_a_helper_thread_is_raised_at_the_end_of_the_step() -> None:
     with pytest.raises(OSError, match="no memory"):
         outbox.drain()
     outbox.close()
+
+
+@pytest.mark.parametrize("holder", [lambda tensor: tensor, lambda tensor: tensor[:1]], ids=["tensor", "view"])
+def test_a_buffer_in_use_is_not_used_again(holder: Callable[[Tensor], Tensor]) -> None:
+    pool, shape = ReceiveBufferPool(), (ReceiveBufferPool.MIN_REUSED_BYTES,)
+    held = holder(pool.allocate(shape, torch.uint8))
+    first = held.data_ptr()
+    assert pool.allocate(shape, torch.uint8).data_ptr() != first
+    del held
+    assert first in {pool.allocate(shape, torch.uint8).data_ptr() for _ in range(2)}
+
+
+def test_a_device_goes_on_with_zeros_where_a_message_is_lost() -> None:
+    """It must not wait for ever, and the step fails at its end."""
+    lost = Transfer(None, [torch.ones(2)], [mock.Mock(wait=mock.Mock(side_effect=RuntimeError("closed")))])
+    transport = StagedTransport(mock.Mock(), staging := mock.Mock(), lambda: lambda: True)
+    transport.await_on_device(lost)
+    with pytest.raises(ConnectionLostError, match="closed"):
+        transport.drain()
+    assert not lost.tensors[0].any()
+    staging.arrive.assert_called_once_with()
+    assert transport.num_arrived == 1
+    transport.close()
