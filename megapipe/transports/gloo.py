@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..p2p_communication import Lookahead, Transport
+from ..p2p_communication import ConnectionLostError, Lookahead, Transport
 from ..plan import ChannelName
 from .channel import BackendChannel, Members
 from .outbox import Outbox
@@ -39,7 +39,10 @@ class GlooTransport(Transport):
         # Not `dist.new_group`, which names a group of some ranks only by how many groups the process is in already:
         # ranks that are in different numbers of groups then wait for each other for ever.
         limit = datetime.timedelta(seconds=timeout)
-        self._backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, len(ranks), limit)
+        try:
+            self._backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, len(ranks), limit)
+        except RuntimeError as error:  # a rank has failed meanwhile, or cannot be reached
+            raise ConnectionLostError.of(error) from error
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> BackendChannel:
         pool = ReceiveBufferPool()

@@ -20,7 +20,7 @@ from megapipe import StageInfo, parallel_state
 from megapipe.messages import MessageSpec, TensorSpec, decode_header, encode_header, pack, unpack
 from megapipe.p2p_communication import Arrivals, Channel, ConnectionLostError, Lookahead, PostedInbox, Transfer
 from megapipe.plan import ChannelName, Plan, make_plan
-from megapipe.transports import Members, make_transport
+from megapipe.transports import GlooTransport, Members, make_transport
 from megapipe.transports.choice import DEVICES, DeviceSupport
 from megapipe.transports.nccl import NcclTransport
 from megapipe.transports.outbox import Outbox
@@ -426,3 +426,12 @@ def test_a_device_goes_on_with_zeros_where_a_message_is_lost() -> None:
     staging.arrive.assert_called_once_with()
     assert transport.num_arrived == 1
     transport.close()
+
+
+def test_a_rank_that_is_not_there_when_connecting_is_a_lost_connection() -> None:
+    """Gloo's own error passed for one of this rank's, and hid that of the rank that had failed before it could be
+    connected; the others then waited for this one."""
+    store = HashStore()
+    transport = GlooTransport(Members(store, store, 0, [0, 1], 0.2))
+    with pytest.raises(ConnectionLostError):
+        transport.connect([(0, 1)])
