@@ -54,15 +54,15 @@ def test_two_groups_of_the_same_ranks(rank: int) -> None:
 
     def train(number: int) -> None:
         for _ in range(2):
-            run("1f1b", models[number], 4, pg_collection=SimpleNamespace(pp=groups[number]))
+            run("1f1b", models[number], 2 + number, pg_collection=SimpleNamespace(pp=groups[number]))
 
     threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for chunks in models:
-        assert_same_gradients(chunks, reference(4, 4, seeds=(0, 0))[0])
+    for number, chunks in enumerate(models):
+        assert_same_gradients(chunks, reference(4, 2 + number, seeds=(0, 0))[0])
 
 
 def a_step_within_a_step(rank: int) -> str:
