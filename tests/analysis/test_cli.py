@@ -11,6 +11,7 @@ from measured import as_measured
 
 from megapipe.analysis import Timeline
 from megapipe.analysis.cli import main
+from megapipe.analysis.text import text_rows
 from megapipe.plan import make_plan
 
 
@@ -44,6 +45,14 @@ def test_show_messages(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_timeline_fits_its_width(capsys: pytest.CaptureFixture[str], width: str) -> None:
     out = output_of(capsys, "show", "interleaved_1f1b", "--pp", "4", "--microbatches", "16", "--width", width)
     assert {len(line) for line in out.splitlines()[:4]} == {int(width)}
+
+
+def test_actions_are_named_as_fully_as_most_of_them_have_room_for() -> None:
+    plan = make_plan("inference", 4, 2)
+    simulation = plan.simulate([1.0, 1.0, 1.0, 8.0])
+    rows = text_rows(simulation.spans, 57, simulation.makespan)  # three columns for the short ones
+    named = [[segment.text.strip() for segment in row if segment.action] for row in rows]
+    assert named == [["F0", "F1"]] * 4
 
 
 def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -111,7 +120,7 @@ def test_show_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_layers_that_defer_nothing_are_noticed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    for weight, is_noticed in ((0.1, True), (10.0, False)):
+    for weight, is_noticed in ((0.1, True), (5.0, False)):
         Timeline("zb1p", [as_measured(make_plan("zb1p", 2, 4).simulate(10.0, 10.0, weight))]).save(path)
         for command in ("show", "tune"):
             assert ("passes (W) are all but empty" in output_of(capsys, command, str(path))) == is_noticed

@@ -18,7 +18,8 @@ from megapipe import PipelineError, TimelineRecorder
 from megapipe.analysis import Timeline, load_timeline, split_bubble
 from megapipe.analysis.clocks import align
 from megapipe.analysis.timeline import measured_messages
-from megapipe.plan import Costs, make_plan, play
+from megapipe.plan import Action, Costs, Span, make_plan, play
+from megapipe.runtime import RankStep
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
 
@@ -207,6 +208,21 @@ def test_ranks_that_begin_before_the_others_have_ended_their_step() -> None:
         early.append(replace(one, begin=first.start, waits=[first, *one.waits[1:]]))
     assert split_bubble(Timeline("1f1b", [early])) == split_bubble(Timeline("1f1b", [step]))
     assert Timeline("1f1b", [early]).typical_step[1].waits == step[1].waits
+
+
+def test_a_rank_that_begins_late_is_the_hosts() -> None:
+    first, second = Action(0, "F", 0), Action(1, "F", 0)
+    late = RankStep(1.5, 2.5, [Span(second, 1.5, 2.5)], [])
+    split = split_bubble(Timeline("inference", [[RankStep(0.0, 1.0, [Span(first, 0.0, 1.0)], []), late]]))
+    assert split.schedule == [1.0, 1.0]
+    assert split.host_overhead == [0.5, 0.5]
+    assert split.imbalance == split.communication == [0.0, 0.0]
+
+
+def test_the_typical_step_is_of_median_length() -> None:
+    steps = [as_measured(make_plan("1f1b", 2, 4).simulate(p2p=p2p), start=100.0) for p2p in (2.0, 0.0, 0.5)]
+    typical = Timeline("1f1b", steps).typical_step
+    assert [rank.spans for rank in typical] == make_plan("1f1b", 2, 4).simulate(p2p=0.5).spans
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
