@@ -13,7 +13,7 @@ from measured import as_measured
 from ranks import PATIENCE
 
 from megapipe.analysis import save_picture
-from megapipe.analysis.charts import COLOURS, save_comparison
+from megapipe.analysis.charts import COLOURS, points_of, save_comparison
 from megapipe.analysis.pages import save_html
 from megapipe.plan import make_plan
 
@@ -78,6 +78,13 @@ def test_a_measured_step_above_its_plan(tmp_path: Path) -> None:
         assert f'"text":"{title}"' in page.read_text()
         assert f">{title}</text>" in picture.read_text()
     assert picture.read_text().count(">rank 2</text>") == 2
+
+
+def test_a_schedule_as_large_as_the_limit_fits() -> None:
+    plan = make_plan("1f1b", 4, 8)
+    for limit, fits in ((4.0, True), (3.9, False)):
+        (point,) = points_of([(plan, plan.simulate())], limit)
+        assert point.fits == fits
 
 
 @pytest.mark.parametrize("seed", range(4))
