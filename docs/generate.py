@@ -72,8 +72,8 @@ NOTES = {
     ),
     "dualpipev": (
         "Layers that communicate for long, as mixtures of experts do: forward and backward run in pairs (`F1B0`), each "
-        "while the other's messages are under way, where `forward_step_func` returns `in_segments(model, x)`. Where they run one "
-        "after the other, zbv is as fast and holds less.",
+        "while the other's messages are under way, where `forward_step_func` returns `in_segments(model, x)`. Where "
+        "they run one after the other, zbv is as fast and holds less.",
         "(p - 1) / (6 m + p - 1), less where F and B overlap",
         "p + 1/2",
     ),
