@@ -274,3 +274,12 @@ def test_files_that_are_no_timelines(tmp_path: Path) -> None:
     path.write_text('{"timeline": ' + "[" * 200_000)
     with pytest.raises(ValueError, match="is no JSON that can be read"):
         load_timeline(path)
+
+
+@pytest.mark.parametrize("steps", ["3", "[]", "[[]]", "[[{}]]", '[[{"begin": 0, "end": 1, "actions": [[0, "Q", 0]]}]]'])
+def test_files_whose_timelines_cannot_be_read(steps: str, tmp_path: Path) -> None:
+    """A damaged timeline made the command fail with a traceback."""
+    path = tmp_path / "timeline.json"
+    path.write_text(f'{{"timeline": "1f1b", "steps": {steps}}}')
+    with pytest.raises(ValueError, match=r"timeline.json does not hold .*: record a new one."):
+        load_timeline(path)

@@ -1,5 +1,6 @@
 """Plans played through time, checked, saved and read back; and how they compare with torch.distributed.pipelining's."""
 
+import random
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,20 @@ from measured import as_measured
 
 from megapipe.analysis import load_timeline
 from megapipe.analysis.recorder import RankRecord, merge
-from megapipe.plan import Action, Event, Placement, Plan, Schedule, ScheduleError, find_schedule, load_plan, make_plan
+from megapipe.plan import (
+    Action,
+    Event,
+    Placement,
+    Plan,
+    Schedule,
+    ScheduleError,
+    Settings,
+    Verbs,
+    find_schedule,
+    load_plan,
+    make_plan,
+    v_shape,
+)
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
 GRID = [(name, pp_size, m) for name in SCHEDULES for pp_size in (1, 2, 3, 4) for m in (1, 3, 4, 8)]
@@ -315,3 +329,73 @@ def test_torch_reads_our_files(name: str, tmp_path: Path) -> None:
     schedule = theirs.ScheduleInterleaved1F1B(torch_stages(plan), 4)
     theirs.PipelineScheduleMulti._load_csv(schedule, str(tmp_path / "plan.csv"))
     assert torch_order(schedule) == plan_order(plan)
+
+
+def test_bounds_of_overlapped_pairs() -> None:
+    """A pair's chunks were taken for the same one in the lower bound, which came out above the step itself."""
+    uneven = make_plan("dualpipev", 1, 8).simulate([10, 1], [0.5, 5], [0.5, 5], overlap=1.0)
+    assert uneven.lower_bound <= uneven.makespan
+    draw = random.Random(0)
+    for pp_size, m in ((2, 5), (3, 7), (4, 8)):
+        for _ in range(20):
+            times = ([draw.uniform(0.3, 2.0) for _ in range(2 * pp_size)] for _ in range(3))
+            simulation = make_plan("dualpipev", pp_size, m).simulate(*times, p2p=0.1, overlap=draw.random())
+            assert simulation.lower_bound <= simulation.makespan + 1e-9
+
+
+def test_a_limit_in_flight_that_fits_exactly() -> None:
+    """A chunk's share of a microbatch is a third, and forty-eight of those add up to a little more than sixteen."""
+    assert make_plan("looped_bfs", 2, 16, 3, settings=Settings(max_in_flight=16.0)).num_microbatches == 16
+
+
+def receives_too_early(pipe: Verbs) -> None:
+    pipe.recv_forward(0)
+    pipe.recv_forward(1)
+    pipe.forward_step(0)
+    pipe.send_forward(0)
+    pipe.forward_step(1)
+    pipe.send_forward(1)
+    return pipe.finish()
+
+
+def test_a_receive_from_the_same_rank_before_its_send() -> None:
+    """A rank hands tensors to itself, and cannot take what it has not made. The check of plans let that pass, and an
+    assertion failed in the step."""
+    early = Schedule("early", receives_too_early, v_shape, 2, forward_only=True)
+    with pytest.raises(ScheduleError, match="takes 1RECV_F0 on rank 0 before 0SEND_F0, which is on the same rank"):
+        make_plan(early, 1, 1).check()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0F0,0B0\n", "recv_forward.0. more often than there are microbatches .1."),
+        ("0F0,0F2,0B0,0B2\n", "0RECV_F2 on rank 0 where 0RECV_F1 is next"),
+        ("0F0,0F1,0B0\n", "after 1 calls of recv_backward.0.; there are 2 microbatches"),
+        ("0B0,0F0\n", "recv_backward.0. for microbatch 0 before send_forward.0."),
+        ("0F0,0W0,0B0\n", "has no deferred weight gradient of that chunk"),
+        ("\n,\n", "it has no row of actions"),
+        ('{"name": "", "actions": 3}', "it has no row of actions"),
+        ('{"name": "", "actions": [[1]]}', "'1' is not an action like"),
+    ],
+)
+def test_files_whose_plans_cannot_work(text: str, message: str, tmp_path: Path) -> None:
+    """The check of plans trusted that a rank does everything once and a backward after its forward, which is so of
+    schedules but not of files. Those without a plan raised whatever the reader stumbled over."""
+    path = tmp_path / "plan.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_plan(path).check()
+
+
+def test_times_that_cannot_be() -> None:
+    """Where nothing takes any time, the bubble was a division by zero. Negative times, and those that are no numbers,
+    were simulated without a word, to bubbles above 100% and steps shorter than nothing."""
+    plan = make_plan("1f1b", 2, 3)
+    nothing = plan.simulate(0.0, 0.0, 0.0)
+    assert nothing.bubble == nothing.inner_bubble == [0.0, 0.0]
+    for name, value in (("forward", -1.0), ("p2p", float("nan")), ("backward_weight", [1.0, float("inf")])):
+        with pytest.raises(ValueError, match=f"{name} must be a finite number from 0 on"):
+            plan.simulate(**{name: value})
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+        plan.simulate(num_steps=0)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.messages import DESCRIPTION, MessageSpec, TensorSpec
+from megapipe.messages import HEADER, MessageSpec, TensorSpec
 from megapipe.p2p_communication import Lookahead, Transfer
 from megapipe.runtime.boundary import RemoteAbove, RemoteBelow
 
@@ -37,7 +37,7 @@ def communicator(inbox: Expecting) -> Any:
     return SimpleNamespace(outgoing=lambda *args: channel, incoming=lambda *args, **options: inbox)
 
 
-@pytest.mark.parametrize("spec", [SPEC, None], ids=["known", "described"])
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["known", "with headers"])
 @pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
 def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bool) -> None:
     """Also where two of three outputs were sent before the rollback, and are sent again."""
@@ -53,13 +53,13 @@ def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bo
     assert above.is_empty()
 
 
-@pytest.mark.parametrize("spec", [SPEC, None], ids=["known", "described"])
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["known", "with headers"])
 def test_discarded_inputs_come_again(spec: MessageSpec | None) -> None:
     """Of the two that the stage below sends before the rollback, this one has taken one."""
     below = RemoteBelow(communicator(inbox := Expecting()), 0, 0, spec, 3, Lookahead(0))
     below.take_input()
     assert len(below.discard_inputs(2)) == 1
-    assert inbox.expected == [spec or DESCRIPTION] * 3
+    assert inbox.expected == [spec or HEADER] * 3
     for _ in range(3):
         below.take_input()
     assert below.is_empty()

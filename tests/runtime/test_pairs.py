@@ -318,3 +318,24 @@ def test_who_can_overlap() -> None:
     assert not overlapped.can_overlap(stage(plain), stage(hooked))
     assert overlapped.has_hook(stage(hooked), stage(Adapted(2, 1)))
     assert not overlapped.has_hook(stage(hooked), stage(Chunk(2, 1)))
+
+
+class SeesAutocast(Stage):
+    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+        yield
+        self.seen = [*getattr(self, "seen", []), torch.is_autocast_enabled("cpu")]
+        return super().forward(tokens, seed)
+
+    def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
+        return run_segments(self.forward_segments(tokens, seed))
+
+
+@on_ranks(2)
+def test_autocast_in_overlapped_forwards(rank: int) -> None:
+    """A forward in segments takes autocast along from where it is made, which was behind the end of the stage's. So
+    forwards of overlapped pairs ran in float32, and all others in half precision."""
+    options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16, "variable_seq_lengths": True}
+    build("dualpipev", 2, 4)
+    chunks = [SeesAutocast(info, 4, **options) for info in megapipe.stages_for_rank("dualpipev")]
+    run("dualpipev", chunks, 4)
+    assert all(chunk.seen == [True] * 4 for chunk in chunks)

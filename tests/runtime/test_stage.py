@@ -484,3 +484,68 @@ def test_what_a_model_does_wrong_is_said(ranks: RankPool) -> None:
     assert "What it received is such a leaf: compute its first result out of place" in last_rank[0]
     assert "the model of stage 0 raised StopIteration for microbatch 0" in first_rank[1]
     assert "data_iterator ended at microbatch 1 of 2" in first_rank[2]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+@on_ranks(2)
+def test_a_stage_may_end_in_a_python_function(rank: int) -> None:
+    """A stage is kept as the edges of its graph. On torch 2.6 an edge does not keep the node of a Python Function
+    alive, so that the backward of a stage that ends in one found no graph any more."""
+    (chunk,) = build("gpipe", 2, 4)
+
+    def step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> object:
+        output, loss_func = forward_step(data_iterator, model)
+        return (Double.apply(output) if rank == 0 else output), loss_func
+
+    run("gpipe", chunk, 3, forward_step_func=step)
+    assert all(p.grad is not None for p in chunk.parameters())
+
+
+class Shifted(torch.nn.Module):
+    """Scales its input, or shifts it, both seen as matrices: then the shift's gradient is a view, and the input's."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        self.info = info
+        self.config = SimpleNamespace(hidden_size=3)
+        self.weight = torch.nn.Parameter(torch.arange(12.0 if info.index % 2 else 3.0))
+        self.input: Any = None
+
+    def set_input_tensor(self, tensors: list[Tensor]) -> None:
+        self.input = tensors[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.info.is_first else self.input
+        if self.info.index % 2:
+            return (x.view(4, 3) + self.weight.view(4, 3)).view(2, 2, 3)
+        return x * self.weight
+
+
+@on_ranks(1)
+def test_an_input_gradient_shares_no_memory_with_a_parameters(rank: int) -> None:
+    """Autograd may make a view of one and the same tensor a parameter's `.grad` and another one the input's gradient.
+    The next microbatch was then added to both, and what was on its way to the stage below was silently wrong."""
+    parallel_state.initialize_model_parallel(1)
+    inputs = [torch.full((2, 2, 3), float(number)) for number in range(1, 5)]
+    stages = [StageInfo(0, 2), StageInfo(1, 2)]
+    chunks, expected = ([Shifted(info) for info in stages] for _ in range(2))
+    megapipe.get_forward_backward_func("looped_bfs")(
+        forward_step_func=lambda data, model: (model(next(data)), lambda out: (out.square().sum(), None)),
+        data_iterator=iter(inputs),
+        model=chunks,
+        num_microbatches=4,
+    )
+    for x in inputs:
+        expected[1].input = expected[0](x)
+        (expected[1](x).square().sum() / 4).backward()
+    for chunk, whole in zip(chunks, expected):
+        assert torch.equal(chunk.weight.grad, whole.weight.grad)

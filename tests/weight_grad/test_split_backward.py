@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Stage, assert_same_gradients, batches, build, loss_of, run
+from models import BATCH, SEQUENCE, Stage, assert_same_gradients, batches, build, loss_of, reference, run
 from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
 import megapipe.runtime.weight_tuning as tuning
-from megapipe import StageInfo, stages_for_rank, weight_grad
+from megapipe import PipelineError, StageInfo, stages_for_rank, weight_grad
 from megapipe.plan import Costs, make_plan
 from megapipe.plan.weight_placement import _Search, count_weights
 from megapipe.runtime.session import _sessions
@@ -335,3 +336,48 @@ def test_an_unknown_placement_is_refused(rank: int) -> None:
     chunks = build("zbv", 2, 4, weight_grad_placement="best")
     with pytest.raises(ValueError, match="must be 'static' or 'tuned', got 'best'"):
         run("zbv", chunks, 2)
+
+
+@on_ranks(2)
+def test_a_hook_that_insists_on_a_gradient_finds_one(rank: int) -> None:
+    """Megatron's hooks, with reductions that overlap, fail where they find no gradient when autograd has passed by. So
+    every step of a model whose weight gradients are put off, or added to `main_grad` at once, ended there."""
+    for schedule in ("1f1b", "zb1p", "zbv"):
+        chunks = build(schedule, 2, 4, deferred=True, no_sync_func=contextlib.nullcontext)
+        nodes = []
+        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+
+            def hook(*grads: object, parameter: torch.nn.Parameter = parameter) -> None:
+                assert parameter.grad is not None
+                if not parameter.grad_added_to_main_grad:
+                    parameter.main_grad += parameter.grad
+                parameter.grad = None
+
+            nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(hook)
+        run(schedule, chunks, 3)
+        expected = dict(reference(4, 3)[0].named_parameters())
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert parameter.grad is None
+                assert torch.equal(parameter.main_grad, expected[name].grad), f"{schedule}, {name}"
+
+
+@on_ranks(2)
+def test_inputs_that_are_written_over_between_b_and_w(rank: int) -> None:
+    """Autograd watches what it needs until B, and nobody watched it from there to W. A layer whose inputs lie in
+    buffers, used again once B is done with them, had the weight gradient of another microbatch added to its own.
+
+    As many buffers as microbatches are in flight in 1F1B."""
+    chunks = build("zb1p", 2, 4, deferred=True)
+
+    def recycle(buffers: Iterator[Tensor], layer: nn.Module, args: tuple[Tensor]) -> Tensor:
+        return next(buffers).detach_().copy_(args[0])
+
+    for layer in (module for module in chunks[0].modules() if isinstance(module, nn.Linear)):
+        buffers = itertools.cycle([torch.empty(SEQUENCE, BATCH, layer.in_features) for _ in range(2 - rank)])
+        layer.register_forward_pre_hook(functools.partial(recycle, buffers))
+    run("1f1b", chunks, 8)
+    with pytest.raises((RuntimeError, PipelineError), match="was changed in place between its B and its W"):
+        run("zb1p", chunks, 8)

@@ -10,7 +10,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -988,3 +988,51 @@ def test_convert_leaves_subclasses_alone() -> None:
     x = torch.randn(3, 2, IN)
     backward(attention(x, x, x)[0].sum())
     assert attention.out_proj.weight.grad is not None
+
+
+class Watched(torch.autograd.Function):
+    """A fused layer of somebody's, which keeps its input as an attribute."""
+
+    alive: ClassVar[list[weakref.ref[Tensor]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x * 1.0
+        Watched.alive.append(weakref.ref(ctx.kept))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2.0
+
+
+def test_w_holds_no_graph() -> None:
+    """What a layer kept for W was the input as autograd knew it, and with it every node that had made it. Functions of
+    other people that keep tensors as attributes kept them until W."""
+    layer = weight_grad.Linear(4, 4)
+    deferred = DeferredGrads()
+    output = layer(Watched.apply(torch.ones(2, 4, requires_grad=True)))
+    with deferring(deferred):
+        output.sum().backward()
+    del output
+    assert Watched.alive[0]() is None
+    deferred.run()
+    assert layer.weight.grad is not None
+
+
+def test_embeddings_of_32_bit_tokens_and_complex_layers() -> None:
+    """From the second microbatch on the gradient of an embedding with 32-bit tokens and more rows than tokens was added
+    by an operation for 64 bits, which failed. Gradients of complex layers lacked the conjugate and were silently
+    wrong."""
+    tokens = torch.tensor([1, 7, 7, 0], dtype=torch.int32)
+    x = torch.randn(5, 3, dtype=torch.complex64)
+    for layer, data in ((torch.nn.Embedding(9, 4), tokens), (torch.nn.Linear(3, 4, dtype=torch.complex64), x)):
+        converted = weight_grad.convert(copy.deepcopy(layer))
+        for _ in range(2):
+            layer(data).abs().square().sum().backward()
+            deferred = DeferredGrads()
+            with deferring(deferred):
+                converted(data).abs().square().sum().backward()
+            deferred.run()
+        for ours, torchs in zip(converted.parameters(), layer.parameters()):
+            assert torch.equal(ours.grad, torchs.grad)
