@@ -13,12 +13,13 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test fuzz soak lint docs bench format clean
+.PHONY: help pretrain generate test test-gpu fuzz soak lint docs bench format clean
 
 help:
 	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
 	@echo "make generate   let the model of the last \`make pretrain\` write, with $(NPROC) pipeline ranks"
 	@echo "make test       run the tests, and print the forty slowest; TORCH=2.15.0 does it (and all else) with that torch"
+	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
 	@echo "make soak       run the tests that take long, then kill ranks of a run at 50 random moments (SEED=...): 20 minutes"
 	@echo "make lint       ruff and mypy"
@@ -46,6 +47,13 @@ generate: $(INSTALLED)
 # `soak` are left out (pyproject.toml).
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+
+test-gpu: $(INSTALLED)
+	@if $(VENV)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/gpu tests/end_to_end/test_pretrain.py; \
+	else \
+		echo "make test-gpu: skipped, since torch finds no CUDA device here; make test runs the same tests on the CPU."; \
+	fi
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -W ignore tests/fuzz.py --minutes $(MINUTES) $(addprefix --seed ,$(SEED))

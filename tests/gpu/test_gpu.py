@@ -1,0 +1,274 @@
+"""Pipelines on GPUs. On a machine with fewer GPUs than ranks, the ranks share them; without any, the same tests run on
+the CPU, so that the first GPU finds tests that work."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
+from ranks import on_ranks
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import PipelineError, StageInfo, TimelineRecorder, parallel_state
+from megapipe.checkpoint import Checkpointer
+from megapipe.training import GradientReducer
+
+IS_GPU = torch.cuda.is_available()
+SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
+KINDS = ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
+NUM_LAYERS = 8
+ALL = [*((2, name) for name in SCHEDULES), *((4, name) for name in KINDS)]
+CASES = ALL if IS_GPU else [(2, "zbv"), (4, "1f1b")]  # tests/runtime has all of them on the CPU
+needs_gpu = pytest.mark.skipif(not IS_GPU, reason="needs a GPU")
+
+
+def device_of(rank: int) -> torch.device:
+    if not IS_GPU:
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return device
+
+
+def on_device(rank: int, schedule: str, pp_size: int, **options: Any) -> list[Stage]:
+    return [chunk.to(device_of(rank)) for chunk in build(schedule, pp_size, NUM_LAYERS, **options)]
+
+
+def data(rank: int, num_microbatches: int, seed: int) -> Iterator[dict[str, Any]]:
+    """On the device before the step, as a data loader has it."""
+    device = device_of(rank)
+    placed = [
+        {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        for batch in batches(num_microbatches, seed)
+    ]
+    return iter(placed)
+
+
+def step(rank: int, schedule: str, chunks: Any, num_microbatches: int = 5, seed: int = 0, **options: Any) -> list[Any]:
+    batch = data(rank, num_microbatches, seed)
+    return run(schedule, chunks, num_microbatches, data_iterator=batch, **options)
+
+
+@contextlib.contextmanager
+def no_host_wait() -> Iterator[None]:
+    """Raises where the host waits for the device."""
+    if not IS_GPU:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_close_to_whole_model(chunks: list[Stage], num_microbatches: int, seeds: tuple[int, ...] = (0,)) -> None:
+    """Not equal: a GPU adds products up in another order than a CPU."""
+    expected = dict(reference(NUM_LAYERS, num_microbatches, seeds)[0].named_parameters())
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            torch.testing.assert_close(parameter.grad.cpu(), expected[name].grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_ranks", "schedule"), CASES)
+@on_ranks()
+def test_gradients_of_the_whole_model(rank: int, num_ranks: int, schedule: str) -> None:
+    chunks = on_device(rank, schedule, num_ranks, deferred=True)
+    step(rank, schedule, chunks)  # connects, and looks once at what it is given
+    step(rank, schedule, chunks, forward_only=True)
+    batch = data(rank, 5, 1)
+    with no_host_wait():
+        run(schedule, chunks, 5, data_iterator=batch)
+    assert_close_to_whole_model(chunks, 5, (0, 1))
+
+
+@pytest.mark.parametrize("compile_", [None, "inductor"])
+@on_ranks(2)
+def test_captured_stages(rank: int, compile_: str | None) -> None:
+    graph = pytest.importorskip("megapipe.graph")
+    if compile_ == "inductor" and not IS_GPU:
+        return  # tests/graph compiles on CPU
+    chunks = on_device(rank, "zbv", 2)
+    (batch,) = data(rank, 1, 0)
+    for chunk in chunks:
+        received = None if chunk.info.is_first else torch.empty(SEQUENCE, BATCH, HIDDEN, device=device_of(rank))
+        graph.capture(chunk, (batch["tokens"],), input_tensor=received, compile=compile_)
+
+    def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> Any:
+        batch = next(data_iterator)
+        return model(batch["tokens"]), lambda output: (loss_of(output, batch["labels"]), None)
+
+    step(rank, "zbv", chunks, forward_step_func=forward_step)
+    assert_close_to_whole_model(chunks, 5)
+
+
+@on_ranks(2)
+def test_bfloat16_by_autocast(rank: int) -> None:
+    for schedule in KINDS:
+        chunks = on_device(
+            rank, schedule, 2, deferred=True, enable_autocast=True, autocast_dtype=torch.bfloat16,
+            variable_seq_lengths=True,
+        )  # fmt: skip
+        reports = step(rank, schedule, chunks)
+        assert all(torch.isfinite(report["loss"]) for report in reports)
+        assert all(torch.isfinite(p.grad).all() for chunk in chunks for p in chunk.parameters())
+
+
+@on_ranks(2)
+def test_optimizers_and_clipping(rank: int) -> None:
+    def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1)
+
+    weights = []
+    for is_post_validated in (False, True):
+        chunks = on_device(rank, "zbv", 2, deferred=True)
+        if is_post_validated:
+            optimizer: Any = megapipe.PostValidatedOptimizer(chunks, sgd, 1.0)
+            chunks[0].config.post_validated_optimizer = optimizer
+        else:
+            optimizer = megapipe.PipelinedOptimizer(chunks, sgd)
+        for seed in range(3):
+            step(rank, "zbv", chunks, seed=seed)
+            if not is_post_validated:
+                norm = megapipe.clip_grad_norm_(chunks, 1.0)
+                assert math.isfinite(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_post_validated:
+            optimizer.finalize()
+        weights.append([parameter.detach().cpu() for chunk in chunks for parameter in chunk.parameters()])
+    for clipped, validated in zip(*weights):
+        assert torch.equal(clipped, validated)
+
+
+@on_ranks(4)
+def test_replicas(rank: int) -> None:
+    chunks = on_device(rank, "zbv", 2, deferred=True)
+    reducer = GradientReducer(chunks)
+    for chunk in chunks:
+        chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+    step(rank, "zbv", chunks, seed=parallel_state.get_data_parallel_rank())
+    expected = dict(reference(NUM_LAYERS, 5, (0, 1))[0].named_parameters())
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            torch.testing.assert_close(parameter.grad.cpu(), expected[name].grad / 2, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_wait_for_the_whole_device_within_a_step(rank: int) -> None:
+    """As Megatron's timers and autotuned kernels have it."""
+    chunks = on_device(rank, "zbv", 2)
+    for chunk in chunks:
+        chunk.register_forward_pre_hook(lambda *_: torch.cuda.synchronize() if IS_GPU else None)
+    step(rank, "zbv", chunks)
+    assert_close_to_whole_model(chunks, 5)
+
+
+@on_ranks(2)
+def test_a_failure_reaches_both_ranks(rank: int) -> None:
+    chunks = on_device(rank, "zbv", 2)
+    numbers = itertools.count()
+
+    def fail(*_: Any) -> None:
+        if rank == 1 and next(numbers) == 4:
+            raise MemoryError
+
+    for chunk in chunks:
+        chunk.register_forward_pre_hook(fail)
+
+    def steps() -> None:
+        while True:
+            step(rank, "zbv", chunks)
+
+    begin = time.monotonic()
+    with pytest.raises(MemoryError if rank else PipelineError):
+        steps()
+    assert time.monotonic() - begin < 60
+    for chunk in chunks:
+        chunk._forward_pre_hooks.clear()
+        chunk.zero_grad()
+    step(rank, "zbv", chunks)
+    assert_close_to_whole_model(chunks, 5)
+
+
+@on_ranks(2)
+def test_a_wait_runs_out(rank: int) -> None:
+    chunks = on_device(rank, "1f1b", 2, timeout=1.0)
+
+    def stall(module: nn.Module, inputs: Any) -> None:
+        if rank == 1:
+            time.sleep(4)
+
+    step(rank, "1f1b", chunks)
+    for chunk in chunks:
+        chunk.register_forward_pre_hook(stall)
+
+    def steps() -> None:
+        while True:
+            step(rank, "1f1b", chunks)
+            megapipe.clip_grad_norm_(chunks, 1.0)
+
+    with pytest.raises(PipelineError, match="waited longer than 1 s"):
+        steps()
+
+
+@needs_gpu
+@on_ranks(2)
+def test_a_step_leaves_nothing_in_memory(rank: int) -> None:
+    for schedule in KINDS:
+        chunks = on_device(rank, schedule, 2, deferred=True)
+        for seed in range(3):
+            step(rank, schedule, chunks, seed=seed)
+        before = torch.cuda.memory_allocated()
+        step(rank, schedule, chunks)
+        assert torch.cuda.memory_allocated() <= before, schedule
+
+
+@on_ranks(2)
+def test_timeline(rank: int) -> None:
+    recorder = TimelineRecorder(num_steps=2)
+    chunks = on_device(rank, "1f1b", 2, record_timeline=recorder)
+    for seed in range(3):
+        step(rank, "1f1b", chunks, seed=seed)
+    timeline = recorder.gather()
+    assert len(timeline.steps) == 2
+    for steps in timeline.steps:
+        for one in steps:
+            assert all(span.end >= span.start for span in one.spans)
+
+
+@on_ranks(2)
+def test_a_checkpoint_goes_on_under_another_schedule(rank: int, tmp_path: Path) -> None:
+    def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    chunks = on_device(rank, "1f1b", 2)
+    optimizer = megapipe.PipelinedOptimizer(chunks, adamw)
+    step(rank, "1f1b", chunks)
+    optimizer.step()
+    Checkpointer(tmp_path, chunks, optimizer).save(1)
+    others = on_device(rank, "zbv", 2)
+    for parameter in (p for chunk in others for p in chunk.parameters()):
+        nn.init.zeros_(parameter)
+    loaded = Checkpointer(tmp_path, others, megapipe.PipelinedOptimizer(others, adamw)).load()
+    assert loaded.step == 1
+    whole = Stage(StageInfo(0, 1), NUM_LAYERS)
+    plain = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    expected, _ = reference(NUM_LAYERS, 5)
+    for mine, theirs in zip(whole.parameters(), expected.parameters()):
+        mine.grad = theirs.grad
+    plain.step()
+    named = dict(whole.named_parameters())
+    for chunk in others:
+        for name, parameter in chunk.named_parameters():
+            torch.testing.assert_close(parameter.detach().cpu(), named[name].detach(), rtol=1e-4, atol=1e-5)
