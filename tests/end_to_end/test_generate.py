@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import batches, build, reference, run
+from pretraining import EXAMPLES, pretrain
+from pretraining import text as text  # the fixture
 from ranks import RankPool
-from test_pretrain import EXAMPLES, pretrain
-from test_pretrain import text as text  # the fixture
 
 from megapipe import StageInfo, parallel_state
 

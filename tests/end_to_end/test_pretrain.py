@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from pretraining import EXAMPLES, SMALL, pretrain
+from pretraining import text as text  # the fixture
 from ranks import PATIENCE, RankPool, on_ranks
 
 from megapipe import parallel_state
@@ -18,29 +20,7 @@ from megapipe.analysis import load_timeline
 from megapipe.checkpoint import read_position
 from megapipe.plan import make_plan
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
-    "--global-batch-size 16 --train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 2"
-)
-
-
 MOE = "--num-experts 4 --num-layers 2"
-
-
-def pretrain(rank: int, pp_size: int, arguments: str) -> list[float]:
-    sys.path.insert(0, str(EXAMPLES))
-    import pretrain_gpt
-
-    args = pretrain_gpt.parse_args([*SMALL.split(), *arguments.split(), "--pipeline-model-parallel-size", str(pp_size)])
-    return pretrain_gpt.train(args, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}, and {n} more is {n * n + n}.\n" for n in range(400)))
-    return f"--data-path {path}"
 
 
 def test_same_losses_for_every_pipeline_size(ranks: RankPool, text: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from graphs import skip_without_tracer
 from models import HIDDEN, VOCABULARY, Block, assert_same_gradients, batches, loss_of
+from pretraining import EXAMPLES, pretrain
 from ranks import RankPool, on_ranks
-from test_pretrain import EXAMPLES, pretrain
 from torch import Tensor, nn
 
 import megapipe
