@@ -399,3 +399,22 @@ def test_times_that_cannot_be() -> None:
             plan.simulate(**{name: value})
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         plan.simulate(num_steps=0)
+
+
+@pytest.mark.parametrize(("pp_size", "num_chunks"), [(4, 2), (3, 3)])
+def test_a_limit_in_flight_makes_the_largest_groups_that_fit(pp_size: int, num_chunks: int) -> None:
+    """Groups grow where a small one would be left over, so not every size can be had."""
+    m = 23
+    peaks = []
+    for size in range(pp_size, m + 1):
+        grouped = make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(microbatch_group_size=size))
+        peaks.append(grouped.simulate().peak_activations[0])
+        # In flight on the first rank are its warmup and one more: (v - 1) groups and 2 (p - 1) + 1 chunks.
+        limit = (2 * (pp_size - 1) + 1 + (num_chunks - 1) * size) / num_chunks
+        settings = Settings(max_in_flight=limit)
+        if fitting := [peak for peak in peaks if peak <= limit + 1e-9]:
+            limited = make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=settings)
+            assert limited.simulate().peak_activations[0] == max(fitting), size
+        else:
+            with pytest.raises(ValueError, match="more than max_in_flight"):
+                make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=settings)
