@@ -1,0 +1,30 @@
+"""Models of Hugging Face's transformers, trained under any schedule.
+
+    chunks = build_chunks("path/to/model", schedule="zbv")  # this rank's layers only
+    load_weights(chunks, "path/to/model")  # this rank's tensors only
+    ...
+    save_pretrained(chunks, "out")  # what AutoModelForCausalLM.from_pretrained loads
+
+A chunk is the model itself, with the layers of other stages taken out. What it runs is the model's own forward, so
+masks, positions and rotary embeddings are computed by the model's code on every stage, and parameters have the names
+they have in the whole model. See docs/huggingface.md. transformers is imported when a function here is called.
+"""
+
+from .build import build_chunks
+from .config import ChunkConfig
+from .cut import CannotCutError
+from .stage import HuggingFaceStage
+from .step import count_items, forward_step, tie_weights
+from .weights import load_weights, save_pretrained
+
+__all__ = [
+    "CannotCutError",
+    "ChunkConfig",
+    "HuggingFaceStage",
+    "build_chunks",
+    "count_items",
+    "forward_step",
+    "load_weights",
+    "save_pretrained",
+    "tie_weights",
+]

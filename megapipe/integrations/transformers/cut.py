@@ -1,0 +1,139 @@
+"""Take out of a model what belongs to other stages.
+
+A layer of another stage becomes one that hands on its input, at its old place: all others keep their numbers, and with
+them their names in checkpoints and their kind of attention. The model's own forward then runs on what is left.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...plan import StageInfo
+
+__all__ = ["Absent", "CannotCutError", "Parts", "check_cut", "cut", "find_parts"]
+
+MULTIPLIERS = ("embedding_multiplier",)
+"""Numbers by which decoders multiply embeddings, also those that they are given."""
+
+
+class CannotCutError(ValueError):
+    """A model that cannot be cut into stages."""
+
+
+class Absent(nn.Module):
+    """Stands where a module of another stage was, and hands on what it is called with first."""
+
+    def forward(self, first: Any = None, *others: Any, **options: Any) -> Any:
+        return first
+
+
+class NoPositions(nn.Module):
+    """Stands for embeddings of positions behind the first stage, which has added them."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return torch.zeros((), device=position_ids.device)
+
+
+class Parts(NamedTuple):
+    """The names of children, in a model with a head and in its decoder."""
+
+    decoder: str
+    """In the model: what makes hidden states of tokens, or of hidden states."""
+    heads: list[str]
+    """In the model: what comes behind the decoder."""
+    before: list[str]
+    """In the decoder: embeddings, their dropout."""
+    layers: str
+    """In the decoder."""
+    behind: list[str]
+    """In the decoder: the norm behind the layers."""
+
+    def decoder_of(self, model: nn.Module) -> Any:
+        return getattr(model, self.decoder)
+
+    def layers_of(self, model: nn.Module) -> nn.ModuleList:
+        layers: nn.ModuleList = getattr(self.decoder_of(model), self.layers)
+        return layers
+
+
+def find_parts(model: Any) -> Parts:
+    """Raises CannotCutError where the model is not made of embeddings, a list of layers, a norm and a head."""
+    name, config = type(model).__name__, model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise CannotCutError(f"{name} cannot be cut into stages: it has an encoder besides its decoder.")
+    if config.get_text_config(decoder=True) is not config:
+        raise CannotCutError(
+            f"{name} cannot be cut into stages: it has towers for other things than text; take the part for text, whose "
+            "config is config.get_text_config()."
+        )
+    embedding = model.get_input_embeddings()
+    for decoder_name, decoder in model.named_children():
+        children = dict(decoder.named_children())
+        lists = [n for n, child in children.items() if _is_layers(child, config.num_hidden_layers)]
+        if embedding in children.values() and len(lists) == 1:
+            # Rotary embeddings are computed on every stage.
+            names = [n for n, child in children.items() if "Rotary" not in type(child).__name__]
+            place = names.index(lists[0])
+            heads = [n for n, _ in model.named_children() if n != decoder_name]
+            return Parts(decoder_name, heads, names[:place], lists[0], names[place + 1 :])
+    raise CannotCutError(
+        f"{name} cannot be cut into stages: it is not made of embeddings, one list of layers, a norm and a head."
+    )
+
+
+def _is_layers(child: nn.Module, num_layers: int) -> bool:
+    return isinstance(child, nn.ModuleList) and len(child) == num_layers
+
+
+def cut(model: Any, parts: Parts, stage: StageInfo, layers: range, keep_embedding: bool = False) -> None:
+    """Leave in `model` what belongs to `stage`, and of its layers those with the numbers `layers`.
+
+    Args:
+        keep_embedding: also behind the first stage.
+    """
+    decoder, all_layers = parts.decoder_of(model), parts.layers_of(model)
+    for number in range(len(all_layers)):
+        if number not in layers:
+            all_layers[number] = Absent()
+    if not stage.is_first:
+        embedding = model.get_input_embeddings()
+        for name in parts.before:
+            child = getattr(decoder, name)
+            if child is embedding and keep_embedding:
+                continue
+            adds_positions = isinstance(child, nn.Embedding) and child is not embedding
+            setattr(decoder, name, NoPositions() if adds_positions else Absent())
+        for name in MULTIPLIERS:
+            if hasattr(decoder, name):
+                setattr(decoder, name, 1.0)
+    if not stage.is_last:
+        for owner, names in ((decoder, parts.behind), (model, parts.heads)):
+            for name in names:
+                setattr(owner, name, Absent())
+
+
+def check_cut(model: Any, parts: Parts) -> None:
+    """Try whether the decoder hands on what it receives, but for its layers and the norm behind them.
+
+    Raises CannotCutError where it does not: then it cannot stand behind the first stage.
+    """
+    decoder = parts.decoder_of(model)
+    kept = {name: getattr(decoder, name) for name in (parts.layers, *parts.behind)}
+    for name in parts.behind:
+        setattr(decoder, name, Absent())
+    setattr(decoder, parts.layers, nn.ModuleList(Absent() for _ in kept[parts.layers]))
+    hidden = torch.linspace(-1, 1, 2 * decoder.config.hidden_size, device=model.device, dtype=model.dtype)
+    why = "it changes hidden states outside its layers"
+    try:
+        with torch.no_grad():
+            after = decoder(inputs_embeds=hidden.view(1, 2, -1), use_cache=False).last_hidden_state
+        is_same = torch.equal(after.flatten(), hidden)
+    except Exception as error:
+        is_same, why = False, f"behind the first stage it fails with {type(error).__name__}: {error}"
+    for name, child in kept.items():
+        setattr(decoder, name, child)
+    if not is_same:
+        raise CannotCutError(f"{type(model).__name__} cannot be cut into stages: {why}.")

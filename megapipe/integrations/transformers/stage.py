@@ -1,0 +1,159 @@
+"""A model of transformers as one stage of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...plan import StageInfo
+from .config import ChunkConfig
+from .cut import Absent, Parts
+
+__all__ = ["HuggingFaceStage", "Routers", "as_stage", "find_routers"]
+
+FOR_FIRST = ("input_ids", "inputs_embeds", "token_type_ids")
+FOR_LAST = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+
+
+class Routers(NamedTuple):
+    """The routers of a model with experts."""
+
+    num_before: int
+    """In the stages before."""
+    num_own: int
+    num_experts: int
+    """Of each."""
+
+
+class HuggingFaceStage(nn.Module):
+    """What a chunk is, besides being a model of transformers. Its batches are that model's: tensors are [batch,
+    sequence], and hidden states [batch, sequence, hidden]."""
+
+    config: ChunkConfig
+    stage: StageInfo
+    """Which stage of how many this is."""
+    layers: range
+    """The numbers of its layers in the whole model."""
+    parts: Parts
+    routers: Routers | None
+    _received: Any = None
+
+    @property
+    def own_layers(self) -> list[nn.Module]:
+        """The layers of this stage: what `fully_shard` is called with, for instance."""
+        return [layer for layer in self.parts.layers_of(self) if not isinstance(layer, Absent)]
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Called before forward and backward with what the stage before returned: a list of one tensor, or a dict."""
+        self._received = input_tensor
+
+    def forward(self, **batch: Any) -> Any:
+        """Run this stage on a microbatch, given in the words of the whole model: each stage takes what it needs.
+
+        Returns on the last stage the loss, or the logits where there are no `labels`. Elsewhere hidden states, and with
+        them the routers' logits where the loss is to balance the load of experts.
+        """
+        batch.setdefault("use_cache", False)
+        routed = None
+        if not self.stage.is_first:
+            batch = {name: value for name, value in batch.items() if name not in FOR_FIRST}
+            batch["inputs_embeds"], routed = self._take_input()
+        if self.stage.is_last:
+            return self._run_to_end(batch, routed)
+        batch = {name: value for name, value in batch.items() if name not in FOR_LAST}
+        output = self.parts.decoder_of(self)(**batch)
+        if not self._balances_load:
+            return output.last_hidden_state
+        return _message(output.last_hidden_state, _joined(routed, output.router_logits))
+
+    def _take_input(self) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self._received, dict):
+            return self._received["hidden_states"], self._received.get("router_logits")
+        (hidden,) = self._received
+        return hidden, None
+
+    def _run_to_end(self, batch: dict[str, Any], routed: Tensor | None) -> Tensor:
+        """The whole model's forward, whose decoder adds the routers of earlier stages to its own."""
+
+        def add_earlier(decoder: nn.Module, inputs: Any, output: Any) -> None:
+            output["router_logits"] = (*routed.unbind(), *output.router_logits)  # type: ignore[union-attr]
+
+        hook = None if routed is None else self.parts.decoder_of(self).register_forward_hook(add_earlier)
+        try:
+            output = super().forward(**batch)
+        finally:
+            if hook is not None:
+                hook.remove()
+        result: Tensor = output.logits if batch.get("labels") is None else output.loss
+        return result
+
+    @property
+    def _balances_load(self) -> bool:
+        return self.routers is not None and bool(getattr(self.config, "output_router_logits", False))
+
+    def infer_stage_inputs_from_pipeline_inputs(self, inputs: Any, num_microbatches: int) -> Any:
+        return self._expected(inputs, num_microbatches, is_output=False)
+
+    def infer_stage_outputs_from_pipeline_inputs(self, inputs: Any, num_microbatches: int) -> Any:
+        return self._expected(inputs, num_microbatches, is_output=True)
+
+    def _expected(self, inputs: Any, num_microbatches: int, is_output: bool) -> Any:
+        """The message over the boundary before this stage, or behind it, on the meta device."""
+        if "input_ids" not in inputs:
+            raise ValueError("the shape of hidden states is not known: pass seq_length and micro_batch_size.")
+        num_sequences, seq_length = inputs["input_ids"].shape
+        batch_size = num_sequences // num_microbatches
+        dtype: Any = self.config.pipeline_dtype or self.dtype
+        hidden = torch.empty(batch_size, seq_length, self.config.hidden_size or 0, dtype=dtype)
+        if not self._balances_load:
+            return hidden
+        assert self.routers is not None
+        num_routers = self.routers.num_before + (self.routers.num_own if is_output else 0)
+        if not num_routers:
+            return _message(hidden, None)
+        return _message(hidden, hidden.new_empty(num_routers, batch_size * seq_length, self.routers.num_experts))
+
+
+def _message(hidden: Tensor, routed: Tensor | None) -> dict[str, Tensor]:
+    message = {"hidden_states": hidden}
+    if routed is not None:
+        message["router_logits"] = routed
+    return message
+
+
+def _joined(earlier: Tensor | None, own: tuple[Tensor, ...]) -> Tensor | None:
+    """[routers, tokens, experts], or None where there are no routers yet."""
+    parts = [] if earlier is None else [earlier]
+    parts += [torch.stack(own)] if own else []
+    return torch.cat(parts) if parts else None
+
+
+def find_routers(parts: Parts, decoder: Any, own: range) -> Routers | None:
+    """Of a decoder that is still whole: those whose logits transformers records. None where there are none."""
+    recorded = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorded, "target_class", recorded)
+    if not isinstance(kind, type):
+        return None
+    routers = [[m for m in layer.modules() if isinstance(m, kind)] for layer in getattr(decoder, parts.layers)]
+    found = [router for of_layer in routers for router in of_layer]
+    if not found:
+        return None
+    num_before, num_own = (sum(len(routers[n]) for n in numbers) for numbers in (range(own.start), own))
+    weight: Any = found[0].weight
+    return Routers(num_before, num_own, len(weight))
+
+
+_classes: dict[type, type] = {}
+
+
+def as_stage(model: Any, stage: StageInfo, layers: range, parts: Parts, routers: Routers | None) -> Any:
+    """Make `model`, which has been cut, a `HuggingFaceStage` too: its class is swapped for one derived from both, of the
+    same name, by which transformers finds things."""
+    own = type(model)
+    if own not in _classes:
+        _classes[own] = type(own.__name__, (HuggingFaceStage, own), {"__module__": own.__module__})
+    model.__class__ = _classes[own]
+    model.stage, model.layers, model.parts, model.routers = stage, layers, parts, routers
+    return model

@@ -1,0 +1,81 @@
+"""What a training step needs besides the chunks: the forward step, the number of tokens, tied weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ... import parallel_state
+from ...training import TiedWeights
+
+__all__ = ["count_items", "forward_step", "tie_weights", "tied_names"]
+
+Batch = Mapping[str, Any]
+
+
+def forward_step(data_iterator: Iterator[Batch] | None, chunk: nn.Module) -> tuple[Any, Any]:
+    """The `forward_step_func` for chunks of `build_chunks`.
+
+    Args:
+        data_iterator: yields what the model is called with: `input_ids` and `labels`, [batch, sequence], the same as
+            in transformers, and if needed `attention_mask`, `position_ids`, ... All ranks of a pipeline read the same;
+            those in the middle only need masks and positions, and may have None where there are none. With
+            `num_items_in_batch` (see `count_items`) losses are divided by it, otherwise each is the mean over its
+            microbatch, and divided by the number of microbatches.
+    """
+    batch = {} if data_iterator is None else next(data_iterator)
+    return chunk(**batch), partial(_loss_func, batch)
+
+
+def _loss_func(batch: Batch, loss: Tensor) -> Any:
+    report = {"loss": loss.detach()}
+    num_items = batch.get("num_items_in_batch")
+    if num_items is None:
+        return loss, report
+    num_replicas = parallel_state.get_data_parallel_world_size() if dist.is_initialized() else 1
+    if num_replicas > 1:
+        loss = loss * num_replicas  # gradients are averaged over them
+    return loss, _num_predicted(batch), report
+
+
+def _num_predicted(batch: Batch) -> Tensor:
+    """Tokens that the loss is a sum over. The models shift labels by themselves."""
+    labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., 1:]
+    count: Tensor = (labels != -100).sum()
+    return count
+
+
+def count_items(microbatches: Sequence[Batch], group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
+    """Tell the microbatches of a step how many tokens are predicted in all of them, in all replicas: each token then
+    weighs the same, as in transformers' Trainer. Every rank that reads data calls it.
+
+    Args:
+        microbatches: of this replica, for one step.
+        group: the replicas; None takes that of `parallel_state`.
+    """
+    total = sum((_num_predicted(batch) for batch in microbatches[1:]), _num_predicted(microbatches[0]))
+    if dist.is_initialized():
+        dist.all_reduce(total, group=group or parallel_state.get_data_parallel_group())
+    return [{**batch, "num_items_in_batch": total} for batch in microbatches]
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """The names of parameters that are tied, each with the one it is tied to."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return {}
+    return dict(model._tied_weights_keys or {})
+
+
+def tie_weights(chunks: Sequence[nn.Module]) -> TiedWeights | None:
+    """Tie the embedding to the head, where the model's config says so. Every rank calls it.
+
+    `build_chunks` has done so, and let `config.finalize_model_grads_func` sum the gradients. Call it again after
+    `fully_shard`, or for a function of your own, which then calls `sum_gradients` of what this returns. None where the
+    model ties nothing.
+    """
+    names = [name for pair in tied_names(chunks[0]).items() for name in reversed(pair)]
+    return TiedWeights(chunks, list(dict.fromkeys(names))) if names else None

@@ -1,0 +1,161 @@
+"""Small models of transformers with random weights, and the run that chunks are compared with: the whole model as
+transformers makes it, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import parallel_state
+from megapipe.integrations.transformers import build_chunks, count_items, forward_step, load_weights
+
+VOCABULARY, SEQUENCE, BATCH, LAYERS = 61, 12, 2, 8
+
+_BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_GEMMA = {"head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 8}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama3": ("LlamaConfig", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "head_dim": 8, "num_experts": 4, "output_router_logits": True,
+        "router_aux_loss_coef": 0.1, "mlp_only_layers": [0, 5]}),
+    "mistral": ("MistralConfig", {"sliding_window": 4}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
+    "gemma2": ("Gemma2Config", _GEMMA),
+    "gemma3": ("Gemma3TextConfig", {**_GEMMA, "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2
+        + ["sliding_attention"] * 2}),
+    "phi3": ("Phi3Config", {}),
+    "gpt2": ("GPT2Config", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": True}),
+    "gpt-neox": ("GPTNeoXConfig", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "deepseek-v3": ("DeepseekV3Config", {**_EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "num_key_value_heads": 4}),
+    "granite": ("GraniteConfig", {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.2}),
+    "llama4": ("Llama4TextConfig", {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48,
+        "attention_chunk_size": 4, "interleave_moe_layer_step": 2}),
+}  # fmt: skip
+"""The class of the config, and what differs from `_BASE`."""
+
+
+def make_config(name: str, **changes: Any) -> Any:
+    kind, own = CONFIGS[name]
+    return getattr(transformers, kind)(**{**_BASE, **own, **changes})
+
+
+def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """The whole model."""
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(make_config(name, **changes)).train()
+
+
+def batches(num_microbatches: int, seed: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num_microbatches):
+        tokens = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        labels = tokens.clone()
+        labels[:, : int(torch.randint(1, 6, (), generator=generator))] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def reference(model: Any, microbatches: list[dict[str, Any]]) -> list[Tensor]:
+    """Losses; gradients are in the model."""
+    losses = []
+    for batch in microbatches:
+        loss = model(**batch, use_cache=False).loss
+        losses.append(loss.detach())
+        (loss if "num_items_in_batch" in batch else loss / len(microbatches)).backward()
+    return losses
+
+
+def run(schedule: str, chunks: list[Any], microbatches: list[dict[str, Any]], **options: Any) -> list[Any]:
+    """One step of the schedule."""
+    arguments = {"seq_length": SEQUENCE, "micro_batch_size": BATCH, "data_iterator": iter(microbatches)}
+    return megapipe.get_forward_backward_func(schedule)(
+        forward_step_func=forward_step, model=chunks, num_microbatches=len(microbatches), **{**arguments, **options}
+    )
+
+
+def initialise(pp_size: int) -> None:
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp_size)
+
+
+def save_on_first(model: Any, folder: Path) -> None:
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+
+
+def load_chunks(folder: Any, schedule: str, **options: Any) -> list[Any]:
+    initialise(dist.get_world_size())
+    chunks = build_chunks(folder, schedule, seed=None, **options)
+    load_weights(chunks, folder)
+    return chunks
+
+
+def assert_same_gradients(chunks: list[nn.Module], model: nn.Module, tied: tuple[str, ...] = ()) -> None:
+    """Bit for bit, tied ones nearly so."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            want, got = parameters[name].grad, parameter.grad
+            assert (want is None) == (got is None), name
+            if want is not None and got is not None:
+                if name in tied:
+                    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+                else:
+                    assert torch.equal(got, want), f"{name}: {(got - want).abs().max()}"
+
+
+def names_of_tied(model: Any) -> tuple[str, ...]:
+    if not model.config.tie_word_embeddings:
+        return ()
+    return tuple(name for pair in model._tied_weights_keys.items() for name in pair)
+
+
+def assert_same_losses(reports: list[Any], expected: list[Tensor], chunks: list[Any]) -> None:
+    if any(chunk.stage.is_last for chunk in chunks):
+        assert [report["loss"] for report in reports] == expected
+    else:
+        assert reports == []
+
+
+def check(name: str, schedule: str, folder: Path, num_microbatches: int = 8, deferred: bool = False) -> None:
+    """Losses and all gradients of one step against the whole model's."""
+    model = make_model(name)
+    save_on_first(model, folder)
+    chunks = load_chunks(folder, schedule)
+    if deferred:
+        for chunk in chunks:
+            megapipe.weight_grad.convert(chunk)
+    microbatches = count_items(batches(num_microbatches))
+    expected = reference(model, microbatches)
+    reports = run(schedule, chunks, microbatches)
+    assert_same_losses(reports, expected, chunks)
+    assert_same_gradients(chunks, model, names_of_tied(model))
