@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 import transformers
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 import megapipe
 from megapipe import parallel_state
 from megapipe.integrations.transformers import build_chunks, count_items, forward_step, load_weights
+
+ranks.IMPORTED_ONCE += [name for name in ["transformers.modeling_utils"] if name not in ranks.IMPORTED_ONCE]
+transformers.utils.logging.disable_progress_bar()
 
 VOCABULARY, SEQUENCE, BATCH, LAYERS = 61, 12, 2, 8
 

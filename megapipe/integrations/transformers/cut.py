@@ -121,11 +121,11 @@ def check_cut(model: Any, parts: Parts) -> None:
     Raises CannotCutError where it does not: then it cannot stand behind the first stage.
     """
     decoder = parts.decoder_of(model)
+    hidden = torch.linspace(-1, 1, 2 * decoder.config.hidden_size, device=model.device, dtype=model.dtype)
     kept = {name: getattr(decoder, name) for name in (parts.layers, *parts.behind)}
     for name in parts.behind:
         setattr(decoder, name, Absent())
     setattr(decoder, parts.layers, nn.ModuleList(Absent() for _ in kept[parts.layers]))
-    hidden = torch.linspace(-1, 1, 2 * decoder.config.hidden_size, device=model.device, dtype=model.dtype)
     why = "it changes hidden states outside its layers"
     try:
         with torch.no_grad():
@@ -135,5 +135,7 @@ def check_cut(model: Any, parts: Parts) -> None:
         is_same, why = False, f"behind the first stage it fails with {type(error).__name__}: {error}"
     for name, child in kept.items():
         setattr(decoder, name, child)
+    # transformers has looked for routers to record, and would not look again.
+    decoder.__dict__.pop("_output_capturing_hooks_installed", None)
     if not is_same:
         raise CannotCutError(f"{type(model).__name__} cannot be cut into stages: {why}.")
