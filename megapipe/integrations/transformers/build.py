@@ -60,9 +60,7 @@ def build_chunks(
     chunks = []
     for stage in stages_for_rank(schedule, num_chunks=num_chunks):
         whole = make_meta_model(config, dtype, attn_implementation)
-        layers = distribute_layers(
-            config.num_hidden_layers, stage, num_virtual_layers_pre, num_virtual_layers_post
-        )
+        layers = distribute_layers(config.num_hidden_layers, stage, num_virtual_layers_pre, num_virtual_layers_post)
         chunk = _make_chunk(whole, stage, layers, device or _default_device(), seed)
         chunk.config = chunk_config
         chunks.append(chunk)

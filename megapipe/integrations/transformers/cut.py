@@ -66,8 +66,8 @@ def find_parts(model: Any) -> Parts:
         raise CannotCutError(f"{name} cannot be cut into stages: it has an encoder besides its decoder.")
     if config.get_text_config(decoder=True) is not config:
         raise CannotCutError(
-            f"{name} cannot be cut into stages: it has towers for other things than text; take the part for text, whose "
-            "config is config.get_text_config()."
+            f"{name} cannot be cut into stages: it has towers for other things than text. Take the part for text alone, "
+            "whose config is config.get_text_config()."
         )
     embedding = model.get_input_embeddings()
     for decoder_name, decoder in model.named_children():

@@ -85,7 +85,7 @@ class SafetensorsFile:
         values = tensor.cpu().contiguous().flatten().view(torch.uint8)
         with open(self._unfinished, "r+b") as file:
             file.seek(len(self._start) + self._places[name])
-            file.write(memoryview(values.numpy()))
+            values.numpy().tofile(file)
 
     def finish(self) -> None:
         """One rank does so, when all have written."""

@@ -66,7 +66,7 @@ class HuggingFaceStage(nn.Module):
         output = self.parts.decoder_of(self)(**batch)
         if not self._balances_load:
             return output.last_hidden_state
-        return _message(output.last_hidden_state, _joined(routed, output.router_logits))
+        return _message(output.last_hidden_state, _joined(routed, output.router_logits, output.last_hidden_state.dtype))
 
     def _take_input(self) -> tuple[Tensor, Tensor | None]:
         if isinstance(self._received, dict):
@@ -123,10 +123,10 @@ def _message(hidden: Tensor, routed: Tensor | None) -> dict[str, Tensor]:
     return message
 
 
-def _joined(earlier: Tensor | None, own: tuple[Tensor, ...]) -> Tensor | None:
+def _joined(earlier: Tensor | None, own: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor | None:
     """[routers, tokens, experts], or None where there are no routers yet."""
     parts = [] if earlier is None else [earlier]
-    parts += [torch.stack(own)] if own else []
+    parts += [torch.stack(own).to(dtype)] if own else []
     return torch.cat(parts) if parts else None
 
 
@@ -141,16 +141,16 @@ def find_routers(parts: Parts, decoder: Any, own: range) -> Routers | None:
     if not found:
         return None
     num_before, num_own = (sum(len(routers[n]) for n in numbers) for numbers in (range(own.start), own))
-    weight: Any = found[0].weight
-    return Routers(num_before, num_own, len(weight))
+    router: Any = found[0]
+    return Routers(num_before, num_own, len(router.weight))
 
 
 _classes: dict[type, type] = {}
 
 
 def as_stage(model: Any, stage: StageInfo, layers: range, parts: Parts, routers: Routers | None) -> Any:
-    """Make `model`, which has been cut, a `HuggingFaceStage` too: its class is swapped for one derived from both, of the
-    same name, by which transformers finds things."""
+    """Make `model`, which has been cut, a `HuggingFaceStage` too: its class is swapped for one derived from both. It has
+    the same name, by which transformers finds things."""
     own = type(model)
     if own not in _classes:
         _classes[own] = type(own.__name__, (HuggingFaceStage, own), {"__module__": own.__module__})

@@ -1,4 +1,4 @@
-"""Weights in and out, in transformers' own format: each rank reads and writes its own, and holds one layer more at most.
+"""Weights in and out, in transformers' own format: each rank reads and writes its own, and holds one more layer at most.
 
 Names and shapes in files differ from those in memory for some models (experts, for instance, are stored one by one).
 transformers knows how to convert them, and does it here for one layer at a time.
@@ -199,7 +199,7 @@ def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
 def _whole(tensor: Tensor) -> Tensor:
     """Of a sharded one, all shards."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _finish(chunk: Any, folder: Path, name: str, files: Sequence[SafetensorsFile]) -> None:

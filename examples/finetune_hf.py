@@ -1,0 +1,400 @@
+"""Train a model of Hugging Face's transformers through a pipeline, on text or chats.
+
+    torchrun --nproc-per-node 4 examples/finetune_hf.py --model path/to/model --data chats.jsonl --output tuned
+    torchrun --nproc-per-node 4 examples/finetune_hf.py --model path/to/model --data chats.jsonl --output tuned \\
+        --pipeline-model-parallel-size 2 --schedule zbv --bf16 --gradient-checkpointing
+    torchrun --nproc-per-node 2 examples/finetune_hf.py --model path/to/model --data text.jsonl --output adapter \\
+        --lora-rank 16 --lr 1e-4
+
+Each line of the data is {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}; the latter takes a
+tokenizer with a chat template, and where that marks what the assistant says, only this is learnt. Documents are packed
+into sequences of equal length, and do not see each other there. What --output has in the end is a model that
+AutoModelForCausalLM.from_pretrained loads.
+
+Runs on CPU with gloo and on GPUs with NCCL. Ranks beyond one pipeline are replicas of it. A run that was interrupted
+goes on from --checkpoints when it is started again, also with other sizes or another schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoTokenizer
+
+import megapipe
+from megapipe import parallel_state
+from megapipe.checkpoint import Checkpointer
+from megapipe.integrations.transformers import (
+    build_chunks,
+    count_items,
+    forward_step,
+    load_weights,
+    save_pretrained,
+    tie_weights,
+)
+from megapipe.training import GradientReducer
+from megapipe.weight_grad import convert
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="a folder with config, tokenizer and weights as safetensors")
+    parser.add_argument("--from-scratch", action="store_true", help="draw new weights; --model needs none")
+    parser.add_argument("--data", required=True, help="a .jsonl file of texts or chats")
+    parser.add_argument("--output", default=None, help="folder for the trained model")
+    parallel = parser.add_argument_group("parallelism")
+    parallel.add_argument("--pipeline-model-parallel-size", type=int, default=None, help="default: all ranks")
+    parallel.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(megapipe.schedule_names())}")
+    training = parser.add_argument_group("training")
+    training.add_argument("--seq-length", type=int, default=512)
+    training.add_argument("--micro-batch-size", type=int, default=1, help="sequences per microbatch")
+    training.add_argument("--global-batch-size", type=int, default=16, help="sequences per step, over all replicas")
+    training.add_argument("--epochs", type=float, default=1.0)
+    training.add_argument("--train-steps", type=int, default=None, help="instead of --epochs")
+    training.add_argument("--lr", type=float, default=2e-5)
+    training.add_argument("--warmup-steps", type=int, default=10)
+    training.add_argument("--weight-decay", type=float, default=0.0)
+    training.add_argument("--clip-grad", type=float, default=1.0)
+    training.add_argument("--bf16", action="store_true", help="compute in bfloat16 by autocast; weights stay float32")
+    training.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again in backward")
+    training.add_argument("--lora-rank", type=int, default=None, help="train adapters of this rank only (needs peft)")
+    training.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: GPUs, if there are any")
+    training.add_argument("--seed", type=int, default=1234)
+    other = parser.add_argument_group("evaluation, checkpoints and logs")
+    other.add_argument("--eval-fraction", type=float, default=0.02, help="of the data, which is not trained on")
+    other.add_argument("--eval-interval", type=int, default=50, help="steps between evaluations; 0 for none")
+    other.add_argument("--log-interval", type=int, default=10)
+    other.add_argument("--checkpoints", default=None, help="folder to go on from, and to save to")
+    other.add_argument("--save-interval", type=int, default=100, help="steps between checkpoints")
+    other.add_argument("--report-to", choices=("none", "tensorboard", "wandb"), default="none")
+    return parser.parse_args(argv)
+
+
+class Sequences(NamedTuple):
+    """Documents one after the other, cut into sequences of equal length. Each tensor is [sequences, length]."""
+
+    tokens: Tensor
+    positions: Tensor
+    """Begin anew with each document and each sequence: by them the model tells documents apart."""
+    labels: Tensor
+    """The tokens, or -100 for what is not to be learnt."""
+
+    def batch(self, numbers: list[int], device: torch.device) -> dict[str, Tensor]:
+        names = ("input_ids", "position_ids", "labels")
+        return {name: tensor[numbers].long().to(device) for name, tensor in zip(names, self)}
+
+    def split(self, fraction: float) -> tuple[Sequences, Sequences]:
+        """Those to train on, and the last ones, to evaluate with."""
+        last = max(1, round(len(self.tokens) * fraction)) if fraction else 0
+        cut = len(self.tokens) - last
+        return Sequences(*(part[:cut] for part in self)), Sequences(*(part[cut:] for part in self))
+
+
+def read_data(path: str, tokenizer: Any, seq_length: int) -> Sequences:
+    datasets.disable_progress_bars()
+    rows = datasets.load_dataset("json", data_files=path, split="train")
+    rows = rows.map(partial(tokenize, tokenizer=tokenizer), remove_columns=rows.column_names)
+    tokens, labels, positions = [], [], []
+    for row in rows.with_format("torch"):
+        tokens.append(row["tokens"])
+        labels.append(torch.where(row["learnt"], row["tokens"], -100))
+        labels[-1][:1] = -100  # which would be predicted from the document before
+        positions.append(torch.arange(len(row["tokens"])))
+    if not tokens or sum(map(len, tokens)) < 2 * seq_length:
+        raise ValueError(f"--data {path} is too short for two sequences of {seq_length} tokens.")
+    packed = [torch.cat(parts)[: sum(map(len, parts)) // seq_length * seq_length] for parts in (tokens, positions, labels)]
+    found = Sequences(*(part.view(-1, seq_length) for part in packed))
+    # A document that goes on in the next sequence begins anew there.
+    is_first = found.positions == 0
+    is_first[:, 0] = True
+    numbers = torch.arange(seq_length).expand_as(found.positions)
+    starts = torch.where(is_first, numbers, 0).cummax(dim=1).values
+    return found._replace(positions=numbers - starts)
+
+
+def tokenize(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Token by token whether it is to be learnt."""
+    if row.get("messages"):
+        marks = "{% generation %}" in (tokenizer.chat_template or "").replace("{%-", "{%")
+        found = tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=marks, tokenize=True
+        )
+        tokens = found["input_ids"]
+        learnt = [bool(one) for one in found["assistant_masks"]] if marks else [True] * len(tokens)
+    elif row.get("text") is not None:
+        tokens = tokenizer(row["text"])["input_ids"]
+        if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
+            tokens = [*tokens, tokenizer.eos_token_id]
+        learnt = [True] * len(tokens)
+    else:
+        raise ValueError(f'each line of the data needs "text" or "messages", but one has {sorted(row)}.')
+    return {"tokens": tokens, "learnt": learnt}
+
+
+class Trainer:
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args = args
+        self.device = device
+        self.num_replicas = parallel_state.get_data_parallel_world_size()
+        self.num_microbatches, rest = divmod(args.global_batch_size, args.micro_batch_size * self.num_replicas)
+        if rest or not self.num_microbatches:
+            raise ValueError(
+                f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+                f"{args.micro_batch_size} times {self.num_replicas} replicas."
+            )
+        self.forward_backward = megapipe.get_forward_backward_func(args.schedule)
+        self.tokenizer = AutoTokenizer.from_pretrained(args.model)
+        with first_rank_first():  # the others find what it has cached
+            sequences = read_data(args.data, self.tokenizer, args.seq_length)
+        self.sequences, self.evaluated = sequences.split(args.eval_fraction if args.eval_interval else 0.0)
+        if len(self.sequences.tokens) < args.global_batch_size:
+            raise ValueError(
+                f"--data {args.data} has {len(self.sequences.tokens)} sequences to train on, less than "
+                f"--global-batch-size {args.global_batch_size}."
+            )
+        self.num_steps = args.train_steps or math.ceil(
+            args.epochs * len(self.sequences.tokens) / args.global_batch_size
+        )
+        self.chunks = self.build()
+        self.reducer = None
+        self.tied = tie_weights(self.chunks)
+        config = self.chunks[0].config
+        if self.num_replicas > 1:
+            self.reducer = GradientReducer(self.chunks)
+            config.grad_sync_func = self.reducer.start
+        config.finalize_model_grads_func = self.finalize_gradients
+        self.optimizer = megapipe.PipelinedOptimizer(self.chunks, self.make_optimizer, self.hyperparameters)
+        self.scheduler = megapipe.PipelinedLRScheduler(
+            self.optimizer, lambda optimizer: LambdaLR(optimizer, self.learning_rate)
+        )
+        self.checkpointer = None
+        if args.checkpoints is not None:
+            others = {"lr_scheduler": self.scheduler}
+            self.checkpointer = Checkpointer(args.checkpoints, self.chunks, self.optimizer, others=others, keep_last=2)
+
+    def build(self) -> list[Any]:
+        args = self.args
+        chunks = build_chunks(
+            args.model,
+            self.forward_backward,
+            dtype=torch.float32,
+            device=self.device,
+            seed=args.seed if args.from_scratch else None,
+            enable_autocast=args.bf16,
+            autocast_dtype=torch.bfloat16,
+        )
+        if not args.from_scratch:
+            load_weights(chunks, args.model)
+        for chunk in chunks:
+            if args.lora_rank is not None:
+                add_adapter(chunk, args.lora_rank, args.seed)
+            if args.gradient_checkpointing:
+                chunk.gradient_checkpointing_enable()
+            convert(chunk)  # leave weight gradients to W, where the schedule has one
+        return chunks
+
+    def finalize_gradients(self, models: list[nn.Module], num_tokens: Tensor | None) -> None:
+        if self.reducer is not None:
+            self.reducer.finish(models)  # the losses are divided by the tokens of all replicas already
+        if self.tied is not None:
+            self.tied.sum_gradients()
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=self.args.lr)
+
+    def hyperparameters(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        return {"weight_decay": self.args.weight_decay if parameter.dim() > 1 else 0.0}
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to nothing: what --lr is multiplied with."""
+        if step < self.args.warmup_steps:
+            return step / self.args.warmup_steps
+        done = (step - self.args.warmup_steps) / max(1, self.num_steps - self.args.warmup_steps)
+        return max(0.0, 0.5 * (1 + math.cos(math.pi * done)))
+
+    def microbatches(self, step: int) -> list[dict[str, Any]]:
+        """This replica's, of a step. All ranks draw the same numbers, whenever they ask."""
+        args, count = self.args, len(self.sequences.tokens)
+        samples = range(step * args.global_batch_size, (step + 1) * args.global_batch_size)
+        orders = {epoch: shuffled(count, args.seed + epoch) for epoch in {sample // count for sample in samples}}
+        return self.share([orders[sample // count][sample % count] for sample in samples], self.sequences)
+
+    def share(self, numbers: list[int], sequences: Sequences) -> list[dict[str, Any]]:
+        replica, size = parallel_state.get_data_parallel_rank(), self.args.micro_batch_size
+        own = numbers[replica :: self.num_replicas]
+        pieces = [own[first : first + size] for first in range(0, len(own), size)]
+        return count_items([sequences.batch(piece, self.device) for piece in pieces])
+
+    def run_pipeline(self, microbatches: list[dict[str, Any]], forward_only: bool = False) -> Tensor:
+        """The mean loss of all tokens, on every rank."""
+        reports = self.forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=self.chunks,
+            num_microbatches=len(microbatches),
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            forward_only=forward_only,
+        )
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for report in reports:  # on the rank of the last stage
+            loss += report["loss"]
+        dist.all_reduce(loss)
+        return loss
+
+    def train_step(self, step: int) -> tuple[Tensor, float]:
+        """Returns the loss and the gradients' norm before clipping."""
+        loss = self.run_pipeline(self.microbatches(step))
+        norm = megapipe.clip_grad_norm_(self.chunks, self.args.clip_grad).item()
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def evaluate(self) -> float | None:
+        """The mean loss of all tokens that are not trained on, but for those that fill no batch."""
+        size = self.args.micro_batch_size * self.num_replicas
+        numbers = list(range(len(self.evaluated.tokens) // size * size))
+        if not numbers:
+            return None
+        for chunk in self.chunks:
+            chunk.eval()
+        loss = self.run_pipeline(self.share(numbers, self.evaluated), forward_only=True).item()
+        for chunk in self.chunks:
+            chunk.train()
+        return loss
+
+    def save_model(self) -> None:
+        save_pretrained(self.chunks, self.args.output)
+        if dist.get_rank() == 0:
+            self.tokenizer.save_pretrained(self.args.output)
+
+
+def add_adapter(chunk: Any, rank: int, seed: int) -> None:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(seed + chunk.stage.index)  # the same on all replicas
+    chunk.add_adapter(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@contextmanager
+def first_rank_first() -> Iterator[None]:
+    if dist.get_rank() != 0:
+        dist.barrier()
+    yield
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def peak_memory(device: torch.device) -> float:
+    """Of this rank, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Log:
+    """Lines, a bar, and what --report-to names. Only the first rank has them."""
+
+    def __init__(self, args: argparse.Namespace, num_steps: int, first_step: int) -> None:
+        is_first = dist.get_rank() == 0
+        self.console = Console(quiet=not is_first, highlight=False, soft_wrap=True)
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        show = self.console.is_terminal and is_first
+        self.progress = Progress(*columns, console=self.console, disable=not show, transient=True)
+        self.bar = self.progress.add_task("training", total=num_steps, completed=first_step)
+        self.writer: Any = None
+        if is_first and args.report_to == "tensorboard":
+            self.writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(args.output)
+        elif is_first and args.report_to == "wandb":
+            self.writer = importlib.import_module("wandb").init(config=vars(args))
+
+    def write(self, step: int, line: str, **values: float) -> None:
+        self.console.print(line)
+        if hasattr(self.writer, "add_scalar"):
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+        elif self.writer is not None:
+            self.writer.log(values, step=step)
+
+
+def setup(device_type: str | None) -> torch.device:
+    if torch.cuda.is_available() and device_type != "cpu":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        shared = int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()  # NCCL takes one rank per GPU
+        dist.init_process_group("gloo" if shared else "nccl")
+        return device
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def train(args: argparse.Namespace, device: torch.device) -> list[float]:
+    """Returns the losses that were logged."""
+    parallel_state.initialize_model_parallel(args.pipeline_model_parallel_size or dist.get_world_size())
+    torch.manual_seed(args.seed + dist.get_rank())  # dropout
+    trainer = Trainer(args, device)
+    loaded = None if trainer.checkpointer is None else trainer.checkpointer.load(may_be_empty=True)
+    first_step = 0 if loaded is None else loaded.step
+    log = Log(args, trainer.num_steps, first_step)
+    log.console.print(
+        f"{type(trainer.chunks[0]).__name__} on {dist.get_world_size()} ranks, schedule "
+        f"{trainer.forward_backward.name}, {trainer.num_replicas} replicas, {len(trainer.sequences.tokens)} sequences "
+        f"of {args.seq_length} tokens" + (f", going on from step {first_step}" if first_step else "")
+    )
+    losses: list[float] = []
+    started, tokens_per_step = time.perf_counter(), args.global_batch_size * args.seq_length
+    with log.progress:
+        for step in range(first_step, trainer.num_steps):
+            loss, norm = trainer.train_step(step)
+            done = step + 1
+            if done % args.log_interval == 0 or done == trainer.num_steps or step == first_step:
+                losses.append(loss.item())
+                speed = (done - first_step) * tokens_per_step / (time.perf_counter() - started)
+                memory = peak_memory(device)
+                line = (
+                    f"step {done:5d}/{trainer.num_steps} | loss {losses[-1]:.4f} | grad norm {norm:.3f} | "
+                    f"{speed:,.0f} tokens/s | {memory:.2f} GiB"
+                )
+                log.write(done, line, loss=losses[-1], grad_norm=norm, tokens_per_second=speed, memory=memory)
+                log.progress.update(log.bar, description=f"loss {losses[-1]:.3f} {speed:,.0f} tokens/s {memory:.1f} GiB")
+            if args.eval_interval and (done % args.eval_interval == 0 or done == trainer.num_steps):
+                if (loss_of_others := trainer.evaluate()) is not None:
+                    line = f"step {done:5d}/{trainer.num_steps} | evaluation loss {loss_of_others:.4f}"
+                    log.write(done, line, evaluation_loss=loss_of_others)
+            if trainer.checkpointer is not None and (done % args.save_interval == 0 or done == trainer.num_steps):
+                trainer.checkpointer.save(done)
+            log.progress.update(log.bar, completed=done)
+    if trainer.checkpointer is not None:
+        trainer.checkpointer.wait()
+    if args.output is not None:
+        trainer.save_model()
+        log.console.print(f"saved to {args.output}")
+    return losses
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    train(args, setup(args.device))
+    dist.destroy_process_group()
