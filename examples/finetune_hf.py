@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -100,10 +99,10 @@ class Sequences(NamedTuple):
         names = ("input_ids", "position_ids", "labels")
         return {name: tensor[numbers].long().to(device) for name, tensor in zip(names, self)}
 
-    def split(self, fraction: float) -> tuple[Sequences, Sequences]:
-        """Those to train on, and the last ones, to evaluate with."""
-        last = max(1, round(len(self.tokens) * fraction)) if fraction else 0
-        cut = len(self.tokens) - last
+    def split(self, fraction: float, least: int) -> tuple[Sequences, Sequences]:
+        """Those to train on, and the last ones, to evaluate with: at least so many."""
+        last = max(least, round(len(self.tokens) * fraction)) if fraction else 0
+        cut = max(0, len(self.tokens) - last)
         return Sequences(*(part[:cut] for part in self)), Sequences(*(part[cut:] for part in self))
 
 
@@ -119,8 +118,8 @@ def read_data(path: str, tokenizer: Any, seq_length: int) -> Sequences:
         positions.append(torch.arange(len(row["tokens"])))
     if not tokens or sum(map(len, tokens)) < 2 * seq_length:
         raise ValueError(f"--data {path} is too short for two sequences of {seq_length} tokens.")
-    packed = [torch.cat(parts)[: sum(map(len, parts)) // seq_length * seq_length] for parts in (tokens, positions, labels)]
-    found = Sequences(*(part.view(-1, seq_length) for part in packed))
+    end = sum(map(len, tokens)) // seq_length * seq_length
+    found = Sequences(*(torch.cat(parts)[:end].view(-1, seq_length) for parts in (tokens, positions, labels)))
     # A document that goes on in the next sequence begins anew there.
     is_first = found.positions == 0
     is_first[:, 0] = True
@@ -163,7 +162,9 @@ class Trainer:
         self.tokenizer = AutoTokenizer.from_pretrained(args.model)
         with first_rank_first():  # the others find what it has cached
             sequences = read_data(args.data, self.tokenizer, args.seq_length)
-        self.sequences, self.evaluated = sequences.split(args.eval_fraction if args.eval_interval else 0.0)
+        self.sequences, self.evaluated = sequences.split(
+            args.eval_fraction if args.eval_interval else 0.0, args.micro_batch_size * self.num_replicas
+        )
         if len(self.sequences.tokens) < args.global_batch_size:
             raise ValueError(
                 f"--data {args.data} has {len(self.sequences.tokens)} sequences to train on, less than "
@@ -269,12 +270,10 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss, norm
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> float:
         """The mean loss of all tokens that are not trained on, but for those that fill no batch."""
         size = self.args.micro_batch_size * self.num_replicas
         numbers = list(range(len(self.evaluated.tokens) // size * size))
-        if not numbers:
-            return None
         for chunk in self.chunks:
             chunk.eval()
         loss = self.run_pipeline(self.share(numbers, self.evaluated), forward_only=True).item()
@@ -315,10 +314,11 @@ def peak_memory(device: torch.device) -> float:
 
 
 class Log:
-    """Lines, a bar, and what --report-to names. Only the first rank has them."""
+    """Lines, one bar, and what --report-to names. Only the first rank has them."""
 
     def __init__(self, args: argparse.Namespace, num_steps: int, first_step: int) -> None:
         is_first = dist.get_rank() == 0
+        self.num_steps = num_steps
         self.console = Console(quiet=not is_first, highlight=False, soft_wrap=True)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         show = self.console.is_terminal and is_first
@@ -330,13 +330,21 @@ class Log:
         elif is_first and args.report_to == "wandb":
             self.writer = importlib.import_module("wandb").init(config=vars(args))
 
-    def write(self, step: int, line: str, **values: float) -> None:
-        self.console.print(line)
+    def write(self, step: int, **values: float) -> None:
+        """Values by their names."""
+        text = " | ".join(f"{name.replace('_', ' ')} {value:,.{_digits(value)}f}" for name, value in values.items())
+        self.console.print(f"step {step:5d}/{self.num_steps} | {text}")
+        if "loss" in values:
+            self.progress.update(self.bar, description=text)
         if hasattr(self.writer, "add_scalar"):
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
         elif self.writer is not None:
             self.writer.log(values, step=step)
+
+
+def _digits(value: float) -> int:
+    return 0 if value >= 100 else 4
 
 
 def setup(device_type: str | None) -> torch.device:
@@ -368,22 +376,14 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     with log.progress:
         for step in range(first_step, trainer.num_steps):
             loss, norm = trainer.train_step(step)
-            done = step + 1
-            if done % args.log_interval == 0 or done == trainer.num_steps or step == first_step:
+            done, is_last = step + 1, step + 1 == trainer.num_steps
+            if done % args.log_interval == 0 or is_last or step == first_step:
                 losses.append(loss.item())
                 speed = (done - first_step) * tokens_per_step / (time.perf_counter() - started)
-                memory = peak_memory(device)
-                line = (
-                    f"step {done:5d}/{trainer.num_steps} | loss {losses[-1]:.4f} | grad norm {norm:.3f} | "
-                    f"{speed:,.0f} tokens/s | {memory:.2f} GiB"
-                )
-                log.write(done, line, loss=losses[-1], grad_norm=norm, tokens_per_second=speed, memory=memory)
-                log.progress.update(log.bar, description=f"loss {losses[-1]:.3f} {speed:,.0f} tokens/s {memory:.1f} GiB")
-            if args.eval_interval and (done % args.eval_interval == 0 or done == trainer.num_steps):
-                if (loss_of_others := trainer.evaluate()) is not None:
-                    line = f"step {done:5d}/{trainer.num_steps} | evaluation loss {loss_of_others:.4f}"
-                    log.write(done, line, evaluation_loss=loss_of_others)
-            if trainer.checkpointer is not None and (done % args.save_interval == 0 or done == trainer.num_steps):
+                log.write(done, loss=losses[-1], grad_norm=norm, tokens_per_second=speed, GiB=peak_memory(device))
+            if args.eval_interval and (done % args.eval_interval == 0 or is_last):
+                log.write(done, evaluation_loss=trainer.evaluate())
+            if trainer.checkpointer is not None and (done % args.save_interval == 0 or is_last):
                 trainer.checkpointer.save(done)
             log.progress.update(log.bar, completed=done)
     if trainer.checkpointer is not None:

@@ -3,6 +3,7 @@ transformers makes it, microbatch by microbatch."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,15 @@ def assert_same_gradients(chunks: list[nn.Module], model: nn.Module, tied: tuple
                     assert torch.equal(got, want), f"{name}: {(got - want).abs().max()}"
 
 
+def assert_same_weights(model: Any, expected: Any) -> None:
+    assert type(model) is type(expected)
+    states = model.state_dict(), expected.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert tensor.dtype == states[1][name].dtype, name
+        assert torch.equal(tensor, states[1][name]), name
+
+
 def names_of_tied(model: Any) -> tuple[str, ...]:
     if not model.config.tie_word_embeddings:
         return ()
@@ -163,3 +173,49 @@ def check(name: str, schedule: str, folder: Path, num_microbatches: int = 8, def
     reports = run(schedule, chunks, microbatches)
     assert_same_losses(reports, expected, chunks)
     assert_same_gradients(chunks, model, names_of_tied(model))
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def peak_memory() -> int:
+    """Of this process, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def losses_of_trainer(model: Any, num_steps: int, num_microbatches: int, folder: Path) -> list[tuple[float, float]]:
+    """Loss and norm of the gradients in each step of transformers' Trainer, on one process with all microbatches."""
+    rows = [
+        {name: tensor[sample] for name, tensor in batch.items()}
+        for step in range(num_steps)
+        for batch in batches(num_microbatches, seed=step)
+        for sample in range(BATCH)
+    ]
+    trainer = _InOrder(
+        model,
+        transformers.TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=num_microbatches,
+            max_steps=num_steps,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            weight_decay=1e-2,
+            max_grad_norm=1.0,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+    )
+    trainer.train()
+    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]
+
+
+class _InOrder(transformers.Trainer):
+    def _get_train_sampler(self, *arguments: Any) -> torch.utils.data.Sampler[int]:
+        return torch.utils.data.SequentialSampler(self.train_dataset)

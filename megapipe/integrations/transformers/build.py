@@ -13,7 +13,7 @@ from torch import nn
 from ...plan import StageInfo, distribute_layers
 from ...runtime import stages_for_rank
 from .config import ChunkConfig
-from .cut import check_cut, cut, find_parts
+from .cut import CannotCutError, check_cut, cut, find_parts
 from .stage import as_stage, find_routers
 from .step import tie_weights
 
@@ -77,10 +77,21 @@ def _read_config(model: Any) -> Any:
 
 
 def make_meta_model(config: Any, dtype: torch.dtype, attn_implementation: str | None = None) -> Any:
-    """The whole model, on the meta device."""
+    """The whole model, on the meta device. Raises CannotCutError where the config is of no decoder with a head."""
+    transformers: Any = importlib.import_module("transformers")
+    name = type(config).__name__.removesuffix("Config")
+    if config.is_encoder_decoder:
+        raise CannotCutError(f"{name} cannot be cut into stages: it has an encoder besides its decoder.")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
+    if config.get_text_config(decoder=True) is not config:
+        raise CannotCutError(
+            f"{name} cannot be cut into stages: it has towers for other things than text. Take its text model, whose "
+            "config is config.get_text_config()."
+        )
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
-        return importlib.import_module("transformers").AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
 
 
 def _default_device() -> torch.device:

@@ -62,13 +62,6 @@ class Parts(NamedTuple):
 def find_parts(model: Any) -> Parts:
     """Raises CannotCutError where the model is not made of embeddings, a list of layers, a norm and a head."""
     name, config = type(model).__name__, model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise CannotCutError(f"{name} cannot be cut into stages: it has an encoder besides its decoder.")
-    if config.get_text_config(decoder=True) is not config:
-        raise CannotCutError(
-            f"{name} cannot be cut into stages: it has towers for other things than text. Take the part for text alone, "
-            "whose config is config.get_text_config()."
-        )
     embedding = model.get_input_embeddings()
     for decoder_name, decoder in model.named_children():
         children = dict(decoder.named_children())

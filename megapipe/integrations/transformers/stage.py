@@ -13,8 +13,8 @@ from .cut import Absent, Parts
 
 __all__ = ["HuggingFaceStage", "Routers", "as_stage", "find_routers"]
 
-FOR_FIRST = ("input_ids", "inputs_embeds", "token_type_ids")
-FOR_LAST = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+FOR_FIRST = ("inputs_embeds", "token_type_ids")
+FOR_LAST = ("shift_labels", "logits_to_keep")
 
 
 class Routers(NamedTuple):
@@ -49,20 +49,34 @@ class HuggingFaceStage(nn.Module):
         """Called before forward and backward with what the stage before returned: a list of one tensor, or a dict."""
         self._received = input_tensor
 
-    def forward(self, **batch: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
         """Run this stage on a microbatch, given in the words of the whole model: each stage takes what it needs.
 
         Returns on the last stage the loss, or the logits where there are no `labels`. Elsewhere hidden states, and with
         them the routers' logits where the loss is to balance the load of experts.
         """
-        batch.setdefault("use_cache", False)
+        batch = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False, **others}
         routed = None
-        if not self.stage.is_first:
-            batch = {name: value for name, value in batch.items() if name not in FOR_FIRST}
+        if self.stage.is_first:
+            batch["input_ids"] = input_ids
+        else:
+            for name in FOR_FIRST:
+                batch.pop(name, None)
             batch["inputs_embeds"], routed = self._take_input()
         if self.stage.is_last:
-            return self._run_to_end(batch, routed)
-        batch = {name: value for name, value in batch.items() if name not in FOR_LAST}
+            if labels is None:
+                return self._run_to_end(batch, routed).logits
+            return self._run_to_end(batch | {"labels": labels, "num_items_in_batch": num_items_in_batch}, routed).loss
+        for name in FOR_LAST:
+            batch.pop(name, None)
         output = self.parts.decoder_of(self)(**batch)
         if not self._balances_load:
             return output.last_hidden_state
@@ -74,7 +88,7 @@ class HuggingFaceStage(nn.Module):
         (hidden,) = self._received
         return hidden, None
 
-    def _run_to_end(self, batch: dict[str, Any], routed: Tensor | None) -> Tensor:
+    def _run_to_end(self, batch: dict[str, Any], routed: Tensor | None) -> Any:
         """The whole model's forward, whose decoder adds the routers of earlier stages to its own."""
 
         def add_earlier(decoder: nn.Module, inputs: Any, output: Any) -> None:
@@ -82,12 +96,10 @@ class HuggingFaceStage(nn.Module):
 
         hook = None if routed is None else self.parts.decoder_of(self).register_forward_hook(add_earlier)
         try:
-            output = super().forward(**batch)
+            return super().forward(**batch)
         finally:
             if hook is not None:
                 hook.remove()
-        result: Tensor = output.logits if batch.get("labels") is None else output.loss
-        return result
 
     @property
     def _balances_load(self) -> bool:
@@ -149,7 +161,7 @@ _classes: dict[type, type] = {}
 
 
 def as_stage(model: Any, stage: StageInfo, layers: range, parts: Parts, routers: Routers | None) -> Any:
-    """Make `model`, which has been cut, a `HuggingFaceStage` too: its class is swapped for one derived from both. It has
+    """Make `model`, which has been cut, a `HuggingFaceStage` too: its class is swapped for one derived from both, of
     the same name, by which transformers finds things."""
     own = type(model)
     if own not in _classes:

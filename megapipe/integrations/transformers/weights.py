@@ -1,4 +1,4 @@
-"""Weights in and out, in transformers' own format: each rank reads and writes its own, and holds one more layer at most.
+"""Weights in and out, in transformers' own format: each rank reads and writes its own, and holds one more layer.
 
 Names and shapes in files differ from those in memory for some models (experts, for instance, are stored one by one).
 transformers knows how to convert them, and does it here for one layer at a time.

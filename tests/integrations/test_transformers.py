@@ -1,0 +1,107 @@
+"""Three models of transformers: a dense one, one with tied embeddings, one of experts whose load the loss balances.
+models_of_transformers.py has the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import on_ranks
+
+pytest.importorskip("transformers")
+
+import hf_models
+import torch
+import torch.distributed as dist
+import transformers
+
+import megapipe
+from megapipe.integrations.transformers import (
+    CannotCutError,
+    ChunkConfig,
+    build_chunks,
+    count_items,
+    save_pretrained,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("qwen2", "interleaved_1f1b"), ("gemma2", "dualpipev"), ("mixtral", "zbv")]
+)
+@on_ranks(2)
+def test_losses_gradients_and_files_are_those_of_the_whole_model(
+    rank: int, name: str, schedule: str, tmp_path: Path
+) -> None:
+    hf_models.check(name, schedule, tmp_path / "given", num_microbatches=4, deferred=True)
+    chunks = hf_models.load_chunks(tmp_path / "given", "zbv")
+    save_pretrained(chunks, tmp_path / "saved", max_file_size=10**9 if name == "mixtral" else 2 * 10**4)
+    if rank == 0:
+        saved, given = (
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / which) for which in ("saved", "given")
+        )
+        hf_models.assert_same_weights(saved, given)
+
+
+@on_ranks(2)
+def test_new_weights_do_not_depend_on_the_cut(rank: int) -> None:
+    hf_models.initialise(2)
+    weights: list[dict[str, Any]] = []
+    for schedule in ("1f1b", "zbv"):
+        chunks = build_chunks(hf_models.make_config("qwen2"), schedule, seed=5)
+        own = {name: parameter.data for chunk in chunks for name, parameter in chunk.named_parameters()}
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, own)
+        weights.append(gathered[0] | gathered[1])
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@on_ranks(2)
+def test_documents_in_one_sequence_do_not_see_each_other(rank: int, tmp_path: Path) -> None:
+    model = hf_models.make_model("qwen2")
+    hf_models.save_on_first(model, tmp_path)
+    chunks = hf_models.load_chunks(tmp_path, "1f1b")
+    microbatches = hf_models.batches(2)
+    for batch in microbatches:
+        batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1]]).expand(hf_models.BATCH, -1)
+    microbatches = count_items(microbatches)
+    expected = hf_models.reference(model, microbatches)
+    hf_models.assert_same_losses(hf_models.run("1f1b", chunks, microbatches), expected, chunks)
+    hf_models.assert_same_gradients(chunks, model)
+
+
+@on_ranks(2)
+def test_without_a_number_of_items_losses_are_means_over_microbatches(rank: int, tmp_path: Path) -> None:
+    model = hf_models.make_model("qwen2")
+    hf_models.save_on_first(model, tmp_path)
+    chunks = hf_models.load_chunks(tmp_path, "zb1p")
+    microbatches = hf_models.batches(3)
+    expected = hf_models.reference(model, microbatches)
+    hf_models.assert_same_losses(hf_models.run("zb1p", chunks, microbatches), expected, chunks)
+    hf_models.assert_same_gradients(chunks, model)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (lambda: transformers.T5Config(num_layers=2), "encoder"),
+        (lambda: transformers.Gemma3Config(), "towers for other things than text"),
+        (lambda: transformers.ViTConfig(), "is no decoder with a head"),
+        (lambda: transformers.BertConfig(is_decoder=True), "is not made of embeddings"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(config: Any, why: str) -> None:
+    with pytest.raises(CannotCutError, match=why):
+        build_chunks(config(), megapipe.get_forward_backward_func("no_pipelining"))
+
+
+def test_a_config_is_the_pipelines_and_the_models() -> None:
+    model_config = hf_models.make_config("qwen2")
+    config = ChunkConfig(model_config, timeout=5.0)
+    config.max_in_flight = 2
+    config.rms_norm_eps = 0.5
+    assert (config.timeout, config.vocab_size, model_config.rms_norm_eps) == (5.0, hf_models.VOCABULARY, 0.5)
+    assert not hasattr(model_config, "max_in_flight")
+    with pytest.raises(AttributeError):
+        _ = config.nothing_of_this_name
