@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -71,22 +74,25 @@ class HuggingFaceStage(nn.Module):
             for name in FOR_FIRST:
                 batch.pop(name, None)
             batch["inputs_embeds"], routed = self._take_input()
-        if self.stage.is_last:
+        with _telling_of_tracing(batch.get("input_ids", batch.get("inputs_embeds"))):
+            if not self.stage.is_last:
+                return self._run_decoder(batch, routed)
             if labels is None:
                 return self._run_to_end(batch, routed).logits
             return self._run_to_end(batch | {"labels": labels, "num_items_in_batch": num_items_in_batch}, routed).loss
-        for name in FOR_LAST:
-            batch.pop(name, None)
-        output = self.parts.decoder_of(self)(**batch)
-        if not self._balances_load:
-            return output.last_hidden_state
-        return _message(output.last_hidden_state, _joined(routed, output.router_logits, output.last_hidden_state.dtype))
 
     def _take_input(self) -> tuple[Tensor, Tensor | None]:
         if isinstance(self._received, dict):
             return self._received["hidden_states"], self._received.get("router_logits")
         (hidden,) = self._received
         return hidden, None
+
+    def _run_decoder(self, batch: dict[str, Any], routed: Tensor | None) -> Any:
+        for name in FOR_LAST:
+            batch.pop(name, None)
+        output = self.parts.decoder_of(self)(**batch)
+        hidden: Tensor = output.last_hidden_state
+        return _message(hidden, _joined(routed, output.router_logits, hidden.dtype)) if self._balances_load else hidden
 
     def _run_to_end(self, batch: dict[str, Any], routed: Tensor | None) -> Any:
         """The whole model's forward, whose decoder adds the routers of earlier stages to its own."""
@@ -126,6 +132,22 @@ class HuggingFaceStage(nn.Module):
         if not num_routers:
             return _message(hidden, None)
         return _message(hidden, hidden.new_empty(num_routers, batch_size * seq_length, self.routers.num_experts))
+
+
+@contextmanager
+def _telling_of_tracing(tensor: Any) -> Iterator[None]:
+    """While a stage is captured: transformers then makes masks without a look at the values of tensors."""
+    functional = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensor
+    if not isinstance(tensor, functional):
+        yield
+        return
+    compiler: Any = torch.compiler  # which transformers asks
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
 
 
 def _message(hidden: Tensor, routed: Tensor | None) -> dict[str, Tensor]:

@@ -39,24 +39,36 @@ def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
 
     Raises ValueError where something is missing, or of another shape; FileNotFoundError where there are no such files.
     """
-    with ExitStack() as stack, _no_progress_bars():
-        slices = _open_all(Path(path), stack)
+    path = Path(path)
+    files = _files_of(path)
+    with _no_progress_bars():
         for chunk in chunks:
-            _load_chunk(chunk, slices, Path(path))
+            _load_chunk(chunk, files, path)
 
 
-def _open_all(path: Path, stack: ExitStack) -> dict[str, Any]:
+def _files_of(path: Path) -> dict[str, str]:
     """Every name in the files, with the file that has it."""
+    index, single = path / INDEX, path / "model.safetensors"
+    if index.exists():
+        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return files
+    if not single.exists():
+        raise FileNotFoundError(f"{path} has no {single.name}, nor an index: give a folder with weights as safetensors.")
+    with importlib.import_module("safetensors").safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single.name)
+
+
+@contextmanager
+def _slices(keys: Sequence[str], files: dict[str, str], path: Path) -> Iterator[dict[str, Any]]:
+    """What is read only when it is asked for. Files are mapped into memory for as long."""
     safe_open = importlib.import_module("safetensors").safe_open
-    index = path / INDEX
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    if missing := [name for name in names if not (path / name).exists()]:
-        raise FileNotFoundError(f"{path} has no {missing[0]}: give a folder with the weights as safetensors.")
-    files = [stack.enter_context(safe_open(path / name, framework="pt")) for name in sorted(names)]
-    return {key: file for file in files for key in file.keys()}  # noqa: SIM118  # it is no dict
+    with ExitStack() as stack:
+        names = sorted({files[key] for key in keys})
+        opened = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in names}
+        yield {key: opened[files[key]].get_slice(key) for key in keys}
 
 
-def _load_chunk(chunk: Any, files: dict[str, Any], path: Path) -> None:
+def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
     loading: Any = importlib.import_module("transformers.core_model_loading")
     model = make_meta_model(chunk.config.model_config, chunk.dtype)
     keys = _keys_by_layer(model, chunk, files)
@@ -66,17 +78,18 @@ def _load_chunk(chunk: Any, files: dict[str, Any], path: Path) -> None:
     targets = chunk.state_dict()
     missing = set(targets)
     for layer in (None, *chunk.layers):
-        slices = {key: files[key].get_slice(key) for key in keys[layer]}
-        info, _ = loading.convert_and_load_state_dict_in_model(model, slices, config)
-        if info.mismatched_keys:
-            name, got, expected = next(iter(info.mismatched_keys))
-            raise ValueError(f"{name} in {path} has the shape {list(got)}, but the model {list(expected)}.")
-        loaded = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
-        for name, source in [*((name, name) for name in loaded), *ties.items()]:
-            if source in loaded and name in targets:
-                targets[name].copy_(loaded[source])
-                missing.discard(name)
-        model.to("meta")
+        with _slices(keys[layer], files, path) as slices:
+            info, _ = loading.convert_and_load_state_dict_in_model(model, slices, config)
+            if info.mismatched_keys:
+                name, got, expected = next(iter(info.mismatched_keys))
+                raise ValueError(f"{name} in {path} has the shape {list(got)}, but the model {list(expected)}.")
+            loaded = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+            for name, source in [*((name, name) for name in loaded), *ties.items()]:
+                if source in loaded and name in targets:
+                    targets[name].copy_(loaded[source])
+                    missing.discard(name)
+            del loaded
+            model.to("meta")
     if chunk.stage.is_first and chunk.stage.is_last:
         missing -= tied_names(chunk).keys()
     if missing:
@@ -182,7 +195,7 @@ def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a chunk as they are in files, layer by layer."""
     revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
     has_adapters = getattr(chunk, "_hf_peft_config_loaded", False)
-    state = chunk.get_adapter_state_dict() if has_adapters else chunk.state_dict()
+    state = _adapters_of(chunk) if has_adapters else chunk.state_dict()
     by_layer: dict[int | None, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in state.items():
         if name not in tied_names(chunk):
@@ -194,6 +207,15 @@ def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
         else:
             whole = revert(chunk, whole)
         yield from whole.items()
+
+
+def _adapters_of(chunk: Any) -> dict[str, Tensor]:
+    peft: Any = importlib.import_module("peft")
+    name = chunk.active_adapters()[0]
+    adapters: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        chunk, adapter_name=name, save_embedding_layers=False
+    )
+    return adapters
 
 
 def _whole(tensor: Tensor) -> Tensor:
