@@ -114,7 +114,7 @@ def test_adapters_are_trained_and_only_they_are_saved(rank: int, name: str, tmp_
     microbatches = count_items(hf_models.batches(4))
     expected = hf_models.reference(adapted, microbatches)
     hf_models.assert_same_losses(hf_models.run("zbv", chunks, microbatches), expected, chunks)
-    parameters = dict(adapted.named_parameters())
+    parameters = dict(adapted.named_parameters(remove_duplicate=False))
     num_trained = 0
     for chunk in chunks:
         for name_here, parameter in chunk.named_parameters():
@@ -154,7 +154,9 @@ def test_ten_steps_of_two_replicas_are_those_of_the_trainer(rank: int, name: str
         losses.append((total.item(), norm.item()))
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(losses[0], expected[0], rtol=1e-6, atol=0)
+    # Replicas add up in another order, and AdamW turns the last bit of a small gradient into a step of its size.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-3, atol=0)
 
 
 @on_ranks(4)

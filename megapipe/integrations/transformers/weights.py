@@ -53,7 +53,9 @@ def _files_of(path: Path) -> dict[str, str]:
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return files
     if not single.exists():
-        raise FileNotFoundError(f"{path} has no {single.name}, nor an index: give a folder with weights as safetensors.")
+        raise FileNotFoundError(
+            f"{path} has no {single.name}, nor an index: give a folder with safetensors."
+        )
     with importlib.import_module("safetensors").safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
 
@@ -168,9 +170,13 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
         if len(files) > 1:
             break
         _gather(None, group)
-    _gather(None, group)
+    targets = _gather([_adapter_config(chunk).target_modules for chunk in chunks] if has_adapters else [], group)
     if is_first:
-        _finish(chunks[0], folder, name, files)
+        _finish(folder, name, files)
+        if has_adapters:
+            _save_adapter_config(chunks[0], [one for of_rank in targets for one in of_rank], folder)
+        else:
+            _save_config(chunks[0], folder)
     _gather(None, group)
 
 
@@ -212,9 +218,7 @@ def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
 def _adapters_of(chunk: Any) -> dict[str, Tensor]:
     peft: Any = importlib.import_module("peft")
     name = chunk.active_adapters()[0]
-    adapters: dict[str, Tensor] = peft.get_peft_model_state_dict(
-        chunk, adapter_name=name, save_embedding_layers=False
-    )
+    adapters: dict[str, Tensor] = peft.get_peft_model_state_dict(chunk, adapter_name=name, save_embedding_layers=False)
     return adapters
 
 
@@ -224,8 +228,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _finish(chunk: Any, folder: Path, name: str, files: Sequence[SafetensorsFile]) -> None:
-    """Give all files their names, remove what an earlier model left, and write what is no weight."""
+def _finish(folder: Path, name: str, files: Sequence[SafetensorsFile]) -> None:
+    """Give all files their names, remove what an earlier model left, and write the index."""
     for file in files:
         file.finish()
     index = folder / f"{name}.safetensors.index.json"
@@ -236,9 +240,21 @@ def _finish(chunk: Any, folder: Path, name: str, files: Sequence[SafetensorsFile
         where = {entry.name: file.path.name for file in files for entry in file.entries}
         total = sum(entry.num_bytes for file in files for entry in file.entries)
         index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True))
-    if getattr(chunk, "_hf_peft_config_loaded", False):
-        chunk.peft_config[chunk.active_adapters()[0]].save_pretrained(folder)
-        return
+
+
+def _adapter_config(chunk: Any) -> Any:
+    return chunk.peft_config[chunk.active_adapters()[0]]
+
+
+def _save_adapter_config(chunk: Any, targets: Sequence[Any], folder: Path) -> None:
+    """With the modules that have adapters on any stage: peft has found "all-linear" ones on each by themselves."""
+    config = copy.deepcopy(_adapter_config(chunk))
+    if all(isinstance(one, (set, list)) for one in targets):
+        config.target_modules = set().union(*targets)
+    config.save_pretrained(folder)
+
+
+def _save_config(chunk: Any, folder: Path) -> None:
     config = copy.deepcopy(chunk.config.model_config)
     config.architectures, config.dtype = [type(chunk).__name__], chunk.dtype
     config.save_pretrained(folder)
