@@ -82,6 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     other.add_argument("--log-interval", type=int, default=10)
     other.add_argument("--checkpoints", default=None, help="folder to go on from, and to save to")
     other.add_argument("--save-interval", type=int, default=100, help="steps between checkpoints")
+    other.add_argument("--stop-after", type=int, default=None, help="steps, to go on another time")
     other.add_argument("--report-to", choices=("none", "tensorboard", "wandb"), default="none")
     return parser.parse_args(argv)
 
@@ -374,9 +375,10 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     losses: list[float] = []
     started, tokens_per_step = time.perf_counter(), args.global_batch_size * args.seq_length
     with log.progress:
-        for step in range(first_step, trainer.num_steps):
+        end = min(trainer.num_steps, args.stop_after or trainer.num_steps)
+        for step in range(first_step, end):
             loss, norm = trainer.train_step(step)
-            done, is_last = step + 1, step + 1 == trainer.num_steps
+            done, is_last = step + 1, step + 1 == end
             if done % args.log_interval == 0 or is_last or step == first_step:
                 losses.append(loss.item())
                 speed = (done - first_step) * tokens_per_step / (time.perf_counter() - started)

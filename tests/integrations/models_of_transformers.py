@@ -182,9 +182,7 @@ def test_a_rank_never_holds_more_than_its_own_layers(rank: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe", "gpt2"])
 @on_ranks(2)
-def test_ten_steps_with_a_change_of_schedule_are_those_of_the_whole_model(
-    rank: int, name: str, tmp_path: Path
-) -> None:
+def test_ten_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: int, name: str, tmp_path: Path) -> None:
     model = hf_models.make_model(name)
     hf_models.save_on_first(model, tmp_path / "given")
     whole_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

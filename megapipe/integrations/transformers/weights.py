@@ -53,9 +53,7 @@ def _files_of(path: Path) -> dict[str, str]:
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return files
     if not single.exists():
-        raise FileNotFoundError(
-            f"{path} has no {single.name}, nor an index: give a folder with safetensors."
-        )
+        raise FileNotFoundError(f"{path} has no {single.name}, nor an index: give a folder with safetensors.")
     with importlib.import_module("safetensors").safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
 

@@ -1,0 +1,100 @@
+"""examples/finetune_hf.py with a model and a tokenizer made here: `make test-models`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+import hf_models
+import tokenizers
+import transformers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = (
+    "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --warmup-steps 2 --log-interval 1 "
+    "--eval-interval 4 --eval-fraction 0.05"
+)
+TEXT = Path(json.__file__).read_text()
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a model, its tokenizer, text.jsonl and chats.jsonl."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(tmp_path)
+    hf_models.make_model("llama", vocab_size=len(fast)).save_pretrained(tmp_path)
+    paragraphs = TEXT.split("\n\n")
+    roles = ("user", "assistant")
+    chats = [
+        [{"role": role, "content": part} for role, part in zip(roles, two)] for two in itertools.pairwise(paragraphs)
+    ]
+    write_lines(tmp_path / "text.jsonl", [{"text": paragraph} for paragraph in paragraphs])
+    write_lines(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
+    return tmp_path
+
+
+def write_lines(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def finetune(rank: int, arguments: str) -> list[float]:
+    sys.path.insert(0, str(EXAMPLES))
+    import finetune_hf
+
+    losses: list[float] = finetune_hf.train(finetune_hf.parse_args(arguments.split()), torch.device("cpu"))
+    return losses
+
+
+def arguments_for(folder: Path, data: str, more: str) -> str:
+    return f"--model {folder} --data {folder / data} {SMALL} {more}"
+
+
+@pytest.mark.parametrize("data", ["text.jsonl", "chats.jsonl"])
+def test_losses_fall_and_do_not_depend_on_the_arrangement(ranks: RankPool, folder: Path, data: str) -> None:
+    (expected,) = ranks.run(1, finetune, arguments_for(folder, data, "--train-steps 8"))
+    assert expected[-1] < expected[0] - 0.3
+    for num_ranks, options in [
+        (2, "--schedule zbv --gradient-checkpointing"),
+        (4, "--schedule 1f1b --pipeline-model-parallel-size 2"),
+    ]:
+        for losses in ranks.run(num_ranks, finetune, arguments_for(folder, data, f"--train-steps 8 {options}")):
+            assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_run_goes_on_under_another_schedule_and_is_loaded_by_transformers(ranks: RankPool, folder: Path) -> None:
+    more = f"--epochs 0.5 --checkpoints {folder / 'checkpoints'} --save-interval 2 --output {folder / 'out'}"
+    (expected,) = ranks.run(1, finetune, arguments_for(folder, "text.jsonl", "--epochs 0.5"))
+    begun = arguments_for(folder, "text.jsonl", more + " --stop-after 4 --schedule zbv")
+    ranks.run(2, finetune, begun)
+    losses = ranks.run(2, finetune, arguments_for(folder, "text.jsonl", more + " --schedule 1f1b"))[0]
+    assert losses == pytest.approx(expected[4:], rel=1e-4)
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder / "out").config.vocab_size == 300
+
+
+def test_adapters_in_bf16(ranks: RankPool, folder: Path) -> None:
+    pytest.importorskip("peft")
+    more = f"--train-steps 4 --schedule dualpipev --bf16 --lora-rank 4 --output {folder / 'out'}"
+    for losses in ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", more)):
+        assert losses[-1] < losses[0]
+    assert (folder / "out" / "adapter_model.safetensors").exists()
+    assert not (folder / "out" / "model.safetensors").exists()
