@@ -88,11 +88,12 @@ def batches(num_microbatches: int, seed: int = 0) -> list[dict[str, Tensor]]:
     return found
 
 
-def reference(model: Any, microbatches: list[dict[str, Any]]) -> list[Tensor]:
+def reference(model: Any, microbatches: list[dict[str, Any]], autocast: bool = False) -> list[Tensor]:
     """Losses; gradients are in the model."""
     losses = []
     for batch in microbatches:
-        loss = model(**batch, use_cache=False).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**batch, use_cache=False).loss
         losses.append(loss.detach())
         (loss if "num_items_in_batch" in batch else loss / len(microbatches)).backward()
     return losses
@@ -100,10 +101,15 @@ def reference(model: Any, microbatches: list[dict[str, Any]]) -> list[Tensor]:
 
 def run(schedule: str, chunks: list[Any], microbatches: list[dict[str, Any]], **options: Any) -> list[Any]:
     """One step of the schedule."""
-    arguments = {"seq_length": SEQUENCE, "micro_batch_size": BATCH, "data_iterator": iter(microbatches)}
-    return megapipe.get_forward_backward_func(schedule)(
-        forward_step_func=forward_step, model=chunks, num_microbatches=len(microbatches), **{**arguments, **options}
-    )
+    arguments: dict[str, Any] = {
+        "forward_step_func": forward_step,
+        "data_iterator": iter(microbatches),
+        "model": chunks,
+        "num_microbatches": len(microbatches),
+        "seq_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+    }
+    return megapipe.get_forward_backward_func(schedule)(**{**arguments, **options})
 
 
 def initialise(pp_size: int) -> None:

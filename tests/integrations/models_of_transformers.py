@@ -241,3 +241,54 @@ def test_sharded_layers(rank: int, name: str, tmp_path: Path) -> None:
     if rank == 0:
         saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         hf_models.assert_same_weights(saved, model)
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+@on_ranks(2)
+def test_weights_in_bfloat16(rank: int, name: str, tmp_path: Path) -> None:
+    hf_models.save_on_first(hf_models.make_model(name), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    chunks = hf_models.load_chunks(tmp_path, "zbv", dtype=torch.bfloat16)
+    for chunk in chunks:
+        convert(chunk)
+    microbatches = count_items(hf_models.batches(4))
+    expected = hf_models.reference(model, microbatches)
+    hf_models.assert_same_losses(hf_models.run("zbv", chunks, microbatches), expected, chunks)
+    if not model.config.tie_word_embeddings:
+        hf_models.assert_same_gradients(chunks, model)
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+@on_ranks(2)
+def test_masked_padding_and_autocast(rank: int, name: str, tmp_path: Path) -> None:
+    model = hf_models.make_model(name)
+    hf_models.save_on_first(model, tmp_path)
+    chunks = hf_models.load_chunks(tmp_path, "1f1b", enable_autocast=True, autocast_dtype=torch.bfloat16)
+    microbatches = hf_models.batches(4)
+    for number, batch in enumerate(microbatches):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, hf_models.SEQUENCE - number :] = 0
+        batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["labels"], -100)
+    microbatches = count_items(microbatches)
+    expected = hf_models.reference(model, microbatches, autocast=True)
+    hf_models.assert_same_losses(hf_models.run("1f1b", chunks, microbatches), expected, chunks)
+    if not model.config.tie_word_embeddings:
+        hf_models.assert_same_gradients(chunks, model)
+
+
+@on_ranks(2)
+def test_logits_without_labels(rank: int, tmp_path: Path) -> None:
+    model = hf_models.make_model("gemma3").eval()
+    hf_models.save_on_first(model, tmp_path)
+    chunks = hf_models.load_chunks(tmp_path, "1f1b")
+    chunks[0].eval()
+    tokens = [{"input_ids": batch["input_ids"]} for batch in hf_models.batches(3)]
+
+    def step(data_iterator: Any, chunk: Any) -> Any:
+        return chunk(**next(data_iterator)), lambda logits: (logits.sum(), logits)
+
+    logits = hf_models.run("1f1b", chunks, tokens, forward_step_func=step, forward_only=True)
+    with torch.no_grad():
+        for got, batch in zip(logits, tokens):
+            assert torch.equal(got, model(**batch).logits)
+    assert len(logits) == (3 if rank else 0)

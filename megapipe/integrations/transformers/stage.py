@@ -82,17 +82,26 @@ class HuggingFaceStage(nn.Module):
             return self._run_to_end(batch | {"labels": labels, "num_items_in_batch": num_items_in_batch}, routed).loss
 
     def _take_input(self) -> tuple[Tensor, Tensor | None]:
+        routed = None
         if isinstance(self._received, dict):
-            return self._received["hidden_states"], self._received.get("router_logits")
-        (hidden,) = self._received
-        return hidden, None
+            hidden, routed = self._received["hidden_states"], self._received.get("router_logits")
+        else:
+            (hidden,) = self._received
+        # A view: of a leaf autocast would keep one copy for all that use it, and add up their gradients in bfloat16.
+        return hidden.view_as(hidden), routed
 
     def _run_decoder(self, batch: dict[str, Any], routed: Tensor | None) -> Any:
         for name in FOR_LAST:
             batch.pop(name, None)
         output = self.parts.decoder_of(self)(**batch)
         hidden: Tensor = output.last_hidden_state
-        return _message(hidden, _joined(routed, output.router_logits, hidden.dtype)) if self._balances_load else hidden
+        if not self._balances_load:
+            return hidden
+        return _message(hidden, _joined(routed, output.router_logits, self._router_dtype(hidden.dtype)))
+
+    def _router_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What linear layers return, for hidden states of `dtype`."""
+        return (self.config.autocast_dtype or torch.bfloat16) if self.config.enable_autocast else dtype
 
     def _run_to_end(self, batch: dict[str, Any], routed: Tensor | None) -> Any:
         """The whole model's forward, whose decoder adds the routers of earlier stages to its own."""
@@ -131,7 +140,8 @@ class HuggingFaceStage(nn.Module):
         num_routers = self.routers.num_before + (self.routers.num_own if is_output else 0)
         if not num_routers:
             return _message(hidden, None)
-        return _message(hidden, hidden.new_empty(num_routers, batch_size * seq_length, self.routers.num_experts))
+        shape = num_routers, batch_size * seq_length, self.routers.num_experts
+        return _message(hidden, torch.empty(shape, dtype=self._router_dtype(dtype)))
 
 
 @contextmanager
