@@ -81,7 +81,7 @@ def test_activations_computed_again(rank: int, name: str, tmp_path: Path) -> Non
     assert all(layer.gradient_checkpointing for chunk in chunks for layer in chunk.own_layers)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3", "mistral", "granite"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3", "mistral", "granite", "mixtral"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
 @on_ranks(2)
 def test_captured_stages(rank: int, name: str, schedule: str, tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_captured_stages(rank: int, name: str, schedule: str, tmp_path: Path) ->
     chunks = hf_models.load_chunks(tmp_path, schedule, attn_implementation="eager")
     microbatches = count_items(hf_models.batches(4))
     first = microbatches[0]
-    hidden = torch.empty(hf_models.BATCH, hf_models.SEQUENCE, model.config.hidden_size)
     for chunk in chunks:
         example = (first["input_ids"], None, None, first["labels"], first["num_items_in_batch"])
-        capture(chunk, example, input_tensor=None if chunk.stage.is_first else hidden)
+        received = chunk.infer_stage_inputs_from_pipeline_inputs({"input_ids": first["input_ids"]}, 1)
+        capture(chunk, example, input_tensor=None if chunk.stage.is_first else received)
     expected = hf_models.reference(model, microbatches)
     hf_models.assert_same_losses(hf_models.run(schedule, chunks, microbatches), expected, chunks)
     hf_models.assert_same_gradients(chunks, model, hf_models.names_of_tied(model))

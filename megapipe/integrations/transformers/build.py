@@ -110,6 +110,10 @@ def _make_chunk(model: Any, stage: StageInfo, layers: range, device: torch.devic
     _initialise(model, seed)
     if not stage.is_first:
         check_cut(model, parts)
+    if routers is not None:
+        # Now, and not in the first forward: that may be one of several by which a graph is made.
+        recording: Any = importlib.import_module("transformers.utils.output_capturing")
+        recording.maybe_install_capturing_hooks(parts.decoder_of(model))
     return as_stage(model, stage, layers, parts, routers).train()
 
 
