@@ -13,9 +13,10 @@ they have in the whole model. See docs/huggingface.md. transformers is imported 
 from .build import build_chunks
 from .config import ChunkConfig
 from .cut import CannotCutError
+from .loading import load_weights
+from .saving import save_pretrained
 from .stage import HuggingFaceStage
 from .step import count_items, forward_step, tie_weights
-from .weights import load_weights, save_pretrained
 
 __all__ = [
     "CannotCutError",

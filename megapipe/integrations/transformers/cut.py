@@ -58,6 +58,11 @@ class Parts(NamedTuple):
         layers: nn.ModuleList = getattr(self.decoder_of(model), self.layers)
         return layers
 
+    def layer_of(self, name: str) -> int | None:
+        """Which layer a parameter of this name is in; None for those outside."""
+        prefix = f"{self.decoder}.{self.layers}."
+        return int(name[len(prefix) :].split(".")[0]) if name.startswith(prefix) else None
+
 
 def find_parts(model: Any) -> Parts:
     """Raises CannotCutError where the model is not made of embeddings, a list of layers, a norm and a head."""

@@ -1,0 +1,125 @@
+"""Read weights in transformers' own format: each rank its own, one layer at a time.
+
+Names and shapes in files differ from those in memory for some models (experts, for instance, are stored one by one).
+transformers knows how to convert them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .build import make_meta_model
+from .cut import cut
+from .step import tied_names
+
+__all__ = ["load_weights"]
+
+INDEX = "model.safetensors.index.json"
+
+
+def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
+    """Read the weights of this rank's chunks from a folder of transformers' safetensors files.
+
+    Only tensors of this rank are read; dtypes become those of the chunks. Each rank calls it by itself, before adapters
+    are added and before `fully_shard`.
+
+    Raises ValueError where something is missing, or of another shape; FileNotFoundError where there are no such files.
+    """
+    path = Path(path)
+    files = _files_of(path)
+    with _no_progress_bars():
+        for chunk in chunks:
+            _load_chunk(chunk, files, path)
+
+
+def _files_of(path: Path) -> dict[str, str]:
+    """Every name in the files, with the file that has it."""
+    index, single = path / INDEX, path / "model.safetensors"
+    if index.exists():
+        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return files
+    if not single.exists():
+        raise FileNotFoundError(f"{path} has no {single.name}, nor an index: give a folder with safetensors.")
+    with importlib.import_module("safetensors").safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single.name)
+
+
+@contextmanager
+def _slices(keys: Sequence[str], files: dict[str, str], path: Path) -> Iterator[dict[str, Any]]:
+    """What is read only when it is asked for. Files are mapped into memory for as long."""
+    safe_open = importlib.import_module("safetensors").safe_open
+    with ExitStack() as stack:
+        names = sorted({files[key] for key in keys})
+        opened = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in names}
+        yield {key: opened[files[key]].get_slice(key) for key in keys}
+
+
+def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    model = make_meta_model(chunk.config.model_config, chunk.dtype)
+    keys = _keys_by_layer(model, chunk, files)
+    ties = {} if chunk.stage.is_first else tied_names(chunk)
+    cut(model, chunk.parts, chunk.stage, chunk.layers, keep_embedding=chunk.stage.is_last and bool(ties))
+    config = _load_config(model, chunk.dtype)
+    targets = chunk.state_dict()
+    missing = set(targets)
+    for layer in (None, *chunk.layers):
+        with _slices(keys[layer], files, path) as slices:
+            info, _ = loading.convert_and_load_state_dict_in_model(model, slices, config)
+            if info.mismatched_keys:
+                name, got, expected = next(iter(info.mismatched_keys))
+                raise ValueError(f"{name} in {path} has the shape {list(got)}, but the model {list(expected)}.")
+            loaded = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+            for name, source in [*((name, name) for name in loaded), *ties.items()]:
+                if source in loaded and name in targets:
+                    targets[name].copy_(loaded[source])
+                    missing.discard(name)
+            del loaded
+            model.to("meta")
+    if chunk.stage.is_first and chunk.stage.is_last:
+        missing -= tied_names(chunk).keys()
+    if missing:
+        raise ValueError(f"{path} has no weights for {', '.join(sorted(missing))}.")
+
+
+def _load_config(model: Any, dtype: torch.dtype) -> Any:
+    conversions = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    return importlib.import_module("transformers.modeling_utils").LoadStateDictConfig(
+        dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=conversions
+    )
+
+
+def _keys_by_layer(model: Any, chunk: Any, keys: Any) -> dict[int | None, list[str]]:
+    """Names in files, by the layer they are for; None for all outside layers."""
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    conversions = _load_config(model, chunk.dtype).weight_mapping
+    renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
+    names = model.state_dict()
+    found: dict[int | None, list[str]] = defaultdict(list)
+    for key in keys:
+        name, _ = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        found[chunk.parts.layer_of(name)].append(key)
+    return found
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """One for each layer would be too many."""
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    were_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_enabled:
+            logging.enable_progress_bar()
