@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import zlib
@@ -53,7 +54,7 @@ def build_chunks(
 
     Raises CannotCutError, a ValueError, for models that are no such decoders.
     """
-    config = _read_config(model)
+    config = copy.deepcopy(_read_config(model))  # transformers writes into it
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
     chunk_config = ChunkConfig(config, **settings)

@@ -24,8 +24,8 @@ def forward_step(data_iterator: Iterator[Batch] | None, chunk: nn.Module) -> tup
         data_iterator: yields what the model is called with: `input_ids` and `labels`, [batch, sequence], the same as
             in transformers, and if needed `attention_mask`, `position_ids`, ... All ranks of a pipeline read the same;
             those in the middle only need masks and positions, and may have None where there are none. With
-            `num_items_in_batch` (see `count_items`) losses are divided by it, otherwise each is the mean over its
-            microbatch, and divided by the number of microbatches.
+            `num_items_in_batch` (see `count_items`; with replicas there must be) losses are divided by it, otherwise
+            each is the mean over its microbatch, and divided by the number of microbatches.
     """
     batch = {} if data_iterator is None else next(data_iterator)
     return chunk(**batch), partial(_loss_func, batch)
@@ -34,12 +34,19 @@ def forward_step(data_iterator: Iterator[Batch] | None, chunk: nn.Module) -> tup
 def _loss_func(batch: Batch, loss: Tensor) -> Any:
     report = {"loss": loss.detach()}
     num_items = batch.get("num_items_in_batch")
-    if num_items is None:
-        return loss, report
     num_replicas = parallel_state.get_data_parallel_world_size() if dist.is_initialized() else 1
+    if num_items is None:
+        if num_replicas > 1 and loss.requires_grad:
+            raise ValueError(
+                f"with {num_replicas} replicas microbatches need num_items_in_batch: pass count_items(microbatches)."
+            )
+        return loss, report
     if num_replicas > 1:
         loss = loss * num_replicas  # gradients are averaged over them
-    return loss, _num_predicted(batch), report
+    # Of the whole batch's tokens, times replicas: gradients are divided already, and who divides those that have been
+    # averaged by the tokens of a replica, or added up ones by the tokens of all, divides them by one.
+    share = _num_predicted(batch).double() / num_items * num_replicas
+    return loss, share, report
 
 
 def _num_predicted(batch: Batch) -> Tensor:
