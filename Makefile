@@ -13,13 +13,14 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu fuzz soak lint docs bench format clean
+.PHONY: help pretrain generate test test-gpu test-models fuzz soak lint docs bench format clean
 
 help:
 	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
 	@echo "make generate   let the model of the last \`make pretrain\` write, with $(NPROC) pipeline ranks"
 	@echo "make test       run the tests, and print the forty slowest; TORCH=2.15.0 does it (and all else) with that torch"
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
+	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs transformers)"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
 	@echo "make soak       run the tests that take long, then kill ranks of a run at 50 random moments (SEED=...): 20 minutes"
 	@echo "make lint       ruff and mypy"
@@ -54,6 +55,12 @@ test-gpu: $(INSTALLED)
 	else \
 		echo "make test-gpu: skipped, since torch finds no CUDA device here; make test runs the same tests on the CPU."; \
 	fi
+
+# Nothing is downloaded from hubs: models are made from small random configs.
+test-models: $(INSTALLED)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[models]'
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest tests/integrations/test_transformers.py \
+		tests/integrations/models_of_transformers.py tests/integrations/finetuning.py
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -W ignore tests/fuzz.py --minutes $(MINUTES) $(addprefix --seed ,$(SEED))

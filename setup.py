@@ -12,6 +12,8 @@ extras = {
     "examples": ["rich>=13", "numpy"],
     "viz": ["rich>=13", "matplotlib>=3.8", "plotly>=5.20"],
     "safetensors": ["safetensors>=0.4"],
+    "transformers": ["transformers>=5.23", "safetensors>=0.4"],
+    "models": ["transformers>=5.23", "datasets", "peft", "accelerate", "safetensors>=0.4"],
     "te": ["transformer-engine[pytorch]"],
     "test": [
         "pytest>=8",
