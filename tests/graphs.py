@@ -9,7 +9,7 @@ from megapipe import graph
 
 
 def skip_without_tracer() -> None:
-    """Skips the module that calls it where torch is too old to capture anything."""
+    """Skips the module, or the test, that calls it where torch is too old to capture anything."""
     try:
         graph.trace_joint(lambda x: (x * 2,), [torch.zeros(1, requires_grad=True)], "a test")
     except RuntimeError as error:

@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import skip_without_tracer
 from models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
-from ranks import on_ranks
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
 from megapipe import PipelineError, StageInfo, TimelineRecorder, parallel_state
 from megapipe.checkpoint import Checkpointer
+from megapipe.graph import capture
 from megapipe.training import GradientReducer
 
 IS_GPU = torch.cuda.is_available()
@@ -92,17 +94,12 @@ def test_gradients_of_the_whole_model(rank: int, num_ranks: int, schedule: str) 
     assert_close_to_whole_model(chunks, 5, (0, 1))
 
 
-@pytest.mark.parametrize("compile_", [None, "inductor"])
-@on_ranks(2)
-def test_captured_stages(rank: int, compile_: str | None) -> None:
-    graph = pytest.importorskip("megapipe.graph")
-    if compile_ == "inductor" and not IS_GPU:
-        return  # tests/graph compiles on CPU
+def captured_stages(rank: int, compile_: str | None) -> None:
     chunks = on_device(rank, "zbv", 2)
     (batch,) = data(rank, 1, 0)
     for chunk in chunks:
         received = None if chunk.info.is_first else torch.empty(SEQUENCE, BATCH, HIDDEN, device=device_of(rank))
-        graph.capture(chunk, (batch["tokens"],), input_tensor=received, compile=compile_)
+        capture(chunk, (batch["tokens"],), input_tensor=received, compile=compile_)
 
     def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> Any:
         batch = next(data_iterator)
@@ -110,6 +107,14 @@ def test_captured_stages(rank: int, compile_: str | None) -> None:
 
     step(rank, "zbv", chunks, forward_step_func=forward_step)
     assert_close_to_whole_model(chunks, 5)
+
+
+@pytest.mark.parametrize("compile_", [None, "inductor"])
+def test_captured_stages(ranks: RankPool, compile_: str | None) -> None:
+    skip_without_tracer()
+    if compile_ is not None and not IS_GPU:
+        pytest.skip("tests/graph compiles on the CPU")
+    ranks.run(2, captured_stages, compile_)
 
 
 @on_ranks(2)
