@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import BATCH, HIDDEN, SEQUENCE, VOCABULARY, Block, batches, loss_of, seed_cpu
+from models import BATCH, HIDDEN, SEQUENCE, VOCABULARY, Block, Window, batches, loss_of, seed_cpu
 from ranks import MAX_RANKS, RankError, RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import megapipe
 from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state, stages_for_rank, weight_grad
 from megapipe.graph import capture
-from megapipe.overlap import fill_window, in_segments, run_segments
+from megapipe.overlap import in_segments, run_segments
 from megapipe.plan import find_schedule
 from megapipe.runtime.monitor import Monitor
 
@@ -126,19 +126,6 @@ def make_case(seed: int, number: int) -> Case:
         rng.random() < 0.3,
         (rng.randrange(pp_size), rng.randrange(2 * m * num_chunks)) if rng.random() < 0.5 else None,
     )
-
-
-class Window(torch.autograd.Function):
-    """Stands for a communication: its backward has an overlap window."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        fill_window()
-        return grad
 
 
 class Stage(nn.Module):

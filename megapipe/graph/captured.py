@@ -286,10 +286,6 @@ class _Holder(nn.Module):
         return self._call(value)
 
 
-def _has_tensors(value: Any) -> bool:
-    return bool(Structure.of(getattr(value, "__dict__", None))[1])
-
-
 def _as_set(input_tensor: Any) -> Any:
     """As models are given it: a list, also for one tensor or none."""
     return [input_tensor] if input_tensor is None or isinstance(input_tensor, Tensor) else input_tensor

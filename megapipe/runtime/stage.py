@@ -25,7 +25,7 @@ from ..plan import StageInfo
 from ..weight_grad import DeferredGrads, deferring, unshared
 from . import hooks
 from .arguments import StepArguments
-from .delayed import DelayedGrads, find_delayed
+from .delayed import NOTHING_DELAYED, DelayedGrads, find_delayed
 from .edges import edge_of, run_backward
 from .loss import compute_loss, describe, scale_loss
 
@@ -227,7 +227,7 @@ class Stage:
 
     def delayed_grads(self) -> DelayedGrads:
         """For one backward, of the modules that defer by themselves."""
-        return DelayedGrads(self._delayed)
+        return DelayedGrads(self._delayed) if self._delayed else NOTHING_DELAYED
 
     # Input
 

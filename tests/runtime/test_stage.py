@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_gradients, build, forward_step, reference, run
+from models import Window, assert_same_gradients, build, forward_step, reference, run
 from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import megapipe
 from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank
 from megapipe.messages import check_sendable, is_no_gradient, no_gradient
-from megapipe.overlap import fill_window, in_segments, run_segments
+from megapipe.overlap import in_segments, run_segments
 from megapipe.plan import Verbs, loop
 from megapipe.runtime import ForwardBackward
 from megapipe.runtime.arguments import StepArguments
@@ -382,19 +382,6 @@ def test_a_chunk_is_recomputed_with_its_own_input(rank: int) -> None:
         run(schedule, chunks, 6)
         model, _ = reference(4, 6)
         assert_same_gradients([chunk._checkpoint_wrapped_module for chunk in chunks], model)
-
-
-class Window(torch.autograd.Function):
-    """Stands for a communication in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        fill_window()
-        return grad
 
 
 class InSegments(Layer):
