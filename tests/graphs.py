@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megapipe import graph
+
+H = 16
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
 
 
 def skip_without_tracer() -> None:

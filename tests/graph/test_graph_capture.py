@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import skip_without_tracer
+from graphs import H, Plain, skip_without_tracer
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
@@ -22,8 +22,6 @@ from megapipe import graph, weight_grad
 from megapipe.weight_grad import DeferredGrads, deferring
 
 skip_without_tracer()
-
-H = 16
 
 
 class Attention(nn.Module):
@@ -360,15 +358,6 @@ def assert_same_as_eager(module: nn.Module, num_microbatches: int = 1, **options
             deferred.run()
     for (name, expected), found in zip(module.named_parameters(), captured.parameters()):
         assert torch.equal(found.grad, expected.grad), name
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
 
 
 class Rotary(nn.Module):

@@ -11,14 +11,12 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import skip_without_tracer
+from graphs import H, Plain, skip_without_tracer
 from torch import Tensor, nn
 
 from megapipe import graph, weight_grad
 
 skip_without_tracer()
-
-H = 16
 
 
 def sequence() -> Tensor:
@@ -191,15 +189,6 @@ def test_wrong_use(arguments: tuple[Any, ...], said: str) -> None:
 
 
 # Once not refused
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
 
 
 def test_a_stage_that_cannot_be_given_an_input() -> None:
