@@ -65,7 +65,7 @@ def test_equal_with_deferred_weight_gradients(ranks: RankPool, pp_size: int, num
     ranks.run(pp_size, compare, SPLIT, pp_size, num_microbatches, 0.0, True)
 
 
-@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(2, [1, 4, 5]), (3, [3]), (4, [2, 9])])
+@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(2, [1, 5]), (3, [3]), (4, [6])])
 def test_equal_when_recomputed(ranks: RankPool, pp_size: int, num_microbatches: list[int]) -> None:
     ranks.run(pp_size, compare, SPLIT, pp_size, num_microbatches, 0.5, True, True)
 

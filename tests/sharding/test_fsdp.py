@@ -73,7 +73,7 @@ def full_shard(rank: int) -> None:
     use_mesh(pp=2, dp=2)
     for schedule in SCHEDULES:
         chunks = shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER)
-        num_steps, optimizer_of = (NUM_STEPS, adamw) if schedule == "zbv" else (4, LocalAdamW)
+        num_steps, optimizer_of = (NUM_STEPS, adamw) if schedule == "zbv" else (2, LocalAdamW)
         train_and_compare(schedule, chunks, full, num_steps=num_steps, optimizer_of=optimizer_of)
 
 

@@ -42,45 +42,44 @@ def unpartitioned(num_copies: int, double: bool = False) -> Stage:
     return model
 
 
-def same_gradients(rank: int, cases: list[tuple[str, int | None]], pp_size: int) -> None:
-    for schedule, num_chunks in cases:
-        for deferred in (False, True):
-            chunks = build(schedule, pp_size, 8, num_chunks, deferred=deferred)
-            tied = TiedWeights(chunks, NAMES)
-            for chunk in chunks:
-                chunk.config.finalize_model_grads_func = tied.sum_gradients
-            run(schedule, chunks, M)
-            # To the bit where the reference adds up each copy by itself, as ranks must.
-            expected = unpartitioned(2)
-            for chunk in chunks:
-                for name, parameter in chunk.named_parameters():
-                    want = expected.get_parameter(name).grad
-                    assert torch.equal(parameter.grad, want), f"{schedule}: {name}"
-            # One tensor's gradient is added up in another order: the same in float64 to its last digits.
-            chunks = [chunk.double() for chunk in build(schedule, pp_size, 8, num_chunks, deferred=deferred)]
-            tied = TiedWeights(chunks, NAMES)
-            for chunk in chunks:
-                chunk.config.finalize_model_grads_func = tied.sum_gradients
-            run(schedule, chunks, M)
-            expected = unpartitioned(1, double=True)
-            named = dict(expected.named_parameters(remove_duplicate=False))
-            for chunk in chunks:
-                for name, parameter in chunk.named_parameters():
-                    torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-12, atol=1e-14)
-            norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.25)
-            torch.testing.assert_close(clip_grad_norm_(chunks, 0.25), norm, rtol=1e-12, atol=0)
+def same_gradients(rank: int, cases: list[tuple[str, int | None, bool]], pp_size: int) -> None:
+    for schedule, num_chunks, deferred in cases:
+        chunks = build(schedule, pp_size, 8, num_chunks, deferred=deferred)
+        tied = TiedWeights(chunks, NAMES)
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = tied.sum_gradients
+        run(schedule, chunks, M)
+        # To the bit where the reference adds up each copy by itself, as ranks must.
+        expected = unpartitioned(2)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                want = expected.get_parameter(name).grad
+                assert torch.equal(parameter.grad, want), f"{schedule}: {name}"
+        # One tensor's gradient is added up in another order: the same in float64 to its last digits.
+        chunks = [chunk.double() for chunk in build(schedule, pp_size, 8, num_chunks, deferred=deferred)]
+        tied = TiedWeights(chunks, NAMES)
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = tied.sum_gradients
+        run(schedule, chunks, M)
+        expected = unpartitioned(1, double=True)
+        named = dict(expected.named_parameters(remove_duplicate=False))
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-12, atol=1e-14)
+        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.25)
+        torch.testing.assert_close(clip_grad_norm_(chunks, 0.25), norm, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
     ("pp_size", "cases"),
     [
-        (1, [("no_pipelining", None)]),
-        (2, [("1f1b", None), ("zb2p", None), ("zbv", None), ("interleaved_1f1b", 2)]),
-        (4, [("zb1p", None), ("interleaved_zb1p", 2), ("zbv", None), ("dualpipev", None)]),
+        (1, [("no_pipelining", None, False), ("no_pipelining", None, True)]),
+        (2, [("1f1b", None, False), ("zb2p", None, True), ("zbv", None, False), ("interleaved_1f1b", 2, True)]),
+        (4, [("zb1p", None, False), ("interleaved_zb1p", 2, True), ("zbv", None, True), ("dualpipev", None, True)]),
     ],
 )
 def test_gradients_of_the_unpartitioned_tied_model(
-    ranks: RankPool, pp_size: int, cases: list[tuple[str, int | None]]
+    ranks: RankPool, pp_size: int, cases: list[tuple[str, int | None, bool]]
 ) -> None:
     ranks.run(pp_size, same_gradients, cases, pp_size)
 
