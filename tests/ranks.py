@@ -16,8 +16,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 MAX_RANKS = 4
 PATIENCE = 240  # seconds until a test counts as hung: many times what the slowest takes, as machines may be busy
@@ -125,7 +126,8 @@ def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., Any]], Cal
     return decorate
 
 
-class _Body(NamedTuple):
+@dataclass(frozen=True)
+class _Body:
     """The function inside a test, found on the ranks by its name: what bears that name in the module is the test."""
 
     module: str
