@@ -236,9 +236,12 @@ class Stage:
         wanted: list[Tensor] = []
         if received is not None and not self._step.forward_only:
             assert received.spec is not None
-            wanted = [t for t, spec in zip(received.tensors, received.spec.tensors) if spec.differentiable]
-            for tensor in wanted:
-                tensor.requires_grad_()
+            # Leaves that are views: of other leaves autocast would keep the cast, and add up gradients in its dtype.
+            received.tensors = [
+                tensor.view_as(tensor).requires_grad_() if spec.differentiable else tensor
+                for tensor, spec in zip(received.tensors, received.spec.tensors)
+            ]
+            wanted = [tensor for tensor in received.tensors if tensor.requires_grad]
         self._received = received
         self._set_received()
         return wanted
@@ -274,7 +277,7 @@ class Stage:
             ) from None
         if "leaf Variable that requires grad" in str(error) and self._received is not None:
             raise RuntimeError(
-                f"stage {self.info.index} failed for microbatch {microbatch}: {error} What it received is such a leaf: "
+                f"stage {self.info.index} failed for microbatch {microbatch}: {error} That is what it received: "
                 "compute its first result out of place (inplace=False, or a clone())."
             ) from error
 
