@@ -82,13 +82,10 @@ class HuggingFaceStage(nn.Module):
             return self._run_to_end(batch | {"labels": labels, "num_items_in_batch": num_items_in_batch}, routed).loss
 
     def _take_input(self) -> tuple[Tensor, Tensor | None]:
-        routed = None
         if isinstance(self._received, dict):
-            hidden, routed = self._received["hidden_states"], self._received.get("router_logits")
-        else:
-            (hidden,) = self._received
-        # A view: of a leaf autocast would keep one copy for all that use it, and add up their gradients in bfloat16.
-        return hidden.view_as(hidden), routed
+            return self._received["hidden_states"], self._received.get("router_logits")
+        (hidden,) = self._received
+        return hidden, None
 
     def _run_decoder(self, batch: dict[str, Any], routed: Tensor | None) -> Any:
         for name in FOR_LAST:
