@@ -17,6 +17,7 @@ __all__ = [
     "Models",
     "as_list",
     "as_sharded",
+    "by_dtype",
     "device_of",
     "each_parameter",
     "find_attribute",
@@ -107,6 +108,15 @@ def gradients(models: Iterable[nn.Module]) -> list[Tensor]:
     """Every gradient there is, where sharded this rank's part of it."""
     found = (gradient_of(name, parameter) for name, parameter in trained_parameters(models))
     return [local(grad) for grad in found if grad is not None]
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """For torch's functions on many tensors at once. On an accelerator each is one kernel only where all tensors are of
+    one type, a number that is a tensor included."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return groups
 
 
 def gradient_of(name: str, parameter: nn.Parameter) -> Tensor | None:

@@ -16,7 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import Models, as_list, as_sharded, device_of, gradient_of, gradients, local, trained_parameters
+from ..chunks import (
+    Models,
+    as_list,
+    as_sharded,
+    by_dtype,
+    device_of,
+    gradient_of,
+    gradients,
+    local,
+    trained_parameters,
+)
 from ..failures import check_failures
 
 __all__ = ["clip_grad_norm_"]
@@ -111,8 +121,9 @@ def norm_of(power_sums: Tensor, norm_type: float) -> Tensor:
 def scale_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiply `grads` in place by max_norm / norm where that is below 1. The host waits for nothing."""
     coefficient = torch.where(norm > max_norm, max_norm / norm, 1.0)
-    if grads and math.isfinite(max_norm):
-        torch._foreach_mul_(grads, coefficient)
+    if math.isfinite(max_norm):
+        for dtype, group in by_dtype(grads).items():
+            torch._foreach_mul_(group, coefficient.to(dtype))
 
 
 def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ...], list[tuple[str, nn.Parameter]]]:
@@ -137,7 +148,9 @@ def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> T
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64))
+    norms = torch.cat(
+        [torch.stack(torch._foreach_norm(g, norm_type, dtype=torch.float64)) for g in by_dtype(grads).values()]
+    )
     return _combine(norms if math.isinf(norm_type) else norms.pow(norm_type), norm_type)
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import gradients
+from ..chunks import by_dtype, gradients
 
 __all__ = ["divide_by_num_tokens"]
 
@@ -47,5 +47,13 @@ def divide_by_num_tokens(
         for group, op in ((parallel_state.find_pipeline_group(), dist.ReduceOp.MAX), (replicas, dist.ReduceOp.SUM)):
             dist.all_reduce(total, op, group)
     divisor = torch.where(total > 0, total, 1)
-    if grads := gradients(models):
-        torch._foreach_div_(grads, divisor / num_replicas if averaged else divisor)
+    _divide(gradients(models), divisor / num_replicas if averaged else divisor)
+
+
+def _divide(grads: list[Tensor], divisor: Tensor) -> None:
+    for dtype, group in by_dtype(grads).items():
+        if dtype.itemsize > 2:
+            torch._foreach_div_(group, divisor.to(dtype))
+            continue
+        for grad in group:  # the number of tokens may be more than 65504, the largest number of float16
+            grad.copy_(grad.float() / divisor.float())

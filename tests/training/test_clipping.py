@@ -176,6 +176,41 @@ def test_norms_of_tensor_parallel_models(ranks: RankPool) -> None:
     ranks.run(2, partial_gradients)
 
 
+def test_one_kernel_for_gradients_of_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients were multiplied by a number in float64. On a GPU torch does that with a kernel for each parameter, and
+    with one for all of them only where all are of one type."""
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3), nn.Linear(3, 3).double()])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    calls = []
+
+    def watched(function: Any) -> Any:
+        def call(tensors: list[torch.Tensor], number: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append({tensor.dtype for tensor in [*tensors, number] if isinstance(tensor, torch.Tensor)})
+            return function(tensors, number, *args, **kwargs)
+
+        return call
+
+    for name in ("_foreach_norm", "_foreach_mul_", "_foreach_div_"):
+        monkeypatch.setattr(torch, name, watched(getattr(torch, name)))
+    norm = clip_grad_norm_([model], 1.0)
+    divide_by_num_tokens([model], torch.tensor(4))
+    assert norm == math.sqrt(48)
+    assert len(calls) == 8  # bfloat16 is divided in float32
+    assert all(len(dtypes) == 1 for dtypes in calls)
+    for parameter in model.parameters():
+        clipped = torch.ones_like(parameter) * (1 / norm).to(parameter.dtype)
+        assert torch.equal(parameter.grad, clipped / 4)
+
+
+def test_more_tokens_than_float16_can_say() -> None:
+    model = nn.Linear(3, 3).half()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1000.0)
+    divide_by_num_tokens([model], torch.tensor(100_000))
+    assert all(torch.equal(p.grad, torch.full_like(p, 0.01)) for p in model.parameters())
+
+
 @on_ranks(2)
 def test_gradients_that_others_accumulate(rank: int) -> None:
     """Layers add to `main_grad` where there is one, which the norm, its clipping and the sums over tied weights passed
