@@ -53,6 +53,18 @@ class Module(_DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 
+    def Stream(self, device: Any = None) -> Stream:
+        return Stream()
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = current_stream()
+        _current.stream = stream
+        try:
+            yield
+        finally:
+            _current.stream = before
+
 
 class Stream:
     """Runs what is put on it in order, in a thread of its own."""
@@ -88,6 +100,12 @@ class Stream:
 
 
 STREAMS: list[Stream] = []
+_current = threading.local()
+
+
+def current_stream() -> Stream:
+    """Of this thread."""
+    return getattr(_current, "stream", COMPUTE)
 
 
 def synchronize() -> None:
@@ -152,7 +170,7 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
     from_cpu = op is torch.ops.aten._to_copy.default and not isinstance(args[0], LazyTensor)
     if op is torch.ops.aten._local_scalar_dense.default or to_cpu or from_cpu:
         SYNCS.append("".join(traceback.format_stack(limit=12)[:-3]))
-        COMPUTE.synchronize()
+        current_stream().synchronize()
         if not from_cpu:
             return op(args[0].cell.cpu, *args[1:], **kwargs)
     results, cells, spec = _shapes(op, args, kwargs, device)
@@ -168,7 +186,7 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
             if cell is not None:
                 cell.cpu = value
 
-    COMPUTE.put(work)
+    current_stream().put(work)
     return pytree.tree_unflatten(results, spec)
 
 

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -124,9 +125,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self._was_rolled_back = False
         sums, work = self._gather(power_sum(self.models, self.norm_type))
         if work is None or self._waits:
-            if work is not None:
-                _await(work, check_failures)
-            self._conclude(sums)
+            self._conclude(sums, work, check_failures)
             if self._is_finite:
                 self._step(gradients(self.models), sums)
             return
@@ -180,9 +179,8 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         pending = self._pending
         if pending is None:
             return False
-        _await(pending.work, check)
+        self._conclude(pending.sums, pending.work, check)
         self._pending = None
-        self._conclude(pending.sums)
         if not self._waits:
             return False
         with pending.rolled_back(self.optimizer) as grads:
@@ -200,11 +198,28 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self.num_gathers += 1
         return gather_power_sums(own, self._group, async_op=True)
 
-    def _conclude(self, sums: Tensor) -> None:
-        """Read the norm: whether its step is to be skipped, and whether the next one waits."""
-        self.grad_norm = norm_of(sums, self.norm_type).item()
+    def _conclude(self, sums: Tensor, work: Any, check: Callable[[], None]) -> None:
+        """Read the norm: whether its step is to be skipped, and whether the next one waits.
+
+        It is read in a stream of its own: the current one has the warmup of the next step by now, and to wait for its
+        end would leave the device without work."""
+        if work is None:
+            self.grad_norm = norm_of(sums, self.norm_type).item()
+        else:
+            _await(work, check)
+            module, stream = self._side_stream
+            with module.stream(stream):
+                work.wait()
+                self.grad_norm = norm_of(sums, self.norm_type).item()
         self._is_finite = math.isfinite(self.grad_norm)
         self._waits = not self._is_finite or self.grad_norm > self.max_norm
+
+    @cached_property
+    def _side_stream(self) -> tuple[Any, Any]:
+        """And torch's module for the device. The CPU has streams, too, which do nothing."""
+        device = device_of(self.models)
+        module: Any = torch.get_device_module(device)
+        return module, module.Stream() if device.type == "cpu" else module.Stream(device)
 
     def _step(self, grads: list[Tensor], sums: Tensor) -> None:
         """The ordinary step."""
@@ -217,7 +232,6 @@ def _await(work: dist.Work, check: Callable[[], None]) -> None:
     while not work.is_completed():
         check()
         time.sleep(POLL)
-    work.wait()
 
 
 class _Pending:

@@ -344,3 +344,36 @@ def test_types_of_numbers_that_nccl_does_not_know(rank: int) -> None:
         lazy.device.synchronize()
         dist.barrier()
         communicator.close()
+
+
+@on_ranks(1)
+def test_a_norm_is_read_while_the_device_has_other_work(rank: int) -> None:
+    """The norm of a step that is validated later was read in the stream of the warmup: the host waited for forwards
+    that it had just launched, with the inputs they waited for, and the device had nothing to do after them."""
+
+    class Gathered:
+        """A collective that has come to its end."""
+
+        wait = staticmethod(lambda: None)
+        is_completed = staticmethod(lambda: True)
+
+    def sgd(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1, foreach=False)
+
+    chunks = build("1f1b", 1, "host")
+    with on_lazy_device(chunks) as lazy:
+        for parameter in chunks[0].parameters():
+            parameter.grad = lazy.device.to_device(torch.full(parameter.shape, 0.01, dtype=torch.float64))
+        optimizer = megapipe.PostValidatedOptimizer(chunks, sgd, 1.0)
+        gather = "megapipe.training.post_validation.gather_power_sums"
+        with mock.patch(gather, lambda own, group, async_op: (own.reshape(1), Gathered())):
+            optimizer.step()
+        lazy.device.synchronize()
+        is_over = threading.Event()
+        lazy.device.COMPUTE.put(is_over.wait)  # the warmup of the next step
+        validating = threading.Thread(target=optimizer.finalize, daemon=True)
+        validating.start()
+        validating.join(20)
+        is_over.set()
+        assert not validating.is_alive()
+        assert optimizer.grad_norm == pytest.approx(0.01 * (WIDTH * WIDTH + WIDTH) ** 0.5)
