@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .check import check_channels
+from .occupancy import check_occupancy, peak_waiting
 from .placement import Placement, loop, v_shape
 from .program import Program, compile_plan
 from .recorder import KINDS, ChannelName, Event, PlanRecorder
@@ -84,6 +85,11 @@ class Plan:
         """Most microbatches that `rank` holds between their F and their B at once, each chunk counted by itself."""
         return peak_held(self.actions[rank], ("B", "BW"))
 
+    def peak_waiting(self, rank: int) -> int:
+        """Most messages that occupy the device of `rank` at a time while they wait, as kernels of NCCL do: the receives
+        that one step waits for, and a send to each neighbour, where that is larger than NCCL's buffers."""
+        return peak_waiting(self, rank)
+
     def rank_of(self, stage: int) -> int:
         return self.placement.rank(stage, self.pp_size)
 
@@ -107,7 +113,7 @@ class Plan:
         """The plan compiled for the player."""
         return compile_plan(self)
 
-    def check(self, *, shared_communicator: bool = False) -> None:
+    def check(self, *, shared_communicator: bool = False, max_waiting: int | None = None) -> None:
         """Prove that the plan cannot hang, and that every message is received as the one that was sent.
 
         The rules are those of rendezvous transports: a send occupies its channel until it is received, and a channel
@@ -117,12 +123,16 @@ class Plan:
             shared_communicator: instead of one channel per boundary and direction, all messages of a rank share one
                 communicator, which runs them one at a time in the order of the calls and pairs them by rank alone.
                 Most schedules hang or mix messages up there: it is why channels exist.
+            max_waiting: also prove that no more messages than this occupy a device while they wait (`peak_waiting`).
+                Over NCCL each takes up to 4 multiprocessors from what is computed beside it.
 
         Raises:
             ScheduleError: a rank waits for ever, and for what; or something is missing, there twice, or comes before
-                what it needs on the same rank.
+                what it needs on the same rank; or more messages than `max_waiting` may wait on a device.
         """
         (check_shared_communicator if shared_communicator else check_channels)(self)
+        if max_waiting is not None:
+            check_occupancy(self, max_waiting)
 
     def simulate(
         self,
