@@ -1,0 +1,5 @@
+"""Sequences that are computed slice by slice: what a slice keeps for the slices after it, gradients included."""
+
+from .state import CarriedState, SequenceSlice, current, cut, earlier, keep
+
+__all__ = ["CarriedState", "SequenceSlice", "current", "cut", "earlier", "keep"]

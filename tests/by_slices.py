@@ -1,0 +1,42 @@
+"""A model that is run slice by slice on one rank, without a pipeline: forwards in order, backwards in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megapipe.slices import CarriedState, SequenceSlice
+from megapipe.weight_grad import DeferredGrads, deferring
+
+
+def make_slices(lengths: Sequence[int]) -> list[SequenceSlice]:
+    starts = [0, *accumulate(lengths)]
+    return [SequenceSlice(index, len(lengths), starts[index], length) for index, length in enumerate(lengths)]
+
+
+def run_by_slices(step: Callable[[], Tensor], lengths: Sequence[int], deferred: bool = False) -> Tensor:
+    """Returns the sum of the slices' losses, after their backwards.
+
+    Args:
+        step: the model and its loss, of the current slice.
+        deferred: weight gradients are left to a W after each B.
+    """
+    state = CarriedState(needs_grad=True)
+    slices = make_slices(lengths)
+    losses = []
+    for this in slices:
+        with state.forward(this):
+            losses.append(step())
+    for this, loss in zip(reversed(slices), reversed(losses)):
+        with state.backward(this):
+            roots = state.roots(this.index)
+            later = DeferredGrads() if deferred else None
+            with deferring(later):
+                edges, grads = zip((loss, torch.ones_like(loss)), *roots)
+                torch.autograd.backward(edges, grads)
+            if later is not None:
+                later.run()
+    return torch.stack([loss.detach() for loss in losses]).sum()

@@ -1,0 +1,170 @@
+"""What slices keep for each other, with a recurrent layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from by_slices import make_slices, run_by_slices
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megapipe import slices
+from megapipe.slices import CarriedState, SequenceSlice
+from megapipe.weight_grad import convert
+
+SEQUENCE, BATCH, HIDDEN = 12, 2, 4
+CUTS = [[12], [6, 6], [5, 4, 3], [1] * 12, [2, 1, 1, 3, 1, 1, 2, 1]]
+
+
+class Recurrent(nn.Module):
+    """A layer that goes on from the state that the slice before it ended with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Linear(HIDDEN, HIDDEN)
+        self.state = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        earlier = slices.earlier(self)
+        state = earlier[-1][0] if earlier else torch.zeros_like(x[0])
+        outputs = []
+        for now in self.input(x):
+            state = torch.tanh(now + self.state(state))
+            outputs.append(state)
+        slices.keep(self, state)
+        return torch.stack(outputs)
+
+
+def make_layers(num_layers: int = 2) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Recurrent() for _ in range(num_layers)).double()
+
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def plain(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def recomputed(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def recomputed_reentrant(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def step(layers: nn.ModuleList, x: Tensor, run: Run) -> Tensor:
+    x = slices.cut(x, 0)
+    for layer in layers:
+        x = run(layer, x)
+    return x.square().sum()
+
+
+def whole_gradients() -> tuple[Tensor, Tensor, list[Tensor]]:
+    layers = make_layers()
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64, requires_grad=True)
+    loss = step(layers, x, plain)
+    return x, loss.detach(), list(torch.autograd.grad(loss, [x, *layers.parameters()]))
+
+
+@pytest.mark.parametrize("run", [plain, recomputed, recomputed_reentrant])
+@pytest.mark.parametrize("lengths", CUTS, ids=str)
+def test_a_recurrent_layer_has_the_gradients_of_the_whole_sequence(lengths: list[int], run: Run) -> None:
+    x, loss, grads = whole_gradients()
+    layers = make_layers()
+    sliced = run_by_slices(lambda: step(layers, x, run), lengths)
+    torch.testing.assert_close(sliced, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close([x.grad, *(p.grad for p in layers.parameters())], grads, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("run", [plain, recomputed, recomputed_reentrant])
+def test_weight_gradients_may_be_deferred(run: Run) -> None:
+    x, _, grads = whole_gradients()
+    layers = make_layers()
+    convert(layers)
+    run_by_slices(lambda: step(layers, x, run), [5, 4, 3], deferred=True)
+    torch.testing.assert_close([x.grad, *(p.grad for p in layers.parameters())], grads, rtol=1e-12, atol=1e-12)
+
+
+def test_whole_sequences_keep_nothing() -> None:
+    whole = torch.ones(3)
+    assert slices.current() is None
+    assert slices.cut(whole, 0) is whole
+    slices.keep("key", whole)
+    assert slices.earlier("key") == []
+
+
+def test_the_current_slice_is_known() -> None:
+    state = CarriedState(needs_grad=False)
+    for this in make_slices([2, 3]):
+        with state.forward(this):
+            assert slices.current() == this
+            assert slices.cut(torch.arange(5), 0).tolist() == list(range(this.start, this.stop))
+        assert slices.current() is None
+
+
+def test_what_is_kept_comes_in_the_order_of_slices() -> None:
+    state = CarriedState(needs_grad=False)
+    parameter = nn.Parameter(torch.ones(()))
+    for this in make_slices([1, 1, 1]):
+        with state.forward(this):
+            values = [[one.item() for one in kept] for kept in slices.earlier("a")]
+            assert values == [[index, -index] for index in range(this.index)]
+            assert not any(one.requires_grad for kept in slices.earlier("a") for one in kept)
+            slices.keep("a", parameter * this.index, -torch.tensor(this.index))
+
+
+def test_leaves_are_shared_by_later_slices_and_freed_with_their_gradients() -> None:
+    state = CarriedState(needs_grad=True)
+    first, second, third = make_slices([1, 1, 1])
+    x = torch.ones(2, requires_grad=True)
+    with state.forward(first):
+        slices.keep("key", x * 2, torch.ones(2))
+    with state.forward(second):
+        ((leaf, constant),) = slices.earlier("key")
+        assert leaf.is_leaf
+        assert (leaf.requires_grad, constant.requires_grad) == (True, False)
+        loss = leaf.sum()
+    with state.forward(third):
+        assert slices.earlier("key")[0][0] is leaf
+        (leaf * 10).sum().backward()
+    with state.backward(second):
+        assert state.roots(1) == []
+        loss.backward()
+    ((edge, grad),) = state.roots(0)
+    assert grad.tolist() == [11, 11]
+    torch.autograd.backward([edge], [grad])
+    assert x.grad is not None
+    assert x.grad.tolist() == [22, 22]
+    assert state.roots(0) == []
+
+
+def test_slices_keep_once_under_a_key() -> None:
+    with CarriedState(needs_grad=True).forward(SequenceSlice(0, 2, 0, 1)):
+        slices.keep("key", torch.ones(1))
+        with pytest.raises(RuntimeError, match="slice 0 of 2 has kept something under the key 'key' already"):
+            slices.keep("key", torch.ones(1))
+
+
+def test_tensors_must_be_of_whole_sequences() -> None:
+    with (
+        CarriedState(needs_grad=True).forward(SequenceSlice(1, 2, 4, 4)),
+        pytest.raises(ValueError, match=r"positions 4 to 7, but dimension 1 of a tensor of shape \[2, 7\] has 7: cut"),
+    ):
+        slices.cut(torch.ones(2, 7), 1)
+
+
+def test_gradients_that_cannot_be_returned_are_an_error() -> None:
+    state = CarriedState(needs_grad=True)
+    first, second = make_slices([1, 1])
+    with state.forward(first), torch.no_grad():
+        slices.keep("key", torch.ones(1))
+    with state.forward(second):
+        slices.earlier("key")[0][0].sum().backward()
+    assert state.roots(0) == []
+    with pytest.raises(RuntimeError, match="the key 'key' without a graph"), state.backward(first):
+        pass
