@@ -108,7 +108,8 @@ class _Kept:
         if not needs_grad:
             return
         if tensor.requires_grad:
-            self.edge = get_gradient_edge(tensor.view_as(tensor))  # a Python Function's node goes with its outputs
+            with torch.enable_grad():  # of a view, since a Python Function's node goes with its outputs
+                self.edge = get_gradient_edge(tensor.view_as(tensor))
             self.leaf.requires_grad_()
         elif not torch.is_grad_enabled() and tensor.is_floating_point():
             self.leaf.requires_grad_()  # it may get a graph in the backward, by reentrant checkpointing
