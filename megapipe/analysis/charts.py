@@ -82,9 +82,7 @@ def _draw_timeline(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]]) -> No
         for action, start, end in spans:
             colour = COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
             axes.barh(rank, end - start, left=start, height=0.92, color=colour, edgecolor="white", linewidth=0.8)
-            axes.text(
-                (start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=8, clip_on=True
-            )
+            axes.text((start + end) / 2, rank, action.unit, ha="center", va="center", fontsize=8, clip_on=True)
     axes.set_yticks(range(plan.pp_size), [f"rank {rank}" for rank in range(plan.pp_size)])
     axes.set_ylim(plan.pp_size - 0.5, -0.5)
     axes.tick_params(length=0)
@@ -161,8 +159,9 @@ def points_of(rows: Iterable[tuple[Plan, Simulation]], memory_limit: float | Non
     places: dict[tuple[float, float], list[str]] = {}
     for plan, simulation in rows:
         place = round(simulation.makespan, 9), round(max(simulation.peak_activations), 9)
-        several = plan.num_chunks > 1
-        places.setdefault(place, []).append(f"{plan.name} x{plan.num_chunks}" if several else plan.name)
+        chunks = f" x{plan.num_chunks}" if plan.num_chunks > 1 else ""
+        slices = f", {plan.num_slices} slices" if plan.num_slices > 1 else ""
+        places.setdefault(place, []).append(plan.name + chunks + slices)
     return [
         Point(time, memory, ", ".join(names), memory_limit is None or memory <= memory_limit)
         for (time, memory), names in places.items()

@@ -33,7 +33,7 @@ from .trace import save_trace
 __all__ = ["main"]
 
 LARGEST = 1_000_000
-"""The most forwards in a plan: ranks x chunks x microbatches x steps. That many take minutes and some GB."""
+"""The most forwards in a plan: ranks x microbatches x chunks x slices x steps. That many take minutes and some GB."""
 
 WIDEST = 10_000
 """The most columns of a timeline: far more than a terminal has, and still quick to print."""
@@ -126,6 +126,13 @@ def _add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument("--pp", type=int, required=required, metavar="N", help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, required=required, metavar="N", help="microbatches per step")
     parser.add_argument("--chunks", type=int, metavar="N", help="stages per rank, for schedules that leave it open")
+    parser.add_argument(
+        "--slices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="slices per sequence, for schedules that cut them; default: 1",
+    )
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
@@ -182,8 +189,8 @@ def _show(args: argparse.Namespace) -> None:
 def _check_size(*sizes: int) -> None:
     if math.prod(sizes) > LARGEST:
         raise ValueError(
-            f"{' x '.join(map(str, sizes))} forwards (ranks, microbatches, chunks, steps) take too long to look at: "
-            f"choose sizes of which the product is at most {LARGEST:,}."
+            f"{' x '.join(map(str, sizes))} forwards (ranks, microbatches, chunks, slices, steps) take too long to "
+            f"look at: choose sizes of which the product is at most {LARGEST:,}."
         )
 
 
@@ -215,12 +222,12 @@ def _find_plan(args: argparse.Namespace) -> Plan:
     find_schedule(args.schedule)  # an unknown name is the first thing to complain about
     if args.pp is None or args.microbatches is None:
         raise ValueError("--pp and --microbatches are needed, unless the schedule is a file.")
-    return _make_plan(args.schedule, args.pp, args.microbatches, args.chunks)
+    return _make_plan(args.schedule, args.pp, args.microbatches, args.chunks, args.slices)
 
 
-def _make_plan(schedule: str, pp_size: int, num_microbatches: int, num_chunks: int | None) -> Plan:
-    _check_size(pp_size, num_microbatches, find_schedule(schedule).check(pp_size, num_chunks))
-    return make_plan(schedule, pp_size, num_microbatches, num_chunks)
+def _make_plan(schedule: str, pp_size: int, num_microbatches: int, num_chunks: int | None, num_slices: int = 1) -> Plan:
+    _check_size(pp_size, num_microbatches, find_schedule(schedule).check(pp_size, num_chunks), num_slices)
+    return make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices)
 
 
 def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> None:
@@ -278,6 +285,7 @@ def _print_figures(plan: Plan, simulation: Simulation) -> None:
     print(f"in a span  {_listed(simulation.inner_bubble, '.1%')} (from a rank's first action to its last)")
     if not plan.forward_only:
         share = f", a chunk's counted as 1/{plan.num_chunks}" if plan.num_chunks > 1 else ""
+        share += f", a slice as 1/{plan.num_slices}" if plan.num_slices > 1 else ""
         print(f"held       {_listed(simulation.peak_activations, 'g')} (microbatches at once{share})")
     print(f"messages   {plan.num_messages} per step")
 
@@ -317,7 +325,7 @@ Rows = list[tuple[Plan, Simulation]]
 
 
 def _compare(args: argparse.Namespace) -> None:
-    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], _costs(args))
+    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], _costs(args), args.slices)
     _show_rows(rows, args, unit="")
 
 
@@ -366,17 +374,24 @@ def _recommend(rows: Rows, limit: float | None) -> None:
     print(f"recommended: {plan.name}{chunks}, {simulation.makespan:.4g} ms per step")
 
 
-def _all_schedules(pp_size: int, num_microbatches: int, chunks: Sequence[int | None], costs: Costs) -> Rows:
-    """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks.
-    What cannot run is printed, with its reason."""
+def _all_schedules(
+    pp_size: int, num_microbatches: int, chunks: Sequence[int | None], costs: Costs, num_slices: int = 1
+) -> Rows:
+    """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks,
+    and those that cut sequences where there is more than one slice. What cannot run is printed, with its reason."""
     rows: Rows = []
     for name in schedule_names():
         schedule = find_schedule(name)
-        if schedule.forward_only or (schedule.max_pp_size or pp_size) < pp_size:
+        if (
+            schedule.forward_only
+            or (schedule.max_pp_size or pp_size) < pp_size
+            or (schedule.slices and num_slices == 1)
+        ):
             continue
         for num_chunks in chunks if schedule.num_chunks is None else [None]:
             try:
-                plan = _make_plan(name, pp_size, num_microbatches, num_chunks)
+                sizes = (pp_size, num_microbatches, num_chunks, num_slices if schedule.slices else 1)
+                plan = _make_plan(name, *sizes)
             except ScheduleError:
                 raise
             except ValueError as error:
@@ -400,12 +415,14 @@ def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
     if args.html:
         save_comparison_html(rows, args.html, limit, unit)
     best = rows[0][1].makespan
-    header = f"{'schedule':<18} {'chunks':>6} {'step':>9} {'of best':>8} {'bubble':>7} {'held':>9} {'messages':>8}"
+    names = [plan.name + f", {plan.num_slices} slices" * (plan.num_slices > 1) for plan, _ in rows]
+    width = max(18, *map(len, names))
+    header = f"{'schedule':<{width}} {'chunks':>6} {'step':>9} {'of best':>8} {'bubble':>7} {'held':>9} {'messages':>8}"
     print(header + ("" if limit is None else f"  fits {limit:g}"))
-    for plan, simulation in rows:
+    for name, (plan, simulation) in zip(names, rows):
         peak = max(simulation.peak_activations)
         line = (
-            f"{plan.name:<18} {plan.num_chunks:>6} {simulation.makespan:>9.4g} {simulation.makespan / best:>7.3f}x "
+            f"{name:<{width}} {plan.num_chunks:>6} {simulation.makespan:>9.4g} {simulation.makespan / best:>7.3f}x "
             f"{max(simulation.bubble):>7.1%} {peak:>9.3g} {plan.num_messages:>8}"
         )
         print(line + ("" if limit is None else f"  {'yes' if peak <= limit else 'no'}"))

@@ -41,7 +41,8 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path, measured: Se
         figure.update_xaxes(title="ms", row=2)
     figure.add_traces(list(_action_bars(plan, simulation.spans)), rows=num_panels, cols=1)
     figure.update_layout(
-        title=f"{plan.name}: {plan.pp_size} ranks, {plan.num_microbatches} microbatches",
+        title=f"{plan.name}: {plan.pp_size} ranks, {plan.num_microbatches} microbatches"
+        + (f", {plan.num_slices} slices" if plan.num_slices > 1 else ""),
         barmode="overlay",
         plot_bgcolor="white",
         dragmode="pan",
@@ -78,8 +79,9 @@ def _action_bars(plan: Plan, ranks: Sequence[Sequence[Span]]) -> Iterator[Any]:
 def _explain(plan: Plan, rank: int, span: Span, wait: float) -> str:
     """The text that is shown when an action is pointed at."""
     action = span.action
+    unit = f"slice {action.slice} of " * (plan.num_slices > 1) + f"microbatch {action.microbatch}"
     lines = [
-        f"<b>{action}</b>: {KINDS[action.kind]} of microbatch {action.microbatch} through stage {action.stage}",
+        f"<b>{action}</b>: {KINDS[action.kind]} of {unit} through stage {action.stage}",
         f"from {span.start:g} to {span.end:g}, after waiting {wait:g}",
     ]
     if plan.has_stage(action.source.stage):

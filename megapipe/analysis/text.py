@@ -15,11 +15,11 @@ def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weig
     """A simulated plan in plain text: a row per rank, a column per unit of time, `.` where the rank waits.
 
     Args:
-        forward, backward_input, backward_weight: the times of F, B and W of one stage, in whole units. An action is
-            written as often as it takes units.
+        forward, backward_input, backward_weight: the times of F, B and W of one stage, or of a slice on it, in whole
+            units. An action is written as often as it takes units.
     """
-    chunks = plan.num_chunks
-    simulation = plan.simulate(forward * chunks, backward_input * chunks, backward_weight * chunks)
+    times = (forward, backward_input, backward_weight)
+    simulation = plan.simulate(*(time * plan.num_chunks * plan.num_slices for time in times))
     num_units = round(simulation.makespan)
     rows = []
     for spans in simulation.spans:
@@ -74,7 +74,8 @@ def _choose_labels(spans: list[Span], scale: float) -> dict[str, Callable[[Actio
     between neighbours."""
     names: tuple[Callable[[Action], str], ...] = (
         str,
-        lambda action: f"{action.kind[0]}{action.microbatch}",
+        lambda action: f"{action.kind[0]}{action.unit}",
+        lambda action: action.unit,
         lambda action: str(action.microbatch),
         lambda action: action.kind[0],
     )

@@ -65,7 +65,8 @@ class Timeline:
 
     @cached_property
     def mean_times(self) -> dict[str, list[float]]:
-        """Per kind of action (F, BW, B, W) the mean time on each stage, in ms; 0 on stages without that kind."""
+        """Per kind of action (F, BW, B, W) the mean time on each stage, in ms; 0 on stages without that kind. Where
+        sequences are cut, it is that of one slice."""
         times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         for rank in (rank for step in self.steps for rank in step):
             for action, start, end in rank.spans:
@@ -89,19 +90,31 @@ class Timeline:
         return max(0.0, median(waited_for)) if waited_for else 0.0
 
     def costs(self) -> Costs:
-        """The mean times of each stage and the latency, in ms. Where backwards were measured only as a whole (BW), half
-        of each counts as B and half as W."""
+        """The mean times of each stage, of each slice beside the others, and the latency, in ms. Where backwards were
+        measured only as a whole (BW), half of each counts as B and half as W."""
         nothing = [0.0] * self.plan.pp_size * self.plan.num_chunks
-        forward, whole, inputs, weights = (self.mean_times.get(kind, nothing) for kind in ("F", "BW", "B", "W"))
+        forward, whole, inputs, weights = (
+            [self.plan.num_slices * time for time in self.mean_times.get(kind, nothing)]
+            for kind in ("F", "BW", "B", "W")
+        )
         return Costs(
             forward,
             [part or both / 2 for part, both in zip(inputs, whole)],
             [part or both / 2 for part, both in zip(weights, whole)],
             self.latency,
+            slices=self._mean_slices,
         )
 
+    @cached_property
+    def _mean_slices(self) -> list[float] | None:
+        """The time in each slice on all stages, in ms; None where sequences are whole."""
+        times = [0.0] * self.plan.num_slices
+        for span in (span for step in self.steps for rank in step for span in rank.spans):
+            times[span.action.slice] += span.end - span.start
+        return None if len(times) == 1 else times
+
     def even_costs(self) -> Costs:
-        """As `costs`, with all stages alike: the times of one microbatch on a whole rank, in ms."""
+        """As `costs`, with all stages alike, and all slices: the times of one microbatch on a whole rank, in ms."""
         costs = self.costs()
         parts = (costs.forward, costs.backward_input, costs.backward_weight)
         forward, inputs, weights = (sum(part) / self.plan.pp_size for part in parts if isinstance(part, list))
@@ -120,7 +133,7 @@ class Timeline:
                     "end": _rounded(rank.end),
                     "actions": [[*action, _rounded(start), _rounded(end)] for action, start, end in rank.spans],
                     "waits": [
-                        [*(action or (None, None, None)), _rounded(start), _rounded(end)]
+                        [*(action or (None, None, None, 0)), _rounded(start), _rounded(end)]
                         for action, start, end in rank.waits
                     ],
                 }
@@ -168,10 +181,10 @@ def _read_rank(rank: dict[str, Any]) -> RankStep:
     return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits)
 
 
-def _read_action(stage: Any, kind: Any, microbatch: Any) -> Action:
-    if kind not in ("F", "BW", "B", "W") or not isinstance(stage, int) or not isinstance(microbatch, int):
+def _read_action(stage: Any, kind: Any, microbatch: Any, part: Any = 0) -> Action:
+    if kind not in ("F", "BW", "B", "W") or not all(isinstance(number, int) for number in (stage, microbatch, part)):
         raise ValueError
-    return Action(stage, kind, microbatch)
+    return Action(stage, kind, microbatch, part)
 
 
 def _read_times(start: Any, end: Any) -> tuple[float, float]:

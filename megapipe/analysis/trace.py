@@ -43,7 +43,7 @@ def _rows(process: int, name: str, ranks: Sequence[Sequence[Span]]) -> Iterator[
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
         for action, start, end in spans:
             event = _event(process, rank, str(action), action.kind, start, end)
-            yield {**event, "args": {"stage": action.stage, "microbatch": action.microbatch}}
+            yield {**event, "args": {name: value for name, value in action._asdict().items() if name != "kind"}}
 
 
 def _event(process: int, rank: int, name: str, kind: str, start: float, end: float) -> dict[str, object]:

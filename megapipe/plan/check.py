@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .program import run
 from .recorder import ChannelName, PlanRecorder
-from .verbs import PAIR, ScheduleError
+from .verbs import PAIR, ScheduleError, unit_in_words, unit_name
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -25,28 +26,32 @@ def check_channels(plan: Plan) -> None:
 
 def _check_messages(plan: Plan) -> None:
     """A channel's messages are received in the order in which they are sent."""
-    sent: defaultdict[ChannelName, list[int]] = defaultdict(list)
-    received: defaultdict[ChannelName, list[int]] = defaultdict(list)
+    sent: defaultdict[ChannelName, list[tuple[int, int]]] = defaultdict(list)
+    received: defaultdict[ChannelName, list[tuple[int, int]]] = defaultdict(list)
     for event in (event for events in plan.events for event in events if event.action is None):
-        (sent if event.sends else received)[event.channel].append(event.microbatch)
+        (sent if event.sends else received)[event.channel].append((event.microbatch, event.slice))
     for kind in ("forward", "backward"):
         for boundary in range(plan.pp_size * plan.num_chunks - 1):
             channel = ChannelName(kind, boundary)
             if sent[channel] != received[channel]:
                 raise ScheduleError(
                     f"{plan.name} sends {kind} over the boundary between stages {boundary} and {boundary + 1} the "
-                    f"microbatches {sent[channel]}, but {received[channel]} are received."
+                    f"microbatches {_listed(sent[channel])}, but {_listed(received[channel])} are received."
                 )
+
+
+def _listed(units: Sequence[tuple[int, int]]) -> str:
+    return f"[{', '.join(unit_name(*unit) for unit in units)}]"
 
 
 def _check_hand_overs(plan: Plan) -> None:
     """Between two stages of one rank nothing can be taken before it is there."""
     for rank, events in enumerate(plan.events):
-        sent: set[tuple[ChannelName, int]] = set()
+        sent: set[tuple[ChannelName, int, int]] = set()
         for event in events:
             if event.sends:
-                sent.add((event.channel, event.microbatch))
-            elif event.action is None and (event.channel, event.microbatch) not in sent:
+                sent.add(event.message)
+            elif event.action is None and event.message not in sent:
                 stage = event.stage + (-1 if event.is_forward else 1)
                 if plan.has_stage(stage) and plan.rank_of(stage) == rank:
                     needed = event._replace(verb=f"send_{event.channel.kind}", stage=stage)
@@ -56,16 +61,18 @@ def _check_hand_overs(plan: Plan) -> None:
 
 
 def _check_order(plan: Plan) -> None:
-    """Each rank does everything once, each step after the one before it, and one microbatch after the other. A schedule
-    that was recorded does; a file may not."""
+    """Each rank does everything once, each step after the one before it, and one microbatch after the other: a slice
+    goes forward after those before it, whose keys and values it needs, and backward after those behind it, which have
+    added to the gradients of its own. A schedule that was recorded does; a file may not."""
     verbs = {PAIR[0]: "forward_step", PAIR[1]: "backward_step"}
     sizes = (plan.pp_size, plan.num_microbatches, plan.num_chunks, plan.forward_only)
     for rank, events in enumerate(plan.events):
-        recorder = PlanRecorder(plan.placement, rank, *sizes)
+        recorder = PlanRecorder(plan.placement, rank, *sizes, None, plan.num_slices)
         for event in events:
             getattr(recorder, verbs.get(event.verb, event.verb))(plan.chunk_of(event.stage))
-            if recorder.events[-1].microbatch != event.microbatch:
-                raise ScheduleError(f"{plan.name} has {event} on rank {rank} where {recorder.events[-1]} is next.")
+            expected = recorder.events[-1]
+            if (expected.microbatch, expected.slice) != (event.microbatch, event.slice):
+                raise ScheduleError(f"{plan.name} has {event} on rank {rank} where {expected} is next.")
         recorder.finish()
 
 
@@ -90,5 +97,5 @@ def _describe_wait(plan: Plan, rank: int, num_done: list[int]) -> str:
     what = "forward input" if action.kind == "F" else "output gradient"
     others = plan.actions[peer]
     place = f"waits at {others[num_done[peer]]}" if num_done[peer] < len(others) else "has ended its step"
-    what += f" of microbatch {action.microbatch}"
+    what += f" of {unit_in_words(action.microbatch, action.slice, plan.num_slices)}"
     return f"rank {rank} waits at {action} for the {what} from rank {peer}, which {place}"

@@ -39,18 +39,20 @@ class Plan:
     forward_only: bool
     events: list[list[Event]]
     """Per rank, every call of a verb."""
+    num_slices: int = 1
 
     @cached_property
     def actions(self) -> list[list[Action]]:
         """Per rank, the computations in order; each prints like `2F0`."""
         return [
-            [Action(stage, KINDS[verb], microbatch) for verb, stage, microbatch in events if verb in KINDS]
+            [Action(stage, KINDS[verb], microbatch, part) for verb, stage, microbatch, part in events if verb in KINDS]
             for events in self.events
         ]
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"pp_size": self.pp_size, "num_microbatches": self.num_microbatches, "num_chunks": self.num_chunks}
+        names = ("pp_size", "num_microbatches", "num_chunks", "num_slices")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def num_messages(self) -> int:
@@ -82,7 +84,8 @@ class Plan:
         return None if peer == rank else peer
 
     def peak_in_flight(self, rank: int) -> int:
-        """Most microbatches that `rank` holds between their F and their B at once, each chunk counted by itself."""
+        """Most microbatches, or slices of them, that `rank` holds between their F and their B at once, each chunk
+        counted by itself."""
         return peak_held(self.actions[rank], ("B", "BW"))
 
     def peak_waiting(self, rank: int) -> int:
@@ -106,7 +109,7 @@ class Plan:
         kind, boundary = event.channel
         if not 0 <= boundary < self.pp_size * self.num_chunks - 1:
             return None
-        return Event(f"send_{kind}", boundary + (kind == "backward"), event.microbatch)
+        return Event(f"send_{kind}", boundary + (kind == "backward"), event.microbatch, event.slice)
 
     @cached_property
     def program(self) -> Program:
@@ -144,21 +147,22 @@ class Plan:
         message: float = 0.0,
         overlap: float = 0.0,
         optimizer: float = 0.0,
+        slices: Sequence[float] | None = None,
         num_steps: int = 1,
         synchronize: bool = False,
     ) -> Simulation:
         """Play the plan through time.
 
         Args:
-            forward, backward_input, backward_weight, p2p, message, overlap, optimizer: see `Costs`.
+            forward, backward_input, backward_weight, p2p, message, overlap, optimizer, slices: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
 
         Raises:
-            ValueError: a time is negative or not finite, a list of times has not one for each stage, or `num_steps` is
-                less than 1.
+            ValueError: a time is negative or not finite, a list of times has not one for each stage or slice, or
+                `num_steps` is less than 1.
         """
-        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, overlap)
+        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, overlap, slices)
         return simulate(self, costs, num_steps, synchronize)
 
     # Files
@@ -184,6 +188,7 @@ def make_plan(
     num_microbatches: int,
     num_chunks: int | None = None,
     *,
+    num_slices: int = 1,
     forward_only: bool = False,
     settings: Settings | None = None,
 ) -> Plan:
@@ -194,6 +199,7 @@ def make_plan(
         pp_size: ranks of the pipeline.
         num_microbatches: microbatches per step.
         num_chunks: stages per rank; None takes the schedule's own.
+        num_slices: slices that each sequence is cut into.
         forward_only: record a step without backwards.
         settings: other settings of the schedule.
 
@@ -205,16 +211,19 @@ def make_plan(
     found = find_schedule(schedule)
     pp_size, num_microbatches = _whole("pp_size", pp_size), _whole("num_microbatches", num_microbatches)
     num_chunks = found.check(pp_size, None if num_chunks is None else _whole("num_chunks", num_chunks))
+    num_slices = _whole("num_slices", num_slices)
+    found.check_slices(num_slices)
     if pp_size < 1 or num_microbatches < 1:
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {pp_size} and {num_microbatches}.")
     _check_placement(found.placement, pp_size, num_chunks)
     forward_only = forward_only or found.forward_only
     events = []
+    sizes = (pp_size, num_microbatches, num_chunks, forward_only)
     for rank in range(pp_size):
-        recorder = PlanRecorder(found.placement, rank, pp_size, num_microbatches, num_chunks, forward_only, settings)
+        recorder = PlanRecorder(found.placement, rank, *sizes, settings, num_slices)
         found.loops(recorder)
         events.append(recorder.events)
-    plan = Plan(found.name, found.placement, pp_size, num_microbatches, num_chunks, forward_only, events)
+    plan = Plan(found.name, found.placement, *sizes, events, num_slices)
     if settings is not None and settings.max_in_flight is not None:
         in_flight = max(peak_activations(plan))
         if in_flight > settings.max_in_flight + 1e-9:
@@ -260,6 +269,7 @@ def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
         num_chunks,
         kinds == {"F"},
         [[event for action in row for event in _events_around(action)] for row in actions],
+        1 + max(action.slice for row in actions for action in row),
     )
 
 
@@ -289,4 +299,4 @@ def _events_around(action: Action) -> list[Event]:
     if action.kind != "W":
         direction = "forward" if action.kind == "F" else "backward"
         verbs = [f"recv_{direction}", verb, f"send_{direction}"]
-    return [Event(verb, action.stage, action.microbatch) for verb in verbs]
+    return [Event(verb, action.stage, action.microbatch, action.slice) for verb in verbs]

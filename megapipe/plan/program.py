@@ -40,17 +40,18 @@ class Program:
 
 def compile_plan(plan: Plan) -> Program:
     num_channels = 2 * plan.pp_size * plan.num_chunks
-    numbers: dict[int, int] = {}  # of the messages, by channel and microbatch
+    numbers: dict[int, int] = {}  # of the messages, by channel, microbatch and slice
     facts: dict[tuple[str, int], tuple[bool, int]] = {}  # of each verb on each stage
     sources: list[list[int]] = [[] for _ in plan.events]
     sends: list[list[tuple[int, ...]]] = [[] for _ in plan.events]
     pairs: list[dict[int, int]] = [{} for _ in plan.events]
     for events, waits, sent, pair in zip(plan.events, sources, sends, pairs):
-        for verb, stage, microbatch in events:
+        for verb, stage, microbatch, part in events:
             if (verb, stage) not in facts:
-                facts[verb, stage] = _facts(plan, Event(verb, stage, microbatch))
+                facts[verb, stage] = _facts(plan, Event(verb, stage, microbatch, part))
             computes, channel = facts[verb, stage]
-            number = -1 if channel < 0 else numbers.setdefault(microbatch * num_channels + channel, len(numbers))
+            unit = microbatch * plan.num_slices + part
+            number = -1 if channel < 0 else numbers.setdefault(unit * num_channels + channel, len(numbers))
             if computes:
                 if verb == PAIR[0]:
                     forward = len(waits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .verbs import PAIR, Action, Verbs
+from .verbs import PAIR, Action, Verbs, unit_name
 
 __all__ = ["KINDS", "ChannelName", "Event", "PlanRecorder"]
 
@@ -48,12 +48,13 @@ class Event(NamedTuple):
     verb: str
     stage: int
     microbatch: int
+    slice: int = 0
 
     @property
     def action(self) -> Action | None:
         """The computation, if it is one."""
         kind = KINDS.get(self.verb)
-        return None if kind is None else Action(self.stage, kind, self.microbatch)
+        return None if kind is None else Action(self.stage, kind, self.microbatch, self.slice)
 
     @property
     def sends(self) -> bool:
@@ -72,13 +73,19 @@ class Event(NamedTuple):
         kind, boundary = MESSAGES[self.verb]
         return ChannelName(kind, self.stage + boundary)
 
+    @property
+    def message(self) -> tuple[ChannelName, int, int]:
+        """The channel, the microbatch and the slice: the same for a send, its receive, and what needs it."""
+        return self.channel, self.microbatch, self.slice
+
     def __str__(self) -> str:
         """`1RECV_F0` is the receive of stage 1's input of microbatch 0, `1SEND_B0` the send of its gradient."""
         action = self.action
         if action is not None:
             return str(action)
         letter = "F" if self.is_forward else "B"
-        return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{self.microbatch}"
+        unit = unit_name(self.microbatch, self.slice)
+        return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{unit}"
 
 
 class PlanRecorder(Verbs):
@@ -113,14 +120,12 @@ class PlanRecorder(Verbs):
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
         if not self.forward_only:
             self._check_ready("backward_step", backward_chunk)
-        microbatch = self._advance("forward_step", forward_chunk)
-        self.events.append(Event(PAIR[0], self.stages[forward_chunk].index, microbatch))
+        self._write(PAIR[0], forward_chunk, self._advance("forward_step", forward_chunk))
         self._record_backward(PAIR[1], backward_chunk, deferred=False)
 
     def backward_weight_step(self, chunk: int | None = None) -> None:
         if not self.forward_only:
-            chunk, microbatch = self._advance_weight(chunk)
-            self.events.append(Event("backward_weight_step", self.stages[chunk].index, microbatch))
+            self._write("backward_weight_step", *self._advance_weight(chunk))
 
     def send_backward(self, chunk: int = 0) -> None:
         self._record("send_backward", chunk)
@@ -130,10 +135,11 @@ class PlanRecorder(Verbs):
 
     def _record(self, verb: str, chunk: int) -> None:
         if not (self.forward_only and "backward" in verb):
-            microbatch = self._advance(verb, chunk)
-            self.events.append(Event(verb, self.stages[chunk].index, microbatch))
+            self._write(verb, chunk, self._advance(verb, chunk))
 
     def _record_backward(self, verb: str, chunk: int, deferred: bool) -> None:
         if not self.forward_only:
-            microbatch = self._advance_backward(chunk, deferred)
-            self.events.append(Event(verb, self.stages[chunk].index, microbatch))
+            self._write(verb, chunk, self._advance_backward(chunk, deferred))
+
+    def _write(self, verb: str, chunk: int, number: int) -> None:
+        self.events.append(Event(verb, self.stages[chunk].index, *self._unit(verb, number)))

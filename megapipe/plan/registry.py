@@ -25,6 +25,7 @@ class Schedule:
         max_pp_size: the largest pipeline it is meant for; None where any is.
         forward_only: it never goes backward.
         default_chunks: stages per rank where neither the schedule nor the caller decides.
+        slices: it can cut sequences into slices.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Schedule:
     max_pp_size: int | None = None
     forward_only: bool = False
     default_chunks: int = 1
+    slices: bool = False
 
     def __post_init__(self) -> None:
         self.default_chunks = self.num_chunks or self.default_chunks
@@ -59,6 +61,16 @@ class Schedule:
                 "one module for each of the rank's stages (stages_for_rank tells which)."
             )
         return num_chunks
+
+    def check_slices(self, num_slices: int) -> None:
+        """Raises ValueError where sequences are cut and the schedule cannot do it."""
+        if num_slices < 1:
+            raise ValueError(f"a sequence is at least 1 slice, got num_slices={num_slices}.")
+        if num_slices > 1 and not self.slices:
+            able = [name for name, schedule in _schedules.items() if schedule.slices]
+            raise ValueError(
+                f"{self.name} cannot cut sequences, got {num_slices} slices: choose {', '.join(able)}, or 1 slice."
+            )
 
     def stages(self, pp_rank: int, pp_size: int, num_chunks: int | None = None) -> list[StageInfo]:
         """The stages of a rank, in the order of the `model` argument. Raises as `check` does."""

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .recorder import ChannelName, Event
+from .recorder import ChannelName
 from .verbs import ScheduleError
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 __all__ = ["check_shared_communicator"]
-
-Message = tuple[ChannelName, int]
-"""A channel and a microbatch: the same for a send and its receive."""
 
 
 def check_shared_communicator(plan: Plan) -> None:
@@ -27,8 +24,8 @@ def check_shared_communicator(plan: Plan) -> None:
     computations = [[event for event in events if event.action is not None] for events in plan.events]
     heads = [0] * plan.pp_size  # the message each rank is at
     done = [0] * plan.pp_size  # computations each rank has done
-    made: set[Message] = set()
-    received: set[Message] = set()
+    made: set[tuple[ChannelName, int, int]] = set()
+    received: set[tuple[ChannelName, int, int]] = set()
     progress = True
     while progress:
         progress = False
@@ -36,11 +33,11 @@ def check_shared_communicator(plan: Plan) -> None:
             while done[rank] < len(computations[rank]):
                 event = computations[rank][done[rank]]
                 needed = plan.needs(event)
-                if needed is not None and _message(needed) not in (
+                if needed is not None and needed.message not in (
                     made if plan.rank_of(needed.stage) == rank else received
                 ):
                     break
-                made.add(_message(event._replace(verb="send_forward" if event.is_forward else "send_backward")))
+                made.add(event._replace(verb="send_forward" if event.is_forward else "send_backward").message)
                 done[rank] += 1
                 progress = True
             if heads[rank] == len(streams[rank]):
@@ -48,17 +45,17 @@ def check_shared_communicator(plan: Plan) -> None:
             event = streams[rank][heads[rank]]
             peer = plan.peer(rank, event)
             assert peer is not None
-            if not event.sends or _message(event) not in made or heads[peer] == len(streams[peer]):
+            if not event.sends or event.message not in made or heads[peer] == len(streams[peer]):
                 continue
             answer = streams[peer][heads[peer]]
             if answer.sends or plan.peer(peer, answer) != rank:
                 continue
-            if _message(answer) != _message(event):
+            if answer.message != event.message:
                 raise ScheduleError(
                     f"{plan.name} on one communicator mixes messages up: rank {rank} sends {event}, and rank {peer} "
                     f"receives it as {answer}."
                 )
-            received.add(_message(event))
+            received.add(event.message)
             heads[rank] += 1
             heads[peer] += 1
             progress = True
@@ -69,7 +66,3 @@ def check_shared_communicator(plan: Plan) -> None:
             for rank in stuck
         )
         raise ScheduleError(f"{plan.name} on one communicator would hang: {waits}.")
-
-
-def _message(event: Event) -> Message:
-    return event.channel, event.microbatch

@@ -34,9 +34,11 @@ class Costs:
         optimizer: the optimizer's step on each rank, at the end of a training step.
         overlap: how much of the shorter one of an overlapped forward and backward the longer one hides: 0 where they
             run one after the other, 1 where the pair takes no longer than the longer one.
+        slices: how long the slices of a sequence take beside each other, one number for each; they share out the times
+            of a microbatch. None where all take as long. A message takes its equal share in any case.
 
     Raises:
-        ValueError: a time is negative or not finite, or `overlap` is more than 1.
+        ValueError: a time is negative or not finite, `overlap` is more than 1, or no slice takes any time.
     """
 
     forward: PerStage = 1.0
@@ -46,23 +48,37 @@ class Costs:
     message: float = 0.0
     optimizer: float = 0.0
     overlap: float = 0.0
+    slices: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
             value = getattr(self, field_.name)
-            for time in [value] if isinstance(value, (int, float)) else value:
+            for time in [value] if isinstance(value, (int, float)) else value or ():
                 if not (math.isfinite(time) and time >= 0):
                     raise ValueError(f"{field_.name} must be a finite number from 0 on, got {time:g}.")
         if self.overlap > 1:
             raise ValueError(f"overlap is a share between 0 and 1, got {self.overlap:g}.")
+        if self.slices is not None and not sum(self.slices):
+            raise ValueError(f"slices are relative times of which one at least is more than 0, got {self.slices}.")
 
-    @property
-    def of_messages(self) -> dict[str, float]:
+    def of_messages(self, plan: Plan) -> dict[str, float]:
         """The arguments of the player that are no times of actions."""
-        return {"p2p": self.p2p, "message": self.message, "overlap": self.overlap}
+        return {"p2p": self.p2p, "message": self.message / plan.num_slices, "overlap": self.overlap}
+
+    def of_actions(self, plan: Plan) -> Callable[[Action], float]:
+        """Tells the time of an action."""
+        times, shares = self.by_kind(plan), self.shares(plan.num_slices)
+        return lambda action: times[action.kind][action.stage] * shares[action.slice]
+
+    def shares(self, num_slices: int) -> list[float]:
+        """The share of each slice in the times of a microbatch."""
+        slices = [1.0] * num_slices if self.slices is None else self.slices
+        if len(slices) != num_slices:
+            raise ValueError(f"slices has one relative time for each of the {num_slices} slices, got {len(slices)}.")
+        return [time / sum(slices) for time in slices]
 
     def by_kind(self, plan: Plan) -> dict[str, list[float]]:
-        """The time of an action of each kind on each stage."""
+        """The time of each kind of action on each stage, for a whole microbatch."""
         num_stages = plan.pp_size * plan.num_chunks
         forward, inputs, weights = (
             self.per_stage(time, num_stages, plan.num_chunks)
@@ -93,7 +109,8 @@ class Simulation:
 
     spans: list[list[Span]]
     peak_activations: list[float]
-    """Most microbatches in flight at once, from F to W, in those of a whole rank: on one of v chunks each is 1 / v."""
+    """Most microbatches in flight at once, from F to W, in those of a whole rank: on one of v chunks each is 1 / v, and
+    one of n slices is 1 / n."""
     lower_bound: float
     """A time that no order of these actions can beat in one step, however much memory it may use."""
     step_ends: list[float]
@@ -134,12 +151,12 @@ def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = F
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
-    times = costs.by_kind(plan)
+    duration = costs.of_actions(plan)
     clocks = [0.0] * plan.pp_size
     spans: list[list[Span]] = [[] for _ in plan.events]
     step_ends = []
     for _ in range(num_steps):
-        play(plan, lambda action: times[action.kind][action.stage], costs, clocks, spans)
+        play(plan, duration, costs, clocks, spans)
         if synchronize:
             clocks = [max(clocks)] * plan.pp_size
         clocks = [clock + costs.optimizer for clock in clocks]
@@ -169,35 +186,37 @@ def play(
         return clock + pause(plan.actions[rank][index])  # type: ignore[misc]
 
     durations = [list(map(duration, actions)) for actions in plan.actions]
-    starts, ends = run(plan.program, durations, clocks, None if pause is None else begin, **costs.of_messages)
+    starts, ends = run(plan.program, durations, clocks, None if pause is None else begin, **costs.of_messages(plan))
     for rank, actions in enumerate(plan.actions):
         spans[rank] += map(Span, actions, starts[rank], ends[rank])
 
 
 def peak_activations(plan: Plan) -> list[float]:
     """As in `Simulation`."""
-    return [peak_held(actions, ("W", "BW")) / plan.num_chunks for actions in plan.actions]
+    return [peak_held(actions, ("W", "BW")) / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
 
 
 def peak_held(actions: Sequence[Action], released_by: tuple[str, str]) -> int:
-    """Most microbatches that a rank holds at once, from their F to one of these kinds, each chunk counted by itself."""
+    """Most microbatches, or slices of them, that a rank holds at once, from their F to one of these kinds, each chunk
+    counted by itself."""
     held = peak = 0
-    for _, kind, _ in actions:
-        if kind == "F":
+    for action in actions:
+        if action.kind == "F":
             held += 1
             peak = max(peak, held)
-        elif kind in released_by:
+        elif action.kind in released_by:
             held -= 1
     return peak
 
 
 def _lower_bound(plan: Plan, costs: Costs) -> float:
-    """A rank can begin only when the first microbatch has come up to it, and then has all its work to do; and the
-    first microbatch has to go up and down through all stages."""
+    """A rank can begin only when the first microbatch, or its first slice, has come up to it, and then has all its work
+    to do; and the first microbatch, or its longest slice, has to go up and down through all stages."""
     num_stages = plan.pp_size * plan.num_chunks
-    forward, whole, weight = (costs.by_kind(plan)[kind] for kind in ("F", "BW", "W"))
+    forward, inputs, weight, whole = costs.by_kind(plan).values()
+    shares = costs.shares(plan.num_slices)
     hops = [
-        0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message
+        0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message / plan.num_slices
         for stage in range(num_stages - 1)
     ]
     training = not plan.forward_only
@@ -208,11 +227,11 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
         forwards, backwards = sum(forward[s] for s in stages), training * sum(whole[s] for s in stages)
         work = forwards + backwards - overlap * min(forwards, backwards)
-        start = (1 - overlap / 2) * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
+        start = (1 - overlap / 2) * shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
         bounds.append(start + plan.num_microbatches * work)
-    latency = sum(forward) + sum(hops)
+    latency = max(shares) * sum(forward) + sum(hops)
     if training:
-        latency += sum(costs.by_kind(plan)["B"]) + sum(hops) + weight[0]
+        latency += max(shares) * (sum(inputs) + weight[0]) + sum(hops)
     return max(*bounds, (1 - overlap / 2) * latency)
 
 

@@ -31,15 +31,22 @@ class ScheduleError(ValueError):
 
 class Action(NamedTuple):
     """One computation: `2F0` is the forward of microbatch 0 through stage 2, `2B0` its backward, `2W0` its
-    weight-gradient pass where that is deferred."""
+    weight-gradient pass where that is deferred. Where sequences are cut, `2F0` is that of the first slice, `2F0.1` that
+    of the second."""
 
     stage: int
     kind: str
     """"F"; "BW" for a backward that computes input and weight gradients together; "B" and "W" for its two parts."""
     microbatch: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind[0]}{self.microbatch}"
+        return f"{self.stage}{self.kind[0]}{self.unit}"
+
+    @property
+    def unit(self) -> str:
+        """The microbatch and the slice: `0`, or `0.1`."""
+        return unit_name(self.microbatch, self.slice)
 
     @property
     def source(self) -> Action:
@@ -48,7 +55,15 @@ class Action(NamedTuple):
         own B."""
         if self.kind == "F":
             return self._replace(stage=self.stage - 1)
-        return Action(self.stage + (self.kind != "W"), "B", self.microbatch)
+        return self._replace(stage=self.stage + (self.kind != "W"), kind="B")
+
+
+def unit_name(microbatch: int, slice: int) -> str:
+    return f"{microbatch}.{slice}" if slice else str(microbatch)
+
+
+def unit_in_words(microbatch: int, slice: int, num_slices: int) -> str:
+    return f"microbatch {microbatch}" if num_slices == 1 else f"slice {slice} of microbatch {microbatch}"
 
 
 @dataclass(frozen=True)
@@ -69,9 +84,10 @@ class Settings:
 class Verbs(ABC):
     """What a schedule sees of its pipeline.
 
-    Every verb handles the chunk's next microbatch, in order, so none takes a microbatch number. A verb that has
-    nothing to do returns at once: there is no message where the neighbouring stage does not exist, and with
-    `forward_only` nothing goes backward.
+    Every verb handles the chunk's next unit of work, in order, so none takes a number. A unit is a microbatch, or one
+    of the slices that its sequences are cut into: forwards take the slices of a microbatch first to last, backwards
+    last to first, since a slice is attended to by those after it. A verb that has nothing to do returns at once: there
+    is no message where the neighbouring stage does not exist, and with `forward_only` nothing goes backward.
     """
 
     def __init__(
@@ -83,31 +99,34 @@ class Verbs(ABC):
         num_chunks: int,
         forward_only: bool = False,
         settings: Settings | None = None,
+        num_slices: int = 1,
     ) -> None:
         self.placement = placement
         self.pp_rank = pp_rank
         self.pp_size = pp_size
         self.num_microbatches = num_microbatches
+        self.num_slices = num_slices
+        self.num_units = num_microbatches * num_slices
         self.num_chunks = num_chunks
         self.forward_only = forward_only
         self.settings = settings or Settings()
         self.stages = placement.stages(pp_rank, pp_size, num_chunks)
         self._counts = {verb: [0] * num_chunks for verb in COURSE}
-        counts = [[num_microbatches] * num_chunks, *self._counts.values()]
+        counts = [[self.num_units] * num_chunks, *self._counts.values()]
         self._before_and_own = dict(zip(COURSE, pairwise(counts)))
         """For each verb the counts, by chunk, of the one before it and its own."""
         self._deferred: deque[tuple[int, int]] = deque()
-        """Chunk and microbatch of every pending W, in the order of the Bs."""
+        """Chunk of every pending W, and the number of its B, in the order of the Bs."""
 
     # Facts
 
     def num_forwards_left(self, chunk: int = 0) -> int:
-        """Forwards of this chunk still to be run in this step."""
-        return self.num_microbatches - self._counts["forward_step"][chunk]
+        """Forwards of this chunk still to be run in this step, in units."""
+        return self.num_units - self._counts["forward_step"][chunk]
 
     def num_backwards_left(self, chunk: int = 0) -> int:
-        """Backwards of this chunk still to be run in this step: none with `forward_only`."""
-        return 0 if self.forward_only else self.num_microbatches - self._counts["backward_step"][chunk]
+        """Backwards of this chunk still to be run in this step, in units: none with `forward_only`."""
+        return 0 if self.forward_only else self.num_units - self._counts["backward_step"][chunk]
 
     def num_pending_weights(self, chunk: int | None = None) -> int:
         """Deferred weight-gradient passes (W) that are still to be run: of this chunk, or of all."""
@@ -161,36 +180,46 @@ class Verbs(ABC):
     # Bookkeeping for the two that implement the verbs
 
     def _advance(self, verb: str, chunk: int) -> int:
-        """Count one call of `verb` and return the microbatch that it is about."""
+        """Count one call of `verb` and return its number. `_unit` tells what it is about."""
         before, own = self._before_and_own[verb]
-        microbatch = own[chunk]
-        if microbatch == before[chunk]:
+        number = own[chunk]
+        if before[chunk] - number < self.num_slices:
             self._check_ready(verb, chunk)
-        own[chunk] = microbatch + 1
-        return microbatch
+        own[chunk] = number + 1
+        return number
+
+    def _unit(self, verb: str, number: int) -> tuple[int, int]:
+        """The microbatch and the slice of a call of `verb`."""
+        microbatch, index = divmod(number, self.num_slices)
+        return microbatch, self.num_slices - 1 - index if "backward" in verb else index
 
     def _check_ready(self, verb: str, chunk: int) -> None:
         """Raises ScheduleError where the next call of `verb` comes too early, or is one too many."""
         before, own = self._before_and_own[verb]
-        if own[chunk] == self.num_microbatches:
+        if own[chunk] == self.num_units:
             raise ScheduleError(
-                f"rank {self.pp_rank} calls {verb}({chunk}) more often than there are microbatches "
-                f"({self.num_microbatches})."
+                f"rank {self.pp_rank} calls {verb}({chunk}) more often than there are {self._units} ({self.num_units})."
             )
-        if own[chunk] == before[chunk]:
+        num_ready = before[chunk]
+        if verb == "recv_backward":  # which begins with the slice that went forward last
+            num_ready -= num_ready % self.num_slices
+        if own[chunk] >= num_ready:
             required = COURSE[COURSE.index(verb) - 1]
-            raise ScheduleError(
-                f"rank {self.pp_rank} calls {verb}({chunk}) for microbatch {own[chunk]} before {required}({chunk})."
-            )
+            unit = unit_in_words(*self._unit(verb, own[chunk]), self.num_slices)
+            raise ScheduleError(f"rank {self.pp_rank} calls {verb}({chunk}) for {unit} before {required}({chunk}).")
+
+    @property
+    def _units(self) -> str:
+        return "microbatches" if self.num_slices == 1 else "slices of microbatches"
 
     def _advance_backward(self, chunk: int, deferred: bool) -> int:
-        microbatch = self._advance("backward_step", chunk)
+        number = self._advance("backward_step", chunk)
         if deferred:
-            self._deferred.append((chunk, microbatch))
-        return microbatch
+            self._deferred.append((chunk, number))
+        return number
 
     def _advance_weight(self, chunk: int | None) -> tuple[int, int]:
-        """Take the oldest pending W of the chunk, or of all: its chunk and its microbatch."""
+        """Take the oldest pending W of the chunk, or of all: its chunk and the number of its B."""
         for index, oldest in enumerate(self._deferred):
             if chunk in (None, oldest[0]):
                 del self._deferred[index]
@@ -204,15 +233,14 @@ class Verbs(ABC):
 
     def _check_finished(self) -> None:
         for verb, counts in self._counts.items():
-            expected = 0 if self.forward_only and "backward" in verb else self.num_microbatches
+            expected = 0 if self.forward_only and "backward" in verb else self.num_units
             for chunk, count in enumerate(counts):
                 if count != expected:
                     raise ScheduleError(
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
-                        f"{expected} microbatches."
+                        f"{expected} {self._units}."
                     )
         for chunk in range(self.num_chunks):
             if num_pending := self.num_pending_weights(chunk):
-                raise ScheduleError(
-                    f"rank {self.pp_rank} ended its step without the Ws of {num_pending} microbatches of chunk {chunk}."
-                )
+                without = f"without the Ws of {num_pending} {self._units} of chunk {chunk}"
+                raise ScheduleError(f"rank {self.pp_rank} ended its step {without}.")

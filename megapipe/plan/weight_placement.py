@@ -79,7 +79,7 @@ def place_weights(plan: Plan, costs: Costs, max_held: float) -> Counts:
     unmoved = count_weights(plan)
     if not any(map(sum, unmoved)):
         return unmoved
-    search = _Search(plan, costs, int(max_held * plan.num_chunks + 1e-9))
+    search = _Search(plan, costs, int(max_held * plan.num_chunks * plan.num_slices + 1e-9))
     candidates = [unmoved, *(search.fill(share) for share in FILLS)]
     candidates.sort(key=search.makespan)
     return min((search.improve(counts) for counts in candidates[:2]), key=search.makespan)
@@ -91,11 +91,11 @@ def _deadlines(actions: list[Action], pairs: dict[int, int]) -> list[int]:
     deadlines = []
     num_deferred = 0
     last: dict[int, int] = {}  # per stage, how many had been deferred when its last was
-    for stage, kind, _ in actions:
-        deadlines.append(last.get(stage, 0) if kind == "BW" else 0)
-        if kind == "B":
+    for action in actions:
+        deadlines.append(last.get(action.stage, 0) if action.kind == "BW" else 0)
+        if action.kind == "B":
             num_deferred += 1
-            last[stage] = num_deferred
+            last[action.stage] = num_deferred
     for forward, backward in pairs.items():
         deadlines[forward] = deadlines[backward]
     return deadlines
@@ -105,20 +105,20 @@ class _Search:
     """The Fs and Bs of a plan, to be played many times with Ws in other places.
 
     Args:
-        max_held: in microbatches of a chunk.
+        max_held: in microbatches of a chunk, or slices of them.
     """
 
     def __init__(self, plan: Plan, costs: Costs, max_held: int) -> None:
         unweighted = replace(plan, events=[[e for e in row if e.verb != "backward_weight_step"] for row in plan.events])
-        times = costs.by_kind(plan)
+        duration = costs.of_actions(plan)
         actions = unweighted.actions
         self.ranks = range(plan.pp_size)
         self.max_held = max_held
-        self.costs = costs
+        self.of_messages = costs.of_messages(plan)
         self.program = unweighted.program
         self.kinds = [[action.kind for action in row] for row in actions]
-        self.durations = [[times[action.kind][action.stage] for action in row] for row in actions]
-        self.weights = [[times["W"][action.stage] for action in row if action.kind == "B"] for row in actions]
+        self.durations = [list(map(duration, row)) for row in actions]
+        self.weights = [[duration(a._replace(kind="W")) for a in row if a.kind == "B"] for row in actions]
         """The Ws of each rank, in their order."""
         self.closed = [set(pairs.values()) for pairs in self.program.pairs]
         """By rank, the second halves of overlapped pairs: no W runs between the halves."""
@@ -200,7 +200,7 @@ class _Search:
         """When each rank ends its last F or B."""
         self.plays_left -= 1
         clocks = [0.0 for _ in self.ranks]
-        run(self.program, self.durations, clocks, begin, **self.costs.of_messages)
+        run(self.program, self.durations, clocks, begin, **self.of_messages)
         return clocks
 
     def _can_hold(self, rank: int, row: list[int]) -> bool:

@@ -178,7 +178,7 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
         (["compare", "--pp", "2", "--microbatches", "0"], "no schedule runs 0 microbatches on 2 ranks"),
         (
             ["show", "1f1b", "--pp", "2", "--microbatches", "1000000000"],
-            "2 x 1000000000 x 1 forwards (ranks, microbatches",
+            "2 x 1000000000 x 1 x 1 forwards (ranks, microbatches",
         ),
         (
             ["show", "1f1b", "--pp", "2", "--microbatches", "4", "--steps", "1000000000"],
