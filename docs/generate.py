@@ -13,10 +13,11 @@ import megapipe
 from megapipe.analysis import save_picture
 from megapipe.plan import Plan, find_schedule, make_plan
 
-PP_SIZE, NUM_MICROBATCHES = 4, 8
+PP_SIZE, NUM_MICROBATCHES, NUM_SLICES = 4, 8, 2
 OVERLAP = 0.45
 
-# When to use it; what it costs. p ranks, m microbatches, v chunks per rank, r the rank, N the size of a group.
+# When to use it; what it costs. p ranks, m microbatches, v chunks per rank, n slices per sequence, r the rank, N the
+# size of a group.
 NOTES = {
     "no_pipelining": ("The model fits on one device.", "no bubble", "1"),
     "inference": ("Forward only, of a model laid out for loop placement.", "(p - 1) / (v m + p - 1)", "none"),
@@ -25,6 +26,17 @@ NOTES = {
         "The plain choice: GPipe's time at a memory that does not grow with the number of microbatches.",
         "(p - 1) / (m + p - 1)",
         "min(m, p - r)",
+    ),
+    "seq1f1b": (
+        "Long sequences of a model whose layers hand their state from slice to slice: both the bubble and the memory "
+        "of 1F1B fall with the number of slices. Messages are n times as many, and n times smaller.",
+        "(p - 1) / (n m + p - 1)",
+        "(p - r + n - 1) / n, at most m",
+    ),
+    "seq_interleaved_1f1b": (
+        "The same on several chunks, for a bubble v times smaller still and some more memory. N is counted in slices.",
+        "(p - 1) / (v n m + p - 1)",
+        "(2 (p - r - 1) + (v - 1) N + n) / (v n), at most m",
     ),
     "looped_bfs": (
         "Many chunks and few microbatches, and memory to spare: each message has the longest time to arrive.",
@@ -40,6 +52,11 @@ NOTES = {
         "1F1B's memory and a third of its bubble: the first choice where a split backward is to be had.",
         "(p - 1) / (3 m + p - 1)",
         "p",
+    ),
+    "seq_zb1p": (
+        "Long sequences where a split backward is to be had: seq1f1b's memory and a third of its bubble.",
+        "(p - 1) / (3 n m + p - 1)",
+        "(p + n - 1) / n, at most m",
     ),
     "zb2p": (
         "Steps that follow each other without a barrier, and memory to spare: a rank waits for nothing between its "
@@ -86,11 +103,12 @@ Made by `make docs` from the schedules themselves; a test keeps this page up to 
 [The README](../README.md#which-schedule) says which to choose.
 
 In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and F, B and W take as long
-as each other. Blue is the forward (F), green the backward, or where it is split its part for the input (B), yellow its
-part for the weights (W); dark are the odd chunks. p are the ranks, m the microbatches, v the chunks per rank, r is the
-rank, and N the size of a group (`microbatch_group_size_per_vp_stage`, by default p). Bubbles are shares of a step with
-F = B = W, all stages alike, and messages that take no time. A microbatch counts as held from its F to its W, a chunk's
-as 1 / v of one.
+as each other. Schedules that cut sequences have {NUM_SLICES} slices there: 3 is the first one of microbatch 3, and 3.1
+the second. Blue is the forward (F), green the backward, or where it is split its part for the input (B), yellow its
+part for the weights (W); dark are the odd chunks. p are the ranks, m the microbatches, v the chunks per rank, n the
+slices of a sequence, r is the rank, and N the size of a group (`microbatch_group_size_per_vp_stage`, by default p).
+Bubbles are shares of a step with F = B = W, all stages alike, and messages that take no time. A microbatch counts as
+held from its F to its W, a chunk's as 1 / v of one, a slice as 1 / n.
 
 **Where the bubble comes from.** Without interleaving the last microbatch leaves the first rank after m forwards, goes
 down and up through the p - 1 other ranks, and meets m backwards on its way: a step takes (m + p - 1) (F + B + W), of
@@ -108,7 +126,7 @@ one chunk (zb2p). In a V the last stage is on the first rank, each way is half a
 
 def section(name: str) -> str:
     schedule = find_schedule(name)
-    plan = make_plan(name, pp_size_of(name), NUM_MICROBATCHES)
+    plan = plan_of(name)
     simulation = plan.simulate()
     when, bubble, in_flight = NOTES[name]
     chunks = "any number" if schedule.num_chunks is None else str(schedule.num_chunks)
@@ -160,6 +178,11 @@ def pp_size_of(name: str) -> int:
     return find_schedule(name).max_pp_size or PP_SIZE
 
 
+def plan_of(name: str) -> Plan:
+    num_slices = NUM_SLICES if find_schedule(name).slices else 1
+    return make_plan(name, pp_size_of(name), NUM_MICROBATCHES, num_slices=num_slices)
+
+
 def peaks(plan: Plan) -> str:
     return "none" if plan.forward_only else ", ".join(f"{peak:g}" for peak in plan.simulate().peak_activations)
 
@@ -172,7 +195,7 @@ def page() -> str:
 def generate(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in megapipe.schedule_names():
-        plan = make_plan(name, pp_size_of(name), NUM_MICROBATCHES)
+        plan = plan_of(name)
         save_picture(plan, plan.simulate(), folder / f"{name}.svg")
     (folder / "schedules.md").write_text(page())
 

@@ -25,6 +25,8 @@ __all__ = [
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
+    "forward_backward_seq1f1b",
+    "forward_backward_seq_interleaved_1f1b",
     "forward_inference",
     "get_forward_backward_func",
 ]
@@ -34,7 +36,7 @@ __all__ = [
 
 
 def F(pipe: Verbs, chunk: int = 0) -> None:
-    """Forward of the chunk's next microbatch."""
+    """Forward of the chunk's next microbatch, or slice of one."""
     if pipe.num_forwards_left(chunk):
         pipe.recv_forward(chunk)
         pipe.forward_step(chunk)
@@ -42,7 +44,7 @@ def F(pipe: Verbs, chunk: int = 0) -> None:
 
 
 def B(pipe: Verbs, chunk: int = 0) -> None:
-    """Input gradient of the chunk's next microbatch. Its weight-gradient pass (W) is deferred."""
+    """Input gradient of the chunk's next microbatch or slice. Its weight-gradient pass (W) is deferred."""
     if pipe.num_backwards_left(chunk):
         pipe.recv_backward(chunk)
         pipe.backward_input_step(chunk)
@@ -56,7 +58,8 @@ def W(pipe: Verbs, chunk: int | None = None) -> None:
 
 
 def BW(pipe: Verbs, chunk: int = 0) -> None:
-    """Whole backward of the chunk's next microbatch: B and W in one. Figures without a split backward call it B."""
+    """Whole backward of the chunk's next microbatch or slice: B and W in one. Figures that split no backward call it
+    B."""
     if pipe.num_backwards_left(chunk):
         pipe.recv_backward(chunk)
         pipe.backward_step(chunk)
@@ -106,7 +109,7 @@ def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
     """1F1B (PipeDream-Flush). https://arxiv.org/abs/2104.04473, Figure 4 (top)."""
     num_behind = pipe.pp_size - pipe.pp_rank - 1
     # With slow messages it pays to start with more microbatches than there are ranks behind.
-    num_extra = extra_microbatches(pipe, default=pipe.pp_size)
+    num_extra = extra_units(pipe, default=pipe.pp_size)
     num_warmup = min(num_behind + min(num_extra, num_behind), pipe.num_microbatches)
 
     # Warmup: nF. The last rank has none.
@@ -115,6 +118,30 @@ def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
 
     # Steady state: n(F B). At most pp_size - pp_rank microbatches are in flight.
     for _ in range(pipe.num_microbatches - num_warmup):
+        F(pipe)
+        BW(pipe)
+
+    # Cooldown: nB.
+    for _ in range(num_warmup):
+        BW(pipe)
+
+    return pipe.finish()
+
+
+@schedule("seq1f1b", placement=loop, num_chunks=1, slices=True)
+def forward_backward_seq1f1b(pipe: Verbs) -> Any:
+    """Seq1F1B: 1F1B with slices of sequences in place of whole ones. https://arxiv.org/abs/2406.03488, Figure 4."""
+    num_behind = pipe.pp_size - pipe.pp_rank - 1
+    num_extra = extra_units(pipe, default=pipe.pp_size)
+    # A microbatch goes backward when all of its slices have gone forward: those but the last are warmup too.
+    num_warmup = min(num_behind + min(num_extra, num_behind) + pipe.num_slices - 1, pipe.num_units)
+
+    # Warmup: nF. The last rank has all slices but one.
+    for _ in range(num_warmup):
+        F(pipe)
+
+    # Steady state: n(F B). At most pp_size - pp_rank + num_slices - 1 slices are in flight.
+    for _ in range(pipe.num_units - num_warmup):
         F(pipe)
         BW(pipe)
 
@@ -164,72 +191,83 @@ def forward_backward_pipelining_with_interleaving(pipe: Verbs) -> Any:
     return pipe.finish()
 
 
+@schedule("seq_interleaved_1f1b", placement=loop, num_chunks=None, default_chunks=2, slices=True)
+def forward_backward_seq_interleaved_1f1b(pipe: Verbs) -> Any:
+    """Seq1F1B-I: interleaved 1F1B with slices of sequences. https://arxiv.org/abs/2406.03488"""
+    return forward_backward_pipelining_with_interleaving.loops(pipe)
+
+
 def interleaved_order(pipe: Verbs) -> tuple[list[int], list[int], int]:
-    """The order of an interleaved schedule, as in Megatron-LM (get_schedule_table, get_pp_rank_microbatches).
+    """The order of an interleaved schedule, as in Megatron-LM (get_schedule_table, get_pp_rank_microbatches), of slices
+    where sequences are cut.
 
     Returns:
         The chunk of each forward, the chunk of each backward, and how many of the forwards are the warmup.
     """
-    groups = _interleaved_groups(pipe)
+    groups = [size * pipe.num_slices for size in _interleaved_groups(pipe)]
     # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
     forwards = [chunk for group in groups for chunk in range(pipe.num_chunks) for _ in range(group)]
     backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
     # The first group has to reach the last chunk; then two more forwards for each rank behind this one, since the first
-    # backward comes back through all of them.
+    # backward comes back through all of them; and it is that of the first microbatch's last slice.
     num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, 2) * (pipe.pp_size - pipe.pp_rank - 1)
-    return forwards, backwards, min(num_warmup, len(forwards))
+    return forwards, backwards, min(num_warmup + pipe.num_slices - 1, len(forwards))
 
 
 def _interleaved_groups(pipe: Verbs) -> list[int]:
     """Sizes of the groups of microbatches that go through a chunk together.
 
-    All have the group size that was set but the last, as in Megatron; without one they have that of the pipeline, or
-    larger ones where `max_in_flight` leaves room, since larger groups hide slow messages.
+    All have the group size that was set but the last, as in Megatron; without one they have a unit of work for each
+    rank, or more where `max_in_flight` leaves room, since larger groups hide slow messages.
 
     Raises:
         ValueError: the group size is smaller than the pipeline.
     """
-    size, num_chunks = pipe.pp_size, pipe.num_chunks
+    size, num_chunks, num_slices = pipe.pp_size, pipe.num_chunks, pipe.num_slices
+    smallest = -(-size // num_slices)
     group_size = pipe.settings.microbatch_group_size
-    if group_size is not None and group_size < size:
+    if group_size is not None and group_size < smallest:
+        cut = f", divided by {num_slices} slices" if num_slices > 1 else ""
         raise ValueError(
-            f"microbatch_group_size_per_vp_stage must be at least the {size} ranks of the pipeline, got {group_size}: "
-            "with fewer, a chunk's first output comes back before the rank is ready for it, and ranks may wait for "
-            "each other for ever. Use None for the smallest that works."
+            f"microbatch_group_size_per_vp_stage must be at least the {size} ranks of the pipeline{cut}, got "
+            f"{group_size}: with fewer, a chunk's first output comes back before the rank is ready for it, and ranks "
+            "may wait for each other for ever. Use None for the smallest that works."
         )
     if group_size is not None or pipe.settings.max_in_flight is None or num_chunks == 1:
-        return _groups(pipe.num_microbatches, group_size or size, size)
-    # In flight on the first rank are its warmup and one more: (v - 1) groups + 2 (p - 1) + 1 chunks.
-    most = int(pipe.settings.max_in_flight * num_chunks + 1e-9)
-    largest = max(size, (most - 2 * (size - 1) - 1) // (num_chunks - 1))
-    choices = (_groups(pipe.num_microbatches, group_size, size) for group_size in range(largest, size - 1, -1))
+        return _groups(pipe.num_microbatches, group_size or smallest, smallest)
+    # In flight on the first rank are its warmup and one more: (v - 1) groups + 2 (p - 1) + n chunks.
+    most = int(pipe.settings.max_in_flight * num_chunks * num_slices + 1e-9)
+    largest = max(smallest, (most - 2 * (size - 1) - num_slices) // ((num_chunks - 1) * num_slices))
+    choices = (_groups(pipe.num_microbatches, group_size, smallest) for group_size in range(largest, smallest - 1, -1))
     return next((groups for groups in choices if groups[0] <= largest), [pipe.num_microbatches])
 
 
-def _groups(num_microbatches: int, group_size: int, pp_size: int) -> list[int]:
+def _groups(num_microbatches: int, group_size: int, smallest: int) -> list[int]:
     """Cut the microbatches into groups of `group_size`.
 
-    A last group smaller than the pipeline comes back to the first rank too early, and ranks may wait for each other for
-    ever. Megatron refuses such numbers; here all groups grow to take the remainder, the first ones by one more.
+    A last group with fewer units of work than there are ranks comes back to the first rank too early, and ranks may
+    wait for each other for ever. Megatron refuses such numbers; here all groups grow to take the remainder, the first
+    ones by one more.
     """
     num_groups, remainder = divmod(num_microbatches, group_size)
     if num_groups == 0:
         return [remainder]
-    if 0 < remainder < pp_size:
+    if 0 < remainder < smallest:
         size, larger = divmod(num_microbatches, num_groups)
         return [size + 1] * larger + [size] * (num_groups - larger)
     return [group_size] * num_groups + [remainder] * (remainder > 0)
 
 
-def extra_microbatches(pipe: Verbs, default: int) -> int:
-    """How many microbatches more than the pipeline has ranks a schedule with one chunk may have in flight.
+def extra_units(pipe: Verbs, default: int) -> int:
+    """How many microbatches more than the pipeline has ranks a schedule with one chunk may have in flight. Of slices it
+    is as many, besides those of the first microbatch, all but one of which are in flight before its first backward.
 
     The limit is the setting `max_in_flight`, or `default` without it. More than 2 p - 1 on p ranks help nothing: the
     first microbatch is back by then. Nor do more than there are.
     """
-    limit = pipe.settings.max_in_flight
-    most = default if limit is None else int(limit)
-    return max(0, min(most, 2 * pipe.pp_size - 1, pipe.num_microbatches) - pipe.pp_size)
+    limit, num_before = pipe.settings.max_in_flight, pipe.num_slices - 1
+    most = default if limit is None else int(limit * pipe.num_slices) - num_before
+    return max(0, min(most, 2 * pipe.pp_size - 1, pipe.num_units - num_before) - pipe.pp_size)
 
 
 def get_forward_backward_func(

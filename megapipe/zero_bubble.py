@@ -10,10 +10,11 @@ from typing import Any
 
 from .plan import Verbs, loop, v_shape
 from .runtime import schedule
-from .schedules import B, F, W, extra_microbatches, interleaved_order
+from .schedules import B, F, W, extra_units, interleaved_order
 
 __all__ = [
     "forward_backward_interleaved_zb1p",
+    "forward_backward_seq_zb1p",
     "forward_backward_v_half",
     "forward_backward_v_min",
     "forward_backward_zb1p",
@@ -25,14 +26,20 @@ __all__ = [
 @schedule("zb1p", placement=loop, num_chunks=1)
 def forward_backward_zb1p(pipe: Verbs) -> Any:
     """ZB-H1: the memory of 1F1B. https://arxiv.org/abs/2401.10241, Figure 3 (top)."""
-    return _one_chunk(pipe, num_extra=extra_microbatches(pipe, pipe.pp_size))
+    return _one_chunk(pipe, num_extra=extra_units(pipe, pipe.pp_size))
 
 
 @schedule("zb2p", placement=loop, num_chunks=1)
 def forward_backward_zb2p(pipe: Verbs) -> Any:
     """ZB-H2: no bubble between a rank's first and last action, for almost twice the memory of 1F1B.
     https://arxiv.org/abs/2401.10241, Figure 3 (bottom)."""
-    return _one_chunk(pipe, num_extra=extra_microbatches(pipe, 2 * pipe.pp_size - 1))
+    return _one_chunk(pipe, num_extra=extra_units(pipe, 2 * pipe.pp_size - 1))
+
+
+@schedule("seq_zb1p", placement=loop, num_chunks=1, slices=True)
+def forward_backward_seq_zb1p(pipe: Verbs) -> Any:
+    """ZB-H1 with slices of sequences in place of whole ones. https://arxiv.org/abs/2406.03488"""
+    return _one_chunk(pipe, num_extra=extra_units(pipe, pipe.pp_size))
 
 
 def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
@@ -41,11 +48,12 @@ def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
     # of num_extra for it, the last rank none. The rest of num_extra are Ws deferred to the end, in which earlier ranks
     # do their last Bs.
     extra_warmup = round(num_extra * (size - rank - 1) / max(1, size - 1))
-    num_warmup = size - rank - 1 + extra_warmup
+    # Of the first microbatch's slices all but one come before its first B.
+    num_warmup = size - rank - 1 + extra_warmup + pipe.num_slices - 1
     num_deferred = rank + num_extra - extra_warmup
 
     # Warmup: nF.
-    for _ in range(min(num_warmup, pipe.num_microbatches)):
+    for _ in range(min(num_warmup, pipe.num_units)):
         F(pipe)
 
     # Steady state: n(F B), n(F B W).

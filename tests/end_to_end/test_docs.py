@@ -9,7 +9,6 @@ import pytest
 
 import megapipe
 from megapipe.analysis.charts import COLOURS
-from megapipe.plan import make_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 BAR = re.compile(r'<path d="M ([^"]+) z " clip-path="[^"]+" style="fill: (#\w+);')
@@ -27,8 +26,8 @@ def test_the_page_is_up_to_date(docs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", megapipe.schedule_names())
 def test_pictures_show_their_plans(docs: dict[str, Any], name: str) -> None:
-    """Every action of the plan has its bar, in its place and colour, and its microbatch is written there."""
-    plan = make_plan(name, docs["pp_size_of"](name), docs["NUM_MICROBATCHES"])
+    """Every action of the plan has its bar, in its place and colour, and its microbatch and slice are written there."""
+    plan = docs["plan_of"](name)
     simulation = plan.simulate()
     expected = [(rank, *span) for rank, spans in enumerate(simulation.spans) for span in spans]
     picture = re.sub(r"\s+", " ", (DOCS / f"{name}.svg").read_text())
@@ -42,8 +41,8 @@ def test_pictures_show_their_plans(docs: dict[str, Any], name: str) -> None:
         assert (x0 - left, x1 - left) == pytest.approx((scale * (start - begin), scale * (stop - begin)), abs=1e-3)
         assert y == rows[rank]
         assert colour == COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
-    written = re.findall(r">(\d+)</text>", picture)
-    assert written[-len(expected) :] == [str(action.microbatch) for _, action, *_ in expected]
+    written = re.findall(r">(\d+(?:\.\d+)?)</text>", picture)
+    assert written[-len(expected) :] == [action.unit for _, action, *_ in expected]
 
 
 def corners_of(points: str) -> tuple[float, float, float]:

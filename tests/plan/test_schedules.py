@@ -129,6 +129,29 @@ PICTURES = {
         .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2B3 1B3 2W3 1W3
         """,
     ),
+    "seq1f1b with two slices": (
+        (3, 3),
+        """
+        0F0   0F0.1 0F1   0F1.1 .     .     .     .     0B0.1 0B0.1 0F2   0B0   0B0   0F2.1 0B1.1 0B1.1 .     0B1   0B1   .     0B2.1 0B2.1 0B2   0B2
+        .     1F0   1F0.1 1F1   .     .     1B0.1 1B0.1 1F1.1 1B0   1B0   1F2   1B1.1 1B1.1 1F2.1 1B1   1B1   .     1B2.1 1B2.1 1B2   1B2   .     .
+        .     .     2F0   2F0.1 2B0.1 2B0.1 2F1   2B0   2B0   2F1.1 2B1.1 2B1.1 2F2   2B1   2B1   2F2.1 2B2.1 2B2.1 2B2   2B2   .     .     .     .
+        """,  # noqa: E501
+    ),
+    "seq_interleaved_1f1b with two slices": (
+        (2, 3),
+        """
+        0F0   0F0.1 2F0   2F0.1 0F1   0F1.1 .     2B0.1 2B0.1 2F1   2B0   2B0   2F1.1 0B0.1 0B0.1 0F2   0B0   0B0   0F2.1 2B1.1 2B1.1 2F2   2B1   2B1   2F2.1 0B1.1 0B1.1 .     0B1   0B1   .     2B2.1 2B2.1 2B2   2B2   0B2.1 0B2.1 0B2   0B2
+        .     1F0   1F0.1 3F0   3F0.1 3B0.1 3B0.1 1F1   3B0   3B0   1F1.1 1B0.1 1B0.1 3F1   1B0   1B0   3F1.1 3B1.1 3B1.1 1F2   3B1   3B1   1F2.1 1B1.1 1B1.1 3F2   1B1   1B1   3F2.1 3B2.1 3B2.1 3B2   3B2   1B2.1 1B2.1 1B2   1B2   .     .
+        """,  # noqa: E501
+    ),
+    "seq_zb1p with two slices": (
+        (3, 3),
+        """
+        0F0   0F0.1 0F1   0F1.1 .     .     0B0.1 0W0.1 0F2   0B0   0W0   0F2.1 0B1.1 0W1.1 0B1   0W1   0B2.1 0W2.1 0B2   0W2
+        .     1F0   1F0.1 1F1   .     1B0.1 1F1.1 1B0   1W0.1 1F2   1B1.1 1W0   1F2.1 1B1   1W1.1 1B2.1 1W1   1B2   1W2.1 1W2
+        .     .     2F0   2F0.1 2B0.1 2F1   2B0   2F1.1 2B1.1 2W0.1 2F2   2B1   2W0   2F2.1 2B2.1 2W1.1 2B2   2W1   2W2.1 2W2
+        """,  # noqa: E501
+    ),
 }
 
 # Schedules that leave the number of chunks open are tried with these.
@@ -138,13 +161,16 @@ CHUNKS: dict[str, list[int]] = {
     "interleaved_1f1b": [1, 2, 3, 4],
     "interleaved_zb1p": [1, 2, 3, 4],
 }
-PIPELINED = [name for name in megapipe.schedule_names() if name != "no_pipelining"]
+# Those that cut sequences have the plans of others with one slice: test_slices.py tries them with several.
+SLICED = [name for name in megapipe.schedule_names() if find_schedule(name).slices]
+PIPELINED = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", *SLICED)]
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_picture(name: str) -> None:
     sizes, picture = PICTURES[name]
-    assert as_text(make_plan(name.split()[0], *sizes)) == textwrap.dedent(picture).strip()
+    num_slices = 2 if "slices" in name else 1
+    assert as_text(make_plan(name.split()[0], *sizes, num_slices=num_slices)) == textwrap.dedent(picture).strip()
 
 
 def test_every_schedule_has_a_picture() -> None:
@@ -154,11 +180,16 @@ def test_every_schedule_has_a_picture() -> None:
 def assert_complete(plan: Plan) -> None:
     """Every microbatch goes through every stage once each way, and every message sent is received."""
     num_stages = plan.pp_size * plan.num_chunks
-    everything = {(stage, microbatch) for stage in range(num_stages) for microbatch in range(plan.num_microbatches)}
+    everything = {
+        (stage, microbatch, part)
+        for stage in range(num_stages)
+        for microbatch in range(plan.num_microbatches)
+        for part in range(plan.num_slices)
+    }
     events = [event for rank in plan.events for event in rank]
     assert len(set(events)) == len(events)
     verbs = ["recv_forward", "send_forward"]
-    assert {action[::2] for rank in plan.actions for action in rank if action.kind == "F"} == everything
+    assert {(stage, *unit) for rank in plan.actions for stage, kind, *unit in rank if kind == "F"} == everything
     if not plan.forward_only:
         verbs += ["recv_backward", "send_backward"]
     for verb in verbs:
@@ -173,7 +204,7 @@ def assert_complete(plan: Plan) -> None:
         "overlapped_backward_step",
     }
     for part in ("B", "W"):  # whether they are run together or apart
-        done = [action[::2] for action in backwards if part in action.kind]
+        done = [(stage, *unit) for stage, kind, *unit in backwards if part in kind]
         assert len(done) == len(set(done))
         assert set(done) == (set() if plan.forward_only else everything)
 
@@ -215,6 +246,16 @@ def test_channels_may_share_a_communicator_per_neighbour_and_direction(name: str
                 plan = make_plan(name, pp_size, num_microbatches, num_chunks)
                 for sender, receiver in plan.traffic:
                     assert received_early(plan, sender, receiver) <= 1
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_may_share_a_communicator_too(name: str) -> None:
+    for pp_size in (2, 3, 8):
+        for num_microbatches, num_slices in ((1, 4), (3, 2), (5, 3)):
+            plan = make_plan(name, pp_size, num_microbatches, num_slices=num_slices)
+            assert_complete(plan)
+            for sender, receiver in plan.traffic:
+                assert received_early(plan, sender, receiver) <= 1
 
 
 def test_validation_sends_forwards_in_the_order_of_training() -> None:
