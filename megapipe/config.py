@@ -68,6 +68,10 @@ class PipelineConfig:
             where the schedule says. "tuned": where the times measured in the last steps say that a step becomes
             shortest; gradients stay the same to the bit. Then a rank may hold a quarter of a pipeline's microbatches
             more than by the schedule, or `max_in_flight` where that is set. Default: 'static'.
+        gc_interval: Steps between two collections of Python's garbage. A pause of one rank is a pause of all, so
+            there is none within a step. The first follows the first step, and freezes what is there (`gc.freeze()`,
+            unless you have frozen something); the others follow every so many steps. Where you have disabled
+            collection, nothing of this is done. None: Python collects whenever it likes. Default: 100.
 
         calculate_per_token_loss: With 3-tuple loss functions, do not divide the loss by tokens; hand their number to
             `finalize_model_grads_func`. Default: False.
@@ -121,6 +125,7 @@ class PipelineConfig:
     max_in_flight: float | None = None
     delay_wgrad_compute: bool = True
     weight_grad_placement: str = "static"
+    gc_interval: int | None = 100
 
     # Loss, gradients and weights
     calculate_per_token_loss: bool = False
@@ -179,12 +184,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
+def _is_count_or_none(value: Any) -> bool:
+    return value is None or is_whole_number(value, 1)
+
+
 def _is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-_GROUP = ("microbatch_group_size_per_vp_stage",)
+_COUNTS = ("microbatch_group_size_per_vp_stage", "gc_interval")
 _FUNCTIONS = ("grad_scale_func", "finalize_model_grads_func", *PER_CHUNK)
 
 CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]] = [
@@ -195,7 +204,7 @@ CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]
     (("timeout",), ValueError, lambda value: value > 0, "more than 0 seconds"),
     (("timeout",), ValueError, lambda value: value <= LONGEST, f"at most {LONGEST:g} seconds (30 years)"),
     (_SIZES, ValueError, lambda value: is_whole_number(value, 1), "a whole number from 1 on"),
-    (_GROUP, ValueError, lambda value: is_whole_number(value, 1), "a whole number from 1 on, or None"),
+    (_COUNTS, ValueError, _is_count_or_none, "a whole number from 1 on, or None"),
     (("weight_grad_placement",), ValueError, lambda value: value in ("static", "tuned"), "'static' or 'tuned'"),
     (_FUNCTIONS, TypeError, callable, "a function, or None"),
     (

@@ -34,6 +34,7 @@ from .arguments import (
     to_agree_on,
 )
 from .boundary import Above, Below, boundaries_around
+from .garbage import collector
 from .grad_sync import GradientSync, finalize_gradients
 from .hooks import StepEnd
 from .monitor import Monitor
@@ -126,15 +127,16 @@ class ForwardBackward(Schedule):
             lengths = (seq_length, micro_batch_size, decoder_seq_length)
             shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
             keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-            try:
-                prepared = prepare(self, step, shapes, session)
-                run(prepared, connect(prepared, session))
-            except BaseException:
-                leave_batch(step.data_iterators)
-                raise
-            with _around_finalizing(prepared, session, keywords):
-                if not step.forward_only:
-                    finalize_gradients(step.config, models, step.num_tokens, keywords)
+            with collector.between_steps(step.config.gc_interval):
+                try:
+                    prepared = prepare(self, step, shapes, session)
+                    run(prepared, connect(prepared, session))
+                except BaseException:
+                    leave_batch(step.data_iterators)
+                    raise
+                with _around_finalizing(prepared, session, keywords):
+                    if not step.forward_only:
+                        finalize_gradients(step.config, models, step.num_tokens, keywords)
         return step.results
 
 

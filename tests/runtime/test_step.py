@@ -105,6 +105,7 @@ SETTINGS_THAT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
     ({"p2p_lookahead": 1.5}, "config.p2p_lookahead must be a whole number from 0 on, or None, got 1.5"),
     ({"max_in_flight": float("inf")}, "config.max_in_flight must be a finite number, got inf"),
     ({"microbatch_group_size_per_vp_stage": 2.5}, "must be a whole number from 1 on, or None, got 2.5"),
+    ({"gc_interval": 0}, "config.gc_interval must be a whole number from 1 on, or None, got 0"),
     ({"pipeline_dtype": "float32"}, "config.pipeline_dtype must be a torch.dtype, like torch.bfloat16, or None"),
     ({"hidden_size": 16.0}, "config.hidden_size must be a whole number from 1 on, or None, got 16.0"),
     ({"tensor_model_parallel_size": 0}, "config.tensor_model_parallel_size must be a whole number from 1 on, got 0"),

@@ -1,0 +1,63 @@
+"""When Python collects garbage: between steps, on all ranks alike. A pause of one rank is a pause of all.
+
+Only cycles of references need the collector, and a step makes none of its own; but it counts objects, not cycles, and a
+look at everything that torch has imported takes a tenth of a second, on one rank here and on another there.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Collector", "collector"]
+
+
+class Collector:
+    """Python's, which all pipelines of a process share. Its thresholds are left alone, and where the user has disabled
+    it, it stays so, and nothing is collected here either."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_under_way = 0  # steps, of several pipelines or within each other
+        self._num_done = 0
+        self._was_enabled = False
+
+    @contextmanager
+    def between_steps(self, interval: int | None) -> Iterator[None]:
+        """Around one step: no collection within it; one behind the first and every `interval` steps. Ranks that run the
+        same steps need not talk about it.
+
+        Args:
+            interval: None leaves everything to Python.
+        """
+        if interval is None:
+            yield
+            return
+        with self._lock:
+            if not self._num_under_way:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._num_under_way += 1
+        try:
+            yield
+        finally:
+            is_between = self._end_step()
+        if is_between and (self._num_done == 1 or self._num_done % interval == 0):
+            gc.collect()
+            if self._num_done == 1 and not gc.get_freeze_count():
+                gc.freeze()  # nobody looks at what was imported and built again
+
+    def _end_step(self) -> bool:
+        """Returns whether no step is under way any more, and it is ours to collect."""
+        with self._lock:
+            self._num_under_way -= 1
+            if self._num_under_way or not self._was_enabled:
+                return False
+            self._num_done += 1
+            gc.enable()
+            return True
+
+
+collector = Collector()

@@ -1,0 +1,173 @@
+"""Python's garbage collector keeps out of steps."""
+
+import contextlib
+import gc
+import resource
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import build, forward_step, run
+from ranks import on_ranks
+
+import megapipe.runtime.step
+from megapipe import PipelineError
+from megapipe.runtime.garbage import Collector
+
+SPLIT = ("zb1p", "zbv", "dualpipev")
+
+
+@contextlib.contextmanager
+def fresh_collector() -> Iterator[list[tuple[bool, int]]]:
+    """As in a new process, but that every new object makes Python collect. Yields a list of what is collected: whether
+    a forward was under way, and which generation."""
+    collected: list[tuple[bool, int]] = []
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collected.append((Forward.is_under_way, info["generation"]))
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    gc.callbacks.append(on_collection)
+    try:
+        with mock.patch.object(megapipe.runtime.step, "collector", Collector()):
+            yield collected
+        assert gc.get_threshold() == (1, *before[1:])
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(on_collection)
+        gc.set_threshold(*before)
+        gc.enable()
+
+
+class Forward:
+    is_under_way = False
+
+    def __call__(self, data_iterator: Any, model: Any) -> Any:
+        Forward.is_under_way = True
+        objects = [[] for _ in range(3)]  # enough for a collection
+        returned = forward_step(data_iterator, model)
+        Forward.is_under_way = False
+        return (*returned, objects)[:2]
+
+
+def full_collections(collected: list[tuple[bool, int]]) -> int:
+    return sum(generation == 2 for _, generation in collected)
+
+
+@on_ranks(2)
+def test_collections_happen_between_steps(rank: int) -> None:
+    """In the first steps of a process one rank after the other stood still for a tenth of a second and more, to look
+    for garbage among all that torch has imported."""
+    chunks = build("1f1b", 2, 4, gc_interval=3)
+    with fresh_collector() as collected:
+        numbers = []
+        for step in range(7):
+            before = full_collections(collected)
+            run("1f1b", chunks, 2, forward_step_func=Forward(), forward_only=step % 2 == 1)
+            numbers.append(full_collections(collected) - before)
+    assert not any(is_within for is_within, _ in collected)
+    assert numbers == [1, 0, 1, 0, 0, 1, 0]
+    assert len(collected) > 3  # Python's own, between the steps
+
+
+@on_ranks(1)
+def test_without_an_interval_python_collects_whenever_it_likes(rank: int) -> None:
+    chunks = build("no_pipelining", 1, 2, gc_interval=None)
+    with fresh_collector() as collected:
+        run("no_pipelining", chunks, 2, forward_step_func=Forward())
+    assert any(is_within for is_within, _ in collected)
+
+
+@on_ranks(1)
+def test_a_disabled_collector_stays_so(rank: int) -> None:
+    chunks = build("no_pipelining", 1, 2, gc_interval=1)
+    with fresh_collector() as collected:
+        gc.disable()
+        collected.clear()
+        for _ in range(3):
+            run("no_pipelining", chunks, 2)
+            assert not gc.isenabled()
+        assert not collected
+        gc.enable()
+
+
+@on_ranks(2)
+def test_a_failed_step_gives_the_collector_back(rank: int) -> None:
+    chunks = build("1f1b", 2, 4)
+    with fresh_collector(), pytest.raises((ValueError, PipelineError)):
+        run("1f1b", chunks, 2, data_iterator=iter([]))
+
+
+def test_steps_of_several_pipelines() -> None:
+    """They may overlap, in threads of their own. What is between the steps of one is within that of the other."""
+    with fresh_collector() as collected:
+        collector = Collector()
+        one, other = collector.between_steps(1), collector.between_steps(1)
+        one.__enter__()
+        collected.clear()
+        other.__enter__()
+        one.__exit__(None, None, None)
+        assert not gc.isenabled()
+        assert not collected
+        other.__exit__(None, None, None)
+        assert gc.isenabled()
+        assert full_collections(collected) == 1
+
+
+def frozen_by_a_step(collector: Collector) -> bool:
+    mine: list[object] = []
+    with collector.between_steps(100):
+        pass
+    return not any(one is mine for one in gc.get_objects())  # which lists nothing that is frozen
+
+
+@on_ranks(1)
+def test_the_first_step_freezes_what_is_there_unless_the_user_has(rank: int) -> None:
+    assert gc.get_freeze_count()  # tests' ranks have frozen what they imported
+    assert not frozen_by_a_step(Collector())
+    gc.unfreeze()
+    collector = Collector()
+    assert frozen_by_a_step(collector)
+    assert not frozen_by_a_step(collector)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", *SPLIT])
+@on_ranks(2)
+def test_a_step_makes_no_cycles(rank: int, schedule: str) -> None:
+    """Of what a step makes nothing needs the collector: everything goes when the last one lets go of it."""
+    for options in ({}, {"variable_seq_lengths": True}):
+        chunks = build(schedule, 2, 4, deferred=schedule in SPLIT, **options)
+        for _ in range(3):  # what is made once
+            run(schedule, chunks, 4)
+        gc.collect()
+        gc.disable()
+        try:
+            run(schedule, chunks, 4)
+            assert gc.collect() == 0, options
+        finally:
+            gc.enable()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(2)
+def test_memory_stays_flat_over_a_thousand_steps(rank: int, schedule: str) -> None:
+    """Also where the model makes garbage that only the collector frees: a tensor of 1 MB in each forward."""
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        cycle: list[Any] = [torch.ones(2**18)]
+        cycle.append(cycle)
+        return forward_step(data_iterator, model)
+
+    chunks = build(schedule, 2, 4, deferred=schedule == "zbv", gc_interval=10)
+    for number in range(1000):
+        run(schedule, chunks, 4, forward_step_func=step)
+        if number == 200:
+            memory, objects = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(gc.get_objects())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 20 * 1024  # KB
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 1000
