@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models fuzz soak lint docs bench format clean
+.PHONY: help pretrain generate test test-gpu test-models fuzz soak lint docs bench bench-gpu format clean
 
 help:
 	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
@@ -26,6 +26,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write docs/schedules.md and its pictures"
 	@echo "make bench      run all benchmarks (an hour) and put their tables into docs/benchmarks.md"
+	@echo "make bench-gpu  run the benchmarks on GPUs (ten minutes) and put their tables into docs/benchmarks.md"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environments and caches"
 
@@ -102,6 +103,10 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.latency
 	$(VENV)/bin/python -m benchmarks.growth
 	$(VENV)/bin/python -m benchmarks.gpu
+	$(VENV)/bin/python -m benchmarks.document
+
+bench-gpu: $(INSTALLED)
+	$(VENV)/bin/python -W ignore -m benchmarks.gpu
 	$(VENV)/bin/python -m benchmarks.document
 
 format: $(INSTALLED)

@@ -1,4 +1,5 @@
-"""On one GPU: what F, B and W of GPT layers take, whether the host stays ahead, and what is held in memory.
+"""On GPUs: what F, B and W of GPT layers take, whether the host stays ahead, and what is held in memory; what a waiting
+receive costs, what captured stages gain, and steps of pipelines.
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --device cpu --hidden-size 64 --heads 2 --seq-length 32 --folder /tmp/gpu
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,15 +26,14 @@ from torch import Tensor, nn
 from megapipe.runtime import Clock, Pipeline, clock_of
 from megapipe.weight_grad import DeferredGrads, convert, deferring
 
+from . import gpu_pipelines, gpu_stages
+from .gpu_layers import WARMUP, example, interval, make_layers
+from .gpu_pipelines import make, mean_square
 from .launching import launch
 from .memory import memory_of
-from .runners import Runner, make_runner
+from .runners import Runner
 from .tables import FOLDER, median_and_spread, save_table
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-from gpt import GPTConfig, Layer
-
-WARMUP = 3
 SCHEDULES = ["1f1b", "zb1p", "zbv"]
 STEP_VERBS = ["forward_step", "backward_step", "backward_input_step", "backward_weight_step"]
 MESSAGE_VERBS = ["recv_forward", "send_forward", "recv_backward", "send_backward"]
@@ -72,14 +71,56 @@ def main(arguments: list[str] | None = None) -> None:
             "(--device cpu with small sizes only checks that it runs)."
         )
         return
-    tables = launch(1, measure, args, undisturbed=False)
     device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-    where = f"{device}: {args.layers} GPT layers of hidden {args.hidden_size}, {args.seq_length} tokens, {args.dtype}"
+    num_gpus = torch.cuda.device_count() if args.device == "cuda" else 1
+    start = time.monotonic()
+    for section, num_ranks in (
+        (layers_and_verbs, 1),
+        (stages, 1),
+        (pipelines, num_gpus),
+        (pipelines_in_memory, max(args.memory_ranks, num_gpus)),
+    ):
+        if time.monotonic() - start > 0.7 * 60 * args.minutes:  # any may take the rest
+            print(f"benchmarks.gpu: {section.__name__} skipped, since little is left of --minutes {args.minutes:g}.")
+            continue
+        section(args, num_ranks, device)
+
+
+def sizes(args: argparse.Namespace, device: str) -> str:
+    return f"{device}: {args.layers} GPT layers of hidden {args.hidden_size}, {args.seq_length} tokens, {args.dtype}"
+
+
+def layers_and_verbs(args: argparse.Namespace, num_ranks: int, device: str) -> None:
+    tables = launch(num_ranks, measure, args, undisturbed=False)
+    where = sizes(args, device)
     save_table("gpu-split", f"Splitting the backward, {where}", SPLIT_HEADER, tables.split, SPLIT_NOTES, args.folder)
     save_table("gpu-memory", f"Memory, {where}", MEMORY_HEADER, tables.memory, MEMORY_NOTES, args.folder)
     where += f", pp=1, m={args.microbatches}"
     save_table("gpu-host", f"Verbs, {where}", HOST_HEADER, tables.host, HOST_NOTES, args.folder)
     save_table("gpu-steps", f"Steps, {where}", STEP_HEADER, tables.steps, STEP_NOTES, args.folder)
+
+
+def stages(args: argparse.Namespace, num_ranks: int, device: str) -> None:
+    module, where = gpu_stages, sizes(args, device)
+    waiting, captured = launch(num_ranks, module.measure, args, undisturbed=False)
+    title = f"Receives that wait beside layers, {where}"
+    save_table("gpu-waiting", title, module.WAITING_HEADER, waiting, module.WAITING_NOTES, args.folder)
+    title = f"Captured and compiled layers, {where}"
+    save_table("gpu-captured", title, module.CAPTURED_HEADER, captured, module.CAPTURED_NOTES, args.folder)
+
+
+def pipelines(args: argparse.Namespace, num_ranks: int, device: str) -> None:
+    module, args = gpu_pipelines, gpu_pipelines.fitting(args, num_ranks)
+    rows = launch(num_ranks, module.measure_steps, args, undisturbed=False)
+    title = f"Steps by schedule, {sizes(args, device)}, pp={num_ranks}, m={args.microbatches}"
+    save_table("gpu-schedules", title, module.STEPS_HEADER, rows, module.STEPS_NOTES, args.folder)
+
+
+def pipelines_in_memory(args: argparse.Namespace, num_ranks: int, device: str) -> None:
+    module, args = gpu_pipelines, gpu_pipelines.fitting(args, num_ranks)
+    rows = launch(num_ranks, module.measure_memory, args, undisturbed=False)
+    title = f"Memory by schedule, {sizes(args, device)}, pp={num_ranks}, m={args.microbatches}"
+    save_table("gpu-schedules-memory", title, module.MEMORY_HEADER, rows, module.MEMORY_NOTES, args.folder)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -92,6 +133,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a microbatch, which is one sequence")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--captures", default="eager,captured,compiled")
+    parser.add_argument("--memory-ranks", type=int, default=4, help="that share the GPUs where memory is measured")
+    parser.add_argument("--minutes", type=float, default=10, help="no part of it is begun after 0.7 of them")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     return parser.parse_args(arguments)
 
@@ -103,35 +147,11 @@ def measure(rank: int, args: argparse.Namespace) -> Tables:
     split = [[name, *split_row(args, clock, pair)] for name, pair in pairs.items()]
     memory = [[name, *memory_row(args, pair)] for name, pair in pairs.items()]
     pairs.clear()
-    runners = [
-        make_runner(
-            f"megapipe {name}",
-            args.microbatches,
-            functools.partial(Stage, args),
-            args.seq_length,
-            loss=mean_square,
-            width=args.hidden_size,
-        )
-        for name in SCHEDULES
-    ]
+    runners = [make(args, f"megapipe {name}") for name in SCHEDULES]
     return Tables(split, memory, host_rows(args, clock, runners), step_rows(args, clock, runners))
 
 
 # Layers
-
-
-def make_layers(args: argparse.Namespace, num_layers: int) -> nn.Sequential:
-    config = GPTConfig(hidden_size=args.hidden_size, num_attention_heads=args.heads)
-    torch.manual_seed(0)
-    with torch.device(args.device):
-        layers = nn.Sequential(*(Layer(config) for _ in range(num_layers)))
-    return layers.to(getattr(torch, args.dtype))
-
-
-def example(args: argparse.Namespace) -> Tensor:
-    """What a stage is given, and as good as any for an output gradient."""
-    shape = (args.seq_length, 1, args.hidden_size)
-    return torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype))
 
 
 class Pair:
@@ -203,12 +223,6 @@ def one_pass(clock: Clock, pair: Pair) -> list[tuple[Any, Any]]:
     return [forward, whole, full, inputs, interval(clock, deferred.run)]
 
 
-def interval(clock: Clock, function: Callable[[], Any]) -> tuple[Any, Any]:
-    start = clock.now()
-    function()
-    return start, clock.now()
-
-
 # Memory
 
 
@@ -233,32 +247,6 @@ def memory_row(args: argparse.Namespace, pair: Pair) -> list[str]:
 
 
 # The host
-
-
-class Stage(nn.Module):
-    """A chunk of the layers, with Megatron's hook for its input."""
-
-    def __init__(self, args: argparse.Namespace, index: int, num_stages: int, how: str, config: Any) -> None:
-        super().__init__()
-        self.layers = make_layers(args, args.layers // num_stages)
-        if how == "deferring":
-            convert(self)
-        self.config = config
-        self._example = example(args).requires_grad_() if index == 0 else None
-        self._input: Tensor | None = None
-
-    def set_input_tensor(self, inputs: Any) -> None:
-        self._input = inputs[0]
-
-    def forward(self, x: Tensor | None = None) -> Tensor:
-        x = self._input if x is None else x
-        output: Tensor = self.layers(self._example if x is None else x)
-        return output
-
-
-def mean_square(output: Tensor) -> Tensor:
-    """A loss whose gradients are not zero: with zeros a GPU draws less power, and runs faster."""
-    return output.float().square().mean()
 
 
 @contextmanager

@@ -146,16 +146,17 @@ class Torch(Runner):
         num_stages = self.num_chunks * size
         how = "splitting" if self.splits else "whole"
         self.modules = [make_stage(index, num_stages, how, None) for index in indices]
+        sample = next(self.modules[0].parameters(), torch.empty(0))
         stages = [
-            PipelineStage(module, index, num_stages, torch.device("cpu"))
+            PipelineStage(module, index, num_stages, sample.device, group=config.get("group"))
             for module, index in zip(self.modules, indices)
         ]
         argument = stages[0] if self.num_chunks == 1 else stages
         self._schedule = kind(argument, n_microbatches=m, loss_fn=loss, scale_grads=False)
         width = config.get("width", 1024)
         is_first, is_last = 0 in indices, num_stages - 1 in indices
-        self._inputs = (torch.zeros(m * num_rows, 1, width),) if is_first else ()
-        self._target = torch.zeros(m) if is_last else None
+        self._inputs = (sample.new_zeros(m * num_rows, 1, width),) if is_first else ()
+        self._target = sample.new_zeros(m) if is_last else None
         self.num_rows = num_rows
 
     def step(self) -> None:

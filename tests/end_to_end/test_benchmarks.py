@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,47 @@ def test_gpu_benchmark_where_there_is_none(ranks: RankPool) -> None:
     assert "backward_step" in verbs["megapipe 1f1b"]
     assert {"backward_input_step", "backward_weight_step"} <= {*verbs["megapipe zb1p"]} & {*verbs["megapipe zbv"]}
     assert [row[0] for row in steps] == [*verbs]
+
+
+@pytest.mark.soak
+@with_torchs_pipelines
+def test_all_tables_of_the_gpu_benchmark_where_there_is_none(tmp_path: Path) -> None:
+    command = (
+        "-m benchmarks.gpu --device cpu --dtype float32 --layers 2 --hidden-size 64 --heads 2 --seq-length 32 "
+        "--microbatches 2 --repeats 1 --captures eager,captured --memory-ranks 2"
+    )
+    subprocess.run(
+        [sys.executable, "-W", "ignore", *command.split(), "--folder", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=2 * PATIENCE,
+        check=True,
+    )
+    documented = set(re.findall(r"<!-- table (gpu-\S+) -->", (ROOT / "docs" / "benchmarks.md").read_text()))
+    assert {path.stem for path in tmp_path.iterdir()} == documented
+    memory = (tmp_path / "gpu-schedules-memory.md").read_text()
+    peaks = {
+        name: [float(peak) for peak in row.split(",")]
+        for name, row in re.findall(r"\| (\w+) +\| ([\d., ]+) \| gloo", memory)
+    }
+    assert peaks["gpipe"][0] > 1.5 * peaks["1f1b"][0] > 0  # 4 microbatches and 2
+    assert "layers of hidden 64" in memory
+    assert "| torch ZBVZeroBubble " in (tmp_path / "gpu-schedules.md").read_text()
+
+
+def waiting_receives(rank: int) -> Any:
+    sys.path.append(str(ROOT))
+    from benchmarks import gpu, gpu_stages
+
+    options = "--device cpu --dtype float32 --layers 1 --hidden-size 64 --heads 2 --seq-length 32 --repeats 1"
+    return gpu_stages.measure(rank, gpu.parse([*options.split(), "--captures", "eager"]))
+
+
+def test_gpu_benchmark_of_waiting_receives(ranks: RankPool) -> None:
+    ((waiting, captured),) = ranks.run(1, waiting_receives)
+    assert [row[0] for row in waiting] == ["0", "1", "4", "16", "32"]
+    assert waiting[0][2::2] == ["1.000"] * 3
+    assert [row[0] for row in captured] == ["eager"]
 
 
 def test_gpu_benchmark_is_skipped_with_a_reason(

@@ -1,0 +1,39 @@
+"""The layers that the benchmarks on a GPU run, and the times of what they do on the device."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.runtime import Clock
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from gpt import GPTConfig, Layer
+
+WARMUP = 3
+
+
+def make_layers(args: argparse.Namespace, num_layers: int) -> nn.Sequential:
+    config = GPTConfig(hidden_size=args.hidden_size, num_attention_heads=args.heads)
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        layers = nn.Sequential(*(Layer(config) for _ in range(num_layers)))
+    return layers.to(getattr(torch, args.dtype))
+
+
+def example(args: argparse.Namespace) -> Tensor:
+    """What a stage is given, and as good as any for an output gradient."""
+    shape = (args.seq_length, 1, args.hidden_size)
+    return torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype))
+
+
+def interval(clock: Clock, function: Callable[[], Any]) -> tuple[Any, Any]:
+    start = clock.now()
+    function()
+    return start, clock.now()

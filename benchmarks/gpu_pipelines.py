@@ -1,0 +1,154 @@
+"""Steps of pipelines by schedule, beside torch.distributed.pipelining's, and what each rank holds in memory.
+
+With several GPUs each has a rank. With one there is one rank for the times, since two that share a GPU take turns; for
+the memory ranks share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megapipe import parallel_state
+from megapipe.weight_grad import convert
+
+from .gpu_layers import WARMUP, example, make_layers
+from .launching import gather
+from .memory import memory_of
+from .runners import Runner, make_runner
+from .tables import median_and_spread
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "v_half", "v_min", "dualpipev"]
+TORCH = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+STEPS_HEADER = ["schedule", "step, ms", "tokens/s", "against megapipe 1f1b"]
+STEPS_NOTES = """Medians of interleaved steps, in brackets the middle half, of the slowest rank, from the moment that
+all ranks begin until its device is done; the ratio is taken step by step. *torch*: torch.distributed.pipelining, with
+the same layers of torch's own. With one rank nothing is sent, and schedules differ in what the host does and in how
+the backward is split; torch's schedules with two chunks that do not lie in a V need two ranks."""
+MEMORY_HEADER = ["schedule", "peak by rank, MB", "messages"]
+MEMORY_NOTES = """The most that a step has on each rank, parameters and gradients not counted. *messages*: what
+carries them; ranks that share a GPU take turns on it, so nothing here is a time."""
+
+
+class Stage(nn.Module):
+    """A chunk of the layers, for all packages, with Megatron's hook for its input."""
+
+    def __init__(self, args: argparse.Namespace, index: int, num_stages: int, how: str, config: Any) -> None:
+        super().__init__()
+        self.layers = make_layers(args, args.layers // num_stages)
+        if how == "deferring":
+            convert(self)
+        self.config = config
+        self._example = example(args).requires_grad_() if index == 0 else None
+        self._input: Tensor | None = None
+
+    def set_input_tensor(self, inputs: Any) -> None:
+        self._input = inputs[0]
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        if self._example is not None:
+            x = self._example
+        elif x is None:
+            x = self._input
+        output: Tensor = self.layers(x)
+        return output
+
+
+def mean_square(output: Tensor, target: Any = None) -> Tensor:
+    """A loss whose gradients are not zero: with zeros a GPU draws less power, and runs faster."""
+    return output.float().square().mean()
+
+
+def fitting(args: argparse.Namespace, num_ranks: int) -> argparse.Namespace:
+    """With a layer for each of two chunks on each rank, or more, so that the model is the same for all schedules; and
+    with as many microbatches as all of them can share out."""
+    unit = 2 * num_ranks
+    sizes = {"layers": -(-args.layers // unit) * unit, "microbatches": -(-args.microbatches // unit) * unit}
+    return argparse.Namespace(**{**vars(args), **sizes})
+
+
+def make(args: argparse.Namespace, name: str) -> Runner:
+    options: dict[str, Any] = {}
+    if name.startswith("megapipe"):
+        options["pipeline_dtype"] = getattr(torch, args.dtype)
+    elif args.device == "cuda" and dist.get_world_size() > 1:
+        options["group"] = nccl_group()
+    return make_runner(
+        name,
+        args.microbatches,
+        functools.partial(Stage, args),
+        args.seq_length,
+        loss=mean_square,
+        width=args.hidden_size,
+        **options,
+    )
+
+
+@functools.cache
+def nccl_group() -> dist.ProcessGroup | None:
+    """Over which torch's pipelines send: the ranks' own group is gloo's."""
+    return dist.new_group(backend="nccl")
+
+
+def begin(rank: int, args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+
+
+def measure_steps(rank: int, args: argparse.Namespace) -> list[list[str]]:
+    begin(rank, args)
+    num_ranks = dist.get_world_size()
+    peers = [name for name in TORCH if num_ranks > 1 or name != "Interleaved1F1B"]
+    names = ["megapipe 1f1b", *(f"megapipe {name}" for name in SCHEDULES if name != "1f1b")]
+    runners = [make(args, name) for name in [*names, *(f"torch {name}" for name in peers)]]
+    times: list[list[float]] = [[] for _ in runners]
+    for number in range(WARMUP + args.repeats):
+        for runner, mine in zip(runners, times):
+            seconds = max(gather(timed(args.device, runner.step)))
+            if number >= WARMUP:
+                mine.append(seconds)
+    rows = []
+    tokens = args.microbatches * args.seq_length
+    for runner, mine in zip(runners, times):
+        ratio = median_and_spread([one / base for one, base in zip(mine, times[0])])
+        rate = median_and_spread([tokens / one for one in mine], "{:,.0f}")
+        rows.append([runner.name, median_and_spread([1e3 * one for one in mine], "{:.1f}"), rate, ratio])
+    return rows
+
+
+def timed(device: str, step: Callable[[], None]) -> float:
+    """Seconds until the device is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure_memory(rank: int, args: argparse.Namespace) -> list[list[str]]:
+    begin(rank, args)
+    is_shared = args.device == "cuda" and dist.get_world_size() > torch.cuda.device_count()
+    messages = "gloo" if args.device == "cpu" else "host memory" if is_shared else "NCCL"
+    rows = []
+    for name in SCHEDULES:
+        runner = make(args, f"megapipe {name}")
+        for _ in range(2):  # connected, and with gradients
+            runner.step()
+        peaks = gather(memory_of(args.device, runner.step).peak)
+        rows.append([name, ", ".join(f"{peak / 2**20:,.1f}" for peak in peaks), messages])
+        del runner
+        if args.device == "cuda":
+            torch.cuda.empty_cache()  # for the others on this GPU
+    return rows
