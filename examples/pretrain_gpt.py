@@ -6,12 +6,13 @@
         --num-experts 8 --expert-model-parallel-size 2
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4 --schedule zbv \\
         --stage-backend graph
-    torchrun --nproc-per-node 8 examples/pretrain_gpt.py --pipeline-model-parallel-size 8 --bf16 \\
+    torchrun --nproc-per-node 8 examples/pretrain_gpt.py --pipeline-model-parallel-size 8 \\
         --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --data-path my_text/
 
-Runs on CPU with gloo and on GPUs with NCCL, on one node or several: only torchrun's variables are read. Ranks share
-GPUs where there are fewer of these. Ranks beyond one pipeline are replicas of it, whose gradients are averaged; each
---data-parallel-shard-size of them share out the parameters (FSDP2), and each --expert-model-parallel-size the experts.
+Runs on CPU with gloo and on GPUs with NCCL, there in bfloat16, on one node or several: only torchrun's variables are
+read. Ranks share GPUs where there are fewer of these. Ranks beyond one pipeline are replicas of it, whose gradients are
+averaged; each --data-parallel-shard-size of them share out the parameters (FSDP2), and each
+--expert-model-parallel-size the experts.
 """
 
 from __future__ import annotations
@@ -85,7 +86,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="step without waiting for the norm; roll it back if the norm is too large",
     )
-    training.add_argument("--bf16", action="store_true", help="compute in bfloat16 by autocast; weights stay float32")
+    training.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compute in bfloat16 by autocast, with weights in float32; default: on GPUs",
+    )
     training.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: GPUs, if there are any")
     training.add_argument("--seed", type=int, default=1234)
     data = parser.add_argument_group("data, validation and checkpoints")
@@ -198,7 +204,7 @@ class Trainer:
             moe_aux_loss_coeff=args.moe_aux_loss_coeff,
             moe_aux_loss_scale=1 / self.num_microbatches,
             expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
-            enable_autocast=args.bf16,
+            enable_autocast=uses_bf16(args, self.device),
             autocast_dtype=torch.bfloat16,
             finalize_model_grads_func=self.finalize_gradients,
             record_timeline=self.recorder,
@@ -218,7 +224,7 @@ class Trainer:
         shape = (args.seq_length, args.micro_batch_size)
         tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
         hidden = torch.empty(*shape, args.hidden_size, device=self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=args.bf16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=uses_bf16(args, self.device)):
             capture(
                 chunk,
                 (tokens if self.reads_data else None,),
@@ -309,6 +315,10 @@ class Trainer:
         if args.save is not None:
             self.checkpointer.check_can_save(iteration + 1)
         return iteration
+
+
+def uses_bf16(args: argparse.Namespace, device: torch.device) -> bool:
+    return device.type == "cuda" if args.bf16 is None else bool(args.bf16)
 
 
 def learning_rate(iteration: int, args: argparse.Namespace) -> float:

@@ -73,6 +73,15 @@ def test_experts_shared_out(ranks: RankPool, text: str, tmp_path: Path) -> None:
         assert losses == pytest.approx(expected[4:], rel=1e-4)
 
 
+@pytest.mark.parametrize("options", ["", pytest.param(MOE, marks=pytest.mark.soak)])
+def test_in_bfloat16(ranks: RankPool, text: str, options: str) -> None:
+    """The default on GPUs."""
+    (expected,) = ranks.run(1, pretrain, 1, f"{text} {options}")
+    for losses in ranks.run(2, pretrain, 2, f"{text} {options} --bf16"):
+        assert losses == pytest.approx(expected, rel=1e-2)
+        assert losses != expected
+
+
 def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:
     def message(result: Any) -> str:
         assert isinstance(result, ValueError)
@@ -123,6 +132,9 @@ def test_options_of_the_example(rank: int) -> None:
     for option in ("eval-iters", "log-interval", "save-interval", "micro-batch-size"):
         with pytest.raises(SystemExit):
             pretrain_gpt.parse_args([f"--{option}", "0"])
+    for options, cpu, cuda in (([], False, True), (["--bf16"], True, True), (["--no-bf16"], False, False)):
+        args = pretrain_gpt.parse_args(options)
+        assert [pretrain_gpt.uses_bf16(args, torch.device(name)) for name in ("cpu", "cuda")] == [cpu, cuda]
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="--device cuda needs a GPU"):
             pretrain_gpt.setup("cuda")
