@@ -1,4 +1,4 @@
-"""The messages between stages: tensors in flat containers, their specs, and headers that carry a spec."""
+"""The messages between stages: tensors in containers, their specs, and headers that carry a spec."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .trees import describe, rebuild, show
+
 __all__ = [
     "HEADER",
-    "Message",
     "MessageSpec",
     "TensorSpec",
     "can_have_gradient",
@@ -25,10 +26,8 @@ __all__ = [
     "unpack",
 ]
 
-# What a stage hands to the next one. Containers hold tensors only, no further containers.
-Message = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...] | dict[str | int, torch.Tensor]
-
-# "tensor", "list", "tuple", or the keys of a dict.
+# Of tensors alone, in one container at most: "tensor", "list", "tuple", or the keys of a dict. Of anything else: its
+# description, which begins with a bracket.
 Structure = str | tuple[str | int, ...]
 
 
@@ -74,33 +73,32 @@ class MessageSpec(NamedTuple):
             return tensors[0]
         if isinstance(self.structure, tuple):
             return "{" + ", ".join(f"{key!r}: {t}" for key, t in zip(self.structure, tensors)) + "}"
+        if self.structure.startswith("["):
+            return show(self.structure, tensors)
         return f"{self.structure} of " + (", ".join(tensors) or "nothing")
 
 
-def pack(message: object) -> tuple[Structure, list[torch.Tensor]]:
+def pack(message: Any) -> tuple[Structure, list[torch.Tensor]]:
     """A message as its structure and its tensors. A list of one tensor counts as that tensor.
 
     Raises:
-        TypeError: it holds more than tensors in one flat container. The text goes on after "the output ...: ".
+        TypeError: it holds more than containers, tensors and plain values. The text goes on after "the output ...: ".
     """
-    structure: Structure
     if isinstance(message, torch.Tensor):
         return "tensor", [message]
-    if isinstance(message, dict):
-        for key in message:
-            if not isinstance(key, (str, int)):
-                raise TypeError(f"it is a dict with the key {key!r}, which is neither a string nor a whole number")
+    kind = type(message)
+    if kind is tuple or kind is list:
+        tensors: list[Any] = list(message)
+        structure: Structure = "tuple" if kind is tuple else "tensor" if len(tensors) == 1 else "list"
+    elif kind is dict:
         structure, tensors = tuple(message), list(message.values())
-    elif isinstance(message, tuple):
-        structure, tensors = "tuple", list(message)
-    elif isinstance(message, list):
-        structure, tensors = "tensor" if len(message) == 1 else "list", list(message)
+        if not all(isinstance(key, (str, int)) for key in structure):
+            return describe(message)  # which says what is wrong
     else:
-        raise TypeError(f"it is a {type(message).__name__}")
-    for item in tensors:
-        if not isinstance(item, torch.Tensor):
-            raise TypeError(f"it is a {type(message).__name__} that holds a {type(item).__name__}")
-    return structure, tensors
+        return describe(message)
+    if all(isinstance(item, torch.Tensor) for item in tensors):
+        return structure, tensors
+    return describe(message)
 
 
 def check_sendable(tensor: torch.Tensor, device: torch.device) -> None:
@@ -124,7 +122,7 @@ def check_sendable(tensor: torch.Tensor, device: torch.device) -> None:
         raise TypeError(f"a tensor of it is {what}: only plain memory can be sent")
 
 
-def unpack(structure: Structure, tensors: list[torch.Tensor]) -> Message:
+def unpack(structure: Structure, tensors: list[torch.Tensor]) -> Any:
     """The inverse of `pack`."""
     if structure == "tensor":
         return tensors[0]
@@ -132,7 +130,9 @@ def unpack(structure: Structure, tensors: list[torch.Tensor]) -> Message:
         return tensors
     if structure == "tuple":
         return tuple(tensors)
-    return dict(zip(structure, tensors))
+    if isinstance(structure, tuple):
+        return dict(zip(structure, tensors))
+    return rebuild(structure, tensors)
 
 
 # With dynamic shapes a header precedes each message: its spec as JSON in a buffer of fixed size, always on CPU, so that
@@ -156,7 +156,7 @@ def encode_header(spec: MessageSpec) -> torch.Tensor:
     if len(text) > size:
         raise ValueError(
             f"a message of {len(tensors)} tensors takes {len(text)} bytes to describe, more than the {size} there are "
-            "for variable_seq_lengths: send fewer tensors, or name them shorter."
+            "in the header that precedes it: send fewer tensors, or name them shorter."
         )
     return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
 

@@ -141,7 +141,7 @@ def bad_input(rank: int, what: str) -> str:
     elif what == "shape":
         arguments["data_iterator"] = batches(4, seq_lengths=[SEQUENCE, SEQUENCE, SEQUENCE + 2, SEQUENCE])
     elif what == "type":
-        arguments["forward_step_func"] = lambda it, model: ([forward_step(it, model)[0], "text"], None)
+        arguments["forward_step_func"] = lambda it, model: ([forward_step(it, model)[0], set()], None)
     return error_of(lambda: run("1f1b", model, 4, **arguments), model)
 
 
@@ -164,7 +164,7 @@ def error_of(function: Any, model: Any) -> str:
         ("tokens", 1, "loss_func must return one number of tokens, but it is a tensor of shape [3]"),
         ("scaled loss", 1, "config.grad_scale_func must return the scaled loss, but it is a float"),
         ("shape", 0, "stage 0 returned float32[7, 2, 16] for microbatch 2, but stage 1 expects float32[5, 2, 16]"),
-        ("type", 0, "the output of stage 0 for microbatch 0 cannot be sent on: it is a list that holds a str"),
+        ("type", 0, "the output of stage 0 for microbatch 0 cannot be sent on: it is a list that holds a set"),
     ],
 )
 def test_bad_input(ranks: RankPool, what: str, by: int, text: str) -> None:
