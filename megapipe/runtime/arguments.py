@@ -21,6 +21,7 @@ from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..messages import MessageSpec
 from ..plan import Placement, Schedule, StageInfo
 from . import hooks
+from .found_shapes import FoundShapes, Unsaid, boundary_name
 from .shapes import ShapeArguments, message_specs
 
 __all__ = [
@@ -31,8 +32,10 @@ __all__ = [
     "device_of",
     "iterator_per_chunk",
     "pipeline_group",
+    "remote_ends",
     "specs_of",
     "to_agree_on",
+    "unsaid_messages",
 ]
 
 Specs = list[tuple[MessageSpec | None, MessageSpec | None]]
@@ -135,6 +138,14 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
             ) from None
 
 
+def remote_ends(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: int) -> tuple[bool, bool]:
+    """Whether it receives from another rank, and whether it sends to one."""
+    last = stage.num_stages - 1
+    receives = stage.index > 0 and placement.rank(stage.index - 1, pp_size) != pp_rank
+    sends = stage.index < last and placement.rank(stage.index + 1, pp_size) != pp_rank
+    return receives, sends
+
+
 def specs_of(
     step: StepArguments,
     shapes: ShapeArguments,
@@ -146,15 +157,39 @@ def specs_of(
     """Per stage, the messages from and to other ranks, where they are known beforehand."""
     specs: Specs = []
     for model, stage in zip(step.models, stages):
-        last = stage.num_stages - 1
-        receives = stage.index > 0 and placement.rank(stage.index - 1, pp_size) != pp_rank
-        sends = stage.index < last and placement.rank(stage.index + 1, pp_size) != pp_rank
+        receives, sends = remote_ends(stage, placement, pp_rank, pp_size)
         if step.config.variable_seq_lengths or not (receives or sends):
             specs.append((None, None))
         else:
             received, sent = message_specs(model, stage, shapes, step.config)
             specs.append((received if receives else None, sent if sends else None))
     return specs
+
+
+def unsaid_messages(
+    step: StepArguments,
+    shapes: ShapeArguments,
+    stages: Sequence[StageInfo],
+    ends: Sequence[tuple[bool, bool]],
+    specs: Specs,
+    found: FoundShapes,
+) -> Unsaid:
+    """The messages to be found in the first step.
+
+    Args:
+        ends: of each stage, whether it receives from another rank, and whether it sends to one.
+    """
+    is_unsaid = [
+        not step.config.variable_seq_lengths and any(of) and known == (None, None) for of, known in zip(ends, specs)
+    ]
+    return Unsaid(
+        found,
+        step.models,
+        stages,
+        {n: ends[n] for n, is_one in enumerate(is_unsaid) if is_one},
+        shapes,
+        step.forward_only,
+    )
 
 
 def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
@@ -175,11 +210,7 @@ def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageI
     }
     for stage, (received, sent) in zip(stages, specs):
         if received is not None:
-            arguments[_boundary_name(stage.index - 1)] = str(received)
+            arguments[boundary_name(stage.index - 1)] = str(received)
         if sent is not None:
-            arguments[_boundary_name(stage.index)] = str(sent)
+            arguments[boundary_name(stage.index)] = str(sent)
     return arguments
-
-
-def _boundary_name(index: int) -> str:
-    return f"the message from stage {index} to stage {index + 1}"

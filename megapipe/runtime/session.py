@@ -18,6 +18,7 @@ from ..failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdo
 from ..p2p_communication import Communicator
 from ..plan import Placement
 from ..transports import Members, make_transport
+from .found_shapes import FoundShapes
 from .plans import PlanKey
 from .sharing import share
 from .weight_tuning import WeightTuner
@@ -56,6 +57,7 @@ class Session:
         self._is_device_shared = False
         self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
         self._tuners: dict[PlanKey, WeightTuner] = {}
+        self.found_shapes = FoundShapes()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:

@@ -34,8 +34,9 @@ class ShapeArguments:
 
 def message_specs(
     model: nn.Module, stage: StageInfo, arguments: ShapeArguments, config: PipelineConfig
-) -> tuple[MessageSpec, MessageSpec]:
-    """The messages that `stage` receives and sends. At the ends of the pipeline one of them is unused.
+) -> tuple[MessageSpec | None, MessageSpec | None]:
+    """The messages that `stage` receives and sends, or None for both where neither the model nor the arguments tell. At
+    the ends of the pipeline one of them is unused.
 
     The model decides where it has `infer_stage_inputs_from_pipeline_inputs(inputs, n_microbatches)` and
     `infer_stage_outputs_from_pipeline_inputs(inputs, n_microbatches)`. They are called on the meta device, in every
@@ -43,7 +44,7 @@ def message_specs(
     floating-point and complex tensors all have gradients, unless some are marked by `requires_grad`: then only those.
 
     Raises:
-        ValueError: where neither the arguments nor the model tell the shapes.
+        ValueError: for sizes that cannot be.
         TypeError: where the model tells something that cannot be sent.
     """
     infer_inputs = find_attribute(model, "infer_stage_inputs_from_pipeline_inputs")
@@ -57,7 +58,9 @@ def message_specs(
             _spec_of(received, "infer_stage_inputs_from_pipeline_inputs", stage.is_first),
             _spec_of(sent, "infer_stage_outputs_from_pipeline_inputs", stage.is_last),
         )
-    shape = _tensor_shape(arguments, config)
+    shape = None if find_attribute(model, "finds_shapes") else _tensor_shape(arguments, config)
+    if shape is None:
+        return None, None
     dtype = config.pipeline_dtype or _dtype_of(model)
     receive_shapes, send_shapes = [shape], [shape]
     if arguments.adjust_tensor_shapes_fn is not None:
@@ -99,17 +102,18 @@ def _spec_of_shapes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Me
     return MessageSpec("tensor" if len(tensors) == 1 else "list", tensors)
 
 
-def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[int, ...]:
-    """Megatron's: sequence first, and only this rank's part of it."""
+def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[int, ...] | None:
+    """Megatron's: sequence first, and only this rank's part of it. None where the sizes are not said."""
     check_whole_number("config.hidden_size", config.hidden_size, 1, or_none=True)
     for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
         check_whole_number(name, getattr(arguments, name), 1, or_none=True)
     if config.hidden_size is None or arguments.seq_length is None or arguments.micro_batch_size is None:
+        if arguments.adjust_tensor_shapes_fn is None:
+            return None
         raise ValueError(
-            "the shape of the tensor between stages is not known: it takes seq_length and micro_batch_size "
+            "adjust_tensor_shapes_fn is to adjust a shape that is not known: it takes seq_length and micro_batch_size "
             f"(got {arguments.seq_length} and {arguments.micro_batch_size}) and model.config.hidden_size "
-            f"({config.hidden_size}). Pass them, give the model infer_stage_inputs_from_pipeline_inputs and "
-            "infer_stage_outputs_from_pipeline_inputs, or set config.variable_seq_lengths."
+            f"({config.hidden_size}). Pass them, or pass no adjust_tensor_shapes_fn."
         )
     seq_length = arguments.decoder_seq_length or arguments.seq_length
     num_parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)

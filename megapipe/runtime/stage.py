@@ -65,14 +65,23 @@ class Stage:
 
     Args:
         output_spec: of the message that the next stage expects; None if its shapes are dynamic.
+        is_found: the next stage expects what this one returned in its first step.
     """
 
-    def __init__(self, info: StageInfo, chunk: int, step: StepArguments, output_spec: MessageSpec | None) -> None:
+    def __init__(
+        self,
+        info: StageInfo,
+        chunk: int,
+        step: StepArguments,
+        output_spec: MessageSpec | None,
+        is_found: bool = False,
+    ) -> None:
         self.info = info
         self.module = step.models[chunk]
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
         self._output_spec = output_spec
+        self._is_found = is_found
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._received: Transfer | None = None
@@ -300,7 +309,12 @@ class Stage:
         if expected is None:
             return spec
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
-        if spec.matches(expected):
+        if self._is_found:
+            remedy = (
+                "It was so in the first step. Where it changes from step to step, pass another seq_length or "
+                "micro_batch_size with it (shapes are then found anew), or set "
+            )
+        elif spec.matches(expected):
             remedy = "The model says that part of it has no gradient, but it requires one. Detach it, or set "
         raise ValueError(
             f"stage {self.info.index} returned {spec} for microbatch {microbatch}, but stage {self.info.index + 1} "

@@ -7,7 +7,7 @@ them), and run: the schedule's loops drive the pipeline.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,10 +30,14 @@ from .arguments import (
     device_of,
     iterator_per_chunk,
     pipeline_group,
+    remote_ends,
     specs_of,
     to_agree_on,
+    unsaid_messages,
 )
 from .boundary import Above, Below, boundaries_around
+from .first_step import end_first_steps, make_stages
+from .found_shapes import FoundShapes, Unsaid
 from .garbage import collector
 from .grad_sync import GradientSync, finalize_gradients
 from .hooks import StepEnd
@@ -88,7 +92,8 @@ class ForwardBackward(Schedule):
                 or dict. Its `config` has the fields of `PipelineConfig`. Wrappers with a `module` are looked through.
             num_microbatches: any number from 1 on. May change from step to step.
             seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
-                as in Megatron. Not needed where the model computes its shapes or `variable_seq_lengths` is set.
+                as in Megatron. Where they are not passed, nor the model computes its shapes, shapes are found in the
+                first step, and stay so in all steps that are given the same sizes.
             decoder_seq_length: takes the place of `seq_length`.
             forward_only: no gradients; nothing is kept for a backward. On the last stage `loss_func` may then be
                 None, and the outputs are returned.
@@ -147,6 +152,7 @@ class PreparedStep:
     Attributes:
         key: of the plan that the schedule follows; with a tuner it has the tuner's settings.
         specs: per stage the message that it receives and the one that it sends, where known.
+        unsaid: the messages that are known only since the first step, or not yet.
         sharded: the chunks that are sharded by torch's FSDP2, if any.
         tuner: chooses the places of the Ws; None where the schedule does.
         weight_counts: the tuner's choice for this rank.
@@ -157,6 +163,7 @@ class PreparedStep:
     pp_rank: int
     stages: list[StageInfo]
     specs: Specs
+    unsaid: Unsaid
     sharded: ShardedChunks | None
     tuner: WeightTuner | None
     weight_counts: list[int] | None
@@ -174,11 +181,15 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
     is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
     sharded = ShardedChunks.find(step.models, step.forward_only, is_reduced)
     specs = specs_of(step, shapes, stages, schedule.placement, pp_rank, pp_size)
+    ends = [remote_ends(stage, schedule.placement, pp_rank, pp_size) for stage in stages]
+    found = FoundShapes() if session is None else session.found_shapes
+    unsaid = unsaid_messages(step, shapes, stages, ends, specs, found)
+    unsaid.fill_in(specs)
     tuner = _tuner(step, key, session)
     counts = None
     if tuner is not None:
         key, counts = tuner.begin_step()
-    return PreparedStep(step, key, pp_rank, stages, specs, sharded, tuner, counts)
+    return PreparedStep(step, key, pp_rank, stages, specs, unsaid, sharded, tuner, counts)
 
 
 class Connection(NamedTuple):
@@ -199,9 +210,11 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
         watchdog = session.watchdog
         watchdog.timeout = config.timeout
         places = {"the places of the Ws": str(prepared.tuner)}
-        session.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places)
+        unsaid = prepared.unsaid.to_agree_on(prepared.specs)
+        session.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places | unsaid)
         start_together(step, session)
-        transport = (step.device, config.variable_seq_lengths, config.p2p_transport)
+        has_headers = config.variable_seq_lengths or bool(prepared.unsaid)
+        transport = (step.device, has_headers, config.p2p_transport)
         communicator = session.communicator(key.schedule.placement, key.num_chunks, *transport)
         communicator.begin_step(lambda: key.plan, step.forward_only)
         if config.overlap_p2p_comm:
@@ -213,6 +226,7 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
 
 def build(
     prepared: PreparedStep,
+    stages: Sequence[Stage],
     connection: Connection,
     sync: GradientSync,
     record: StepRecord | None,
@@ -221,12 +235,7 @@ def build(
     """The object that the schedule's loops drive."""
     step = prepared.arguments
     monitor = Monitor(connection.watchdog, connection.communicator, record)
-    chunks = [
-        Chunk(Stage(info, chunk, step, sent), below, above)
-        for chunk, (info, (_, sent), (below, above)) in enumerate(
-            zip(prepared.stages, prepared.specs, connection.boundaries)
-        )
-    ]
+    chunks = [Chunk(stage, below, above) for stage, (below, above) in zip(stages, connection.boundaries)]
     return Pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, speculation, prepared.weight_counts)
 
 
@@ -237,7 +246,8 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
     speculation = speculate(step, prepared.key, prepared.pp_rank, connection.watchdog)
     while True:
         record = _begin_record(prepared)
-        pipe = build(prepared, connection, sync, record, speculation)
+        stages = make_stages(step, prepared.stages, prepared.specs, prepared.unsaid)
+        pipe = build(prepared, stages, connection, sync, record, speculation)
         try:
             with _timed(step.config), sync:
                 reports = schedule.loops(pipe)
@@ -250,6 +260,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
             speculation.roll_back()
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
+    end_first_steps(stages, prepared.unsaid)
     if record is not None:
         record.finish()
         if step.config.record_timeline is not None:
