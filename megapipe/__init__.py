@@ -8,7 +8,7 @@ from .analysis import TimelineRecorder
 from .config import PipelineConfig
 from .failures import PipelineError
 from .plan import StageInfo, distribute_layers, schedule_names
-from .runtime import NoGradientWarning, schedule, stages_for_rank
+from .runtime import NoGradientWarning, PipelineStage, schedule, stages_for_rank
 from .schedules import get_forward_backward_func
 from .training import (
     PipelinedGradScaler,
@@ -26,6 +26,7 @@ __all__ = [
     "NoGradientWarning",
     "PipelineConfig",
     "PipelineError",
+    "PipelineStage",
     "PipelinedGradScaler",
     "PipelinedLRScheduler",
     "PipelinedOptimizer",

@@ -1,6 +1,7 @@
 """One step of a schedule on this rank, from the caller's arguments to the losses."""
 
 from .pipeline import Pipeline
+from .pipeline_stage import PipelineStage
 from .stage import NoGradientWarning
 from .step import ForwardBackward, schedule, stages_for_rank
 from .step_record import Clock, HostClock, RankStep, StepRecord, Wait, clock_of
@@ -11,6 +12,7 @@ __all__ = [
     "HostClock",
     "NoGradientWarning",
     "Pipeline",
+    "PipelineStage",
     "RankStep",
     "StepRecord",
     "Wait",

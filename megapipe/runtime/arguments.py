@@ -122,8 +122,9 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
     for model, stage in zip(step.models, stages):
         if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
             raise TypeError(
-                f"the model of stage {stage.index} ({type(model).__name__}) has no set_input_tensor(input): give it "
-                "one that keeps the input for the next forward, to be used instead of the embedding's output."
+                f"the model of stage {stage.index} ({type(model).__name__}) has no set_input_tensor(input): wrap it "
+                "in megapipe.PipelineStage, which calls it with its input, or give it one that keeps the input for the "
+                "next forward."
             )
     if not callable(step.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")

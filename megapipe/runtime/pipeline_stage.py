@@ -1,0 +1,114 @@
+"""An ordinary module as a stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..config import PipelineConfig
+from ..overlap import find_forward_segments
+from ..plan import StageInfo
+
+__all__ = ["PipelineStage"]
+
+
+class ListOfOne(NamedTuple):
+    """Goes in the place of a list of one item, which Megatron's stages take for the item."""
+
+    item: Any
+
+
+class PipelineStage(nn.Module):
+    """A module that is a stage of a pipeline, and need not know.
+
+    The first stage calls `module(*batch)`, with what `forward_step_func` calls the stage with. Those behind it call
+    `module(received)`, with what the module of the stage before returned, whatever the batch: a tensor, or tensors,
+    numbers, texts and None in lists, tuples, dicts, named tuples and what else torch's pytrees know. Tensors of
+    floating point that require a gradient have one there too. Their shapes need not be said: they are found in the
+    first step. What later stages need of the batch, such as a mask, is a part of what the stages before return.
+
+    `state_dict()` and `load_state_dict()` use the names of the module, and so does everything in megapipe.
+
+    Args:
+        module: the layers of this stage.
+        info: which stage it is, as `stages_for_rank` has them.
+        config: the settings of the pipeline, the same for all chunks. None for the defaults. It is the attribute
+            `config` of the stage.
+
+    Raises:
+        TypeError: `module` or `info` is something else.
+    """
+
+    finds_shapes = True
+    """Whatever sizes the schedule is called with: Megatron's, with the sequence first, say nothing of this module."""
+
+    def __init__(self, module: nn.Module, info: StageInfo, config: Any = None) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"PipelineStage takes a module, got a {type(module).__name__}: wrap it in an nn.Module.")
+        if not isinstance(info, StageInfo):
+            raise TypeError(
+                f"PipelineStage takes a StageInfo second, one of those that stages_for_rank(schedule) returns, got "
+                f"{info!r}."
+            )
+        self.module = module
+        self.info = info
+        self.config = PipelineConfig() if config is None else config
+        self._received: tuple[Any, ...] = ()
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+
+    def set_input_tensor(self, received: Any) -> None:
+        """Called by the schedule with what the stage before returned, with [None] on the first stage."""
+        if isinstance(received, ListOfOne):
+            self._received = ([received.item],)
+        elif isinstance(received, list) and len(received) == 1:
+            self._received = () if received[0] is None else (received[0],)
+        else:
+            self._received = (received,)
+
+    def forward(self, *batch: Any, **options: Any) -> Any:
+        return self._checked(self._call(self.module, batch, options))
+
+    @property
+    def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
+        """For `in_segments(stage, *batch)`. None where the module has none."""
+        segments = find_forward_segments(self.module)
+        if segments is None:
+            return None
+
+        def run(*batch: Any, **options: Any) -> Generator[None, None, Any]:
+            return self._checked((yield from self._call(segments, batch, options)))
+
+        return run
+
+    def _call(self, function: Callable[..., Any], batch: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self.info.is_first:
+            return function(*batch, **options)
+        if not self._received:
+            raise ValueError(
+                f"stage {self.info.index} has received nothing: it is the schedule that calls forward_step_func which "
+                "hands it what stage "
+                f"{self.info.index - 1} returns. To run the module by itself, call stage.module."
+            )
+        return function(*self._received)
+
+    def _checked(self, output: Any) -> Any:
+        is_sent = type(output) is list and len(output) == 1 and not self.info.is_last
+        return ListOfOne(output[0]) if is_sent else output
+
+
+PREFIX = "module."
+
+
+def _without_prefix(stage: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    long = prefix + PREFIX
+    for key in [key for key in state_dict if key.startswith(long)]:
+        state_dict[prefix + key.removeprefix(long)] = state_dict.pop(key)
+
+
+def _with_prefix(stage: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[prefix + PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
