@@ -73,6 +73,8 @@ class PipelineConfig:
             unless you have frozen something); the others follow every so many steps. Where you have disabled
             collection, nothing of this is done. None: Python collects whenever it likes. Default: 100.
 
+        broadcast_reports: Every rank of the pipeline gets the reports of the loss function, not only that of the last
+            stage. Default: False.
         calculate_per_token_loss: With 3-tuple loss functions, do not divide the loss by tokens; hand their number to
             `finalize_model_grads_func`. Default: False.
         grad_scale_func: Called with the loss of each microbatch, a tensor without dimensions; its result is
@@ -128,6 +130,7 @@ class PipelineConfig:
     gc_interval: int | None = 100
 
     # Loss, gradients and weights
+    broadcast_reports: bool = False
     calculate_per_token_loss: bool = False
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     no_sync_func: Any = None

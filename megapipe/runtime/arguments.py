@@ -207,6 +207,7 @@ def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageI
         "the type of device": step.device.type,
         "p2p_transport": str(step.config.p2p_transport),
         "timeout": str(step.config.timeout),
+        "broadcast_reports": str(step.config.broadcast_reports),
         "whether a PostValidatedOptimizer trains the model": str(step.config.post_validated_optimizer is not None),
     }
     for stage, (received, sent) in zip(stages, specs):

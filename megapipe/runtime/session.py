@@ -152,9 +152,9 @@ class Session:
             self._tuners[key] = WeightTuner(self.mailbox, self.pp_rank, key)
         return self._tuners[key]
 
-    def share(self, value: Any, source: int, device: torch.device) -> Any:
-        """Rank `source`'s value, on every rank. All call it at the end of a step."""
-        return share(value, self._group, self.mailbox, self._progress.step, source, device)
+    def share(self, value: Any, source: int, device: torch.device, what: str = "results") -> Any:
+        """Rank `source`'s value, on every rank. All call it at the end of a step, once for each `what`."""
+        return share(value, self._group, self.mailbox, self._progress.step, source, device, what)
 
     def _abort(self) -> None:
         for communicator in list(self._communicators.values()):

@@ -19,7 +19,15 @@ from ..failures import Mailbox
 __all__ = ["share"]
 
 
-def share(value: Any, group: dist.ProcessGroup, mailbox: Mailbox, step: int, source: int, device: torch.device) -> Any:
+def share(
+    value: Any,
+    group: dist.ProcessGroup,
+    mailbox: Mailbox,
+    step: int,
+    source: int,
+    device: torch.device,
+    what: str = "results",
+) -> Any:
     """Rank `source`'s value, on every rank. All ranks of `group` call it at the end of a step.
 
     Args:
@@ -27,16 +35,17 @@ def share(value: Any, group: dist.ProcessGroup, mailbox: Mailbox, step: int, sou
         step: the number of this step, the same on all ranks.
         source: a rank in `group`.
         device: of the tensors that are broadcast. Tensors on other devices travel with the numbers and texts.
+        what: tells values of the same step apart.
 
     Raises:
         TypeError: the value holds more than numbers, texts, tensors and containers of them.
         PipelineError: a rank failed before it came here.
     """
-    name = f"results of step {step}"
+    name = f"{what} of step {step}"
     if group.rank() == source:
         pickler = _TensorsApart(device)
         mailbox.post(name, pickler.dump_text(value))
-        mailbox.withdraw(f"results of step {step - 1}")  # each has begun this step since
+        mailbox.withdraw(f"{what} of step {step - 1}")  # each has begun this step since
         tensors = pickler.tensors
     else:
         unpickler = _TensorsToCome(mailbox.collect_from(source, name), device)

@@ -107,8 +107,9 @@ class ForwardBackward(Schedule):
                 it. None stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
 
         Returns:
-            On the rank of the last stage the reports, in microbatch order; elsewhere an empty list. Megatron's
-            trainers read them on the last rank, and find them there under V placement too.
+            On the rank of the last stage the reports, in microbatch order; elsewhere an empty list, unless
+            `config.broadcast_reports` is set. Megatron's trainers read them on the last rank, and find them there under
+            V placement too.
 
         Raises:
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
@@ -326,6 +327,8 @@ def _around_finalizing(prepared: PreparedStep, session: Session | None, keywords
             for around in hooks.around_finalizing:
                 stack.enter_context(around(end))
         yield
+        if session is not None and step.config.broadcast_reports:
+            step.results[:] = share(step.results, what="reports")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import build, reference, run
 from ranks import on_ranks
 from torch import nn
 
@@ -77,3 +78,17 @@ def test_tokens_that_all_ranks_know_count_once(rank: int) -> None:
         model.weight.grad = torch.full((2, 2), 12.0)
         megapipe.divide_by_num_tokens([model], torch.tensor(num_tokens))
         assert torch.equal(model.weight.grad, torch.full((2, 2), 2.0))
+
+
+@on_ranks(3)
+def test_reports_on_every_rank(rank: int) -> None:
+    """They are on the rank of the last stage: the last one, or the first. Who logs on rank 0 wants them there."""
+    _, losses = reference(6, 4)
+    for schedule in ("1f1b", "zbv"):
+        chunks = build(schedule, 3, 6, broadcast_reports=True)
+        for forward_only in (False, True):
+            reports = run(schedule, chunks, 4, forward_only=forward_only)
+            assert [report["loss"] for report in reports] == losses
+    (chunk,) = build("1f1b", 3, 6, broadcast_reports=rank == 1)
+    with pytest.raises(ValueError, match="disagree on broadcast_reports: False on ranks 0, 2; True on rank 1"):
+        run("1f1b", chunk, 4)
