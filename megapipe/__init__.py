@@ -8,7 +8,14 @@ from .analysis import TimelineRecorder
 from .config import PipelineConfig
 from .failures import PipelineError
 from .plan import StageInfo, distribute_layers, schedule_names
-from .runtime import NoGradientWarning, PipelineStage, schedule, stages_for_rank
+from .runtime import (
+    NoGradientWarning,
+    PipelineStage,
+    TrainingWarning,
+    UnsplitBackwardWarning,
+    schedule,
+    stages_for_rank,
+)
 from .schedules import get_forward_backward_func
 from .training import (
     PipelinedGradScaler,
@@ -34,6 +41,8 @@ __all__ = [
     "StageInfo",
     "TiedWeights",
     "TimelineRecorder",
+    "TrainingWarning",
+    "UnsplitBackwardWarning",
     "clip_grad_norm_",
     "distribute_layers",
     "divide_by_num_tokens",

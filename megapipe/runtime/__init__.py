@@ -1,8 +1,8 @@
 """One step of a schedule on this rank, from the caller's arguments to the losses."""
 
+from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning
 from .pipeline import Pipeline
 from .pipeline_stage import PipelineStage
-from .stage import NoGradientWarning
 from .step import ForwardBackward, schedule, stages_for_rank
 from .step_record import Clock, HostClock, RankStep, StepRecord, Wait, clock_of
 
@@ -15,6 +15,8 @@ __all__ = [
     "PipelineStage",
     "RankStep",
     "StepRecord",
+    "TrainingWarning",
+    "UnsplitBackwardWarning",
     "Wait",
     "clock_of",
     "schedule",

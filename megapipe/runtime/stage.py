@@ -7,7 +7,6 @@ output is freed as soon as it has been sent, views included, and nothing is ever
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -28,15 +27,12 @@ from .arguments import StepArguments
 from .delayed import NOTHING_DELAYED, DelayedGrads, find_delayed
 from .edges import edge_of, run_backward
 from .loss import compute_loss, describe, scale_loss
+from .notices import NoGradientWarning, warn
 
-__all__ = ["NOTHING", "NoGradientWarning", "SavedForward", "Stage"]
+__all__ = ["NOTHING", "SavedForward", "Stage"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
-
-
-class NoGradientWarning(UserWarning):
-    """A stage trains nothing, or nothing before it: by a mistake, or on purpose."""
 
 
 class SavedForward(NamedTuple):
@@ -353,12 +349,7 @@ class Stage:
         """Once for each chunk."""
         if self.module not in _looked_at:
             _looked_at.add(self.module)
-            warnings.warn(
-                f"{text}. If that is meant, silence it by warnings.filterwarnings('ignore', "
-                "category=megapipe.NoGradientWarning).",
-                NoGradientWarning,
-                stacklevel=2,
-            )
+            warn(text, NoGradientWarning)
 
     # Around both
 

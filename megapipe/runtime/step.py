@@ -261,7 +261,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
             speculation.roll_back()
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
-    end_first_steps(stages, prepared.unsaid)
+    end_first_steps(stages, step, prepared.key, prepared.unsaid, is_sharded=prepared.sharded is not None)
     if record is not None:
         record.finish()
         if step.config.record_timeline is not None:

@@ -55,6 +55,10 @@ class DeferredGrads:
         self._ended: dict[int, dict[Tensor, Contributions]] = {}
         self._silenced = SilencedHooks()
 
+    def is_empty(self) -> bool:
+        """Whether nothing has been left to W."""
+        return not self._running and not self._ended
+
     def is_under_way(self) -> bool:
         """Whether the backward that is running is this B, or one within it, and not that of another thread."""
         if torch._C._current_graph_task_id() in self._running:

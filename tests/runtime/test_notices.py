@@ -1,0 +1,115 @@
+"""What a first step warns of: it succeeds, but perhaps trains other things than was meant."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import build, run, seed_cpu
+from ranks import RankPool, on_ranks
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import PipelineStage, StageInfo, TrainingWarning, parallel_state, stages_for_rank
+
+
+class Forgetful(nn.Module):
+    """Has layers that it does not use."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        seed_cpu(info.index)
+        self.used = nn.Linear(4, 4)
+        self.unused = nn.ModuleList(nn.Linear(4, 4) for _ in range(info.index * 2))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x).tanh()
+
+
+def step(schedule: str, chunks: list[Any], **options: Any) -> None:
+    def forward_step(data_iterator: Any, chunk: nn.Module) -> Any:
+        return chunk(next(data_iterator)), lambda output: (output.sum(), None)
+
+    megapipe.get_forward_backward_func(schedule)(
+        forward_step_func=forward_step,
+        data_iterator=iter(torch.randn(4, 2, 4)),
+        model=chunks,
+        num_microbatches=4,
+        **options,
+    )
+
+
+def warned(function: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [f"{one.category.__name__}: {one.message}" for one in caught]
+
+
+def texts(rank: int) -> list[list[str]]:
+    parallel_state.initialize_model_parallel(2)
+    found = []
+    for schedule in ("1f1b", "zb1p"):
+        chunks = [PipelineStage(Forgetful(info), info) for info in stages_for_rank(schedule)]
+        step(schedule, chunks, forward_only=True)
+        found.append(warned(lambda: (step(schedule, chunks), step(schedule, chunks))))  # noqa: B023
+    return found
+
+
+def test_unused_parameters_and_empty_ws_are_named_once(ranks: RankPool) -> None:
+    (plain, split), (plain_1, split_1) = ranks.run(2, texts)
+    assert plain == []
+    (unused,) = plain_1
+    assert unused.startswith("NoGradientWarning: unused.0.weight, unused.0.bias, unused.1.weight and 1 more")
+    assert "of stage 1 got no gradient in a whole step" in unused
+    for found, stage in ((split, 0), (split_1, 1)):
+        text = (
+            "UnsplitBackwardWarning: zb1p splits backwards, but no layer of stage {} leaves its weight gradients to W"
+        )
+        assert sum(one.startswith(text.format(stage)) for one in found) == 1
+    assert len(split) == 1
+    assert len(split_1) == 2
+
+
+@on_ranks(2)
+def test_what_is_as_it_should_be_is_silent(rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for schedule in ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"):
+            for recompute in (False, True):
+                chunks = build(schedule, 2, 4, deferred=True, recompute=recompute)
+                run(schedule, chunks, 4)
+                run(schedule, chunks, 4, forward_only=True)
+
+
+@on_ranks(2)
+def test_gradients_that_somebody_takes_are_not_missing(rank: int) -> None:
+    """A hook that steps at once leaves no gradient; main_grad is where Megatron has it."""
+    parallel_state.initialize_model_parallel(2)
+    (info,) = stages_for_rank("1f1b")
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in module[0].parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for parameter in module[1].parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.register_hook(lambda grad: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step("1f1b", [PipelineStage(module, info)])
+
+
+@pytest.mark.parametrize("category", [TrainingWarning, megapipe.NoGradientWarning])
+@on_ranks(2)
+def test_all_are_silenced_in_one_place(rank: int, category: type[Warning]) -> None:
+    parallel_state.initialize_model_parallel(2)
+    (info,) = stages_for_rank("zb1p")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=category)
+        chunk = PipelineStage(Forgetful(info), info)
+        if category is TrainingWarning:
+            step("zb1p", [chunk])
+        else:
+            with pytest.raises(megapipe.UnsplitBackwardWarning):
+                step("zb1p", [chunk])
