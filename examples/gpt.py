@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from moe import MoE, whole_names
 from torch import Tensor, nn
 
-from megapipe import PipelineConfig, StageInfo, distribute_layers
+from megapipe import PipelineConfig, StageInfo, distribute_layers, slices
 from megapipe.overlap import in_segments, run_segments
 from megapipe.weight_grad import convert
 
@@ -59,15 +59,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return self.proj(attend(self.qkv(x), self.num_heads, dropout))
+        return self.proj(attend(self.qkv(x), self.num_heads, dropout, self))
 
 
-def attend(qkv: Tensor, num_heads: int, dropout: float) -> Tensor:
-    """Causal attention: [sequence, batch, 3 hidden] to [sequence, batch, hidden]."""
+def attend(qkv: Tensor, num_heads: int, dropout: float, layer: nn.Module) -> Tensor:
+    """Causal attention: [sequence, batch, 3 hidden] to [sequence, batch, hidden]. It goes on from slice to slice."""
     seq_length, batch_size, _ = qkv.shape
     heads = qkv.view(seq_length, batch_size, 3, num_heads, -1)
     q, k, v = heads.permute(2, 1, 3, 0, 4)  # each [batch, heads, sequence, hidden of a head]
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+    mixed = slices.attention(q, k, v, owner=layer, dropout_p=dropout)
     return mixed.permute(2, 0, 1, 3).reshape(seq_length, batch_size, -1)
 
 
@@ -130,7 +130,7 @@ class TransformerEngineLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dropout = self.attention_dropout if self.training else 0.0
-        x = x + self.dropout(self.proj(attend(self.qkv(x), self.num_heads, dropout)))
+        x = x + self.dropout(self.proj(attend(self.qkv(x), self.num_heads, dropout, self)))
         return x + self.dropout(self.mlp(x))
 
 
@@ -161,7 +161,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(len(tokens), device=tokens.device)
+        positions = slices.positions(len(tokens), tokens.device)
         return self.tokens(tokens) + self.positions(positions).unsqueeze(1)
 
 

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import megapipe
-from megapipe import parallel_state
+from megapipe import parallel_state, slices
 from megapipe.analysis import split_bubble
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
@@ -121,11 +121,14 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Mo
     if data_iterator is None:  # a stage in the middle
         return in_segments(model, None), None
     batch = next(data_iterator)
-    return in_segments(model, batch["tokens"]), partial(loss_func, batch["labels"])
+    tokens = slices.cut(batch["tokens"], 0)
+    return in_segments(model, tokens), partial(loss_func, batch["labels"])
 
 
 def loss_func(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    """The mean over the microbatch, or a slice's part of it. Parts are added up, in gradients and in reports."""
+    own = slices.cut(labels, 0)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), own.flatten(), reduction="sum") / labels.numel()
     return loss, {"loss": loss.detach()}
 
 

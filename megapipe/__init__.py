@@ -1,6 +1,6 @@
 """Pipeline-parallel training for PyTorch, the Megatron way: one hand-written function per schedule."""
 
-from . import parallel_state, weight_grad
+from . import parallel_state, slices, weight_grad
 
 from . import schedules, zero_bubble, dualpipe  # noqa: F401  # isort: skip  # registered in this order
 from . import integrations as integrations
@@ -51,6 +51,7 @@ __all__ = [
     "schedule",
     "schedule_names",
     "schedules",
+    "slices",
     "stages_for_rank",
     "weight_grad",
 ]

@@ -2,6 +2,6 @@
 
 from .attention import attention
 from .cost import equal_cost
-from .state import CarriedState, SequenceSlice, current, cut, earlier, keep
+from .state import CarriedState, SequenceSlice, current, cut, earlier, keep, positions
 
-__all__ = ["CarriedState", "SequenceSlice", "attention", "current", "cut", "earlier", "equal_cost", "keep"]
+__all__ = ["CarriedState", "SequenceSlice", "attention", "current", "cut", "earlier", "equal_cost", "keep", "positions"]

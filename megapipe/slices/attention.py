@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
-from torch.nn.attention.bias import causal_lower_right
 
 from .state import current, earlier, keep
 
@@ -102,8 +101,12 @@ class _Call:
         length, total = query.shape[-2], key.shape[-2]
         if mask is None and length == total:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, **self.options)
-        # The fastest kernels of devices take no mask, but this, which torch's function knows by its type.
-        bias: Any = causal_lower_right(length, total) if mask is None else mask
+        if mask is not None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **self.options)
+        # The fastest kernels take no mask, but this, which torch's function knows by its type.
+        from torch.nn.attention.bias import causal_lower_right  # which takes long to import
+
+        bias: Any = causal_lower_right(length, total)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, **self.options)
 
 

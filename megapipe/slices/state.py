@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["CarriedState", "SequenceSlice", "current", "cut", "earlier", "keep"]
+__all__ = ["CarriedState", "SequenceSlice", "current", "cut", "earlier", "keep", "positions"]
 
 
 class SequenceSlice(NamedTuple):
@@ -61,6 +61,19 @@ def cut(tensor: Tensor, dim: int) -> Tensor:
             "once."
         )
     return tensor.narrow(dim, this.start, this.length)
+
+
+def positions(length: int, device: torch.device | None = None) -> Tensor:
+    """The places in the sequence of the current slice's positions, for embeddings of them or rotary ones.
+
+    Args:
+        length: how many positions the slice has, or the whole sequence where that is not cut.
+
+    Returns:
+        [length], from the start of the slice on, or from 0 where sequences are whole.
+    """
+    start = 0 if _running is None else _running.slice.start
+    return torch.arange(start, start + length, device=device)
 
 
 def earlier(key: Hashable) -> list[tuple[Tensor, ...]]:

@@ -96,8 +96,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of [batch, length, hidden]."""
         this, case = slices.current(), self.case
-        start = 0 if this is None else this.start
-        positions = torch.arange(start, start + x.shape[1])
+        positions = slices.positions(x.shape[1])
         y = self.norm(x)
         q = self.q(y).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
         k, v = self.kv(y).unflatten(-1, (2, case.kv_heads, SIZE)).permute(2, 0, 3, 1, 4)

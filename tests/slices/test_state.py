@@ -96,6 +96,7 @@ def test_whole_sequences_keep_nothing() -> None:
     assert slices.cut(whole, 0) is whole
     slices.keep("key", whole)
     assert slices.earlier("key") == []
+    assert slices.positions(3).tolist() == [0, 1, 2]
 
 
 def test_the_current_slice_is_known() -> None:
@@ -104,6 +105,7 @@ def test_the_current_slice_is_known() -> None:
         with state.forward(this):
             assert slices.current() == this
             assert slices.cut(torch.arange(5), 0).tolist() == list(range(this.start, this.stop))
+            assert slices.positions(this.length).tolist() == list(range(this.start, this.stop))
         assert slices.current() is None
 
 
