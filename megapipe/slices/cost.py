@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
 
 __all__ = ["equal_cost"]
 
@@ -32,7 +33,7 @@ def equal_cost(
         multiple_of: divides every length, as kernels or shards of the sequence want it.
 
     Returns:
-        `num_slices` lengths, the longest first, of `seq_length` in all: each within `multiple_of` of the exact cuts.
+        `num_slices` lengths, the longest first, of `seq_length` in all. The dearest slice is as cheap as can be.
 
     Raises:
         ValueError: if `seq_length` cannot be cut so.
@@ -56,10 +57,15 @@ def equal_cost(
         seen = near * (near + 1) // 2 + near * (length - near)
         return length * (2 * hidden_size + ffn_hidden_size) + seen
 
-    total = cost_until(units)
-    cuts = [0]
-    for index in range(1, num_slices):
-        after = bisect_left(range(units), index * total, key=lambda unit: num_slices * cost_until(unit))
-        nearest = min((after - 1, after), key=lambda unit: abs(num_slices * cost_until(unit) - index * total))
-        cuts.append(min(max(nearest, cuts[-1] + 1), units - (num_slices - index)))  # none of them is empty
-    return [multiple_of * (stop - start) for start, stop in zip(cuts, [*cuts[1:], units])]
+    def cut(largest: int) -> list[int]:
+        """Where slices stop that are as long as they can be at this cost, while some is left for those after them."""
+        stops = [0]
+        for others in reversed(range(num_slices)):
+            affordable = cost_until(stops[-1]) + largest
+            stop = bisect_right(range(units + 1), affordable, key=cost_until) - 1
+            stops.append(max(min(stop, units - others), stops[-1] + 1))
+        return stops
+
+    dearest = bisect_left(range(cost_until(units)), True, key=lambda largest: cut(largest)[-1] == units)
+    stops = cut(dearest)
+    return [multiple_of * (stop - start) for start, stop in pairwise(stops)]
