@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,3 +172,8 @@ def test_gradients_that_cannot_be_returned_are_an_error() -> None:
     assert state.roots(0) == []
     with pytest.raises(RuntimeError, match="the key 'key' without a graph"), state.backward(first):
         pass
+
+
+def test_the_documentation_shows_this_layer() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "long_context.md").read_text()
+    assert inspect.getsource(Recurrent) in page
