@@ -16,8 +16,8 @@ from .deferring import (
     is_deferring,
     visit_gradient_nodes,
 )
-from .layers import conv1d, conv2d, embedding, grouped_linear, linear
-from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert
+from .layers import conv1d, conv2d, embedding, grouped_linear, linear, transposed_linear
+from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
 
 __all__ = [
     "Conv1d",
@@ -39,8 +39,10 @@ __all__ = [
     "grouped_linear",
     "is_capturing",
     "is_deferring",
+    "let_convert",
     "linear",
     "save_for_w",
+    "transposed_linear",
     "unshared",
     "visit_gradient_nodes",
 ]

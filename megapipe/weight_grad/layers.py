@@ -30,7 +30,7 @@ from .aliasing import SavedTensor, save_for_w
 from .deferring import defer, is_capturing, is_deferring
 from .products import add_weight_gradient, rows, weight_gradient
 
-__all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear"]
+__all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear", "transposed_linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,6 +47,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _can_defer(weight):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`torch.addmm(bias, x, weight)` over the last dimension, with a deferred weight gradient.
+
+    Args:
+        x: [..., in].
+        weight: [in, out].
+        bias: [out].
+
+    Returns:
+        [..., out].
+    """
+    if not _can_defer(weight):
+        return torch.addmm(bias, rows(x), weight).view(*x.shape[:-1], weight.shape[1])
+    return _TransposedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -178,6 +194,29 @@ class _Linear(Function):
         grad_x = grad_rows.mm(weight.to(x.dtype)).view(x.shape) if needs_x else None
         grad_bias = grad_rows.sum(0) if needs_bias else None
         both = SavedTensor(x.detach()), save_for_w(grad)  # without the graph behind it
+        compute = partial(_linear_gradient, *both, ctx.weight.dtype)
+        add_to = partial(_add, compute) if x.is_cpu else partial(_add_linear, *both)
+        return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), grad_bias
+
+
+class _TransposedLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.weight = weight
+        x, cast_weight, cast_bias = _as_autocast(x, weight, bias)
+        ctx.save_for_backward(x, weight)
+        assert cast_bias is not None
+        return torch.addmm(cast_bias, rows(x), cast_weight).view(*x.shape[:-1], weight.shape[1]).detach()
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        grad_rows = rows(grad)
+        grad_x = grad_rows.mm(weight.to(x.dtype).t()).view(x.shape) if needs_x else None
+        grad_bias = grad_rows.sum(0) if needs_bias else None
+        both = save_for_w(grad), SavedTensor(x.detach())  # as a linear layer from the output to the input
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
         add_to = partial(_add, compute) if x.is_cpu else partial(_add_linear, *both)
         return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), grad_bias

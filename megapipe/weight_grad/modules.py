@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import layers
 
-__all__ = ["Conv1d", "Conv2d", "Embedding", "GroupedLinear", "Linear", "convert"]
+__all__ = ["Conv1d", "Conv2d", "Embedding", "GroupedLinear", "Linear", "convert", "let_convert"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -93,8 +93,14 @@ _DEFERRING: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def let_convert(kind: type[nn.Module], deferring: type[nn.Module]) -> None:
+    """Let `convert` swap another class of layers, `kind`, for `deferring`, which is derived from it."""
+    _DEFERRING[kind] = deferring
+
+
 def convert(module: Module) -> Module:
-    """Make the nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d layers in `module`, itself included, defer.
+    """Make the nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d layers in `module`, itself included, defer, and those
+    that `let_convert` was told of.
 
     A layer's class is swapped and nothing else: its parameters, hooks and identity stay. Subclasses of these layers are
     left alone, since they may compute something else; so are layers with parametrizations, which are subclasses, and

@@ -15,6 +15,7 @@ import hf_models
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.pytorch_utils import Conv1D
 
 import megapipe
 from megapipe.integrations.transformers import (
@@ -41,6 +42,14 @@ def test_losses_gradients_and_files_are_those_of_the_whole_model(
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path / which) for which in ("saved", "given")
         )
         hf_models.assert_same_weights(saved, given)
+
+
+def test_linear_layers_with_transposed_weights_defer() -> None:
+    (chunk,) = build_chunks(hf_models.make_config("gpt2"), megapipe.get_forward_backward_func("no_pipelining"))
+    layers = [module for module in chunk.modules() if isinstance(module, Conv1D)]
+    megapipe.weight_grad.convert(chunk)
+    assert len(layers) == 4 * hf_models.LAYERS
+    assert all(type(layer) is not Conv1D and isinstance(layer, Conv1D) for layer in layers)
 
 
 @on_ranks(2)

@@ -97,6 +97,31 @@ def test_linear_on_transposed_inputs(bias: bool) -> None:
     compare(nn.Linear(64, 48, bias), lambda: torch.randn(33, 5, 64).transpose(0, 1))
 
 
+class Transposed(nn.Module):
+    """As Conv1D of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(IN, OUT)), nn.Parameter(torch.randn(OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], OUT)
+
+
+class DeferringTransposed(Transposed):
+    def forward(self, x: Tensor) -> Tensor:
+        return weight_grad.transposed_linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("shape", [(TOKENS, IN), (2, 3, IN)])
+def test_transposed_linear(shape: tuple[int, ...], autocast: bool) -> None:
+    weight_grad.let_convert(Transposed, DeferringTransposed)
+    compare(Transposed(), lambda: torch.randn(shape), autocast=autocast)
+    frozen = DeferringTransposed().requires_grad_(False)
+    assert torch.equal(frozen(x := torch.randn(shape)), Transposed.forward(frozen, x))
+
+
 @pytest.mark.parametrize("padding_idx", [None, 2, -1])
 @pytest.mark.parametrize("shape", [(), (0,), (9,), (3, 4), (100,)])
 def test_embedding(shape: tuple[int, ...], padding_idx: int | None) -> None:

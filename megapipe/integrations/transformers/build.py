@@ -14,6 +14,7 @@ from torch import nn
 from ...plan import StageInfo, distribute_layers
 from ...runtime import stages_for_rank
 from .config import ChunkConfig
+from .conv1d import let_convert_conv1d
 from .cut import CannotCutError, check_cut, cut, find_parts
 from .stage import as_stage, find_routers
 from .step import tie_weights
@@ -54,6 +55,7 @@ def build_chunks(
 
     Raises CannotCutError, a ValueError, for models that are no such decoders.
     """
+    let_convert_conv1d()
     config = copy.deepcopy(_read_config(model))  # transformers writes into it
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
