@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +60,7 @@ class BackendChannel(Channel):
         if self._outbox is None:
             self.start_sending(tensors)
         else:
-            self._outbox.send(partial(self.start_sending, tensors), sum(tensor.nbytes for tensor in tensors))
+            self._outbox.send(self.start_sending, tensors)
 
     def start_sending(self, tensors: list[torch.Tensor]) -> Transfer:
         """Over gloo the transfer must be kept until it has completed, or the message is lost."""

@@ -1,8 +1,9 @@
 """Sends under way from a host: helper threads start them, wait for them, and free their tensors.
 
 Gloo copies a message to the peer's socket in the thread that sends it, and only a blocking wait tells that a send has
-completed. So one thread starts large sends, and another waits for all sends. While they copy or wait they do not hold
-the interpreter.
+completed. So one thread starts large sends, and another waits for sends. While they copy or wait they do not hold the
+interpreter. But each time they wake up they take a core away from those that compute: so small messages, which the
+caller starts itself, are waited for many at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
+
+import torch
 
 from ..p2p_communication import Transfer
 
@@ -22,16 +26,20 @@ class TaskThread:
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
+        self._is_drained = True
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, task: Callable[[], object]) -> None:
+        self._is_drained = False
         self._queue.put(task)
 
     def drain(self) -> None:
-        """Wait until all tasks have run. Raises the first error of a task."""
-        drained = threading.Event()
-        self._queue.put(drained.set)
-        drained.wait()
+        """Wait until all tasks have run that were put before. Raises the first error of a task."""
+        if not self._is_drained:
+            drained = threading.Event()
+            self._queue.put(drained.set)
+            drained.wait()
+            self._is_drained = True
         if self._error is not None:
             raise self._error
 
@@ -53,23 +61,30 @@ class Outbox:
 
     MIN_THREAD_BYTES = 2**20
     """Size of a message from which on a thread starts it: 1.4 ms for 4 MB. Smaller ones the caller starts itself, as
-    handing them over would take longer."""
+    handing them over would take longer. When so many bytes of these are under way, a thread waits for them."""
 
     def __init__(self) -> None:
         self._starts = TaskThread("megapipe-sends")
         self._waits = TaskThread("megapipe-sends")
         self._num_handed_over = 0
         self._num_started = 0  # of these
+        self._under_way: list[Transfer] = []  # small ones, that nobody waits for yet
+        self._num_bytes = 0  # of these
 
-    def send(self, start: Callable[[], Transfer], num_bytes: int) -> None:
+    def send(self, start: Callable[[list[torch.Tensor]], Transfer], tensors: list[torch.Tensor]) -> None:
         """
         Args:
             start: starts the send of one message, without waiting.
         """
-        if num_bytes < self.MIN_THREAD_BYTES and self._num_started == self._num_handed_over:  # it overtakes no other
-            self._waits.put(start().wait)
-        else:
-            self.hand_over(start)
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if num_bytes >= self.MIN_THREAD_BYTES or self._num_started < self._num_handed_over:  # it overtakes no other
+            self.hand_over(partial(start, tensors))
+            return
+        self._under_way.append(start(tensors))
+        self._num_bytes += num_bytes
+        if self._num_bytes >= self.MIN_THREAD_BYTES:
+            self._waits.put(partial(_wait_for, self._under_way))
+            self._under_way, self._num_bytes = [], 0
 
     def hand_over(self, start: Callable[[], Transfer]) -> None:
         """Let the thread call `start`, which may wait before it sends."""
@@ -84,10 +99,19 @@ class Outbox:
         self._starts.put(task)
 
     def drain(self) -> None:
-        """Wait until all sends have completed. Raises the error of the first that failed."""
+        """Wait until all sends have completed. Raises the error of one that failed."""
         self._starts.drain()
         self._waits.drain()
+        _wait_for(self._under_way)
+        self._num_bytes = 0
 
     def close(self) -> None:
         self._starts.put(self._waits.close)
         self._starts.close()
+
+
+def _wait_for(transfers: list[Transfer]) -> None:
+    """Empties the list: each is freed once it has completed."""
+    transfers.reverse()
+    while transfers:
+        transfers.pop().wait()

@@ -1,5 +1,6 @@
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -161,6 +162,31 @@ def test_messages_of_all_sizes_arrive_in_order(rank: int) -> None:
                 (tensor,) = inbox.take().wait()
                 assert torch.equal(tensor, torch.full((size,), number, dtype=torch.uint8))
     channels.close()
+
+
+class Sent:
+    """A send that has completed. Notes which thread waits for it."""
+
+    def __init__(self, threads: list[threading.Thread]) -> None:
+        self._threads = threads
+
+    def wait(self) -> None:
+        self._threads.append(threading.current_thread())
+
+
+def test_small_sends_are_waited_for_many_at_a_time() -> None:
+    """A helper thread woke up for each message, and again when that had gone: four of five times that helpers took a
+    core away from a rank."""
+    outbox, threads = Outbox(), []
+    main = threading.current_thread()
+    for number in range(11):
+        outbox.send(lambda tensors: Transfer(None, tensors, [Sent(threads)]), [torch.empty(LARGE // 16)])
+        outbox._waits.drain()
+        assert len(threads) == (number + 1) // 4 * 4
+    assert main not in threads
+    outbox.drain()
+    assert threads[8:] == [main] * 3
+    outbox.close()
 
 
 @on_ranks(2)
