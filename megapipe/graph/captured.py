@@ -246,7 +246,8 @@ class _StageGraphs:
                 f"{self._what} cannot be captured: it changes {state.name(changed[0])} in place. Only buffers may "
                 "be changed."
             )
-        return Graphs(self._cut(joint), state.num_weights, outputs[-1], self._what if self._compiles else None)
+        parts = self._cut(joint, state.num_weights)
+        return Graphs(parts, state.num_weights, outputs[-1], self._what if self._compiles else None)
 
     def _call(self, value: Any) -> Any:
         """The module itself, on `value`: the input from the stage before, arguments, and the target of the loss."""

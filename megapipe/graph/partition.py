@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .joint import Joint
-from .nodes import ancestors, dependents, extract, is_view, storage_of
+from .nodes import ancestors, dependents, extract, is_compute_bound, is_random, is_start, is_view, storage_of
 
 __all__ = ["Partition", "forward_nodes", "partition"]
 
@@ -38,23 +38,25 @@ class Partition:
     """Outputs, by number, that have a gradient."""
 
 
-def partition(joint: Joint, saved: Collection[Node] | None = None) -> Partition:
+def partition(joint: Joint, num_weights: int = 0, saved: Collection[Node] | None = None) -> Partition:
     """Cut a joint graph in two.
 
     Args:
+        num_weights: so many of the first inputs are there anyway, and the same for all microbatches. What is cheap to
+            compute from them alone, such as their casts under autocast, backward computes again.
         saved: the values of the forward that backward may have; it computes the rest again. None: all that it wants, as
             eager, except that views are always taken again.
     """
     owner = joint.owner
     dropouts = [] if saved is None else _dropouts_from_masks(owner)
-    read, wanted = _boundary(joint, forward_nodes(joint), saved)
+    read, wanted = _boundary(joint, forward_nodes(joint) - _made_of_weights(joint, num_weights), saved)
     overwritten = [joint.inputs[n] for n in joint.mutated if joint.inputs[n] in read]
     if overwritten:
         for dropped, again in dropouts:
             again.replace_all_uses_with(dropped)
         for node in overwritten:
             _save_before_overwritten(owner, node)
-        return partition(joint, None if saved is None else [*saved, *(node.next for node in overwritten)])
+        return partition(joint, num_weights, None if saved is None else [*saved, *(node.next for node in overwritten)])
     grads = [_cloned_if_kept(owner, grad, {*read, *wanted}) for grad in joint.grads]
     differentiable = [n for n, tangent in enumerate(joint.tangents) if tangent is not None]
     tangents = [tangent for tangent in joint.tangents if tangent is not None]
@@ -78,6 +80,17 @@ def forward_nodes(joint: Joint) -> set[Node]:
     """The nodes of the function itself."""
     found = ancestors([*joint.outputs, *joint.mutated.values()])
     return found | {node for source in found for node in source.users if node.target is operator.getitem}
+
+
+def _made_of_weights(joint: Joint, num_weights: int) -> set[Node]:
+    weights = set(joint.inputs[:num_weights])
+    made: set[Node] = set()
+    for node in joint.owner.graph.nodes:
+        sources = node.all_input_nodes
+        is_dear = is_compute_bound(node) or is_random(node) or is_start(node)
+        if node.op == "call_function" and sources and not is_dear:
+            made.update({node} if all(source in weights or source in made for source in sources) else ())
+    return made
 
 
 def _boundary(joint: Joint, in_forward: set[Node], saved: Collection[Node] | None) -> tuple[list[Node], list[Node]]:

@@ -19,8 +19,12 @@ from .partition import Partition, forward_nodes, partition
 __all__ = ["recompute"]
 
 
-def recompute(joint: Joint) -> Partition:
-    """Cut a joint graph where its forward is narrowest. Values that W needs are kept from B to W as usual."""
+def recompute(joint: Joint, num_weights: int = 0) -> Partition:
+    """Cut a joint graph where its forward is narrowest. Values that W needs are kept from B to W as usual.
+
+    Args:
+        num_weights: see `partition`.
+    """
     of_forward = forward_nodes(joint)
     in_forward = [node for node in joint.owner.graph.nodes if node in of_forward]
     saved = {node for cut in _narrowest_cuts(joint, in_forward) for node in cut}
@@ -28,7 +32,7 @@ def recompute(joint: Joint) -> Partition:
         source = node.args[0] if node.target is getitem else node
         if isinstance(source, Node) and (is_random(source) or is_wait(source)):
             saved.add(node)
-    return partition(joint, saved)
+    return partition(joint, num_weights, saved)
 
 
 def _narrowest_cuts(joint: Joint, in_forward: list[Node]) -> list[set[Node]]:

@@ -328,6 +328,24 @@ def test_recompute_saves_a_quarter_at_most() -> None:
     assert saved["all"] >= 4 * saved["recompute"], saved
 
 
+def test_no_copies_of_weights_are_saved_under_autocast() -> None:
+    """Each microbatch in flight kept a copy of every weight in bfloat16: as much memory as the weights themselves, with
+    two of them."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, H, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = graph.capture(Block(), (x,))
+        graphs = captured.__dict__["_megapipe_graphs"].graphs()
+        output = captured(x)
+    weights = {parameter.shape for parameter in captured.parameters() if parameter.dim() == 2}
+    weights |= {shape[::-1] for shape in weights}
+    saved = [value.shape for value in output.grad_fn.saved if value is not None]
+    assert saved
+    assert not weights & set(saved)
+    matrices = sum(parameter.dim() == 2 for parameter in captured.parameters())
+    assert sum(n < graphs.num_weights for n in graphs.partition.read) >= matrices
+
+
 def test_recompute_around_a_batch_norm_reads_the_statistics_once() -> None:
     plain = nn.Sequential(Normed(), Normed())
     captured = graph.capture(copy.deepcopy(plain), (torch.randn(3, 2, 8, requires_grad=True),), recompute=True)
