@@ -1,5 +1,8 @@
 """Measured timelines: recorded on ranks, put on one clock, and split into what the idle time was for."""
 
+from __future__ import annotations
+
+import itertools
 import json
 import math
 import random
@@ -19,12 +22,42 @@ from megapipe.analysis import Timeline, load_timeline, split_bubble
 from megapipe.analysis.clocks import align
 from megapipe.analysis.timeline import measured_messages
 from megapipe.plan import Action, Costs, Span, make_plan, play
-from megapipe.runtime import RankStep
+from megapipe.runtime import RankStep, StepRecord
+from megapipe.runtime.step_record import CudaClock
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
 
 
 # Recording
+
+
+def test_a_device_is_put_on_the_clock_of_the_host_by_its_fastest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's clock was read after one wait for the device, late by as long as the host took to wake up: messages
+    between ranks of one machine seemed to arrive before they were sent."""
+
+    class Event:
+        """Passed at once, 1 ms after the one before."""
+
+        def __init__(self) -> None:
+            self.time = float(next(numbers))
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.time - self.time
+
+    numbers = itertools.count()
+    clock = CudaClock(torch.device("cuda"))
+    monkeypatch.setattr(clock, "now", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    record = StepRecord("1f1b", 1, clock)
+    record.finish()
+    late = iter([0.3, 0.2, 0.9, 0.05, *[0.5] * 6])  # milliseconds
+    host = (0.001 * (100 + number + next(late)) for number in itertools.count(2))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(host))
+    (step,) = clock.read([record])
+    assert [step.begin, step.end] == pytest.approx([100.05, 101.05])
 
 
 def record(rank: int, schedule: str, pp_size: int, m: int, folder: Path) -> Timeline:
