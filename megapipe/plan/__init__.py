@@ -1,7 +1,8 @@
 """A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
 
 from .files import load_plan, parse_json, read_text
-from .placement import Placement, StageInfo, distribute_layers, loop, v_shape
+from .layouts import distribute_layers
+from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, make_plan, plan_of
 from .recorder import ChannelName, Event
 from .registry import Schedule, find_schedule, register, schedule_names

@@ -1,4 +1,4 @@
-"""Which rank holds which stage, and which layers a stage holds.
+"""Which rank holds which stage.
 
 A model is cut into stages, numbered along the forward direction over the whole pipeline. A rank holds one stage per
 *chunk*, its local number. A placement is one permutation of the ranks per chunk; everything else follows from it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Placement", "StageInfo", "distribute_layers", "loop", "v_shape"]
+__all__ = ["Placement", "StageInfo", "loop", "v_shape"]
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,3 @@ loop = Placement("loop", lambda rank, chunk, pp_size: rank)
 
 # 0 1 2 3 | 7 6 5 4: every other chunk runs backwards, so that first and last stage share a rank.
 v_shape = Placement("v", lambda rank, chunk, pp_size: pp_size - 1 - rank if chunk % 2 else rank)
-
-
-def distribute_layers(
-    num_layers: int, stage: StageInfo, num_virtual_layers_pre: int = 0, num_virtual_layers_post: int = 0
-) -> range:
-    """The global numbers of the layers that `stage` holds. Together the stages hold each layer exactly once.
-
-    All stages hold as many layers; where they do not divide, earlier stages hold one more.
-
-    Args:
-        num_layers: layers of the whole model.
-        num_virtual_layers_pre: how many layers an embedding in front is worth in time. The first stage holds that many
-            fewer.
-        num_virtual_layers_post: the same for a head behind, on the last stage.
-
-    Raises:
-        ValueError: a stage would be left without a layer.
-    """
-    total = num_layers + num_virtual_layers_pre + num_virtual_layers_post
-    base, extra = divmod(total, stage.num_stages)
-    sizes = [base + (index < extra) for index in range(stage.num_stages)]
-    sizes[0] -= num_virtual_layers_pre
-    sizes[-1] -= num_virtual_layers_post
-    if min(sizes) < 1:
-        raise ValueError(
-            f"{num_layers} layers, with {num_virtual_layers_pre} virtual ones in front and {num_virtual_layers_post} "
-            f"behind, leave stage {sizes.index(min(sizes))} of {stage.num_stages} without a layer: use more layers, "
-            "fewer stages (pipeline ranks times chunks), or fewer virtual layers."
-        )
-    start = sum(sizes[: stage.index])
-    return range(start, start + sizes[stage.index])

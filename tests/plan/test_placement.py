@@ -1,6 +1,6 @@
 import pytest
 
-from megapipe import StageInfo, distribute_layers, parallel_state, stages_for_rank
+from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.plan import loop, v_shape
 
 
@@ -50,26 +50,3 @@ def test_sizes_come_from_parallel_state_where_none_are_given(monkeypatch: pytest
     }
     for arguments, stages in indices.items():
         assert [stage.index for stage in stages_for_rank(*arguments)] == stages
-
-
-def layers(num_layers: int, num_stages: int, *virtual: int) -> list[list[int]]:
-    return [list(distribute_layers(num_layers, StageInfo(i, num_stages), *virtual)) for i in range(num_stages)]
-
-
-def test_layers_are_shared_out_evenly_and_none_is_lost() -> None:
-    assert layers(8, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [len(part) for part in layers(30, 4)] == [8, 8, 7, 7]
-    for num_layers in range(4, 40):
-        assert [layer for part in layers(num_layers, 4) for layer in part] == list(range(num_layers))
-
-
-def test_virtual_layers_weigh_the_ends() -> None:
-    assert [len(part) for part in layers(10, 4, 1, 1)] == [2, 3, 3, 2]
-    assert [len(part) for part in layers(13, 4, 2, 1)] == [2, 4, 4, 3]
-
-
-def test_a_stage_without_layers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="3 layers, with 0 virtual ones in front and 0 behind, leave stage 3 of 4"):
-        layers(3, 4)
-    with pytest.raises(ValueError, match="leave stage 0 of 4 without a layer"):
-        layers(8, 4, 3)

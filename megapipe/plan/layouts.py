@@ -1,0 +1,207 @@
+"""Which layers a stage holds: as many as others, as many as somebody says, or as many as take no longer than others."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from .placement import StageInfo
+
+__all__ = ["distribute_layers"]
+
+
+def distribute_layers(
+    num_layers: int,
+    stage: StageInfo,
+    num_virtual_layers_pre: float = 0,
+    num_virtual_layers_post: float = 0,
+    *,
+    layout: str | Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> range:
+    """The global numbers of the layers that `stage` holds. Together the stages hold each layer exactly once.
+
+    All stages hold as many layers; where they do not divide, earlier stages hold one more. With `layout` or `costs`
+    some stages may hold none.
+
+    Args:
+        num_layers: layers of the whole model.
+        num_virtual_layers_pre: how many layers an embedding in front is worth in time. The first stage holds that many
+            fewer. With `costs`, its cost in their unit, and any number.
+        num_virtual_layers_post: the same for a head behind, on the last stage.
+        layout: how many layers each stage holds, in the order of the stages; or a text in the manner of Megatron-LM's
+            `--pipeline-model-parallel-layout`, such as "Et*3|(tt|)*29,m|L": stages apart by |, a letter for each thing
+            that they hold (E embedding, t layer, m multi-token prediction, L loss), *n for what is repeated, of one
+            letter or of several in parentheses; commas mean nothing.
+        costs: what each layer takes, in any unit, as measured. The slowest stage is then as fast as can be, and the
+            others are as even as that allows.
+        memory: what each layer holds, in any unit.
+        memory_limit: the most that a stage may hold, or one limit for each stage. Goes with `memory` and `costs`.
+
+    Raises:
+        ValueError: the layers cannot be shared out like that.
+    """
+    if layout is not None:
+        if costs is not None or num_virtual_layers_pre or num_virtual_layers_post:
+            raise ValueError("a layout says how many layers each stage holds: pass no costs or virtual layers with it.")
+        sizes = _sizes_of(layout, num_layers, stage.num_stages)
+    elif costs is not None:
+        limits = _limits(memory, memory_limit, num_layers, stage.num_stages)
+        if len(costs) != num_layers or min(costs, default=0) < 0:
+            raise ValueError(f"costs must be {num_layers} numbers from 0 on, one for each layer, got {list(costs)}.")
+        sizes = list(
+            _fastest(
+                tuple(costs),
+                stage.num_stages,
+                (num_virtual_layers_pre, num_virtual_layers_post),
+                tuple(memory or [0.0] * num_layers),
+                limits,
+            )
+        )
+    else:
+        if memory is not None or memory_limit is not None:
+            raise ValueError("a memory limit needs the costs of layers, to choose among splits: pass costs.")
+        sizes = _even(num_layers, stage.num_stages, num_virtual_layers_pre, num_virtual_layers_post)
+    start = sum(sizes[: stage.index])
+    return range(start, start + sizes[stage.index])
+
+
+def _even(num_layers: int, num_stages: int, pre: float, post: float) -> list[int]:
+    if pre != int(pre) or post != int(post):
+        raise ValueError(f"virtual layers must be whole numbers without costs, got {pre} in front and {post} behind.")
+    pre, post = int(pre), int(post)
+    base, extra = divmod(num_layers + pre + post, num_stages)
+    sizes = [base + (index < extra) for index in range(num_stages)]
+    sizes[0] -= pre
+    sizes[-1] -= post
+    if min(sizes) < 1:
+        raise ValueError(
+            f"{num_layers} layers, with {pre} virtual ones in front and {post} behind, leave stage "
+            f"{sizes.index(min(sizes))} of {num_stages} without a layer: use more layers, fewer stages (pipeline ranks "
+            "times chunks), or fewer virtual layers; or say by a layout that this is meant."
+        )
+    return sizes
+
+
+# Layouts
+
+
+def _sizes_of(layout: str | Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    if isinstance(layout, str):
+        stages = _expand(layout).split("|")
+        _check_letters(layout, stages)
+        sizes = [held.count("t") for held in stages]
+    else:
+        sizes = list(layout)
+    if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 0:
+        raise ValueError(
+            f"the layout {layout!r} has {sum(sizes)} layers on {len(sizes)} stages, but there are {num_layers} layers "
+            f"and {num_stages} stages (pipeline ranks times chunks): make them the same."
+        )
+    return sizes
+
+
+def _expand(layout: str) -> str:
+    """Without commas, spaces and repetitions."""
+    text = re.sub(r"[,\s]", "", layout)
+    while (shorter := re.sub(r"\(([^()]*)\)(?:\*(\d+))?|([^()*])\*(\d+)", _repeat, text)) != text:
+        text = shorter
+    return text
+
+
+def _repeat(found: re.Match[str]) -> str:
+    group, times, letter, letter_times = found.groups()
+    return letter * int(letter_times) if group is None else group * int(times or 1)
+
+
+def _check_letters(layout: str, stages: Sequence[str]) -> None:
+    everything = "".join(stages)
+    if not re.fullmatch(r"Et*m*L", everything):
+        raise ValueError(
+            f"the layout {layout!r} holds {everything!r}: it must be one E, then t for each layer, m for each layer of "
+            "multi-token prediction, and one L, with | between stages, *n behind a letter or parentheses to repeat."
+        )
+
+
+# Costs
+
+
+def _limits(
+    memory: Sequence[float] | None, limit: float | Sequence[float] | None, num_layers: int, num_stages: int
+) -> tuple[float, ...]:
+    """One per stage."""
+    if (memory is None) != (limit is None):
+        raise ValueError("memory and memory_limit go together: pass both or none.")
+    if memory is not None and len(memory) != num_layers:
+        raise ValueError(f"memory must be {num_layers} numbers, one for each layer, got {len(memory)}.")
+    limits = list(limit) if isinstance(limit, Sequence) else [math.inf if limit is None else limit] * num_stages
+    if len(limits) != num_stages:
+        raise ValueError(f"memory_limit must be one number, or {num_stages}, one for each stage, got {len(limits)}.")
+    return tuple(limits)
+
+
+@functools.lru_cache(maxsize=16)
+def _fastest(
+    costs: tuple[float, ...],
+    num_stages: int,
+    ends: tuple[float, float],
+    memory: tuple[float, ...],
+    limits: tuple[float, ...],
+) -> tuple[int, ...]:
+    """The sizes of the stages. First the time of the slowest stage is found, then the most even split that keeps it."""
+    times, held = ([0.0, *itertools.accumulate(values)] for values in (costs, memory))
+
+    def cost(index: int, start: int, stop: int) -> float:
+        """Of a stage; infinite where it does not fit."""
+        if held[stop] - held[start] > limits[index]:
+            return math.inf
+        extra = ends[0] * (index == 0) + ends[1] * (index == num_stages - 1)
+        return times[stop] - times[start] + extra
+
+    slowest, _ = _best_split(cost, len(costs), num_stages, combine=max)
+    if slowest == math.inf:
+        raise ValueError(
+            f"{len(costs)} layers that hold {held[-1]:g} in all cannot be split into {num_stages} stages that hold at "
+            f"most {', '.join(f'{limit:g}' for limit in sorted(set(limits)))}: raise memory_limit, or use more stages."
+        )
+
+    def unevenness(index: int, start: int, stop: int) -> float:
+        taken = cost(index, start, stop)
+        return taken**2 if taken <= slowest else math.inf
+
+    _, sizes = _best_split(unevenness, len(costs), num_stages, combine=lambda a, b: a + b)
+    return sizes
+
+
+def _best_split(
+    cost: Callable[[int, int, int], float],
+    num_layers: int,
+    num_stages: int,
+    combine: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The least combined cost of stages, and their sizes: of splits that cost the same, one with more layers in front.
+
+    Args:
+        cost: of the stage with a number, if it holds the layers from a first one to before another.
+    """
+    places = range(num_layers + 1)
+    best = [cost(0, 0, stop) for stop in places]  # of the stages so far, if they hold the layers before `stop`
+    starts: list[list[int]] = []
+    for index in range(1, num_stages):
+        before = best
+        choices = [
+            min((combine(before[start], cost(index, start, stop)), -start) for start in range(stop + 1))
+            for stop in places
+        ]
+        best = [total for total, _ in choices]
+        starts.append([-negative for _, negative in choices])
+    sizes, stop = [], num_layers
+    for start_of in reversed(starts):
+        sizes.append(stop - start_of[stop])
+        stop = start_of[stop]
+    return best[-1], (stop, *reversed(sizes))

@@ -1,0 +1,167 @@
+"""Which layers a stage holds."""
+
+import importlib.util
+import itertools
+import random
+from typing import Any
+
+import pytest
+from ranks import RankPool
+
+from megapipe import StageInfo, distribute_layers
+
+
+def layers(num_layers: int, num_stages: int, *virtual: int, **options: Any) -> list[list[int]]:
+    return [
+        list(distribute_layers(num_layers, StageInfo(i, num_stages), *virtual, **options)) for i in range(num_stages)
+    ]
+
+
+def sizes(num_layers: int, num_stages: int, *virtual: float, **options: Any) -> list[int]:
+    parts = layers(num_layers, num_stages, *virtual, **options)
+    assert [layer for part in parts for layer in part] == list(range(num_layers))
+    return [len(part) for part in parts]
+
+
+def test_layers_are_shared_out_evenly_and_none_is_lost() -> None:
+    assert layers(8, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sizes(30, 4) == [8, 8, 7, 7]
+    for num_layers in range(4, 40):
+        assert sum(sizes(num_layers, 4)) == num_layers
+
+
+def test_virtual_layers_weigh_the_ends() -> None:
+    assert sizes(10, 4, 1, 1) == [2, 3, 3, 2]
+    assert sizes(13, 4, 2, 1) == [2, 4, 4, 3]
+
+
+def test_a_stage_without_layers_is_an_error() -> None:
+    with pytest.raises(ValueError, match="3 layers, with 0 virtual ones in front and 0 behind, leave stage 3 of 4"):
+        layers(3, 4)
+    with pytest.raises(ValueError, match="leave stage 0 of 4 without a layer"):
+        layers(8, 4, 3)
+
+
+# Layouts
+
+DEEPSEEK = "Et*3|(tt|)*29,m|L"
+
+
+def test_a_list_of_counts() -> None:
+    assert layers(5, 3, layout=[0, 2, 3]) == [[], [0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("Ett|tt|ttL", [2, 2, 2]),
+        ("E|tt|t|L", [0, 2, 1, 0]),
+        ("E,t*2 | t*3 | ,L", [2, 3, 0]),
+        ("E|(t|tt|)*2,mL", [0, 1, 2, 1, 2, 0]),
+        ("Et|((t|)*2t*2|)*2L", [1, 1, 1, 2, 1, 1, 2, 0]),
+        ("Et|*3,tL", [1, 0, 0, 1]),
+        (DEEPSEEK, [3, *[2] * 29, 0, 0]),
+    ],
+)
+def test_a_layout_in_letters(layout: str, expected: list[int]) -> None:
+    assert sizes(sum(expected), len(expected), layout=layout) == expected
+
+
+def megatrons(rank: int, layouts: list[str]) -> list[list[int]]:
+    """Read by Megatron-LM, on a rank, which has imported it."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    parsed = map(PipelineParallelLayerLayout.parse_str_to_list, layouts)
+    return [[sum(kind.name == "decoder" for kind in held) for held in stages] for stages in parsed]
+
+
+def test_layouts_mean_what_they_mean_to_megatron(ranks: RankPool) -> None:
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    layouts = [DEEPSEEK, "Ettt|(tt|)*29,m|L", "E|t*3|(t|)*4,L", "Et*2|(t|tt|)*3L"]
+    for layout, counts in zip(layouts, ranks.run(1, megatrons, layouts)[0]):
+        assert sizes(sum(counts), len(counts), layout=layout) == counts
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "layout", "message"),
+    [
+        (6, 2, [3, 3, 0], r"has 6 layers on 3 stages, but there are 6 layers and 2 stages"),
+        (7, 2, "Ett|ttL", r"'Ett\|ttL' has 4 layers on 2 stages, but there are 7 layers and 2 stages"),
+        (2, 2, [3, -1], r"make them the same"),
+        (4, 2, "tt|tt", r"holds 'tttt': it must be one E, then t for each layer"),
+        (4, 2, "Ett|mttL", r"holds 'EttmttL'"),
+        (4, 2, "Ett|(ttL", r"holds 'Ett\(ttL'"),
+        (4, 2, "Ettx|ttL", r"holds 'EttxttL'"),
+    ],
+)
+def test_layouts_that_do_not_fit(num_layers: int, num_stages: int, layout: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers(num_layers, num_stages, layout=layout)
+
+
+# Costs
+
+
+def test_equal_costs_are_shared_out_evenly() -> None:
+    for num_layers, num_stages in ((8, 4), (30, 4), (7, 3), (5, 5)):
+        costs = [2.0] * num_layers
+        assert sizes(num_layers, num_stages, costs=costs) == sizes(num_layers, num_stages)
+    assert sizes(2, 4, costs=[1.0, 1.0]) == [1, 1, 0, 0]
+
+
+def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
+    """Against all splits there are."""
+    choose = random.Random(0)
+    for _ in range(40):
+        num_layers, num_stages = choose.randint(1, 8), choose.randint(1, 4)
+        costs = [choose.randint(0, 9) for _ in range(num_layers)]
+        memory = [choose.randint(1, 4) for _ in range(num_layers)]
+        limits = [choose.randint(3, 12) for _ in range(num_stages)]
+        ends = choose.randint(0, 9), choose.randint(0, 9)
+
+        def slowest(bounds: tuple[int, ...]) -> float:
+            times = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]  # noqa: B023
+            held = [sum(memory[a:b]) for a, b in itertools.pairwise(bounds)]  # noqa: B023
+            if any(map(int.__gt__, held, limits)):  # noqa: B023
+                return float("inf")
+            times[0] += ends[0]  # noqa: B023
+            times[-1] += ends[1]  # noqa: B023
+            return max(times)
+
+        inner = itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1)
+        best = min(slowest((0, *bounds, num_layers)) for bounds in inner)
+        options = {"costs": costs, "memory": memory, "memory_limit": limits}
+        if best == float("inf"):
+            with pytest.raises(ValueError, match="raise memory_limit, or use more stages"):
+                layers(num_layers, num_stages, *ends, **options)
+        else:
+            found = sizes(num_layers, num_stages, *ends, **options)
+            assert slowest((0, *itertools.accumulate(found))) == best
+
+
+def test_the_other_stages_are_even() -> None:
+    """The slowest stage is given, by one slow layer: the rest would fit into one stage as well."""
+    assert sizes(9, 4, costs=[10, *[1] * 8]) == [1, 3, 3, 2]
+
+
+def test_a_large_head_may_have_a_stage_for_itself() -> None:
+    assert sizes(4, 3, 0.5, 6.0, costs=[2.0] * 4) == [2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": [1, 2]}, r"costs must be 4 numbers from 0 on, one for each layer, got \[1, 2\]"),
+        ({"costs": [1, 2, 3, -1]}, "from 0 on"),
+        ({"costs": [1] * 4, "memory": [1] * 4}, "memory and memory_limit go together"),
+        ({"costs": [1] * 4, "memory": [1], "memory_limit": 2}, "memory must be 4 numbers, one for each layer, got 1"),
+        ({"costs": [1] * 4, "memory": [1] * 4, "memory_limit": [1, 2, 3]}, "or 2, one for each stage, got 3"),
+        ({"memory": [1] * 4, "memory_limit": 2}, "needs the costs of layers"),
+        ({"layout": [2, 2], "costs": [1] * 4}, "pass no costs or virtual layers with it"),
+        ({"num_virtual_layers_pre": 0.5}, "must be whole numbers without costs, got 0.5 in front"),
+    ],
+)
+def test_costs_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers(4, 2, **options)
