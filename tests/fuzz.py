@@ -102,6 +102,8 @@ def make_case(seed: int, number: int) -> Case:
     elif rng.random() < 0.15:
         settings["weight_grad_placement"] = "tuned"
     message = "tensor" if shapes == "config" else rng.choice(["tensor", "list of one", "tuple", "list", "dict"])
+    if shapes == "described" and m % 2:
+        shapes = "found"
     if "captured" in forms and message == "dict":
         shapes = "described"  # what is captured wants a gradient for each tensor of floating point
     return Case(
