@@ -190,6 +190,17 @@ def test_adapters_of_frozen_layers(rank: int) -> None:
     compare(with_adapters, data)
 
 
+def with_gaps(info: StageInfo) -> nn.Module:
+    seed_cpu(info.index)
+    layout = {2: [3, 0], 4: [1, 0, 2, 0]}[info.num_stages]
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in distribute_layers(3, info, layout=layout)))
+
+
+@on_ranks(2)
+def test_stages_without_layers(rank: int) -> None:
+    compare(with_gaps, [(random(BATCH, WIDTH, seed=k), random(BATCH, WIDTH, seed=k + 100)) for k in range(3)])
+
+
 # What a stage hands on
 
 
@@ -270,6 +281,24 @@ def test_other_shapes_after_the_first_step(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_stage_that_is_trained_only_later(rank: int) -> None:
+    """In the first step nobody sent gradients back to it, so all ranks are told, and find anew who wants them."""
+    parallel_state.initialize_model_parallel(2)
+    (info,) = stages_for_rank("1f1b")
+    chunk = PipelineStage(mlp(info), info, PipelineConfig(timeout=20.0))
+    chunk.requires_grad_(not info.is_first)
+    train("1f1b", [chunk], of_sizes(4, 4))
+    chunk.requires_grad_()
+    with pytest.raises((ValueError, megapipe.PipelineError), match=r"stage 1 expects float32\[4, 8\] without gradient"):
+        train("1f1b", [chunk], of_sizes(4, 4))
+    chunk.zero_grad()
+    train("1f1b", [chunk], of_sizes(4, 4))
+    expected, _ = whole(mlp, 2, of_sizes(4, 4))
+    for mine, theirs in zip(chunk.parameters(), expected[rank].parameters()):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@on_ranks(2)
 def test_one_rank_with_new_chunks_is_told(rank: int) -> None:
     """It finds shapes while the other expects those it has found: no rank may wait for a header that nobody sends."""
     parallel_state.initialize_model_parallel(2)
@@ -286,11 +315,11 @@ def test_one_rank_with_new_chunks_is_told(rank: int) -> None:
     train("1f1b", [other], of_sizes(4, 4))
 
 
-class Inferring(PipelineStage):
+class Inferring(nn.Sequential):
     """Says what it exchanges."""
 
-    def infer_stage_inputs_from_pipeline_inputs(self, inputs: Tensor, num_microbatches: int) -> Tensor:
-        return torch.empty(len(inputs) // num_microbatches, WIDTH)
+    def infer_stage_inputs_from_pipeline_inputs(self, inputs: dict[str, Tensor], num_microbatches: int) -> Tensor:
+        return torch.empty(len(inputs["images"]) // num_microbatches, WIDTH)
 
     infer_stage_outputs_from_pipeline_inputs = infer_stage_inputs_from_pipeline_inputs
 
@@ -299,9 +328,9 @@ class Inferring(PipelineStage):
 def test_shapes_that_the_model_says_are_not_looked_for(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     (info,) = stages_for_rank("1f1b")
-    chunk = Inferring(mlp(info), info)
+    chunk = PipelineStage(Inferring(*mlp(info)), info)
     for size in (4, 3):
-        train("1f1b", [chunk], of_sizes(size, size), pipeline_inputs=torch.empty(2 * size, WIDTH))
+        train("1f1b", [chunk], of_sizes(size, size), pipeline_inputs={"images": torch.empty(2 * size, WIDTH)})
     assert not megapipe.runtime.session.Session.of(
         parallel_state.get_pipeline_model_parallel_group()
     ).found_shapes._seen
