@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -54,6 +54,12 @@ class PipelineConfig:
         tensor_model_parallel_size: Tensor-parallel ranks. Default: 1.
         context_parallel_size: Context-parallel ranks, which divide that sequence length too. Default: 1.
         expert_model_parallel_size: Expert-parallel ranks. Default: 1.
+
+        num_sequence_slices: How many slices each sequence is cut into, by schedules that can (seq1f1b and its kin).
+            `forward_step_func` is then called for each slice, and what it and its layers do with it, they ask
+            `megapipe.slices`. The loss of a slice is its part of the microbatch's: normalise it by all of that's
+            positions, or return 3-tuples. Default: 1.
+        sequence_slice_lengths: The length of each slice, adding up to seq_length. None: as equal as can be.
 
         microbatch_group_size_per_vp_stage: Microbatches that interleaved schedules run through a chunk before they turn
             to the next: the number of pipeline ranks or more. More hides slow messages at the price of activation
@@ -123,6 +129,8 @@ class PipelineConfig:
     expert_model_parallel_size: int = 1
 
     # Schedules
+    num_sequence_slices: int = 1
+    sequence_slice_lengths: Sequence[int] | None = None
     microbatch_group_size_per_vp_stage: int | None = None
     max_in_flight: float | None = None
     delay_wgrad_compute: bool = True
@@ -191,11 +199,15 @@ def _is_count_or_none(value: Any) -> bool:
     return value is None or is_whole_number(value, 1)
 
 
+def _are_lengths(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(is_whole_number(length, 1) for length in value)
+
+
 def _is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
 
-_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "num_sequence_slices")
 _COUNTS = ("microbatch_group_size_per_vp_stage", "gc_interval")
 _FUNCTIONS = ("grad_scale_func", "finalize_model_grads_func", *PER_CHUNK)
 
@@ -208,6 +220,7 @@ CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]
     (("timeout",), ValueError, lambda value: value <= LONGEST, f"at most {LONGEST:g} seconds (30 years)"),
     (_SIZES, ValueError, lambda value: is_whole_number(value, 1), "a whole number from 1 on"),
     (_COUNTS, ValueError, _is_count_or_none, "a whole number from 1 on, or None"),
+    (("sequence_slice_lengths",), ValueError, _are_lengths, "a sequence of whole numbers from 1 on, or None"),
     (("weight_grad_placement",), ValueError, lambda value: value in ("static", "tuned"), "'static' or 'tuned'"),
     (_FUNCTIONS, TypeError, callable, "a function, or None"),
     (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .placement import Placement
 
-__all__ = ["Action", "ScheduleError", "Settings", "Verbs"]
+__all__ = ["Action", "ScheduleError", "Settings", "Verbs", "unit_in_words", "unit_name"]
 
 # What a microbatch goes through on a chunk, in this order. `backward_input_step` counts as `backward_step`, since a
 # microbatch's backward is one or the other, and `forward_backward_step` as both steps.
@@ -63,6 +63,7 @@ def unit_name(microbatch: int, slice: int) -> str:
 
 
 def unit_in_words(microbatch: int, slice: int, num_slices: int) -> str:
+    """For messages."""
     return f"microbatch {microbatch}" if num_slices == 1 else f"slice {slice} of microbatch {microbatch}"
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .. import parallel_state
 from ..chunks import find_attribute, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
-from ..messages import MessageSpec
 from ..plan import Placement, Schedule, StageInfo
+from ..slices import SequenceSlice
 from . import hooks
-from .found_shapes import FoundShapes, Unsaid, boundary_name
+from .found_shapes import FoundShapes, Specs, Unsaid, boundary_name
 from .shapes import ShapeArguments, message_specs
 
 __all__ = [
@@ -38,9 +38,6 @@ __all__ = [
     "unsaid_messages",
 ]
 
-Specs = list[tuple[MessageSpec | None, MessageSpec | None]]
-"""Per stage the message that it receives and the one that it sends, where known."""
-
 
 @dataclass
 class StepArguments:
@@ -55,6 +52,8 @@ class StepArguments:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
+    slices: list[SequenceSlice] = field(default_factory=list)
+    """Of every sequence; none where sequences are whole."""
     results: list[Any] = field(default_factory=list)
     """The reports of the loss function, in microbatch order. Stays empty without the last stage."""
     num_tokens: Tensor = field(init=False)
@@ -63,6 +62,15 @@ class StepArguments:
 
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    @property
+    def num_units(self) -> int:
+        """How many forwards each chunk runs."""
+        return self.num_microbatches * self.num_slices
+
+    @property
+    def num_slices(self) -> int:
+        return max(1, len(self.slices))
 
 
 def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
@@ -162,8 +170,9 @@ def specs_of(
         if step.config.variable_seq_lengths or not (receives or sends):
             specs.append((None, None))
         else:
-            received, sent = message_specs(model, stage, shapes, step.config)
-            specs.append((received if receives else None, sent if sends else None))
+            parts = [message_specs(model, stage, part, step.config) for part in shapes.of_slices(step.slices)]
+            received, sent = ([spec for spec in of_parts if spec is not None] for of_parts in zip(*parts))
+            specs.append((received if receives and received else None, sent if sends and sent else None))
     return specs
 
 
@@ -189,6 +198,7 @@ def unsaid_messages(
         stages,
         {n: ends[n] for n, is_one in enumerate(is_unsaid) if is_one},
         shapes,
+        step.slices,
         step.forward_only,
     )
 
@@ -199,6 +209,7 @@ def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageI
         "the schedule": schedule.name,
         "the number of chunks per rank": str(len(stages)),
         "num_microbatches": str(step.num_microbatches),
+        "the slices of a sequence": str([part.length for part in step.slices] or "none"),
         "forward_only": str(step.forward_only),
         "variable_seq_lengths": str(step.config.variable_seq_lengths),
         "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
@@ -212,7 +223,7 @@ def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageI
     }
     for stage, (received, sent) in zip(stages, specs):
         if received is not None:
-            arguments[boundary_name(stage.index - 1)] = str(received)
+            arguments[boundary_name(stage.index - 1)] = ", then ".join(map(str, received))
         if sent is not None:
-            arguments[boundary_name(stage.index)] = str(sent)
+            arguments[boundary_name(stage.index)] = ", then ".join(map(str, sent))
     return arguments

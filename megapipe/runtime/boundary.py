@@ -14,6 +14,7 @@ from torch import Tensor
 from ..messages import HEADER, MessageSpec, encode_header
 from ..p2p_communication import Communicator, Inbox, Lookahead, Transfer
 from ..plan import ChannelName, StageInfo
+from .found_shapes import Specs
 from .plans import PlanKey
 
 __all__ = [
@@ -139,8 +140,9 @@ class RemoteBelow(_Remote, Below):
 
     Args:
         index: the boundary's number, that of the stage below it.
-        spec: the message that comes; None with dynamic shapes, where a header precedes each.
-        num_inputs: how many will come.
+        specs: the message that comes, or that of each slice; None with dynamic shapes, where a header precedes each.
+        num_inputs: how many will come of each slice.
+        num_slices: of a sequence.
     """
 
     def __init__(
@@ -148,15 +150,16 @@ class RemoteBelow(_Remote, Below):
         communicator: Communicator,
         index: int,
         peer: int,
-        spec: MessageSpec | None,
+        specs: Sequence[MessageSpec] | None,
         num_inputs: int,
+        num_slices: int,
         lookahead: Lookahead,
     ) -> None:
         self.peer = peer
         self._backward = communicator.outgoing(ChannelName("backward", index), peer)
-        self._inbox = communicator.incoming(ChannelName("forward", index), peer, lookahead, has_headers=spec is None)
-        self._spec = spec or HEADER
-        self._inbox.expect(self._spec, num_inputs)
+        self._inbox = communicator.incoming(ChannelName("forward", index), peer, lookahead, has_headers=specs is None)
+        self._specs = specs or [HEADER] * num_slices
+        _expect(self._inbox, self._specs, num_inputs)
         self._inbox.post_ahead()
         self._num_taken = 0
 
@@ -170,7 +173,7 @@ class RemoteBelow(_Remote, Below):
     def discard_inputs(self, num_sent: int) -> list[Transfer]:
         # Receives that have been posted stay so: they take the inputs that are sent again.
         to_come = [self.take_input() for _ in range(num_sent - self._num_taken)]
-        self._inbox.expect(self._spec, num_sent)
+        _expect(self._inbox, self._specs, num_sent)
         self._num_taken = 0
         return to_come
 
@@ -180,8 +183,9 @@ class RemoteAbove(_Remote, Above):
 
     Args:
         index: the boundary's number, that of the stage below it.
-        spec: the message that is sent; None with dynamic shapes, where a header precedes each.
-        num_outputs: how many are sent in a step.
+        specs: the message that is sent, or that of each slice; None with dynamic shapes, where a header precedes each.
+        num_outputs: how many of each slice are sent in a step.
+        num_slices: of a sequence. Its gradients come back in the reverse order.
         forward_only: no gradients come back.
     """
 
@@ -190,8 +194,9 @@ class RemoteAbove(_Remote, Above):
         communicator: Communicator,
         index: int,
         peer: int,
-        spec: MessageSpec | None,
+        specs: Sequence[MessageSpec] | None,
         num_outputs: int,
+        num_slices: int,
         lookahead: Lookahead,
         forward_only: bool,
     ) -> None:
@@ -201,13 +206,15 @@ class RemoteAbove(_Remote, Above):
         self._headers = None
         self._num_sent = 0
         # A gradient is expected once for each output, also where that is sent again after a rollback.
-        self._num_expected = num_outputs
-        if spec is None:
+        self._num_expected = num_outputs * num_slices
+        self._num_slices = num_slices
+        self._described: list[MessageSpec] = []  # of a microbatch whose last slice has still to be sent
+        if specs is None:
             self._headers = communicator.outgoing(ChannelName("header", index), peer)
             if not forward_only:
                 self._num_expected = 0  # until their shapes are known
         elif not forward_only:
-            self._inbox.expect(spec.gradient(), num_outputs)
+            _expect(self._inbox, [spec.gradient() for spec in reversed(specs)], num_outputs)
 
     def send_output(self, output: Transfer | None) -> None:
         assert output is not None
@@ -217,8 +224,11 @@ class RemoteAbove(_Remote, Above):
         self._forward.send(output.tensors)
         self._num_sent += 1
         if self._num_sent > self._num_expected:
-            self._inbox.expect(output.spec.gradient())
+            self._described.append(output.spec.gradient())
             self._num_expected += 1
+            if len(self._described) == self._num_slices:
+                _expect(self._inbox, self._described[::-1], 1)
+                self._described.clear()
         self._inbox.post_ahead()
 
     def take_gradient(self) -> Transfer:
@@ -228,10 +238,20 @@ class RemoteAbove(_Remote, Above):
         self._num_sent = 0
 
 
+def _expect(inbox: Inbox, specs: Sequence[MessageSpec], count: int) -> None:
+    """One message of each spec in turn, `count` times."""
+    if len(specs) == 1:
+        inbox.expect(specs[0], count)
+        return
+    for _ in range(count):
+        for spec in specs:
+            inbox.expect(spec)
+
+
 def boundaries_around(
     key: PlanKey,
     pp_rank: int,
-    specs: Sequence[tuple[MessageSpec | None, MessageSpec | None]],
+    specs: Specs,
     communicator: Communicator | None,
     lookahead: Lookahead,
     forward_only: bool,
@@ -239,13 +259,13 @@ def boundaries_around(
     """For each of a rank's stages, the boundary below it and the one above.
 
     Args:
-        specs: per stage the message that it receives and the one that it sends, where known.
+        specs: of each stage.
         communicator: None where the pipeline has one rank only.
     """
-    placement, num_messages = key.schedule.placement, key.num_microbatches
+    placement, num_messages = key.schedule.placement, (key.num_microbatches, key.num_slices)
     local: defaultdict[int, LocalBoundary] = defaultdict(LocalBoundary)  # by the number of the stage below
 
-    def below(stage: StageInfo, spec: MessageSpec | None) -> Below:
+    def below(stage: StageInfo, received: Sequence[MessageSpec] | None) -> Below:
         if stage.is_first:
             return NoBoundary()
         index = stage.index - 1
@@ -253,16 +273,16 @@ def boundaries_around(
         if peer == pp_rank:
             return local[index]
         assert communicator is not None
-        return RemoteBelow(communicator, index, peer, spec, num_messages, lookahead)
+        return RemoteBelow(communicator, index, peer, received, *num_messages, lookahead)
 
-    def above(stage: StageInfo, spec: MessageSpec | None) -> Above:
+    def above(stage: StageInfo, sent: Sequence[MessageSpec] | None) -> Above:
         if stage.is_last:
             return NoBoundary()
         peer = placement.rank(stage.index + 1, key.pp_size)
         if peer == pp_rank:
             return local[stage.index]
         assert communicator is not None
-        return RemoteAbove(communicator, stage.index, peer, spec, num_messages, lookahead, forward_only)
+        return RemoteAbove(communicator, stage.index, peer, sent, *num_messages, lookahead, forward_only)
 
     stages = placement.stages(pp_rank, key.pp_size, key.num_chunks)
     return [(below(stage, received), above(stage, sent)) for stage, (received, sent) in zip(stages, specs)]

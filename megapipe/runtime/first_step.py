@@ -13,10 +13,11 @@ from ..chunks import named_parameters
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
 from ..weight_grad import DeferredGrads
-from .arguments import Specs, StepArguments
-from .found_shapes import Seen, Unsaid
+from .arguments import StepArguments
+from .found_shapes import Different, Seen, Specs, Unsaid
 from .notices import NoGradientWarning, UnsplitBackwardWarning, warn
 from .plans import PlanKey
+from .sliced import SlicedStage
 from .stage import SavedForward, Stage
 
 __all__ = ["end_first_steps", "make_stages"]
@@ -30,7 +31,8 @@ def make_stages(step: StepArguments, infos: Sequence[StageInfo], specs: Specs, u
     stages = []
     for chunk, (info, (_, sent)) in enumerate(zip(infos, specs)):
         is_untrained = not step.forward_only and step.models[chunk] not in _trained
-        kind = FirstStep if is_untrained or unsaid.is_first(chunk) else Stage
+        is_first = is_untrained or unsaid.is_first(chunk)
+        kind = KINDS[is_first, bool(step.slices)]
         stages.append(kind(info, chunk, step, sent, is_found=chunk in unsaid))
     return stages
 
@@ -56,7 +58,7 @@ class FirstStep(Stage):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.seen = Seen(set(), set())
+        self.seen = Seen(Different(self._step.num_slices), Different(self._step.num_slices))
         self._has_run_backward = False
         self._has_deferred = bool(self._delayed)
 
@@ -102,6 +104,19 @@ class FirstStep(Stage):
                 "1f1b or interleaved_1f1b",
                 UnsplitBackwardWarning,
             )
+
+
+class FirstSlicedStep(FirstStep, SlicedStage):
+    """The same where sequences are cut."""
+
+
+KINDS: dict[tuple[bool, bool], type[Stage]] = {
+    (False, False): Stage,
+    (False, True): SlicedStage,
+    (True, False): FirstStep,
+    (True, True): FirstSlicedStep,
+}
+"""By whether a stage is looked at, and whether sequences are cut."""
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:

@@ -15,18 +15,37 @@ from torch import nn
 
 from ..messages import MessageSpec
 from ..plan import StageInfo
+from ..slices import SequenceSlice
 from .shapes import ShapeArguments
 
-__all__ = ["FoundShapes", "Seen", "Unsaid"]
+__all__ = ["Different", "FoundShapes", "Seen", "Specs", "Unsaid"]
 
-Specs = list[tuple[MessageSpec | None, MessageSpec | None]]
+Specs = list[tuple[Sequence[MessageSpec] | None, Sequence[MessageSpec] | None]]
+"""Per stage the message that it receives and the one that it sends, where known: one, or one for each slice."""
+
+
+class Different:
+    """The different messages over a boundary, of each slice of a sequence by itself."""
+
+    def __init__(self, num_slices: int = 1) -> None:
+        self._specs: list[set[MessageSpec]] = [set() for _ in range(num_slices)]
+        self._num_seen = 0
+
+    def add(self, spec: MessageSpec) -> None:
+        """The next message."""
+        self._specs[self._num_seen % len(self._specs)].add(spec)
+        self._num_seen += 1
+
+    def only(self) -> list[MessageSpec] | None:
+        """That of each slice, if it was always the same."""
+        return [next(iter(specs)) for specs in self._specs] if all(len(specs) == 1 for specs in self._specs) else None
 
 
 class Seen(NamedTuple):
     """The messages of a chunk in its first step."""
 
-    received: set[MessageSpec]
-    sent: set[MessageSpec]
+    received: Different
+    sent: Different
 
 
 class FoundShapes:
@@ -44,7 +63,8 @@ class Unsaid:
     """The messages of a step between this rank and others that neither the model nor the arguments describe.
 
     What may change their shapes, and is known to all ranks before the step, is its situation: whether there will be
-    gradients, and the sizes that the schedule is called with. In another one they are found anew.
+    gradients, the sizes that the schedule is called with, and the slices of a sequence. In another one they are found
+    anew.
 
     Args:
         ends: by chunk, whether it exchanges such messages with the stage before it, and with the one behind it.
@@ -57,12 +77,14 @@ class Unsaid:
         stages: Sequence[StageInfo],
         ends: dict[int, tuple[bool, bool]],
         arguments: ShapeArguments,
+        slices: Sequence[SequenceSlice],
         forward_only: bool,
     ) -> None:
         self._stages = stages
         self._ends = ends
         self._sizes = arguments.seq_length, arguments.micro_batch_size, arguments.decoder_seq_length
-        self._found = {n: (found.of(models[n]), (stages[n], forward_only, *self._sizes)) for n in ends}
+        situation = (forward_only, *self._sizes, *(part.length for part in slices))
+        self._found = {n: (found.of(models[n]), (stages[n], situation)) for n in ends}
 
     def __bool__(self) -> bool:
         return bool(self._ends)
@@ -81,15 +103,14 @@ class Unsaid:
         """Put in what was found in an earlier step. Where messages varied there, each is described again."""
         for chunk, (seen, situation) in self._found.items():
             if situation in seen:
-                received, sent = map(_only, seen[situation])
-                specs[chunk] = received, sent
+                specs[chunk] = seen[situation].received.only(), seen[situation].sent.only()
 
     def keep(self, chunk: int, seen: Seen) -> None:
         """After a whole step."""
         if self.is_first(chunk):
             receives, sends = self._ends[chunk]
             known, situation = self._found[chunk]
-            known[situation] = Seen(seen.received if receives else set(), seen.sent if sends else set())
+            known[situation] = Seen(seen.received if receives else Different(), seen.sent if sends else Different())
 
     def to_agree_on(self, specs: Specs) -> dict[str, str]:
         """Both ends of a boundary find a message, or neither does."""
@@ -106,7 +127,3 @@ class Unsaid:
 
 def boundary_name(index: int) -> str:
     return f"the message from stage {index} to stage {index + 1}"
-
-
-def _only(specs: set[MessageSpec]) -> MessageSpec | None:
-    return next(iter(specs)) if len(specs) == 1 else None

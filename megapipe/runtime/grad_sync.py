@@ -25,6 +25,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
     """Around one step: holds gradient synchronisation back, and releases it chunk by chunk.
 
     Args:
+        num_forwards: of each chunk.
         is_split: the schedule splits backwards, so that gradients become complete in a W.
         sharded: the chunks that are sharded by torch's FSDP2, if any.
         forward_only: nothing is trained, so there are no gradients, and only sharded parameters are gathered.
@@ -34,7 +35,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         self,
         config: PipelineConfig,
         models: Sequence[nn.Module],
-        num_microbatches: int,
+        num_forwards: int,
         is_split: bool,
         sharded: ShardedChunks | None = None,
         forward_only: bool = False,
@@ -43,7 +44,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         self._sharded = sharded
         self._is_split = is_split
         self._forward_only = forward_only
-        self._num_microbatches = num_microbatches
+        self._num_forwards = num_forwards
         per_chunk = isinstance(config.no_sync_func, (list, tuple))
         # One context for all chunks, or one for each.
         self._no_sync = list(config.no_sync_func) if per_chunk else [config.no_sync_func]
@@ -69,17 +70,17 @@ class GradientSync(AbstractContextManager["GradientSync"]):
     def __exit__(self, *error: Any) -> None:
         self._step.__exit__(*error)
 
-    def before_forward(self, chunk: int, microbatch: int, num_backwards_left: int) -> None:
+    def before_forward(self, chunk: int, number: int, num_backwards_left: int) -> None:
         """Gather parameters one chunk ahead of their use, and let torch's DistributedDataParallel see the last forward.
 
         That one prepares its reduction in the forward. Where nothing but the last backward is left to come, the
         forward before it may run with synchronisation on, as in Megatron without a pipeline.
         """
-        if microbatch == 0:
+        if number == 0:
             for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
                 if ahead < len(self._models):
                     self._gather(ahead)
-        is_last = microbatch == self._num_microbatches - 1 and num_backwards_left == 1
+        is_last = number == self._num_forwards - 1 and num_backwards_left == 1
         has_own_context = len(self._contexts) == len(self._models)
         if is_last and has_own_context and self._grad_sync[chunk] is None and not self._is_split:
             self._contexts[chunk].close()

@@ -49,7 +49,7 @@ read_config: list[Callable[[Any, Schedule], dict[str, Any]]] = []
 has under other names; may raise ValueError."""
 
 around_forwards: list[Callable[[nn.Module, int, torch.device], AroundForward | None]] = []
-"""Called at every step for each chunk, with the number of microbatches and the device. Returns functions to be called
+"""Called at every step for each chunk, with the number of its forwards and the device. Returns functions to be called
 around its forwards, or None."""
 
 around_finalizing: list[Callable[[StepEnd], AbstractContextManager[None]]] = []

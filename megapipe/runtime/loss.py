@@ -9,15 +9,25 @@ from torch import Tensor
 
 from .arguments import StepArguments
 
-__all__ = ["compute_loss", "describe", "scale_loss"]
+__all__ = ["call_loss_func", "compute_loss", "describe", "divide_loss", "scale_loss"]
 
 
 def compute_loss(step: StepArguments, output: Any, loss_func: Any) -> Tensor | None:
     """Call the loss function and note its report in `step`.
 
     Returns:
-        The loss to differentiate, divided as Megatron divides it: by the number of microbatches and, where `loss_func`
-        returns a number of tokens, by that. None if there is no loss to differentiate.
+        The loss to differentiate, divided. None if there is none.
+    """
+    called = call_loss_func(step, output, loss_func)
+    return None if called is None else divide_loss(step, *called)
+
+
+def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Call the loss function and note its report in `step`.
+
+    Returns:
+        The loss as it is, and the number of tokens where `loss_func` returns one, without dimensions. None if there is
+        no loss to differentiate.
 
     Raises:
         TypeError: `loss_func` cannot be called, or returned something else than Megatron's loss functions do.
@@ -42,12 +52,16 @@ def compute_loss(step: StepArguments, output: Any, loss_func: Any) -> Tensor | N
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(f"loss_func must return a loss of one element first, but it is {describe(loss)}.")
     step.results.append(report)
-    if len(returned) == 2:
-        # Out of place: `report` may share memory with the loss.
+    return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss.device)
+
+
+def divide_loss(step: StepArguments, loss: Tensor, num_tokens: Tensor | None) -> Tensor:
+    """As Megatron divides it: by the number of microbatches and, where there is one, by that of tokens."""
+    if num_tokens is None:
+        # Out of place: the report may share memory with the loss.
         if step.config.context_parallel_size > 1:
             loss = loss * step.config.context_parallel_size
         return loss / step.num_microbatches
-    num_tokens = _add_tokens(step, returned[1], loss.device)
     if step.config.calculate_per_token_loss:
         return loss
     return loss / torch.where(num_tokens > 0, num_tokens, 1) / step.num_microbatches

@@ -35,10 +35,14 @@ class Monitor:
         self._progress = Progress() if watchdog is None else watchdog.progress
         self._profiling = torch._C._autograd._profiler_enabled()
 
-    def at(self, stage: int, kind: str, microbatch: int) -> AbstractContextManager[object]:
-        """The context around an action. Raises what another rank's failure has left for this one."""
+    def at(self, stage: int, kind: str, microbatch: int, part: int = 0) -> AbstractContextManager[object]:
+        """The context around an action. Raises what another rank's failure has left for this one.
+
+        Args:
+            part: the slice.
+        """
         self._check()
-        self._progress.action = action = Action(stage, kind, microbatch)
+        self._progress.action = action = Action(stage, kind, microbatch, part)
         profiled = record_function(str(action)) if self._profiling else NOTHING
         return profiled if self._record is None else self._record.during(action, profiled)
 

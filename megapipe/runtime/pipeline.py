@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ..p2p_communication import Transfer
-from ..plan import Action, Verbs
+from ..plan import Action, Verbs, unit_in_words
 from ..weight_grad import DeferredGrads
 from .arguments import StepArguments
 from .boundary import Above, Below
@@ -49,7 +49,7 @@ class Chunk:
         self.output_grads: deque[Transfer | None] = deque()
         self.input_grads: deque[list[Tensor]] = deque()
         self.num_input_grads_sent = 0
-        self.deferred: deque[tuple[int, DeferredGrads]] = deque()  # with their microbatches
+        self.deferred: deque[tuple[int, DeferredGrads]] = deque()  # with the numbers of their Bs
 
     def keep(self, made: tuple[Transfer | None, SavedForward | None]) -> None:
         """What a forward has made: to be sent, and for its backward."""
@@ -58,17 +58,23 @@ class Chunk:
         if in_flight is not None:
             self.in_flight.append(in_flight)
 
-    def send_output(self, microbatch: int) -> None:
+    def send_output(self, number: int) -> None:
         """Send it, unless that has been done, or others are to be sent before it."""
-        if microbatch == self.num_outputs_sent:
+        if number == self.num_outputs_sent:
             self.num_outputs_sent += 1
             self.above.send_output(self.outputs.popleft())
 
-    def send_input_grads(self, microbatch: int) -> None:
+    def send_input_grads(self, number: int) -> None:
         """Send them, unless that has been done, or others are to be sent before them."""
-        if microbatch == self.num_input_grads_sent:
+        if number == self.num_input_grads_sent:
             self.num_input_grads_sent += 1
             self.below.send_gradient(self.input_grads.popleft())
+
+    def take_in_flight(self, part: int) -> SavedForward:
+        """For the next backward: the oldest microbatch, or a slice of it, those behind which are gone already."""
+        saved = self.in_flight[part]
+        del self.in_flight[part]
+        return saved
 
     def is_empty(self) -> bool:
         queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads, self.deferred)
@@ -97,10 +103,7 @@ class Pipeline(Verbs):
         speculation: Speculation | None = None,
         weight_counts: Sequence[int] | None = None,
     ) -> None:
-        schedule, pp_size, num_microbatches, num_chunks, settings = key
-        super().__init__(
-            schedule.placement, pp_rank, pp_size, num_microbatches, num_chunks, step.forward_only, settings
-        )
+        super().__init__(key.schedule.placement, pp_rank, *key[1:4], step.forward_only, key.settings, key.num_slices)
         self._chunks = chunks
         self._results = step.results
         self._sync = sync
@@ -121,9 +124,9 @@ class Pipeline(Verbs):
         this.inputs.append(this.below.take_input())
 
     def send_forward(self, chunk: int = 0) -> None:
-        microbatch = self._advance("send_forward", chunk)
+        number = self._advance("send_forward", chunk)
         this = self._chunks[chunk]
-        this.send_output(microbatch)
+        this.send_output(number)
         this.below.post_ahead()
 
     def recv_backward(self, chunk: int = 0) -> None:
@@ -136,19 +139,20 @@ class Pipeline(Verbs):
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
-            microbatch = self._advance("send_backward", chunk)
+            number = self._advance("send_backward", chunk)
             this = self._chunks[chunk]
-            this.send_input_grads(microbatch)
+            this.send_input_grads(number)
             this.above.post_ahead()
 
     # Computations
 
     def forward_step(self, chunk: int = 0) -> None:
         self._run_weights_due()
-        microbatch = self._advance("forward_step", chunk)
+        number = self._advance("forward_step", chunk)
+        microbatch, part = self._unit("forward_step", number)
         this = self._chunks[chunk]
-        with self._monitor.at(this.index, "F", microbatch):
-            received = self._begin_forward(chunk, microbatch)
+        with self._monitor.at(this.index, "F", microbatch, part):
+            received = self._begin_forward(chunk, number)
             this.keep(this.stage.forward(received, microbatch, *next(self._checkpoint_arguments)))
 
     def backward_step(self, chunk: int = 0) -> None:
@@ -169,9 +173,9 @@ class Pipeline(Verbs):
 
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
         forward, backward = self._chunks[forward_chunk], self._chunks[backward_chunk]
-        if self.forward_only or not can_overlap(forward.stage, backward.stage):
+        if self.forward_only or self.num_slices > 1 or not can_overlap(forward.stage, backward.stage):
             self.forward_step(forward_chunk)
-            forward.send_output(self.num_microbatches - self.num_forwards_left(forward_chunk) - 1)
+            forward.send_output(self.num_units - self.num_forwards_left(forward_chunk) - 1)
             self.backward_step(backward_chunk)
             return
         for _ in range(2):  # the places before either
@@ -215,7 +219,7 @@ class Pipeline(Verbs):
             to_come = [transfer for transfer in chunk.inputs if transfer is not None]
             to_come += chunk.below.discard_inputs(num_sent[chunk.index - 1])
             for transfer in to_come:
-                self._wait(transfer, "an input to be discarded", 0, chunk.below.peer)
+                self._wait(transfer, "an input to be discarded", (0, 0), chunk.below.peer)
             chunk.above.discard_outputs()
 
     # What forwards, overlapped or not, have in common
@@ -233,13 +237,14 @@ class Pipeline(Verbs):
             received = self._begin_forward(chunk, microbatch)
             return Forward(this.stage, received, microbatch, next(self._checkpoint_arguments), done)
 
-    def _begin_forward(self, chunk: int, microbatch: int) -> Transfer | None:
+    def _begin_forward(self, chunk: int, number: int) -> Transfer | None:
         """Wait for the input of a forward that is about to be run, and for its parameters."""
-        self._sync.before_forward(chunk, microbatch, self.num_backwards_left(chunk))
+        self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
         this = self._chunks[chunk]
         received = this.inputs.popleft()
         if received is not None:
-            self._wait(received, "the forward input", microbatch, this.below.peer)
+            unit = self._unit("forward_step", number)
+            self._wait(received, "the forward input", unit, this.below.peer)
         return received
 
     # One way to run a backward
@@ -251,19 +256,20 @@ class Pipeline(Verbs):
             deferred: collects what is left to W. With "BW" that is run here too, behind the sending of the input
                 gradients, for which a neighbour may wait.
         """
-        microbatch = self._advance_backward(chunk, deferred=kind == "B")
+        number = self._advance_backward(chunk, deferred=kind == "B")
+        microbatch, part = unit = self._unit("backward_step", number)
         this = self._chunks[chunk]
-        with self._monitor.at(this.index, kind, microbatch):
+        with self._monitor.at(this.index, kind, microbatch, part):
             received = this.output_grads.popleft()
             output_grads = None
             if received is not None:
-                output_grads = self._wait(received, "the output gradient", microbatch, this.above.peer)
+                output_grads = self._wait(received, "the output gradient", unit, this.above.peer)
             with self._around_gradients(chunk) if deferred is None else NOTHING:
-                this.input_grads.append(run(this.in_flight.popleft(), output_grads, deferred))
+                this.input_grads.append(run(this.take_in_flight(part), output_grads, deferred))
             if deferred is not None and kind == "B":
-                this.deferred.append((microbatch, deferred))
+                this.deferred.append((number, deferred))
             elif deferred is not None:
-                this.send_input_grads(microbatch)
+                this.send_input_grads(number)
                 self._compute_deferred(chunk, deferred)
         return microbatch
 
@@ -275,8 +281,8 @@ class Pipeline(Verbs):
 
     def _run_weights(self, chunk: int) -> None:
         this = self._chunks[chunk]
-        microbatch, deferred = this.deferred.popleft()
-        with self._monitor.at(this.index, "W", microbatch):
+        number, deferred = this.deferred.popleft()
+        with self._monitor.at(this.index, "W", *self._unit("backward_weight_step", number)):
             self._compute_deferred(chunk, deferred)
 
     def _compute_deferred(self, chunk: int, deferred: DeferredGrads) -> None:
@@ -290,13 +296,13 @@ class Pipeline(Verbs):
             return NOTHING
         return self._sync.last_gradients(chunk, in_w)
 
-    def _wait(self, transfer: Transfer, what: str, microbatch: int, peer: int | None) -> list[Tensor]:
+    def _wait(self, transfer: Transfer, what: str, unit: tuple[int, int], peer: int | None) -> list[Tensor]:
         if not self._has_waited:  # that is while the pipeline fills, so there is time
             self._has_waited = True
             for chunk in self._chunks:
                 chunk.below.post_all()
                 chunk.above.post_all()
-        return self._monitor.wait(transfer, f"{what} of microbatch {microbatch}", peer)
+        return self._monitor.wait(transfer, f"{what} of {unit_in_words(*unit, self.num_slices)}", peer)
 
 
 def _checkpoint_arguments(key: PlanKey, pp_rank: int, step: StepArguments) -> Iterator[tuple[bool, ...]]:

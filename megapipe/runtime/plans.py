@@ -18,6 +18,7 @@ class PlanKey(NamedTuple):
     num_microbatches: int
     num_chunks: int
     settings: Settings
+    num_slices: int = 1
 
     @property
     def plan(self) -> Plan:
@@ -32,7 +33,8 @@ class PlanKey(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _record(key: PlanKey) -> Plan:
-    return make_plan(*key[:-1], settings=key.settings)
+    sizes = (key.pp_size, key.num_microbatches, key.num_chunks)
+    return make_plan(key.schedule, *sizes, num_slices=key.num_slices, settings=key.settings)
 
 
 @functools.lru_cache(maxsize=16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..config import PipelineConfig, check_whole_number
 from ..messages import MessageSpec, TensorSpec, can_have_gradient, pack
 from ..plan import StageInfo
 from ..sharding import output_dtype
+from ..slices import SequenceSlice
 
 __all__ = ["ShapeArguments", "message_specs"]
 
@@ -30,6 +31,14 @@ class ShapeArguments:
     num_microbatches: int
     pipeline_inputs: Any
     adjust_tensor_shapes_fn: Callable[[Shapes, Shapes], tuple[Shapes, Shapes]] | None
+
+    def of_slices(self, slices: Sequence[SequenceSlice]) -> list[ShapeArguments]:
+        """Those of each slice, as if it were a sequence; of whole sequences these."""
+        decoder = self.decoder_seq_length
+        return [
+            replace(self, seq_length=part.length, decoder_seq_length=None if decoder is None else part.length)
+            for part in slices
+        ] or [self]
 
 
 def message_specs(

@@ -7,9 +7,9 @@ output is freed as soon as it has been sent, views included, and nothing is ever
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -28,6 +28,10 @@ from .delayed import NOTHING_DELAYED, DelayedGrads, find_delayed
 from .edges import edge_of, run_backward
 from .loss import compute_loss, describe, scale_loss
 from .notices import NoGradientWarning, warn
+
+if TYPE_CHECKING:
+    from ..slices import SequenceSlice
+    from .sliced import Microbatch
 
 __all__ = ["NOTHING", "SavedForward", "Stage"]
 
@@ -48,6 +52,8 @@ class SavedForward(NamedTuple):
     """On the last stage, whose output is the loss: its gradient."""
     has_windows: bool = False
     """Whether it was run in segments, so that its backward may have overlap windows."""
+    part: tuple[Microbatch, SequenceSlice] | None = None
+    """Where sequences are cut."""
 
 
 _all_given: WeakSet[nn.Module] = WeakSet()
@@ -60,7 +66,8 @@ class Stage:
     """Runs one chunk of the model.
 
     Args:
-        output_spec: of the message that the next stage expects; None if its shapes are dynamic.
+        output_specs: of the message that the next stage expects, or of that of each slice; None if its shapes are
+            dynamic.
         is_found: the next stage expects what this one returned in its first step.
     """
 
@@ -69,14 +76,14 @@ class Stage:
         info: StageInfo,
         chunk: int,
         step: StepArguments,
-        output_spec: MessageSpec | None,
+        output_specs: Sequence[MessageSpec] | None,
         is_found: bool = False,
     ) -> None:
         self.info = info
         self.module = step.models[chunk]
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
-        self._output_spec = output_spec
+        self._output_spec = None if output_specs is None else output_specs[0]
         self._is_found = is_found
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
@@ -85,7 +92,7 @@ class Stage:
         self._around = [
             around
             for find in hooks.around_forwards
-            if (around := find(self.module, step.num_microbatches, step.device)) is not None
+            if (around := find(self.module, step.num_units, step.device)) is not None
         ]
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
         self._delayed = find_delayed(self.module) if has_delayed else []

@@ -23,7 +23,6 @@ from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, find_sc
 from ..sharding import ShardedChunks
 from . import hooks
 from .arguments import (
-    Specs,
     StepArguments,
     check_arguments,
     config_of,
@@ -37,7 +36,7 @@ from .arguments import (
 )
 from .boundary import Above, Below, boundaries_around
 from .first_step import end_first_steps, make_stages
-from .found_shapes import FoundShapes, Unsaid
+from .found_shapes import FoundShapes, Specs, Unsaid
 from .garbage import collector
 from .grad_sync import GradientSync, finalize_gradients
 from .hooks import StepEnd
@@ -48,6 +47,7 @@ from .retry import leave_batch, start_together
 from .rollback import RollbackRequired, Speculation, speculate
 from .session import Session
 from .shapes import ShapeArguments
+from .sliced import sequence_slices
 from .stage import Stage
 from .step_record import StepRecord, clock_of
 from .weight_tuning import WeightTuner
@@ -84,8 +84,11 @@ class ForwardBackward(Schedule):
                 `(output, loss_func)`. The loss function is used on the last stage only: `loss_func(output)` returns
                 `(loss, report)`, and the loss is divided by `num_microbatches`; or `(loss, num_tokens, report)`, and
                 it is divided by `num_tokens` and by `num_microbatches`, or by neither with `calculate_per_token_loss`.
+                Where `config.num_sequence_slices` cuts sequences, both are called for each slice (`megapipe.slices`
+                tells which), and a slice's loss and tokens are its part of the microbatch's: they are added up.
             data_iterator: passed to `forward_step_func`. A list holds one per chunk; a single one is read by each
-                chunk from the same place. Read only where the model needs data: None will do elsewhere.
+                chunk from the same place. It gives all slices of a microbatch the same items, those that the first of
+                them reads, where it is an iterator. Read only where the model needs data: None will do elsewhere.
             model: the rank's chunk, or the list of them, in the order of `stages_for_rank`. A chunk behind the first
                 stage has `set_input_tensor(input)`, which is called before each forward, and before a backward that may
                 compute it again, with what the stage before returned: a list with the tensor in it, or the list, tuple
@@ -109,7 +112,8 @@ class ForwardBackward(Schedule):
         Returns:
             On the rank of the last stage the reports, in microbatch order; elsewhere an empty list, unless
             `config.broadcast_reports` is set. Megatron's trainers read them on the last rank, and find them there under
-            V placement too.
+            V placement too. Of the slices of a microbatch, tensors and numbers in the reports are added up, and of
+            anything else the last is taken; outputs returned in place of reports are a list of the slices' own.
 
         Raises:
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
@@ -152,7 +156,7 @@ class PreparedStep:
 
     Attributes:
         key: of the plan that the schedule follows; with a tuner it has the tuner's settings.
-        specs: per stage the message that it receives and the one that it sends, where known.
+        specs: per stage the messages that it receives and sends, where known.
         unsaid: the messages that are known only since the first step, or not yet.
         sharded: the chunks that are sharded by torch's FSDP2, if any.
         tuner: chooses the places of the Ws; None where the schedule does.
@@ -176,7 +180,8 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
     pp_rank, pp_size = (0, 1) if session is None else (session.pp_rank, len(session.ranks))
     stages = schedule.stages(pp_rank, pp_size, len(step.models))
     check_arguments(step, stages)
-    key = PlanKey(schedule, pp_size, step.num_microbatches, len(stages), config.settings)
+    step.slices = sequence_slices(schedule, step, shapes)
+    key = PlanKey(schedule, pp_size, step.num_microbatches, len(stages), config.settings, config.num_sequence_slices)
     if config.max_in_flight is not None:
         key.plan  # noqa: B018  # refuses a limit that the schedule cannot keep to
     is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
@@ -300,7 +305,7 @@ def _gradient_sync(prepared: PreparedStep) -> GradientSync:
     if step.config.no_sync_func is not None and not step.forward_only:
         in_segments = any(find_forward_segments(module) is not None for module in step.models)
         is_split = in_segments or prepared.key.splits_backward
-    sizes = (step.num_microbatches, is_split)
+    sizes = (step.num_units, is_split)
     return GradientSync(step.config, step.models, *sizes, prepared.sharded, step.forward_only)
 
 

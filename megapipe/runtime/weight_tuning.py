@@ -10,6 +10,7 @@ for what ranks must agree on; and `end_step` after it, with the record of its ti
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections import defaultdict, deque
@@ -57,13 +58,20 @@ class Choice:
 
 
 def choose(
-    schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, settings: Settings, costs: Costs
+    schedule: Schedule,
+    pp_size: int,
+    num_microbatches: int,
+    num_chunks: int,
+    settings: Settings,
+    costs: Costs,
+    num_slices: int = 1,
 ) -> Choice:
     """Places for the Ws, and within the limit on memory the number of warmup forwards, that make a step shortest.
 
-    Deterministic: the same costs give the same choice on every rank. The arguments but the last are a PlanKey's.
+    Deterministic: the same costs give the same choice on every rank. The others are a PlanKey's.
     """
-    own = make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=settings)
+    record = functools.partial(make_plan, schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices)
+    own = record(settings=settings)
     simulation = simulate(own, costs)
     own_makespan = simulation.makespan
     best = Choice(settings, None, own_makespan, own_makespan)
@@ -73,7 +81,7 @@ def choose(
     seen: list[Plan] = []
     for start in starts:
         try:
-            plan = make_plan(schedule, pp_size, num_microbatches, num_chunks, settings=start)
+            plan = record(settings=start)
         except ValueError:
             continue  # this schedule needs more in any case
         if any(plan.events == other.events for other in seen):
@@ -144,7 +152,7 @@ class WeightTuner:
         finished = list(self._records)[:-1]
         for record in finished:
             for action, duration in record.durations():
-                times[f"{action.stage} {action.kind}"].append(duration)
+                times[f"{action.stage} {action.kind} {action.slice}"].append(duration)
         means = {name: median(values) for name, values in times.items()}
         means["step"] = median(record.duration() for record in finished)
         self._records.clear()
@@ -160,7 +168,7 @@ class WeightTuner:
             return
         costs.p2p = _latency(plan, costs, max(one["step"] for one in means))
         self._measured = costs
-        self.choice = self.choose(*self._own_key, costs)
+        self.choice = self.choose(*self._own_key[:-1], costs, self._own_key.num_slices)
 
     def _plan_in_use(self) -> Plan:
         plan = self.key.plan
@@ -169,9 +177,12 @@ class WeightTuner:
 
 def _costs(plan: Plan, means: Sequence[dict[str, float]]) -> Costs:
     merged = {name: mean for one in means for name, mean in one.items()}
-    stages = range(plan.pp_size * plan.num_chunks)
-    forward, inputs, weights = ([merged.get(f"{stage} {kind}", 0.0) for stage in stages] for kind in "FBW")
-    return Costs(forward, inputs, weights)
+    stages, parts = range(plan.pp_size * plan.num_chunks), range(plan.num_slices)
+    forward, inputs, weights = (
+        [sum(merged.get(f"{stage} {kind} {part}", 0.0) for part in parts) for stage in stages] for kind in "FBW"
+    )
+    of_slices = [sum(merged.get(f"{stage} {kind} {part}", 0.0) for stage in stages for kind in "FBW") for part in parts]
+    return Costs(forward, inputs, weights, slices=of_slices if len(parts) > 1 else None)
 
 
 def _lists(costs: Costs) -> list[float]:

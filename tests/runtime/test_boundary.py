@@ -1,4 +1,4 @@
-"""What is expected over a boundary to another rank, where a step is run again after a rollback."""
+"""What is expected over a boundary to another rank: from slices, and where a step is run again after a rollback."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ def communicator(inbox: Expecting) -> Any:
 @pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
 def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bool) -> None:
     """Also where two of three outputs were sent before the rollback, and are sent again."""
-    above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, spec, 3, Lookahead(0), forward_only)
+    above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, spec and [spec], 3, 1, Lookahead(0), forward_only)
     for _ in range(2):
         above.send_output(Transfer(SPEC, [torch.zeros(2)]))
     above.discard_outputs()
@@ -56,10 +56,23 @@ def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bo
 @pytest.mark.parametrize("spec", [SPEC, None], ids=["known", "with headers"])
 def test_discarded_inputs_come_again(spec: MessageSpec | None) -> None:
     """Of the two that the stage below sends before the rollback, this one has taken one."""
-    below = RemoteBelow(communicator(inbox := Expecting()), 0, 0, spec, 3, Lookahead(0))
+    below = RemoteBelow(communicator(inbox := Expecting()), 0, 0, spec and [spec], 3, 1, Lookahead(0))
     below.take_input()
     assert len(below.discard_inputs(2)) == 1
     assert inbox.expected == [spec or HEADER] * 3
     for _ in range(3):
         below.take_input()
     assert below.is_empty()
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "with headers"])
+def test_messages_of_slices_come_in_their_order_and_gradients_in_reverse(is_known: bool) -> None:
+    """A slice of another length has another shape, and a receive is posted with the shape of what comes next."""
+    long, short = (MessageSpec("tensor", (TensorSpec((length,), torch.float32, True),)) for length in (3, 2))
+    specs = [long, short] if is_known else None
+    RemoteBelow(communicator(inbox := Expecting()), 0, 0, specs, 2, 2, Lookahead(0))
+    assert inbox.expected == (specs or [HEADER] * 2) * 2
+    above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, specs, 2, 2, Lookahead(0), forward_only=False)
+    for spec in (long, short, long, short):
+        above.send_output(Transfer(spec, [torch.zeros(spec.tensors[0].shape)]))
+    assert inbox.expected == [spec.gradient() for spec in (short, long, short, long)]

@@ -360,7 +360,7 @@ def test_a_step_that_not_all_ranks_have_made_is_rolled_back(rank: int) -> None:
 def tuned_and_rolled_back(rank: int) -> int:
     original = weight_tuning.WeightTuner.choose
 
-    def choose(schedule: Any, pp_size: int, m: int, chunks: int, settings: Any, costs: Any) -> Any:
+    def choose(schedule: Any, pp_size: int, m: int, chunks: int, settings: Any, costs: Any, num_slices: int) -> Any:
         settings = dataclasses.replace(settings, max_in_flight=2.0)  # other than the config says
         plan = make_plan(schedule, pp_size, m, chunks, settings=settings)
         return weight_tuning.Choice(settings, place_weights(plan, costs, 6.0), 1.0, 2.0)

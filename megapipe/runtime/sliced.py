@@ -1,0 +1,214 @@
+"""Stages that run sequences slice by slice, and where sequences are cut.
+
+To the rest of a step a slice is what a microbatch is: it has messages of its own. What differs is here: its layers have
+the state of the slices before it (megapipe.slices), it reads the data of its whole microbatch, and its loss and report
+are parts of the microbatch's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from ..chunks import iter_wrapped
+from ..messages import MessageSpec
+from ..p2p_communication import Transfer
+from ..plan import Schedule, StageInfo
+from ..slices import CarriedState, SequenceSlice
+from ..weight_grad import DeferredGrads
+from .arguments import StepArguments
+from .loss import call_loss_func, divide_loss
+from .shapes import ShapeArguments
+from .stage import SavedForward, Stage
+
+__all__ = ["SlicedStage", "sequence_slices"]
+
+
+def sequence_slices(schedule: Schedule, step: StepArguments, shapes: ShapeArguments) -> list[SequenceSlice]:
+    """The slices of every sequence; none where sequences are whole.
+
+    Raises:
+        ValueError: the schedule or another argument does not go with slices, or the sequence cannot be cut like that.
+    """
+    config = step.config
+    num_slices, lengths = config.num_sequence_slices, config.sequence_slice_lengths
+    if lengths is not None and len(lengths) != num_slices:
+        raise ValueError(
+            f"config.sequence_slice_lengths has {len(lengths)} lengths, but num_sequence_slices is {num_slices}: give "
+            "one length for each slice."
+        )
+    schedule.check_slices(num_slices)
+    if num_slices == 1:
+        return []
+    _check_others(step, shapes)
+    seq_length = shapes.decoder_seq_length or shapes.seq_length
+    if seq_length is None:
+        raise ValueError(f"num_sequence_slices={num_slices} takes seq_length, the length of what is cut: pass it.")
+    num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if lengths is None:
+        base, extra = divmod(seq_length // num_shards, num_slices)
+        lengths = [num_shards * (base + (index < extra)) for index in range(num_slices)]
+    if sum(lengths) != seq_length or any(length == 0 or length % num_shards for length in lengths):
+        of_shards = f", each a multiple of the {num_shards} tensor-parallel ranks" if num_shards > 1 else ""
+        raise ValueError(
+            f"a sequence of {seq_length} cannot be cut into {num_slices} slices of {list(lengths)}: choose a "
+            f"seq_length, and sequence_slice_lengths of at least 1 that add up to it{of_shards}."
+        )
+    starts = itertools.accumulate([0, *lengths])
+    return [SequenceSlice(k, num_slices, start, length) for k, (start, length) in enumerate(zip(starts, lengths))]
+
+
+def _check_others(step: StepArguments, shapes: ShapeArguments) -> None:
+    """What does not go with slices."""
+    config = step.config
+    num_partial = config.num_microbatches_with_partial_activation_checkpoints
+    for name, is_set, remedy in (
+        ("context_parallel_size", config.context_parallel_size > 1, "cut sequences one way only"),
+        ("variable_seq_lengths", config.variable_seq_lengths, "pad sequences to one seq_length"),
+        ("pipeline_inputs", shapes.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
+        ("post_validated_optimizer", config.post_validated_optimizer is not None, "clip before the optimizer's step"),
+        ("num_microbatches_with_partial_activation_checkpoints", num_partial is not None, "leave it None"),
+        ("a captured stage, whose graph hands on no state,", any(map(_is_captured, step.models)), "do not capture it"),
+    ):
+        if is_set:
+            raise ValueError(
+                f"num_sequence_slices={config.num_sequence_slices} does not go with {name}: {remedy}, or use 1 slice."
+            )
+
+
+def _is_captured(model: nn.Module) -> bool:
+    """Their module takes longer to import than this package does: that is left to those who capture."""
+    graph = sys.modules.get("megapipe.graph")
+    return graph is not None and any(isinstance(inner, graph.CapturedStage) for inner in iter_wrapped(model))
+
+
+class Microbatch:
+    """What the slices of one microbatch have in common on a stage."""
+
+    def __init__(self, needs_grad: bool) -> None:
+        self.state = CarriedState(needs_grad)
+        self.num_tokens: Tensor | None = None
+        """Those of all slices, where the loss is still to be divided by them."""
+
+
+class SlicedStage(Stage):
+    """Runs one chunk of the model on slices, in their order, and backward in the reverse order."""
+
+    def __init__(
+        self,
+        info: StageInfo,
+        chunk: int,
+        step: StepArguments,
+        output_specs: Sequence[MessageSpec] | None,
+        is_found: bool = False,
+    ) -> None:
+        super().__init__(info, chunk, step, output_specs, is_found)
+        self._output_specs = output_specs
+        self._slices = itertools.cycle(step.slices)
+        self._slice = step.slices[-1]
+        self._microbatch = Microbatch(needs_grad=False)
+        self._items = _SharedItems(self._data_iterator) if hasattr(self._data_iterator, "__next__") else None
+        if self._items is not None:
+            self._data_iterator = self._items
+
+    def forward(
+        self, received: Transfer | None, microbatch: int, *extra: bool
+    ) -> tuple[Transfer | None, SavedForward | None]:
+        self._slice = this = next(self._slices)
+        if this.index == 0:
+            self._microbatch = Microbatch(needs_grad=not self._step.forward_only)
+        if self._items is not None:
+            self._items.begin(is_first=this.index == 0)
+        if self._output_specs is not None:
+            self._output_spec = self._output_specs[this.index]
+        with self._microbatch.state.forward(this):
+            sent, saved = super().forward(received, microbatch, *extra)
+        self._set_is_first_microbatch = None
+        if saved is not None:
+            saved = saved._replace(part=(self._microbatch, this))
+        if this.index == this.num_slices - 1:
+            self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
+        return sent, saved
+
+    def backward(
+        self, in_flight: SavedForward, output_grads: list[Tensor] | None, deferred: DeferredGrads | None = None
+    ) -> list[Tensor]:
+        assert in_flight.part is not None
+        microbatch, this = in_flight.part
+        with microbatch.state.backward(this):
+            return super().backward(in_flight, output_grads, deferred)
+
+    def roots(self, in_flight: SavedForward, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
+        """Also those that later slices have given gradients to."""
+        assert in_flight.part is not None
+        microbatch, this = in_flight.part
+        num_tokens = microbatch.num_tokens
+        if in_flight.output_grads and num_tokens is not None:
+            of_token = 1 / torch.where(num_tokens > 0, num_tokens, 1)
+            grads = [grad * of_token.to(grad.dtype) for grad in in_flight.output_grads]
+            in_flight = in_flight._replace(output_grads=grads)
+        return super().roots(in_flight, output_grads) + microbatch.state.roots(this.index)
+
+    def compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
+        """The slice's part. Tokens that divide the loss are those of all slices, so that is left to the backward."""
+        if not self.info.is_last:
+            return None
+        called = call_loss_func(self._step, output, loss_func)
+        self._add_report(are_outputs=called is None)
+        if called is None:
+            return None
+        loss, num_tokens = called
+        if num_tokens is not None and not self._step.config.calculate_per_token_loss:
+            before = self._microbatch.num_tokens
+            self._microbatch.num_tokens = num_tokens.detach() if before is None else before + num_tokens.detach()
+            num_tokens = None
+        return divide_loss(self._step, loss, num_tokens)
+
+    def _add_report(self, are_outputs: bool) -> None:
+        """Make one report of those of a microbatch's slices; of outputs, a list."""
+        results = self._step.results
+        if are_outputs:
+            results.append([results.pop()])
+        if self._slice.index > 0:
+            part = results.pop()
+            results[-1] = results[-1] + part if are_outputs else _sum_of_reports(results[-1], part)
+
+
+def _sum_of_reports(report: Any, part: Any) -> Any:
+    """Tensors and numbers are added, also in dicts, lists and tuples; of anything else the last one counts."""
+    if isinstance(part, dict) and isinstance(report, dict) and part.keys() == report.keys():
+        return {name: _sum_of_reports(report[name], value) for name, value in part.items()}
+    if type(part) in (list, tuple) and type(part) is type(report) and len(part) == len(report):
+        return type(part)(map(_sum_of_reports, report, part))
+    is_number = isinstance(part, (Tensor, int, float, complex)) and not isinstance(part, bool)
+    return report + part if is_number and isinstance(report, (Tensor, int, float, complex)) else part
+
+
+class _SharedItems(Iterator[Any]):
+    """Each slice reads the items of its microbatch from the first on."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._items: list[Any] = []
+        self._num_read = 0
+
+    def begin(self, is_first: bool) -> None:
+        """The next slice; with `is_first` that of another microbatch."""
+        self._num_read = 0
+        if is_first:
+            self._items = []
+
+    def __next__(self) -> Any:
+        if self._num_read == len(self._items):
+            self._items.append(next(self._iterator))
+        self._num_read += 1
+        return self._items[self._num_read - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)

@@ -1,0 +1,377 @@
+"""Sequences cut into slices: the model's gradients, its losses, data and messages, and what is refused."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from by_slices import run_by_slices
+from models import seed_cpu
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import megapipe
+from megapipe import StageInfo, distribute_layers, parallel_state, slices, stages_for_rank, weight_grad
+
+HIDDEN, HEADS, VOCABULARY, BATCH = 8, 2, 11, 2
+
+
+class Layer(nn.Module):
+    """A recurrent state, which a slice hands to the next, and causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.step = nn.Linear(HIDDEN, HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.step(x)
+        before = [last for (last,) in slices.earlier((self, "state"))][-1:]
+        state = torch.cat([*before, state]).cumsum(0)[len(before) :]
+        slices.keep((self, "state"), state[-1:])
+        x = x + torch.tanh(state)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 1, 3, 0, 4)
+        seen = slices.attention(q, k, v, owner=self)
+        return x + self.out(seen.permute(2, 0, 1, 3).flatten(2))
+
+
+class Chunk(nn.Module):
+    """The layers of a stage. The whole model is the only stage of one."""
+
+    def __init__(self, info: StageInfo, num_layers: int = 4, recompute: bool = False, **config: Any) -> None:
+        super().__init__()
+        self.info = info
+        self.recompute = recompute
+        self.config = SimpleNamespace(hidden_size=HIDDEN, **config)
+        self.num_first = 0
+        self.layers = nn.ModuleDict()
+        for number in distribute_layers(num_layers, info):
+            seed_cpu(number)
+            self.layers[str(number)] = Layer()
+        seed_cpu(99)
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if info.is_first else None
+        seed_cpu(98)
+        self.head = nn.Linear(HIDDEN, VOCABULARY) if info.is_last else None
+        self.input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
+        self.input_tensor = input_tensor[0]
+
+    def set_is_first_microbatch(self) -> None:
+        self.num_first += 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(slices.cut(tokens, 0)) if self.embedding is not None else self.input_tensor
+        for layer in self.layers.values():
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def batches(num_microbatches: int, seq_length: int) -> Iterator[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_microbatches):
+        text = torch.randint(VOCABULARY, (seq_length + 1, BATCH), generator=generator)
+        yield {"tokens": text[:-1], "labels": text[1:]}
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of a slice its part of the mean over the microbatch."""
+    part = slices.cut(labels, 0)
+    return F.cross_entropy(logits.flatten(0, 1), part.flatten(), reduction="sum") / labels.numel()
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+
+    def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        loss = loss_of(output, batch["labels"])
+        return loss, {"loss": loss.detach(), "count": 1, "at": slices.current(), "parts": (loss.detach(),)}
+
+    return model(batch["tokens"]), loss_func
+
+
+def build(
+    schedule: str, num_chunks: int | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[Chunk]:
+    if not parallel_state.model_parallel_is_initialized():
+        size = torch.distributed.get_world_size()
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
+    return [Chunk(info, **options).to(dtype) for info in stages_for_rank(schedule, num_chunks=num_chunks)]
+
+
+def run(schedule: str, model: Any, m: int, lengths: Sequence[int], **options: Any) -> list[Any]:
+    chunks = model if isinstance(model, list) else [model]
+    chunks[0].config.num_sequence_slices = len(lengths)
+    chunks[0].config.sequence_slice_lengths = lengths
+    seq_length = sum(lengths)
+    arguments = {"forward_step_func": forward_step, "data_iterator": batches(m, seq_length), **options}
+    sizes = {"num_microbatches": m, "seq_length": seq_length, "micro_batch_size": BATCH}
+    return megapipe.get_forward_backward_func(schedule)(model=model, **sizes, **arguments)
+
+
+def reference(m: int, lengths: Sequence[int], by_slices: bool, deferred: bool = False, **options: Any) -> Chunk:
+    """The unpartitioned model after one step, whole or slice by slice."""
+    model = Chunk(StageInfo(0, 1)).to(options.get("dtype", torch.float32))
+    if deferred:
+        weight_grad.convert(model)
+    for batch in batches(m, sum(lengths)):
+
+        def step(batch: dict[str, Tensor] = batch) -> Tensor:
+            return loss_of(model(batch["tokens"]), batch["labels"]) / m
+
+        if by_slices:
+            run_by_slices(step, lengths, deferred)
+        else:
+            step().backward()
+    return model
+
+
+def assert_same(chunks: Sequence[nn.Module], expected: nn.Module, tolerance: float = 0.0) -> None:
+    """Gradients within `tolerance` of a norm; bit for bit without."""
+    wanted = dict(expected.named_parameters())
+    for name, parameter in ((name, p) for chunk in chunks for name, p in chunk.named_parameters()):
+        want = wanted[name].grad
+        assert (parameter.grad - want).norm() <= tolerance * want.norm(), name
+
+
+def assert_right(schedule: str, m: int, lengths: Sequence[int], num_chunks: int | None = None) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        chunks = build(schedule, num_chunks, dtype)
+        run(schedule, chunks, m, lengths)
+        assert_same(chunks, reference(m, lengths, by_slices=False, dtype=dtype), tolerance)
+        assert_same(chunks, reference(m, lengths, by_slices=True, dtype=dtype))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@on_ranks()
+def test_gradients_are_those_of_whole_sequences(rank: int, num_ranks: int) -> None:
+    for schedule, m, lengths in (
+        ("seq1f1b", 2, (3, 3)),
+        ("seq1f1b", 5, (2, 5, 1)),
+        ("seq_zb1p", 3, (4, 3, 2, 1)),
+        ("seq_zb1p", 1, (1, 2)),
+        ("seq1f1b", 3, (6,)),
+    ):
+        assert_right(schedule, m, lengths)
+    if num_ranks <= 2:
+        for m, lengths in ((1, (4, 1, 2)), (4, (2, 3))):
+            assert_right("seq_interleaved_1f1b", m, lengths, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@on_ranks()
+def test_gradients_of_every_size(rank: int, num_ranks: int) -> None:
+    for m, num_slices in itertools.product(range(1, 10), range(1, 9)):
+        for lengths in ([2] * num_slices, [1 + (3 * k + m) % 4 for k in range(num_slices)]):
+            for schedule in ("seq1f1b", "seq_zb1p"):
+                assert_right(schedule, m, lengths)
+            if num_ranks <= 2:
+                assert_right("seq_interleaved_1f1b", m, lengths, 2)
+
+
+@on_ranks(2)
+def test_deferred_weights_are_computed_in_their_w(rank: int) -> None:
+    chunks = build("seq_zb1p")
+    for chunk in chunks:
+        weight_grad.convert(chunk)
+    run("seq_zb1p", chunks, 3, (3, 2, 1))
+    assert_same(chunks, reference(3, (3, 2, 1), by_slices=True, deferred=True))
+
+
+@on_ranks(2)
+def test_recomputed_layers_see_the_slices_before(rank: int) -> None:
+    chunks = build("seq1f1b", recompute=True)
+    run("seq1f1b", chunks, 3, (3, 2, 1))
+    assert_same(chunks, reference(3, (3, 2, 1), by_slices=True))
+
+
+class Plain(nn.Module):
+    """The same layers in a module that knows nothing of stages, so that shapes are found."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        super().__init__()
+        self.embedding, self.layers, self.head = chunk.embedding, chunk.layers, chunk.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embedding is None else self.embedding(slices.cut(x, 0))
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+@on_ranks(2)
+def test_shapes_of_slices_are_found(rank: int) -> None:
+    """In the first step headers precede messages, and gradients come back last slice first: of other sizes than the
+    outputs, in the order in which these were sent."""
+    (chunk,) = build("seq1f1b")
+    stage = megapipe.PipelineStage(Plain(chunk), chunk.info)
+    for lengths in ((3, 2, 1), (2, 2, 2)):
+        for _ in range(2):
+            stage.zero_grad()
+            run("seq1f1b", [stage], 3, lengths)
+            assert_same([stage.module], reference(3, lengths, by_slices=True))
+
+
+@on_ranks(2)
+def test_slices_in_autocast(rank: int) -> None:
+    options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16, "pipeline_dtype": torch.float32}
+    chunks = build("seq1f1b", **options)
+    run("seq1f1b", chunks, 2, (3, 3))
+    assert_same(chunks, reference(2, (3, 3), by_slices=False), 0.05)
+
+
+@on_ranks(2)
+def test_each_microbatch_has_one_report_and_one_item_of_data(rank: int) -> None:
+    (chunk,) = build("seq1f1b")
+    data = batches(4, 7)
+    reports = run("seq1f1b", chunk, 3, (4, 2, 1), data_iterator=data)
+    assert len(list(data)) == 1  # each chunk has read three items
+    assert chunk.num_first == 1
+    if not chunk.info.is_last:
+        assert reports == []
+        return
+    model = Chunk(StageInfo(0, 1))
+    losses = [loss_of(model(batch["tokens"]), batch["labels"]) for batch in batches(3, 7)]
+    for report, loss in zip(reports, losses, strict=True):
+        torch.testing.assert_close(report["loss"], loss.detach())
+        assert torch.equal(report["parts"][0], report["loss"])
+        assert report["count"] == 3
+        assert report["at"] == slices.SequenceSlice(2, 3, 6, 1)
+    assert slices.current() is None
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@on_ranks(2)
+def test_a_loss_is_divided_by_the_tokens_of_all_slices(rank: int, per_token: bool) -> None:
+    """A slice's own number of tokens would give each slice the same weight, however few tokens it has."""
+    lengths, m = (3, 2, 1), 2
+    counted = []
+
+    def step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+        batch = next(data_iterator)
+
+        def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            labels = slices.cut(batch["labels"], 0)
+            loss = F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=0, reduction="sum")
+            num_tokens = (labels != 0).sum()
+            return loss, num_tokens, {"sums": torch.stack([loss.detach(), num_tokens])}
+
+        return model(batch["tokens"]), loss_func
+
+    def finalize(models: Any, num_tokens: Tensor | None) -> None:
+        counted.append(num_tokens)
+
+    chunks = build("seq1f1b", calculate_per_token_loss=per_token, finalize_model_grads_func=finalize)
+    reports = run("seq1f1b", chunks, m, lengths, forward_step_func=step)
+    whole = Chunk(StageInfo(0, 1))
+    sums = []
+    for batch in batches(m, sum(lengths)):
+        output, loss_func = step(iter([batch]), whole)
+        loss, num_tokens, report = loss_func(output)
+        sums.append(report["sums"])
+        (loss if per_token else loss / num_tokens / m).backward()
+    assert_same(chunks, whole, 1e-6)
+    if chunks[0].info.is_last:
+        torch.testing.assert_close([report["sums"] for report in reports], sums)
+        assert (counted[0] is None) == (not per_token)
+        assert not per_token or counted[0] == sum(one[1] for one in sums)
+
+
+@on_ranks(2)
+def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None:
+    (chunk,) = build("seq1f1b")
+    reports = run("seq1f1b", chunk, 3, (4, 2), forward_only=True)
+
+    def without_loss(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, None]:
+        return model(next(data_iterator)["tokens"]), None
+
+    outputs = run("seq1f1b", chunk, 3, (4, 2), forward_only=True, forward_step_func=without_loss)
+    assert all(parameter.grad is None for parameter in chunk.parameters())
+    if chunk.info.is_last:
+        model = Chunk(StageInfo(0, 1))
+        for batch, report, output in zip(batches(3, 6), reports, outputs, strict=True):
+            logits = model(batch["tokens"]).detach()
+            torch.testing.assert_close(report["loss"], loss_of(logits, batch["labels"]))
+            assert [part.shape[0] for part in output] == [4, 2]
+            torch.testing.assert_close(torch.cat(output), logits)
+
+
+@on_ranks(2)
+def test_a_recorded_step_has_slices(rank: int) -> None:
+    recorder = megapipe.TimelineRecorder()
+    chunks = build("seq1f1b", record_timeline=recorder)
+    for _ in range(2):
+        run("seq1f1b", chunks, 2, (4, 2))
+    timeline = recorder.gather()
+    timeline.plan.check()
+    assert timeline.plan.actions == megapipe.plan.make_plan("seq1f1b", 2, 2, num_slices=2).actions
+    assert len(timeline.costs().slices) == 2
+    assert timeline.predict().makespan > 0
+
+
+@on_ranks(2)
+def test_weights_of_slices_can_be_tuned(rank: int) -> None:
+    chunks = build("seq_zb1p", weight_grad_placement="tuned")
+    for _ in range(9):
+        for chunk in chunks:
+            chunk.zero_grad()
+        run("seq_zb1p", chunks, 3, (3, 2))
+    assert_same(chunks, reference(3, (3, 2), by_slices=True))
+
+
+REFUSED = [
+    ({}, {"schedule": "1f1b"}, "1f1b cannot cut sequences, got 2 slices: choose seq1f1b, "),
+    ({"sequence_slice_lengths": [1, 2, 3]}, {}, "has 3 lengths, but num_sequence_slices is 2"),
+    ({"sequence_slice_lengths": [1, 2]}, {}, r"a sequence of 6 cannot be cut into 2 slices of \[1, 2\]"),
+    ({"sequence_slice_lengths": [6, 0]}, {}, "a sequence of whole numbers from 1 on"),
+    ({"num_sequence_slices": 7}, {}, r"a sequence of 6 cannot be cut into 7 slices of \[1, 1, 1, 1, 1, 1, 0\]"),
+    ({"num_sequence_slices": 0}, {}, "num_sequence_slices must be a whole number from 1 on"),
+    ({}, {"seq_length": None}, "num_sequence_slices=2 takes seq_length"),
+    (
+        {"sequence_parallel": True, "tensor_model_parallel_size": 2, "sequence_slice_lengths": [3, 3]},
+        {},
+        "each a multiple of the 2 tensor-parallel ranks",
+    ),
+    ({"context_parallel_size": 2}, {}, "does not go with context_parallel_size: cut sequences one way only"),
+    ({"variable_seq_lengths": True}, {}, "does not go with variable_seq_lengths"),
+    ({}, {"pipeline_inputs": {}}, "does not go with pipeline_inputs"),
+    ({"num_microbatches_with_partial_activation_checkpoints": 1}, {}, "does not go with num_microbatches_with_partial"),
+]
+
+
+@pytest.mark.parametrize(("config", "arguments", "text"), REFUSED)
+def test_what_does_not_go_with_slices_is_refused(config: Any, arguments: Any, text: str) -> None:
+    model = Chunk(StageInfo(0, 1), **{"num_sequence_slices": 2, **config})
+    arguments = {"schedule": "seq1f1b", "seq_length": 6, "micro_batch_size": BATCH, **arguments}
+    function = megapipe.get_forward_backward_func(arguments.pop("schedule"))
+    data = {"data_iterator": batches(2, 6), "num_microbatches": 2}
+    with pytest.raises(ValueError, match=text):
+        function(forward_step_func=forward_step, model=model, **data, **arguments)
+
+
+def test_slices_are_as_equal_as_can_be() -> None:
+    lengths = []
+
+    def step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+        this = slices.current()
+        lengths.append(None if this is None else this.length)
+        return forward_step(data_iterator, model)
+
+    for options, expected in (
+        ({"num_sequence_slices": 4}, [3, 3, 2, 2]),
+        ({"num_sequence_slices": 3, "sequence_parallel": True, "tensor_model_parallel_size": 2}, [4, 4, 2]),
+        ({"num_sequence_slices": 1}, [None]),
+    ):
+        lengths.clear()
+        model = Chunk(StageInfo(0, 1), **options)
+        megapipe.get_forward_backward_func("seq1f1b")(
+            forward_step_func=step, data_iterator=batches(1, 10), model=model, num_microbatches=1, seq_length=10
+        )
+        assert lengths == expected
