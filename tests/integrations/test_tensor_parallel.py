@@ -1,0 +1,207 @@
+"""Stages whose tensors torch's `parallelize_module` shares out among ranks: pp=2 x tp=2."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor.debug
+from models import BATCH, Stage, batches, loss_of, run
+from ranks import RankPool, on_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from megapipe import StageInfo, TiedWeights, clip_grad_norm_, parallel_state, stages_for_rank
+from megapipe.checkpoint import Checkpointer
+from megapipe.graph import capture
+from megapipe.training import GradientReducer
+
+NUM_LAYERS, NUM_MICROBATCHES, SEQUENCE = 4, 4, 6
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
+
+
+def parallelize(model: Stage, mesh: DeviceMesh) -> Stage:
+    """The sequence, the first dimension here, is shared out between layers, and so between stages."""
+    for layer in model.layers.values():
+        plan = {
+            "norm": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(output_layouts=Shard(0)),
+        }
+        parallelize_module(layer, mesh, plan)
+    if model.embedding is not None:
+        parallelize_module(model.embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)))
+    if model.head is not None:
+        parallelize_module(model.head, mesh, ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()))
+    return model
+
+
+def build(schedule: str, mesh: DeviceMesh, **options: Any) -> list[Stage]:
+    num_chunks = 2 if schedule == "interleaved_1f1b" else None
+    config = {"sequence_parallel": mesh["tp"].size() > 1, "tensor_model_parallel_size": mesh["tp"].size()}
+    stages = stages_for_rank(schedule, num_chunks=num_chunks)
+    chunks = [Stage(info, NUM_LAYERS, **config, **options) for info in stages]
+    return [parallelize(chunk, mesh["tp"]) for chunk in chunks] if mesh["tp"].size() > 1 else chunks
+
+
+@pytest.fixture(autouse=True)
+def fresh_ranks(ranks: RankPool) -> None:
+    """Where DTensors take a mesh for an equal one of an earlier test, whose process groups are gone."""
+    if not hasattr(torch.distributed.tensor.debug, "_clear_sharding_prop_cache"):
+        ranks.stop()
+
+
+def use_mesh(**shape: int) -> DeviceMesh:
+    parallel_state.destroy_model_parallel()
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    parallel_state.initialize_from_mesh(mesh)
+    return mesh
+
+
+def step(schedule: str, chunks: list[Stage], seed: int = 0) -> list[Any]:
+    data = batches(NUM_MICROBATCHES, seed, [SEQUENCE] * NUM_MICROBATCHES)
+    return run(schedule, chunks, NUM_MICROBATCHES, data_iterator=data, seq_length=SEQUENCE)
+
+
+def reference(model: Stage, num_replicas: int = 1, seed: int = 0) -> dict[str, Tensor]:
+    """The gradients of the whole model in a step without a pipeline."""
+    for replica in range(num_replicas):
+        for batch in batches(NUM_MICROBATCHES, seed + replica, [SEQUENCE] * NUM_MICROBATCHES):
+            loss = loss_of(model(batch["tokens"], batch["seed"]), batch["labels"])
+            (loss / NUM_MICROBATCHES / num_replicas).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_gradients(chunks: list[Stage], expected: dict[str, Tensor]) -> None:
+    """Nearly those of the model on one rank, since sums over ranks are made in another order."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            torch.testing.assert_close(whole(parameter.grad), expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["plain", "deferred"])
+@on_ranks(4)
+def test_gradients_and_norms(rank: int, deferred: bool) -> None:
+    """Gradients are to the bit those of the model that is tensor-parallel, but in no pipeline.
+
+    Torch leaves that of an embedding shared out by rows whole on every rank. So the norm counted it once for each."""
+    mesh = use_mesh(pp=2, tp=2)
+    model = Stage(StageInfo(0, 1), NUM_LAYERS)
+    on_one_rank = reference(model)
+    norm = torch.nn.utils.get_total_norm(list(on_one_rank.values()))
+    in_no_pipeline = reference(parallelize(Stage(StageInfo(0, 1), NUM_LAYERS), mesh["tp"]))
+    for schedule in SCHEDULES:
+        chunks = build(schedule, mesh, deferred=deferred)
+        step(schedule, chunks)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert isinstance(parameter, DTensor)
+                assert torch.equal(parameter.grad.to_local(), in_no_pipeline[name].to_local()), (schedule, name)
+        assert_gradients(chunks, on_one_rank)
+        torch.testing.assert_close(clip_grad_norm_(chunks, 0.1).float(), norm)
+        assert_gradients(chunks, {name: grad * (0.1 / norm) for name, grad in on_one_rank.items()})
+
+
+@on_ranks(4)
+def test_tied_weights(rank: int) -> None:
+    mesh = use_mesh(pp=2, tp=2)
+    model = Stage(StageInfo(0, 1), NUM_LAYERS)
+    model.head.weight.data.copy_(model.embedding.weight)
+    expected = reference(model)
+    expected["embedding.weight"] = expected["head.weight"] = expected["embedding.weight"] + expected["head.weight"]
+    norm = torch.nn.utils.get_total_norm([grad for name, grad in expected.items() if name != "head.weight"])
+    for schedule in ("1f1b", "zbv"):
+        chunks = build(schedule, mesh, deferred=True)
+        tied = TiedWeights(chunks, ["embedding.weight", "head.weight"])
+        step(schedule, chunks)
+        tied.sum_gradients()
+        assert_gradients(chunks, expected)
+        torch.testing.assert_close(clip_grad_norm_(chunks, 0.1).float(), norm)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
+)
+@on_ranks(4)
+def test_sharded_on_top(rank: int) -> None:
+    """Sums over tensor-parallel ranks were made by the thread that reduces gradients, and by the main thread's
+    backwards, in an order that differed between ranks. So they waited for each other for ever."""
+    mesh = use_mesh(pp=1, dp_shard=2, tp=2)
+    model = Stage(StageInfo(0, 1), NUM_LAYERS)
+    expected = reference(model, num_replicas=2)
+    norm = torch.nn.utils.get_total_norm(list(expected.values()))
+    for schedule in ("1f1b", "zbv"):
+        chunks = build(schedule, mesh, deferred=True)
+        for chunk in chunks:
+            for layer in chunk.layers.values():
+                fully_shard(layer, mesh=mesh["dp_shard"])
+            fully_shard(chunk, mesh=mesh["dp_shard"])
+        step(schedule, chunks, seed=mesh["dp_shard"].get_local_rank())
+        assert_gradients(chunks, expected)
+        torch.testing.assert_close(clip_grad_norm_(chunks, 0.1).float(), norm)
+
+
+@on_ranks(4)
+def test_replicas(rank: int) -> None:
+    """GradientReducer took every DTensor for one of fully_shard's and left it alone, so that replicas drifted apart."""
+    mesh = use_mesh(pp=1, dp=2, tp=2)
+    expected = reference(Stage(StageInfo(0, 1), NUM_LAYERS), num_replicas=2)
+    for schedule in ("1f1b", "zbv"):
+        chunks = build(schedule, mesh, deferred=True)
+        reducer = GradientReducer(chunks)
+        for chunk in chunks:
+            chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+        step(schedule, chunks, seed=mesh["dp"].get_local_rank())
+        assert_gradients(chunks, expected)
+
+
+def weights_and_states(chunks: list[Stage], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            found[name] = whole(parameter.detach())
+            found.update({f"{key} of {name}": whole(value) for key, value in optimizer.state[parameter].items()})
+    return found
+
+
+@pytest.mark.parametrize("shapes", [((2, 2), (4, 1)), ((4, 1), (2, 2))], ids=["tp=2 to 1", "tp=1 to 2"])
+@on_ranks(4)
+def test_checkpoints_of_other_sizes(rank: int, shapes: Any, tmp_path: Path) -> None:
+    """Weights, and the state of AdamW."""
+    found = []
+    for is_loaded, (pp_size, tp_size) in enumerate(shapes):
+        chunks = build("1f1b", use_mesh(pp=pp_size, tp=tp_size))
+        optimizer = torch.optim.AdamW([p for chunk in chunks for p in chunk.parameters()], lr=1e-2)
+        checkpointer = Checkpointer(tmp_path, chunks, optimizer)
+        if is_loaded:
+            checkpointer.load()
+        else:
+            step("1f1b", chunks)
+            optimizer.step()
+            checkpointer.save(1)
+        found.append(weights_and_states(chunks, optimizer))
+    saved, loaded = found
+    both = saved.keys() & loaded.keys()
+    assert any("exp_avg_sq of" in name for name in both)
+    for name in both:
+        assert torch.equal(saved[name], loaded[name]), name
+
+
+def test_a_captured_stage_is_refused(ranks: RankPool) -> None:
+    """It said that the stage was sharded by fully_shard, and to capture it before that."""
+    (text, _) = ranks.run(2, captured)
+    assert "layers.0.norm.weight is a DTensor, as parallelize_module makes them" in text
+
+
+def captured(rank: int) -> str:
+    (chunk,) = build("1f1b", use_mesh(pp=1, tp=2))
+    with pytest.raises(ValueError, match="leave tensor-parallel stages eager") as caught:
+        capture(chunk, (torch.zeros(SEQUENCE, BATCH, dtype=torch.long),))
+    return str(caught.value)
