@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
@@ -215,12 +216,7 @@ class _StageGraphs:
 
     def _capture(self, tensors: list[Tensor]) -> Graphs:
         state = self._state
-        shard = next((name for name, tensor in zip(state.names, tensors) if as_sharded(tensor) is not None), None)
-        if shard is not None:
-            raise CaptureError(
-                f"{self._what} is to run as graphs, but its {shard} is a shard: nobody gathers the parameters of the "
-                "modules within, which are not called. Capture it first, and then call fully_shard on the stage only."
-            )
+        self._refuse_shards(tensors)
         outputs: list[Structure] = []
 
         def function(*flat: Tensor) -> tuple[Tensor, ...]:
@@ -248,6 +244,22 @@ class _StageGraphs:
             )
         parts = self._cut(joint, state.num_weights)
         return Graphs(parts, state.num_weights, outputs[-1], self._what if self._compiles else None)
+
+    def _refuse_shards(self, tensors: list[Tensor]) -> None:
+        names = self._state.names
+        shard = next((name for name, tensor in zip(names, tensors) if as_sharded(tensor) is not None), None)
+        if shard is None:
+            return
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in self._state.modules):
+            raise CaptureError(
+                f"{self._what} is to run as graphs, but its {shard} is a shard: nobody gathers the parameters of the "
+                "modules within, which are not called. Capture it first, and then call fully_shard on the stage only."
+            )
+        raise CaptureError(
+            f"{self._what} is to run as graphs, but its {shard} is a DTensor, as parallelize_module makes them, and "
+            "graphs are made of plain tensors only: leave tensor-parallel stages eager."
+        )
 
     def _call(self, value: Any) -> Any:
         """The module itself, on `value`: the input from the stage before, arguments, and the target of the loss."""
