@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..chunks import laid_out_like
 from .root import Root
 
 __all__ = ["PrivateRoot"]
@@ -88,6 +89,12 @@ class PrivateRoot(Root):
     def _gradient(self, parameter: Any) -> Tensor | None:
         accumulated: Tensor | None = parameter.unsharded_accumulated_grad
         return super()._gradient(parameter) if accumulated is None else accumulated
+
+    def _lay_out_gradients(self) -> None:
+        super()._lay_out_gradients()
+        for parameter in self._parameters():
+            if (grad := parameter.unsharded_accumulated_grad) is not None:
+                parameter.unsharded_accumulated_grad = laid_out_like(parameter.unsharded_param, grad)
 
     def _give_zeros(self, parameter: Any) -> None:
         zeros = torch.zeros_like(parameter.unsharded_param)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..chunks import gradient_like
+
 __all__ = ["Root"]
 
 
@@ -85,6 +87,7 @@ class Root:
         """Once gradients are complete."""
         self._wait_for_gathers()  # also where a module was never run
         self.add_up()
+        self._lay_out_gradients()
         self._restore()
         self._unused = self._fill_up()
 
@@ -141,6 +144,13 @@ class Root:
     def _gradient(self, parameter: Any) -> Tensor | None:
         grad: Tensor | None = parameter.unsharded_param.grad
         return grad
+
+    def _lay_out_gradients(self) -> None:
+        """Of tensor-parallel parameters, now: FSDP2 would do so in the reduction, which on CPU is another thread's, so
+        that its sums over tensor-parallel ranks would get mixed up with those of this thread."""
+        for parameter in self._parameters():
+            if hasattr(parameter, "_unsharded_param"):
+                gradient_like(parameter.unsharded_param)
 
     def _give_zeros(self, parameter: Any) -> None:
         whole = parameter.unsharded_param
