@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import as_sharded, each_parameter, named_parameters, tensors_of
+from ..chunks import as_sharded, each_parameter, gradient_like, local, named_parameters, tensors_of
 from ..failures import check_failures
 from .per_token import divide_by_num_tokens
 
@@ -36,7 +36,8 @@ class GradientReducer:
     with the attribute `allreduce = False`, an expert's, is reduced among the ranks that hold the same expert
     (`parallel_state.get_expert_data_parallel_group()`), and divided by the number of all replicas nevertheless: its
     gradient is a sum over the tokens of all ranks that use it already. So it must be cleared before the next step: what
-    has been reduced would be divided again. Parameters sharded by `fully_shard` are left to that.
+    has been reduced would be divided again. Parameters sharded by `fully_shard` are left to that; of those shared out
+    along "tp" each rank's part is averaged.
 
     Args:
         chunks: this rank's chunks, as they are handed to the schedule.
@@ -82,7 +83,7 @@ class GradientReducer:
         """
         check_failures()
         for name, parameter in each_parameter(models):
-            if parameter.requires_grad and parameter not in self._buckets and as_sharded(parameter) is None:
+            if parameter.requires_grad and parameter not in self._buckets and not _is_left(parameter, self._group):
                 raise ValueError(
                     f"{name} has no part in the GradientReducer, since it was frozen or not there when that was made: "
                     "make a new one after parameters have been unfrozen or added."
@@ -117,13 +118,14 @@ class _Bucket:
         self.complete.clear()
         parts = []
         for parameter in self._parameters:
-            grad = parameter.grad
+            grad = gradient_like(parameter)
             if grad is not None and grad.layout is not torch.strided:
                 raise TypeError(
                     f"the gradient of a parameter of shape {list(parameter.shape)} is sparse, which cannot be averaged "
                     "in a bucket: make it dense (sparse=False in nn.Embedding)."
                 )
-            parts.append(parameter.new_zeros(parameter.numel()) if grad is None else grad.flatten())
+            own = local(parameter)
+            parts.append(own.new_zeros(own.numel()) if grad is None else local(grad).flatten())
         flags = parts[0].new_ones(len(parts))  # filled on the device: a copy from the host would wait for it
         for parameter, flag in zip(self._parameters, flags):
             if parameter.grad is None:
@@ -135,16 +137,17 @@ class _Bucket:
         self.work.wait()
         self.work = None
         self._flat /= num_replicas
-        sizes = [parameter.numel() for parameter in self._parameters]
+        sizes = [local(parameter).numel() for parameter in self._parameters]
         *parts, flags = torch.split(self._flat, [*sizes, len(sizes)])
         self._flat = torch.empty(0)
         has_missing = any(parameter.grad is None for parameter in self._parameters)
         is_used = flags.tolist() if has_missing else [1.0] * len(sizes)  # reading them waits for the device
         for parameter, part, used in zip(self._parameters, parts, is_used):
+            if parameter.grad is None and used:
+                parameter.grad = torch.empty_like(parameter)
             if parameter.grad is not None:
-                parameter.grad.copy_(part.view_as(parameter))
-            elif used:
-                parameter.grad = part.view_as(parameter).clone()
+                grad = local(parameter.grad)
+                grad.copy_(part.view_as(grad))
 
 
 class _Destination(NamedTuple):
@@ -160,13 +163,23 @@ def _by_destination(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> di
     chunks_of: dict[Tensor, list[int]] = {}
     for number, chunk in enumerate(chunks):
         for parameter in chunk.parameters():
-            if parameter.requires_grad and as_sharded(parameter) is None:
+            if parameter.requires_grad and not _is_left(parameter, group):
                 chunks_of.setdefault(parameter, []).append(number)
     found: dict[_Destination, list[Tensor]] = {}
     for shared, numbers in chunks_of.items():
         key = _Destination(_group_of(shared, group), shared.dtype, shared.device, tuple(numbers))
         found.setdefault(key, []).append(shared)
     return found
+
+
+def _is_left(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether `fully_shard` reduces its gradient: it has parts, or copies, on other replicas. A tensor that is shared
+    out among the ranks of one replica, as tensor parallelism does, has not."""
+    sharded = as_sharded(tensor)
+    if sharded is None:
+        return False
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    return not others or not others.isdisjoint(sharded.device_mesh.mesh.flatten().tolist())
 
 
 def _group_of(tensor: Tensor, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -210,9 +223,9 @@ def _broadcast(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
     works = []
     for chunk in chunks:
         for tensor in tensors_of(chunk):
-            if as_sharded(tensor) is None:
+            if not _is_left(tensor, group):
                 among = _group_of(tensor, group)
                 source = dist.get_global_rank(among, 0)
-                works.append(dist.broadcast(tensor.detach(), source, group=among, async_op=True))
+                works.append(dist.broadcast(local(tensor).detach(), source, group=among, async_op=True))
     for work in works:
         work.wait()
