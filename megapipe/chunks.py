@@ -22,9 +22,11 @@ __all__ = [
     "each_parameter",
     "find_attribute",
     "fully_qualified_name",
+    "gradient_like",
     "gradient_of",
     "gradients",
     "iter_wrapped",
+    "laid_out_like",
     "local",
     "named_parameters",
     "tensors_of",
@@ -120,13 +122,29 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 
 
 def gradient_of(name: str, parameter: nn.Parameter) -> Tensor | None:
-    """Raises ValueError where it is kept as `main_grad`."""
+    """See `gradient_like`. Raises ValueError where it is kept as `main_grad`."""
     if parameter.grad is None and getattr(parameter, "main_grad", None) is not None:
         raise ValueError(
             f"{name} has its gradient in main_grad, of another's making: leave clipping, dividing and tied weights to "
             "those who made it, or let them set .grad first."
         )
+    return gradient_like(parameter)
+
+
+def gradient_like(parameter: Tensor) -> Tensor | None:
+    """The gradient, laid out as its parameter."""
+    if parameter.grad is not None:
+        parameter.grad = laid_out_like(parameter, parameter.grad)
     return parameter.grad
+
+
+def laid_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Torch lays the gradient of a DTensor out otherwise: that of an embedding shared out by rows is whole on every
+    rank, that of a norm in a sequence-parallel region a sum yet to be made. Collective there."""
+    sharded, given = as_sharded(parameter), as_sharded(grad)
+    if sharded is None or given is None or given.placements == sharded.placements:
+        return grad
+    return given.redistribute(placements=sharded.placements)
 
 
 def device_of(models: Iterable[nn.Module]) -> torch.device:

@@ -82,16 +82,11 @@ def check_norm(max_norm: float, norm_type: float) -> None:
 def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     """The sum of |g|^p over the stages of this rank, or the largest |g|: float64, without dimensions. Collective over
     the ranks that hold the same stages, where parameters are sharded or experts distributed over them."""
-    # The gradients of sequence-parallel parameters are yet to be summed.
-    for name, parameter in trained_parameters(models):
-        own = gradient_of(name, parameter)
-        sharded, grad = as_sharded(parameter), None if own is None else as_sharded(own)
-        if sharded is not None and grad is not None and any(placed.is_partial() for placed in grad.placements):
-            parameter.grad = grad.redistribute(placements=sharded.placements)
     device = device_of(models)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, parameters in _by_holders(models).items():
-        part = _power_sum([local(p.grad) for _, p in parameters if p.grad is not None], norm_type, device)
+        grads = [grad for name, p in parameters if (grad := gradient_of(name, p)) is not None]
+        part = _power_sum([local(grad) for grad in grads], norm_type, device)
         if math.isinf(norm_type):
             part = part.nan_to_num(math.inf, math.inf)  # a maximum over ranks may pass over a NaN
         for group in groups:
