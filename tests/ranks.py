@@ -180,6 +180,10 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             # some torch (2.6) holds while it waits for that thread to end.
             time.sleep(0.005)
             dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:
+            debug = importlib.import_module("torch.distributed.tensor.debug")
+            if hasattr(debug, "_clear_sharding_prop_cache"):
+                debug._clear_sharding_prop_cache()  # of meshes whose process groups are gone
         for session in list(megapipe.runtime.session._sessions.values()):
             session._end()  # the threads of its connections would slow down the next job
         try:
