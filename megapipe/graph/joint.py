@@ -148,7 +148,7 @@ def _depends_on_values(what: str, line: str) -> CaptureError:
 def line_in(stack: traceback.StackSummary) -> str:
     """Where in the user's code it is: the innermost frame outside of torch and of this package."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
-    frames = [frame for frame in stack if not frame.filename.startswith(ours)]
+    frames = [frame for frame in stack if not frame.filename.startswith((*ours, "<"))]  # "<": code made by torch
     if not frames:
         return "an unknown line"
     frame = frames[-1]

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -88,7 +89,8 @@ def _setting_no_random_state(what: str) -> Iterator[None]:
     def look(frame: FrameType, event: str, called: Any) -> None:
         if event != "c_call" or not isinstance(getattr(called, "__self__", None), torch.Generator):
             return
-        if called.__name__ in ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"):
+        changes = called.__name__ in ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
+        if changes and not _is_called_by_dynamo(frame):
             raise CaptureError(
                 f"{what} cannot be captured: at {line_in(traceback.extract_stack(frame))} it sets the seed or the "
                 "state of the random numbers, which a graph would not do. Set them before the stage is called, or "
@@ -101,6 +103,17 @@ def _setting_no_random_state(what: str) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
+
+
+def _is_called_by_dynamo(frame: FrameType | None) -> bool:
+    """Which puts the random numbers back after it has traced what compiles itself, such as flex_attention."""
+    torchs_own = Path(torch.__file__).parent
+    around = str(torchs_own / "_dynamo" / "eval_frame.py")  # which is around torch.manual_seed, too
+    while frame is not None and (file := frame.f_code.co_filename).startswith(str(torchs_own)):
+        if file != around and file.startswith(str(torchs_own / "_dynamo")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _SettingNoData(TorchFunctionMode):

@@ -23,6 +23,8 @@ from megapipe.weight_grad import DeferredGrads, deferring
 
 skip_without_tracer()
 
+flex = importlib.import_module("torch.nn.attention.flex_attention")  # of which torch.nn.attention has a function, too
+
 
 class Attention(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
@@ -344,6 +346,64 @@ def test_no_copies_of_weights_are_saved_under_autocast() -> None:
     assert not weights & set(saved)
     matrices = sum(parameter.dim() == 2 for parameter in captured.parameters())
     assert sum(n < graphs.num_weights for n in graphs.partition.read) >= matrices
+
+
+PARTS = [
+    f"{which}{kind}_{what}" for which in ("", "full_") for kind in ("kv", "q") for what in ("num_blocks", "indices")
+]
+
+
+class Flexible(nn.Module):
+    """FlexAttention, with the tensors of its mask in buffers."""
+
+    def __init__(self, is_registered: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(H, 3 * H), nn.Linear(H, H)
+        self.mask = flex.create_block_mask(_causal, None, None, 128, 128, device="cpu")
+        self.is_registered = is_registered
+        for part in PARTS:
+            if getattr(self.mask, part) is not None:
+                self.register_buffer(part, getattr(self.mask, part))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, -1).permute(2, 1, 3, 0, 4)
+        mask = self.mask
+        if self.is_registered:
+            parts = {part: getattr(self, part, None) for part in PARTS}
+            mask = flex.BlockMask((128, 128), **parts, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=_causal)
+        mixed = flex.flex_attention(q, k, v, block_mask=mask)
+        return x + self.proj(mixed.permute(2, 0, 1, 3).reshape(x.shape))
+
+
+def _causal(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+@pytest.mark.soak
+def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its capture was refused because torch, which compiles it, puts the random numbers back."""
+    if not hasattr(flex, "_validate_device"):
+        pytest.skip("this torch refuses its backward on CPU otherwise")
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    torch.manual_seed(0)
+    eager = Flexible(True)
+    x = torch.randn(128, 2, H)
+    captured = graph.capture(copy.deepcopy(eager), (x.clone().requires_grad_(),))
+    for split in (False, True):
+        gradients = []
+        for model in (eager, captured):
+            model.zero_grad()
+            mine, deferred = x.clone().requires_grad_(), DeferredGrads() if split and model is captured else None
+            with deferring(deferred):
+                model(mine).square().sum().backward()
+            if deferred is not None:
+                deferred.run()
+            gradients.append([mine.grad, *(parameter.grad for parameter in model.parameters())])
+        assert_same(gradients[1], gradients[0])
+    with pytest.raises(
+        graph.CaptureError, match=r"test_graph_capture.py:\d+ \(mixed = flex.flex_att.* uses a tensor that"
+    ):
+        graph.capture(Flexible(False), (x.clone().requires_grad_(),))
 
 
 def test_recompute_around_a_batch_norm_reads_the_statistics_once() -> None:
