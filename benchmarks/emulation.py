@@ -252,6 +252,7 @@ class Step:
     duration: float
     splits: bool
     is_two_way: bool = False
+    num_slices: int = 1
 
     def _actions(self) -> tuple[list[list[Action]], dict[Action, float]]:
         """What each rank did, in order, and how long each took. A backward that was not split counts as one."""
@@ -260,7 +261,8 @@ class Step:
             counts: Counter[tuple[str, int]] = Counter()
             row: list[Action] = []
             for kind, stage, start, end in calls:
-                action = Action(stage, kind, counts[kind[0], stage])
+                microbatch, part = divmod(counts[kind[0], stage], self.num_slices)
+                action = Action(stage, kind, microbatch, part if kind == "F" else self.num_slices - 1 - part)
                 counts[kind[0], stage] += 1
                 if kind == "W" and not self.splits:
                     durations[action._replace(kind="BW")] += end - start
@@ -293,16 +295,16 @@ class Step:
 def gather_steps(
     own: Sequence[tuple[float, float, list[Call]]],
     gather: Callable[[Any], list[Any]],
-    splits: bool,
-    is_two_way: bool,
+    runner: Any,
 ) -> list[Step]:
     """Per step of this rank (begin, end, calls), those of all ranks together. Every rank calls it."""
     return [
         Step(
             [calls for _, _, calls in ranks],
             max(end for _, end, _ in ranks) - min(begin for begin, _, _ in ranks),
-            splits,
-            is_two_way,
+            runner.splits,
+            runner.is_two_way,
+            runner.num_slices,
         )
         for ranks in zip(*gather(list(own)))
     ]

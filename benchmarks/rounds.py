@@ -54,4 +54,4 @@ def take_turns(emulated: Sequence[Emulated], num_rounds: int, num_warmup: int, b
         for one in emulated:
             for _ in range(block):
                 one.step()
-    return [gather_steps(one.steps, gather, one.runner.splits, one.runner.is_two_way) for one in emulated]
+    return [gather_steps(one.steps, gather, one.runner) for one in emulated]

@@ -37,11 +37,13 @@ MEGAPIPE = [
     "v_min",
     "dualpipev",
 ]
+SLICED = ["seq1f1b x2", "seq1f1b x4", "seq_zb1p x4"]
+"""Behind the x, how many slices each sequence is cut into."""
 TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 MEGATRON = ["1f1b", "interleaved"]
 ALL = (
     ["by-hand 1f1b", "by-hand zbv"]
-    + [f"megapipe {n}" for n in MEGAPIPE]
+    + [f"megapipe {n}" for n in MEGAPIPE + SLICED]
     + [f"torch {n}" for n in TORCH]
     + [f"megatron-core {n}" for n in MEGATRON]
     + ["dualpipe dualpipe"]
@@ -62,6 +64,7 @@ class Runner:
     Attributes:
         name: "package schedule".
         num_chunks: stages per rank.
+        num_slices: of each sequence.
         splits: whether B and W are two actions.
         is_two_way: two pipelines run on the same ranks, in opposite directions.
         averages: whether gradients are the mean over the microbatches; otherwise they are the sum.
@@ -69,6 +72,7 @@ class Runner:
 
     name: str
     num_chunks: int
+    num_slices = 1
     splits: bool
     is_two_way = False
     averages = False
@@ -87,8 +91,8 @@ def zero_loss(output: Tensor, target: Any = None) -> Tensor:
 def make_runner(
     name: str, num_microbatches: int, make_stage: MakeStage, num_rows: int, loss: Loss = zero_loss, **config: Any
 ) -> Runner:
-    """`num_rows`: a message is [num_rows, 1, width of the stages]. `loss`: of the last stage's output. `config`:
-    settings of megapipe."""
+    """`num_rows`: a message is [num_rows, 1, width of the stages], also that of a slice. `loss`: of the last stage's
+    output. `config`: settings of megapipe."""
     package, _, schedule = name.partition(" ")
     kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "by-hand": ByHand, "dualpipe": Dual}
     runner = kinds[package](schedule, num_microbatches, make_stage, num_rows, loss, **config)
@@ -104,11 +108,14 @@ class Megapipe(Runner):
             parallel_state.initialize_model_parallel(dist.get_world_size())
         rank = parallel_state.get_pipeline_model_parallel_rank()
         size = parallel_state.get_pipeline_model_parallel_world_size()
+        schedule, _, slices = schedule.partition(" x")
+        self.num_slices = int(slices or 1)
         chunks = 2 if schedule in ("interleaved_1f1b", "interleaved_zb1p", "looped_bfs") else None
         infos = stages_for_rank(schedule, rank, size, chunks)
+        config["num_sequence_slices"] = self.num_slices
         self.config = PipelineConfig(hidden_size=config.pop("width", 1024), **config)
         self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m
-        actions = make_plan(schedule, size, m, len(infos)).actions
+        actions = make_plan(schedule, size, m, len(infos), num_slices=self.num_slices).actions
         self.splits = any(action.kind == "W" for row in actions for action in row)
         how = "deferring" if self.splits else "whole"
         self.modules = [make_stage(info.index, info.num_stages, how, self.config) for info in infos]
@@ -121,7 +128,7 @@ class Megapipe(Runner):
             data_iterator=None,
             model=self.modules,
             num_microbatches=self._m,
-            seq_length=self.num_rows,
+            seq_length=self.num_rows * self.num_slices,
             micro_batch_size=1,
         )
 

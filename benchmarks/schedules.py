@@ -2,7 +2,7 @@
 
     python -m benchmarks.schedules --pp 4 --microbatches 8 --message-bytes 65536
 
-A rank sleeps for 20 ms in the F, B and W of each microbatch, shared out over its chunks; messages are real.
+A rank sleeps for 20 ms in the F, B and W of each microbatch, shared out over its chunks and slices; messages are real.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[
 
 def make(name: str, args: argparse.Namespace, seconds: float) -> Emulated:
     one: Any = None
+    num_slices = int(name.partition(" x")[2] or 1)
     one = Emulated(
         name,
         args.microbatches,
-        lambda kind, stage: seconds / one.runner.num_chunks,
-        args.message_bytes // 4096,
+        lambda kind, stage: seconds / one.runner.num_chunks / num_slices,
+        args.message_bytes // 4096 // num_slices,
     )
     return one
 
