@@ -180,9 +180,11 @@ class Stage:
 
     def forget_input(self) -> None:
         """The model has kept its last input, and with it an activation. Where that was one tensor, as Megatron's models
-        take it, None may be in its place, as on the first stage."""
+        take it, None may be in its place, as on the first stage; a PipelineStage takes it anyway."""
         received, self._received = self._received, None
-        if received is not None and received.spec is not None and received.spec.structure == "tensor":
+        if received is None or received.spec is None:
+            return
+        if received.spec.structure == "tensor" or find_attribute(self.module, "finds_shapes"):
             with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
                 self.set_input([None])
 

@@ -71,6 +71,7 @@ def compare(make: Make, data: list[Any], schedules: tuple[str, ...] = ("1f1b", "
             assert not reports or all(map(torch.equal, reports, losses))
             assert bool(reports) == any(info.is_last for info in infos)
         for chunk, info in zip(chunks, infos):
+            assert not chunk._received  # no activation is kept from one step to the next
             same = dict(expected[info.index].named_parameters())
             for name, parameter in chunk.module.named_parameters():
                 want = same[name].grad
