@@ -52,6 +52,8 @@ def message_specs(
     step, and return a tensor, or a list, tuple or dict of tensors, of which only shapes and dtypes matter. Of their
     floating-point and complex tensors all have gradients, unless some are marked by `requires_grad`: then only those.
 
+    Both may return None, where `inputs` does not tell.
+
     Raises:
         ValueError: for sizes that cannot be.
         TypeError: where the model tells something that cannot be sent.
@@ -63,6 +65,8 @@ def message_specs(
         with torch.device("meta"):
             received = infer_inputs(inputs, arguments.num_microbatches)
             sent = infer_outputs(inputs, arguments.num_microbatches)
+        if received is None and sent is None:
+            return None, None
         return (
             _spec_of(received, "infer_stage_inputs_from_pipeline_inputs", stage.is_first),
             _spec_of(sent, "infer_stage_outputs_from_pipeline_inputs", stage.is_last),

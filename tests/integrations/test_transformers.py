@@ -91,6 +91,21 @@ def test_without_a_number_of_items_losses_are_means_over_microbatches(rank: int,
     hf_models.assert_same_gradients(chunks, model)
 
 
+@on_ranks(2)
+def test_sizes_need_not_be_said(rank: int, tmp_path: Path) -> None:
+    """Two steps of each: in the second, shapes are those that the first has found."""
+    for name, schedule in (("mixtral", "1f1b"), ("qwen2", "zbv")):
+        model = hf_models.make_model(name)
+        hf_models.save_on_first(model, tmp_path / name)
+        chunks = hf_models.load_chunks(tmp_path / name, schedule)
+        for _ in range(2):
+            microbatches = count_items(hf_models.batches(3))
+            expected = hf_models.reference(model, microbatches)
+            reports = hf_models.run(schedule, chunks, microbatches, seq_length=None, micro_batch_size=None)
+            hf_models.assert_same_losses(reports, expected, chunks)
+        hf_models.assert_same_gradients(chunks, model)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [

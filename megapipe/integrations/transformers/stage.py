@@ -124,9 +124,10 @@ class HuggingFaceStage(nn.Module):
         return self._expected(inputs, num_microbatches, is_output=True)
 
     def _expected(self, inputs: Any, num_microbatches: int, is_output: bool) -> Any:
-        """The message over the boundary before this stage, or behind it, on the meta device."""
+        """The message over the boundary before this stage, or behind it, on the meta device. None where the schedule is
+        called without sizes."""
         if "input_ids" not in inputs:
-            raise ValueError("the shape of hidden states is not known: pass seq_length and micro_batch_size.")
+            return None  # found in the first step
         num_sequences, seq_length = inputs["input_ids"].shape
         batch_size = num_sequences // num_microbatches
         dtype: Any = self.config.pipeline_dtype or self.dtype
