@@ -21,7 +21,7 @@ from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..plan import Placement, Schedule, StageInfo
 from ..slices import SequenceSlice
 from . import hooks
-from .found_shapes import FoundShapes, Specs, Unsaid, boundary_name
+from .found_shapes import FoundShapes, Specs, UndescribedMessages, boundary_name
 from .shapes import ShapeArguments, message_specs
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
     "remote_ends",
     "specs_of",
     "to_agree_on",
-    "unsaid_messages",
+    "undescribed_messages",
 ]
 
 
@@ -176,27 +176,27 @@ def specs_of(
     return specs
 
 
-def unsaid_messages(
+def undescribed_messages(
     step: StepArguments,
     shapes: ShapeArguments,
     stages: Sequence[StageInfo],
     ends: Sequence[tuple[bool, bool]],
     specs: Specs,
     found: FoundShapes,
-) -> Unsaid:
+) -> UndescribedMessages:
     """The messages to be found in the first step.
 
     Args:
         ends: of each stage, whether it receives from another rank, and whether it sends to one.
     """
-    is_unsaid = [
+    is_undescribed = [
         not step.config.variable_seq_lengths and any(of) and known == (None, None) for of, known in zip(ends, specs)
     ]
-    return Unsaid(
+    return UndescribedMessages(
         found,
         step.models,
         stages,
-        {n: ends[n] for n, is_one in enumerate(is_unsaid) if is_one},
+        {n: ends[n] for n, is_one in enumerate(is_undescribed) if is_one},
         shapes,
         step.slices,
         step.forward_only,

@@ -14,7 +14,7 @@ from ..p2p_communication import Transfer
 from ..plan import StageInfo
 from ..weight_grad import DeferredGrads
 from .arguments import StepArguments
-from .found_shapes import Different, Seen, Specs, Unsaid
+from .found_shapes import Different, Seen, Specs, UndescribedMessages
 from .notices import NoGradientWarning, UnsplitBackwardWarning, warn
 from .plans import PlanKey
 from .sliced import SlicedStage
@@ -26,19 +26,21 @@ _trained: WeakSet[nn.Module] = WeakSet()
 """Chunks that have been looked at in a training step."""
 
 
-def make_stages(step: StepArguments, infos: Sequence[StageInfo], specs: Specs, unsaid: Unsaid) -> list[Stage]:
+def make_stages(
+    step: StepArguments, infos: Sequence[StageInfo], specs: Specs, undescribed: UndescribedMessages
+) -> list[Stage]:
     """One per chunk; where this is its first step, one that looks at what it does."""
     stages = []
     for chunk, (info, (_, sent)) in enumerate(zip(infos, specs)):
         is_untrained = not step.forward_only and step.models[chunk] not in _trained
-        is_first = is_untrained or unsaid.is_first(chunk)
+        is_first = is_untrained or undescribed.is_first(chunk)
         kind = KINDS[is_first, bool(step.slices)]
-        stages.append(kind(info, chunk, step, sent, is_found=chunk in unsaid))
+        stages.append(kind(info, chunk, step, sent, is_found=chunk in undescribed))
     return stages
 
 
 def end_first_steps(
-    stages: Sequence[Stage], step: StepArguments, key: PlanKey, unsaid: Unsaid, is_sharded: bool
+    stages: Sequence[Stage], step: StepArguments, key: PlanKey, undescribed: UndescribedMessages, is_sharded: bool
 ) -> None:
     """After the loops: keep what was found, and warn of what is odd.
 
@@ -47,7 +49,7 @@ def end_first_steps(
     """
     for chunk, stage in enumerate(stages):
         if isinstance(stage, FirstStep):
-            unsaid.keep(chunk, stage.seen)
+            undescribed.keep(chunk, stage.seen)
             if not step.forward_only and stage.module not in _trained:
                 _trained.add(stage.module)
                 stage.warn_of_what_is_odd(key.schedule.name if key.splits_backward else None, is_sharded)

@@ -18,7 +18,7 @@ from ..plan import StageInfo
 from ..slices import SequenceSlice
 from .shapes import ShapeArguments
 
-__all__ = ["Different", "FoundShapes", "Seen", "Specs", "Unsaid"]
+__all__ = ["Different", "FoundShapes", "Seen", "Specs", "UndescribedMessages"]
 
 Specs = list[tuple[Sequence[MessageSpec] | None, Sequence[MessageSpec] | None]]
 """Per stage the message that it receives and the one that it sends, where known: one, or one for each slice."""
@@ -59,7 +59,7 @@ class FoundShapes:
         return self._seen.setdefault(model, {})
 
 
-class Unsaid:
+class UndescribedMessages:
     """The messages of a step between this rank and others that neither the model nor the arguments describe.
 
     What may change their shapes, and is known to all ranks before the step, is its situation: whether there will be
@@ -119,8 +119,11 @@ class Unsaid:
             arguments["seq_length, micro_batch_size and decoder_seq_length"] = ", ".join(map(str, self._sizes))
         for chunk, (receives, sends) in self._ends.items():
             index, (received, sent) = self._stages[chunk].index, specs[chunk]
-            for is_unsaid, boundary in ((receives and received is None, index - 1), (sends and sent is None, index)):
-                if is_unsaid:
+            for is_undescribed, boundary in (
+                (receives and received is None, index - 1),
+                (sends and sent is None, index),
+            ):
+                if is_undescribed:
                     arguments[boundary_name(boundary)] = "described by a header"
         return arguments
 

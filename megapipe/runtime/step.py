@@ -32,11 +32,11 @@ from .arguments import (
     remote_ends,
     specs_of,
     to_agree_on,
-    unsaid_messages,
+    undescribed_messages,
 )
 from .boundary import Above, Below, boundaries_around
 from .first_step import end_first_steps, make_stages
-from .found_shapes import FoundShapes, Specs, Unsaid
+from .found_shapes import FoundShapes, Specs, UndescribedMessages
 from .garbage import collector
 from .grad_sync import GradientSync, finalize_gradients
 from .hooks import StepEnd
@@ -157,7 +157,7 @@ class PreparedStep:
     Attributes:
         key: of the plan that the schedule follows; with a tuner it has the tuner's settings.
         specs: per stage the messages that it receives and sends, where known.
-        unsaid: the messages that are known only since the first step, or not yet.
+        undescribed: the messages that are known only since the first step, or not yet.
         sharded: the chunks that are sharded by torch's FSDP2, if any.
         tuner: chooses the places of the Ws; None where the schedule does.
         weight_counts: the tuner's choice for this rank.
@@ -168,7 +168,7 @@ class PreparedStep:
     pp_rank: int
     stages: list[StageInfo]
     specs: Specs
-    unsaid: Unsaid
+    undescribed: UndescribedMessages
     sharded: ShardedChunks | None
     tuner: WeightTuner | None
     weight_counts: list[int] | None
@@ -189,13 +189,13 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
     specs = specs_of(step, shapes, stages, schedule.placement, pp_rank, pp_size)
     ends = [remote_ends(stage, schedule.placement, pp_rank, pp_size) for stage in stages]
     found = FoundShapes() if session is None else session.found_shapes
-    unsaid = unsaid_messages(step, shapes, stages, ends, specs, found)
-    unsaid.fill_in(specs)
+    undescribed = undescribed_messages(step, shapes, stages, ends, specs, found)
+    undescribed.fill_in(specs)
     tuner = _tuner(step, key, session)
     counts = None
     if tuner is not None:
         key, counts = tuner.begin_step()
-    return PreparedStep(step, key, pp_rank, stages, specs, unsaid, sharded, tuner, counts)
+    return PreparedStep(step, key, pp_rank, stages, specs, undescribed, sharded, tuner, counts)
 
 
 class Connection(NamedTuple):
@@ -216,10 +216,10 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
         watchdog = session.watchdog
         watchdog.timeout = config.timeout
         places = {"the places of the Ws": str(prepared.tuner)}
-        unsaid = prepared.unsaid.to_agree_on(prepared.specs)
-        session.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places | unsaid)
+        undescribed = prepared.undescribed.to_agree_on(prepared.specs)
+        session.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places | undescribed)
         start_together(step, session)
-        has_headers = config.variable_seq_lengths or bool(prepared.unsaid)
+        has_headers = config.variable_seq_lengths or bool(prepared.undescribed)
         transport = (step.device, has_headers, config.p2p_transport)
         communicator = session.communicator(key.schedule.placement, key.num_chunks, *transport)
         communicator.begin_step(lambda: key.plan, step.forward_only)
@@ -252,7 +252,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
     speculation = speculate(step, prepared.key, prepared.pp_rank, connection.watchdog)
     while True:
         record = _begin_record(prepared)
-        stages = make_stages(step, prepared.stages, prepared.specs, prepared.unsaid)
+        stages = make_stages(step, prepared.stages, prepared.specs, prepared.undescribed)
         pipe = build(prepared, stages, connection, sync, record, speculation)
         try:
             with _timed(step.config), sync:
@@ -266,7 +266,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
             speculation.roll_back()
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
-    end_first_steps(stages, step, prepared.key, prepared.unsaid, is_sharded=prepared.sharded is not None)
+    end_first_steps(stages, step, prepared.key, prepared.undescribed, is_sharded=prepared.sharded is not None)
     if record is not None:
         record.finish()
         if step.config.record_timeline is not None:
