@@ -74,7 +74,7 @@ def _check_others(step: StepArguments, shapes: ShapeArguments) -> None:
         ("pipeline_inputs", shapes.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
         ("post_validated_optimizer", config.post_validated_optimizer is not None, "clip before the optimizer's step"),
         ("num_microbatches_with_partial_activation_checkpoints", num_partial is not None, "leave it None"),
-        ("a captured stage, whose graph hands on no state,", any(map(_is_captured, step.models)), "do not capture it"),
+        ("a captured stage", any(map(_is_captured, step.models)), "its graph hands on no state, so do not capture it"),
     ):
         if is_set:
             raise ValueError(

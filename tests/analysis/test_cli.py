@@ -240,3 +240,23 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "backward of microbatch 2 through stage 0" in page
     assert "from 5 to 7, after waiting 3" in page
     assert "needs 1B0 of rank 1" in page
+
+
+def test_slices_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--pp", "4", "--microbatches", "8", "--slices", "4"]
+    page = tmp_path / "plan.json"
+    assert main(["show", "seq1f1b", *sizes, "--width", "500", "--json", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert "3B0.3" in shown
+    assert "bubble     8.6% on every rank" in shown
+    assert "held       1.75 1.5 1.25 1 (microbatches at once, a slice as 1/4)" in shown
+    assert main(["show", str(page), "--width", "500"]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["compare", *sizes]) == 0
+    compared = capsys.readouterr().out
+    assert "seq1f1b, 4 slices " in compared
+    assert "\n1f1b " in compared
+    assert main(["compare", *sizes[:-2]]) == 0
+    assert "seq1f1b" not in capsys.readouterr().out  # with one slice it is 1f1b
+    assert main(["show", "zbv", *sizes]) == 2
+    assert "zbv cannot cut sequences, got 4 slices" in capsys.readouterr().err

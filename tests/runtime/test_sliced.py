@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import megapipe
 from megapipe import StageInfo, distribute_layers, parallel_state, slices, stages_for_rank, weight_grad
+from megapipe.analysis import load_timeline
+from megapipe.plan import Action
 
 HIDDEN, HEADS, VOCABULARY, BATCH = 8, 2, 11, 2
 
@@ -304,16 +308,45 @@ def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None
 
 
 @on_ranks(2)
-def test_a_recorded_step_has_slices(rank: int) -> None:
+def test_a_recorded_step_has_slices(rank: int, tmp_path: Path) -> None:
     recorder = megapipe.TimelineRecorder()
     chunks = build("seq1f1b", record_timeline=recorder)
     for _ in range(2):
         run("seq1f1b", chunks, 2, (4, 2))
     timeline = recorder.gather()
+    if rank == 0:
+        timeline.save(tmp_path / "timeline.json")
+        assert load_timeline(tmp_path / "timeline.json").steps[0][0].spans[1].action == Action(0, "F", 0, 1)
     timeline.plan.check()
     assert timeline.plan.actions == megapipe.plan.make_plan("seq1f1b", 2, 2, num_slices=2).actions
     assert len(timeline.costs().slices) == 2
     assert timeline.predict().makespan > 0
+
+
+@on_ranks(2)
+def test_gradients_are_exchanged_after_the_last_slice(rank: int) -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        log.append("held")
+        yield
+        log.append("released")
+
+    def step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+        output, loss_func = forward_step(data_iterator, model)
+        if output.requires_grad:
+            output.register_hook(lambda grad: log.append("backward"))
+        return output, loss_func
+
+    for schedule, last in (("seq1f1b", ["released", "backward"]), ("seq_zb1p", ["backward", "released"])):
+        log.clear()
+        run(schedule, build(schedule, no_sync_func=no_sync), 2, (3, 2), forward_step_func=step)
+        assert log == ["held", *["backward"] * 3, *last, "held", "released"]
+    log.clear()
+    synced = build("seq1f1b", no_sync_func=no_sync, grad_sync_func=lambda parameters: log.append("synced"))
+    run("seq1f1b", synced, 2, (3, 2), forward_step_func=step)
+    assert log == ["held", *["backward"] * 4, "released", "synced", "held", "released"]
 
 
 @on_ranks(2)
@@ -354,6 +387,17 @@ def test_what_does_not_go_with_slices_is_refused(config: Any, arguments: Any, te
     data = {"data_iterator": batches(2, 6), "num_microbatches": 2}
     with pytest.raises(ValueError, match=text):
         function(forward_step_func=forward_step, model=model, **data, **arguments)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="stages cannot be captured")
+def test_a_captured_stage_is_refused() -> None:
+    """Its graph was made of one sequence, and would leave out what earlier slices kept."""
+    from megapipe.graph import capture
+
+    model = Chunk(StageInfo(0, 1), num_sequence_slices=2)
+    capture(model, (torch.zeros(3, BATCH, dtype=torch.long),))
+    with pytest.raises(ValueError, match="does not go with a captured stage: its graph hands on no state"):
+        run("seq1f1b", model, 2, (3, 3))
 
 
 def test_slices_are_as_equal_as_can_be() -> None:
