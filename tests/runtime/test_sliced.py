@@ -14,6 +14,7 @@ from by_slices import run_by_slices
 from models import seed_cpu
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import megapipe
@@ -347,6 +348,27 @@ def test_gradients_are_exchanged_after_the_last_slice(rank: int) -> None:
     synced = build("seq1f1b", no_sync_func=no_sync, grad_sync_func=lambda parameters: log.append("synced"))
     run("seq1f1b", synced, 2, (3, 2), forward_step_func=step)
     assert log == ["held", *["backward"] * 4, "released", "synced", "held", "released"]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
+)
+@on_ranks(4)
+def test_slices_of_sharded_chunks(rank: int) -> None:
+    """Both replicas have the same data, so that the mean of their gradients is that of either."""
+    from torch.distributed.fsdp import fully_shard
+
+    parallel_state.initialize_from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+    for schedule in ("seq1f1b", "seq_zb1p"):
+        (chunk,) = build(schedule)
+        mesh = parallel_state.get_data_parallel_mesh()
+        for layer in chunk.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(chunk, mesh=mesh)
+        run(schedule, chunk, 3, (3, 2, 1))
+        expected = dict(reference(3, (3, 2, 1), by_slices=True).named_parameters())
+        for name, parameter in chunk.named_parameters():
+            assert torch.equal(parameter.grad.full_tensor(), expected[name].grad), name
 
 
 @on_ranks(2)
