@@ -79,8 +79,10 @@ class _Call:
         ids = _join(parts[2::step], -1) if step == 3 else None
         length, total = query.shape[-2], keys.shape[-2]
         window = total if self.window is None else self.window
-        if attn_mask is None and ids is None and window >= total and (length == total or query.device.type != "cpu"):
-            return keys, values, None
+        if attn_mask is None and ids is None and window >= total:
+            if length == total or query.device.type != "cpu":
+                return keys, values, None
+            return keys, values, query.new_full((length, total), float("-inf")).triu_(total - length + 1)
         positions = torch.arange(total, device=query.device)
         own = positions[total - length :, None]
         seen = positions <= own
