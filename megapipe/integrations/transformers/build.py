@@ -16,6 +16,7 @@ from ...runtime import stages_for_rank
 from .config import ChunkConfig
 from .conv1d import let_convert_conv1d
 from .cut import CannotCutError, check_cut, cut, find_parts
+from .sliced import IMPLEMENTATION, register
 from .stage import as_stage, find_routers
 from .step import tie_weights
 
@@ -60,6 +61,9 @@ def build_chunks(
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
     chunk_config = ChunkConfig(config, **settings)
+    if chunk_config.num_sequence_slices > 1:
+        register()
+        attn_implementation = IMPLEMENTATION
     chunks = []
     for stage in stages_for_rank(schedule, num_chunks=num_chunks):
         whole = make_meta_model(config, dtype, attn_implementation)

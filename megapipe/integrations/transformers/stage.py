@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...plan import StageInfo
 from .config import ChunkConfig
 from .cut import Absent, Parts
+from .sliced import of_slice
 
 __all__ = ["HuggingFaceStage", "Routers", "as_stage", "find_routers"]
 
@@ -66,7 +67,20 @@ class HuggingFaceStage(nn.Module):
         Returns on the last stage the loss, or the logits where there are no `labels`. Elsewhere hidden states, and with
         them the routers' logits where the loss is to balance the load of experts.
         """
-        batch = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False, **others}
+        batch = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "labels": labels,
+            "num_items_in_batch": num_items_in_batch,
+            **others,
+        }
+        with of_slice(self, batch) as own:
+            return self._run(**own)
+
+    def _run(self, input_ids: Any, labels: Any, num_items_in_batch: Any, **batch: Any) -> Any:
+        """On whole sequences or on a slice of them."""
+        batch["use_cache"] = False
         routed = None
         if self.stage.is_first:
             batch["input_ids"] = input_ids

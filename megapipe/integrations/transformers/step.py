@@ -9,8 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ... import parallel_state
+from ... import parallel_state, slices
 from ...training import TiedWeights
+from .sliced import shifted
 
 __all__ = ["count_items", "forward_step", "tie_weights", "tied_names"]
 
@@ -50,9 +51,8 @@ def _loss_func(batch: Batch, loss: Tensor) -> Any:
 
 
 def _num_predicted(batch: Batch) -> Tensor:
-    """Tokens that the loss is a sum over. The models shift labels by themselves."""
-    labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., 1:]
-    count: Tensor = (labels != -100).sum()
+    """Tokens that the loss is a sum over, of a slice or of whole sequences. The models shift labels by themselves."""
+    count: Tensor = (slices.cut(shifted(batch), 1) != -100).sum()
     return count
 
 
