@@ -14,6 +14,7 @@ from statistics import median, quantiles
 import torch
 
 FOLDER = Path(__file__).parent / "results"
+CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
 
 
 def median_and_spread(values: Sequence[float], form: str = "{:.3f}") -> str:
@@ -27,7 +28,10 @@ def median_and_spread(values: Sequence[float], form: str = "{:.3f}") -> str:
 def save_table(
     name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: str = "", folder: Path = FOLDER
 ) -> str:
-    """Print a table, and write it to `results/NAME.md`."""
+    """Print a table, and write it to `results/NAME.md`; measured with another torch than `make` installs by itself, to
+    a file of its own that bears the version."""
+    if (named := with_version(name)) != name:
+        name, title = named, f"{title}, torch {_torch()}"
     widths = [max(len(str(row[k])) for row in [header, *rows]) for k in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -39,6 +43,15 @@ def save_table(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text)
     return text
+
+
+def with_version(name: str) -> str:
+    """`name`, and which torch, where that is not the one of constraints.txt."""
+    return name if f"torch=={_torch()}\n" in CONSTRAINTS.read_text() else f"{name}-torch-{_torch()}"
+
+
+def _torch() -> str:
+    return torch.__version__.partition("+")[0]
 
 
 def _origin() -> str:
