@@ -66,7 +66,8 @@ def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[
     return [row(one, steps, args.microbatches, seconds) for one, steps in zip(emulated, all_steps)]
 
 
-def make(name: str, args: argparse.Namespace, seconds: float) -> Emulated:
+def make(name: str, args: argparse.Namespace, seconds: float, **config: Any) -> Emulated:
+    """`seconds`: of each of F, B and W of a rank. `config`: settings of megapipe."""
     one: Any = None
     num_slices = int(name.partition(" x")[2] or 1)
     one = Emulated(
@@ -74,6 +75,7 @@ def make(name: str, args: argparse.Namespace, seconds: float) -> Emulated:
         args.microbatches,
         lambda kind, stage: seconds / one.runner.num_chunks / num_slices,
         args.message_bytes // 4096 // num_slices,
+        **config,
     )
     return one
 

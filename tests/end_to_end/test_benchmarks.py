@@ -29,20 +29,23 @@ def test_their_imports_exist(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     importlib.import_module(f"benchmarks.{name}")
 
 
+def run_benchmark(name: str, *options: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", *options]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=PATIENCE, check=True)
+
+
+def rows_of(table: Path) -> list[str]:
+    return [line for line in table.read_text().splitlines() if line.startswith(("| megapipe", "| torch"))]
+
+
 @pytest.mark.soak
 @with_torchs_pipelines
 def test_schedules_on_emulated_compute(tmp_path: Path) -> None:
     runners = "megapipe zbv,torch ZBVZeroBubble"
-    command = "-m benchmarks.schedules --pp 2 --microbatches 4 --milliseconds 1 --rounds 1 --block 1"
-    subprocess.run(
-        [sys.executable, "-W", "ignore", *command.split(), "--runners", runners, "--folder", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=PATIENCE,
-        check=True,
-    )
+    options = "--pp 2 --microbatches 4 --milliseconds 1 --rounds 1 --block 1"
+    run_benchmark("schedules", *options.split(), "--runners", runners, "--folder", str(tmp_path))
     (table,) = tmp_path.glob("*.md")
-    rows = [line for line in table.read_text().splitlines() if line.startswith(("| megapipe", "| torch"))]
+    rows = rows_of(table)
     assert [row.split("|")[1].strip() for row in rows] == runners.split(",")
     plans = [float(row.split("|")[6]) for row in rows]  # own plan / ideal, which does not depend on the machine
     assert plans[0] == plans[1] == 1.042
@@ -166,6 +169,31 @@ def test_gpu_benchmark_is_skipped_with_a_reason(
     gpu.main(["--folder", str(tmp_path)])
     assert "no CUDA device" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.soak
+@with_torchs_pipelines
+def test_steps_from_a_cold_start(tmp_path: Path) -> None:
+    options = "--pp 2 --microbatches 2 --milliseconds 1 --steps 3"
+    run_benchmark("cold", *options.split(), "--runners", "megapipe zbv;torch ZBVZeroBubble", "--folder", str(tmp_path))
+    (table,), (plot,) = tmp_path.glob("*.md"), tmp_path.glob("*.svg")
+    assert [row.split("|")[1].strip() for row in rows_of(table)] == ["megapipe zbv", "torch ZBVZeroBubble"]
+    assert plot.stem == table.stem
+
+
+def test_a_table_of_another_torch_bears_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would take the place of the one measured with the torch of constraints.txt."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import tables
+
+    (usual,) = re.findall(r"^torch==(.+)$", tables.CONSTRAINTS.read_text(), flags=re.MULTILINE)
+    for version in (f"{usual}+cpu", f"{usual}0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        tables.save_table("table", "Title", ["a"], [["1"]], folder=tmp_path)
+    own, other = sorted(tmp_path.glob("*.md"), key=lambda path: len(path.name))
+    assert (own.stem, other.stem) == ("table", f"table-torch-{usual}0")
+    assert own.read_text().startswith("**Title**")
+    assert other.read_text().startswith(f"**Title, torch {usual}0**")
 
 
 OPTIONS = "--pp 2 --microbatches 4 --milliseconds 1 --steps 3"
