@@ -13,7 +13,8 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models fuzz soak lint docs bench bench-gpu format clean
+.PHONY: help pretrain generate test test-gpu test-models fuzz soak lint docs bench bench-all bench-peers bench-packages \
+	bench-gpu format clean
 
 help:
 	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
@@ -25,7 +26,9 @@ help:
 	@echo "make soak       run the tests that take long, then kill ranks of a run at 50 random moments (SEED=...): 20 minutes"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write docs/schedules.md and its pictures"
-	@echo "make bench      run all benchmarks (an hour) and put their tables into docs/benchmarks.md"
+	@echo "make bench      run the benchmarks that matter (half an hour) and put their tables into docs/benchmarks.md"
+	@echo "make bench-all  run all of them (an hour and a quarter)"
+	@echo "make bench-peers  run those against torch's own pipelining only; TORCH=2.15.0 takes that of another torch"
 	@echo "make bench-gpu  run the benchmarks on GPUs (ten minutes) and put their tables into docs/benchmarks.md"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environments and caches"
@@ -78,32 +81,48 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(VENV)/bin/python docs/generate.py
 
+# Ranks that sleep side by side need no cores of their own, but nothing else should run meanwhile. `make bench` looks at the
+# peers of another torch too, in a virtual environment of its own; its tables bear the version.
+NEWEST := 2.15.0
+PEERS := 'by-hand 1f1b,by-hand zbv,megapipe 1f1b,megapipe zbv,megapipe dualpipev,torch 1F1B,torch ZBVZeroBubble,torch DualPipeV,megatron-core 1f1b,dualpipe dualpipe'
 LARGE := 'by-hand 1f1b,megapipe 1f1b,megapipe zb2p,megapipe zbv,torch 1F1B,torch ZBVZeroBubble,megatron-core 1f1b'
+BENCH = $(VENV)/bin/python -W ignore -m benchmarks
 
-# Ranks that sleep side by side need no cores of their own, but nothing else should run meanwhile.
-bench: export OMP_NUM_THREADS := 1
-bench: $(INSTALLED)
+bench bench-all bench-peers: export OMP_NUM_THREADS := 1
+
+bench-packages: $(INSTALLED)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps dualpipe==1.0.0
-	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8
-	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 16 --rounds 3
-	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 8 --microbatches 16 --rounds 3
-	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 8 --microbatches 32 --rounds 2
-	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8 --rounds 3 --message-bytes 4194304
-	$(VENV)/bin/python -W ignore -m benchmarks.schedules --pp 4 --microbatches 8 --rounds 2 --message-bytes 33554432 --runners $(LARGE)
-	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 4 --microbatches 8 --change
-	$(VENV)/bin/python -W ignore -m benchmarks.tuned --pp 8 --microbatches 16 --schedules zbv
-	$(VENV)/bin/python -W ignore -m benchmarks.prediction
-	$(VENV)/bin/python -W ignore -m benchmarks.moe --pp 4 --microbatches 16
-	$(VENV)/bin/python -W ignore -m benchmarks.compute
-	$(VENV)/bin/python -W ignore -m benchmarks.steps --pp 4 --microbatches 8
-	$(VENV)/bin/python -W ignore -m benchmarks.split
-	$(VENV)/bin/python -W ignore -m benchmarks.capture
-	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 1
-	$(VENV)/bin/python -W ignore -m benchmarks.host --pp 2
-	$(VENV)/bin/python -W ignore -m benchmarks.latency
-	$(VENV)/bin/python -m benchmarks.growth
-	$(VENV)/bin/python -m benchmarks.gpu
-	$(VENV)/bin/python -m benchmarks.document
+
+bench: bench-packages
+	$(BENCH).schedules --pp 4 --microbatches 8
+	$(BENCH).schedules --pp 8 --microbatches 32 --rounds 2
+	$(BENCH).schedules --pp 4 --microbatches 8 --rounds 3 --message-bytes 4194304
+	$(BENCH).cold --pp 8 --microbatches 32
+	$(BENCH).moe --pp 4 --microbatches 16
+	$(BENCH).compute
+	$(BENCH).steps --pp 4 --microbatches 8
+	$(BENCH).host --pp 2
+	$(BENCH).gpu
+	$(if $(TORCH),,$(MAKE) bench-peers TORCH=$(NEWEST))
+	$(BENCH).document
+
+bench-peers: bench-packages
+	$(BENCH).schedules --pp 4 --microbatches 8 --runners $(PEERS)
+	$(BENCH).host --pp 2
+
+bench-all: bench
+	$(BENCH).schedules --pp 4 --microbatches 16 --rounds 3
+	$(BENCH).schedules --pp 8 --microbatches 16 --rounds 3
+	$(BENCH).schedules --pp 4 --microbatches 8 --rounds 2 --message-bytes 33554432 --runners $(LARGE)
+	$(BENCH).tuned --pp 4 --microbatches 8 --change
+	$(BENCH).tuned --pp 8 --microbatches 16 --schedules zbv
+	$(BENCH).prediction
+	$(BENCH).split
+	$(BENCH).capture
+	$(BENCH).host --pp 1
+	$(BENCH).latency
+	$(BENCH).growth
+	$(BENCH).document
 
 bench-gpu: $(INSTALLED)
 	$(VENV)/bin/python -W ignore -m benchmarks.gpu
