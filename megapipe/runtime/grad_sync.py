@@ -80,10 +80,10 @@ class GradientSync(AbstractContextManager["GradientSync"]):
             for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
                 if ahead < len(self._models):
                     self._gather(ahead)
-        is_last = number == self._num_forwards - 1 and num_backwards_left == 1
-        has_own_context = len(self._contexts) == len(self._models)
-        if is_last and has_own_context and self._grad_sync[chunk] is None and not self._is_split:
-            self._contexts[chunk].close()
+        if number == self._num_forwards - 1 and num_backwards_left == 1:
+            has_own_context = len(self._contexts) == len(self._models)
+            if has_own_context and self._grad_sync[chunk] is None and not self._is_split:
+                self._contexts[chunk].close()
 
     def _gather(self, chunk: int) -> None:
         if self._sharded is not None:

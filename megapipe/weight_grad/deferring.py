@@ -148,7 +148,8 @@ class deferring:  # noqa: N801  # a context; a generator would take longer than 
         context.lock.acquire()
         self._before = context.deferred, context.dummy_grads
         context.deferred, context.dummy_grads = self._deferred, {}
-        _this_thread().deferred = self._deferred
+        self._thread = _this_thread()
+        self._thread.deferred = self._deferred
 
     def __exit__(self, *error: object) -> None:
         context = backward_context
@@ -156,7 +157,7 @@ class deferring:  # noqa: N801  # a context; a generator would take longer than 
             if context.dummy_grads:
                 remove_dummy_grads(context.dummy_grads)
             context.deferred, context.dummy_grads = self._before
-            _this_thread().deferred = context.deferred
+            self._thread.deferred = context.deferred
             if self._deferred is not None:
                 self._deferred.end_backward()
         finally:
