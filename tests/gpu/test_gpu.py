@@ -4,6 +4,7 @@ the CPU, so that the first GPU finds tests that work."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graphs import skip_without_tracer
 from models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
 from ranks import RankPool, on_ranks
@@ -23,6 +25,7 @@ from megapipe import PipelineError, StageInfo, TimelineRecorder, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
 from megapipe.training import GradientReducer
+from megapipe.weight_grad import DeferredGrads, deferring
 
 IS_GPU = torch.cuda.is_available()
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
@@ -115,6 +118,40 @@ def test_captured_stages(ranks: RankPool, compile_: str | None) -> None:
     if compile_ is not None and not IS_GPU:
         pytest.skip("tests/graph compiles on the CPU")
     ranks.run(2, captured_stages, compile_)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(64, 3 * 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, -1).permute(2, 1, 3, 0, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.proj(mixed.permute(2, 0, 1, 3).reshape(x.shape))
+
+
+def test_captured_attention_in_bfloat16() -> None:
+    """On a GPU attention returns other things beside tensors."""
+    skip_without_tracer()
+    device = device_of(0)
+    torch.manual_seed(0)
+    eager = Attention().to(device)
+    x = torch.randn(128, 2, 64, device=device)
+    gradients = []
+    with torch.autocast(device.type, torch.bfloat16):
+        captured = capture(copy.deepcopy(eager), (x.clone().requires_grad_(),))
+    for model in (eager, captured):
+        mine, deferred = x.clone().requires_grad_(), DeferredGrads()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(mine).float().square().mean()
+        with deferring(deferred):
+            loss.backward()
+        assert (model.qkv.weight.grad is None) == (model is captured)  # W is to come
+        deferred.run()
+        gradients.append([mine.grad, *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-5)
 
 
 @on_ranks(2)
