@@ -215,8 +215,11 @@ class _Unused:
     ) -> None:
         self._process_groups = process_groups
         self._parameters = parameters
-        self._flags = torch.tensor(is_used, dtype=torch.uint8, device=parameters[0].device)
         self._missing = [index for index, used in enumerate(is_used) if not used]
+        # Filled on the device: a copy from the host would wait for it.
+        self._flags = torch.ones(len(is_used), dtype=torch.uint8, device=parameters[0].device)
+        for index in self._missing:
+            self._flags[index].zero_()
         self._had_none = [parameters[index].sharded_param.grad is None for index in self._missing]
 
     def exchange_flags(self) -> None:
