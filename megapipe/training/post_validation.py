@@ -219,7 +219,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         """And torch's module for the device. The CPU has streams, too, which do nothing."""
         device = device_of(self.models)
         module: Any = torch.get_device_module(device)
-        return module, module.Stream() if device.type == "cpu" else module.Stream(device)
+        return module, module.Stream(device)
 
     def _step(self, grads: list[Tensor], sums: Tensor) -> None:
         """The ordinary step."""
