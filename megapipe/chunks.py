@@ -133,9 +133,10 @@ def gradient_of(name: str, parameter: nn.Parameter) -> Tensor | None:
 
 def gradient_like(parameter: Tensor) -> Tensor | None:
     """The gradient, laid out as its parameter."""
-    if parameter.grad is not None:
-        parameter.grad = laid_out_like(parameter, parameter.grad)
-    return parameter.grad
+    grad = parameter.grad
+    if grad is not None and (laid_out := laid_out_like(parameter, grad)) is not grad:
+        parameter.grad = grad = laid_out
+    return grad
 
 
 def laid_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
