@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import as_list, gradient_of, local, named_parameters
+from ..chunks import as_list, as_sharded, gradient_of, local, named_parameters
 from ..failures import check_failures
 
 __all__ = ["TiedWeights"]
@@ -44,7 +44,7 @@ class TiedWeights:
 
     Raises:
         ValueError: on every rank, where a name is on no stage or on several, or where the parameters differ in shape,
-            dtype or whether they are trained.
+            dtype, how they are sharded or whether they are trained.
     """
 
     def __init__(
@@ -115,7 +115,9 @@ class _Copy(NamedTuple):
 
 
 def _kind_of(parameter: nn.Parameter) -> str:
-    return ("" if parameter.requires_grad else "frozen ") + str(parameter.dtype).removeprefix("torch.")
+    kind = ("" if parameter.requires_grad else "frozen ") + str(parameter.dtype).removeprefix("torch.")
+    sharded = as_sharded(parameter)
+    return kind if sharded is None else f"{', '.join(map(str, sharded.placements))} of {kind}"
 
 
 def _check(copies: list[_Copy], names: Sequence[str]) -> None:
