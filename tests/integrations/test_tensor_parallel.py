@@ -1,5 +1,8 @@
 """Stages whose tensors torch's `parallelize_module` shares out among ranks: pp=2 x tp=2."""
 
+import contextlib
+import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn import Embedding
 
 from megapipe import StageInfo, TiedWeights, clip_grad_norm_, parallel_state, stages_for_rank
 from megapipe.checkpoint import Checkpointer
@@ -124,6 +128,36 @@ def test_tied_weights(rank: int) -> None:
         tied.sum_gradients()
         assert_gradients(chunks, expected)
         torch.testing.assert_close(clip_grad_norm_(chunks, 0.1).float(), norm)
+
+
+@on_ranks(2)
+def test_tied_weights_that_are_shared_out_otherwise(rank: int) -> None:
+    """Shares of rows were added to shares of columns where both had the same size."""
+    (chunk,) = build("1f1b", use_mesh(pp=1, tp=2))
+    torch.manual_seed(0)
+    chunk.other = Embedding(*chunk.embedding.weight.shape)
+    parallelize_module(chunk.other, use_mesh(pp=1, tp=2)["tp"], ColwiseParallel())
+    with pytest.raises(ValueError, match=r"tied parameters must be alike, .*S.* of float32.*; other\.weight is "):
+        TiedWeights([chunk], ["embedding.weight", "other.weight"])
+
+
+def run_script(rank: int, text: str) -> str:
+    """The script without the process group, which the worker has made."""
+    text, num_group = re.subn(r"dist\.(init|destroy)_process_group\(.*\)", "", text)
+    assert num_group == 2
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def test_the_script_trains(ranks: RankPool) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensor_parallel.md").read_text()
+    (script,) = re.findall(r"```python\n(.+?)```", page, flags=re.DOTALL)
+    printed, *_ = ranks.run(4, run_script, script)
+    losses = [float(line.split()[-1]) for line in printed.splitlines()]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.skipif(
