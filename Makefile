@@ -21,7 +21,7 @@ help:
 	@echo "make generate   let the model of the last \`make pretrain\` write, with $(NPROC) pipeline ranks"
 	@echo "make test       run the tests, and print the forty slowest; TORCH=2.15.0 does it (and all else) with that torch"
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
-	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs transformers)"
+	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
 	@echo "make soak       run the tests that take long, then kill ranks of a run at 50 random moments (SEED=...): 20 minutes"
 	@echo "make lint       ruff and mypy"
@@ -51,7 +51,7 @@ generate: $(INSTALLED)
 # Two tests side by side, each with ranks of its own. Most of them wait for each other most of the time. Tests marked
 # `soak` are left out (pyproject.toml).
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n 2
 
 test-gpu: $(INSTALLED)
 	@if $(VENV)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \

@@ -24,6 +24,7 @@ extras = {
         "matplotlib>=3.8",
         "plotly>=5.20",
         "safetensors>=0.4",
+        "transformers>=5.23",
     ],
     "megatron": ["megatron-core==0.16.1"],
     "bench": ["megatron-core==0.16.1", "dualpipe==1.0.0"],
