@@ -154,9 +154,12 @@ def run_script(rank: int, text: str) -> str:
 def test_the_script_trains(ranks: RankPool) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tensor_parallel.md").read_text()
     (script,) = re.findall(r"```python\n(.+?)```", page, flags=re.DOTALL)
+    for shown, smaller in (("= 32, 16, 2, 8", "= 32, 16, 2, 4"), ("range(20)", "range(5)")):
+        assert shown in script
+        script = script.replace(shown, smaller)
     printed, *_ = ranks.run(4, run_script, script)
     losses = [float(line.split()[-1]) for line in printed.splitlines()]
-    assert len(losses) == 20
+    assert len(losses) == 5
     assert losses[-1] < losses[0]
 
 
