@@ -6,6 +6,8 @@
         --num-experts 8 --expert-model-parallel-size 2
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4 --schedule zbv \\
         --stage-backend graph
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4 --seq-length 4096 \\
+        --sequence-slices 4
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --pipeline-model-parallel-size 8 \\
         --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --data-path my_text/
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -72,6 +75,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parallel.add_argument("--expert-model-parallel-size", type=int, default=1, help="replicas that share out experts")
     parallel.add_argument("--data-parallel-shard-size", type=int, default=1, help="replicas that share out parameters")
     parallel.add_argument("--schedule", default=None, help=f"one of {', '.join(megapipe.schedule_names())}")
+    parallel.add_argument("--sequence-slices", type=int, default=1, help="parts of each sequence; see --schedule")
+    parallel.add_argument("--equal-cost", action="store_true", help="slices of equal cost instead of equal length")
     training = parser.add_argument_group("training")
     training.add_argument("--micro-batch-size", type=int, default=4, help="sequences per microbatch")
     training.add_argument("--global-batch-size", type=int, default=32, help="sequences per step, over all replicas")
@@ -110,9 +115,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder to go on from, saved under any arrangement; that of --save may be empty, at the first start",
     )
     args = parser.parse_args(argv)
-    for option in ("micro_batch_size", "global_batch_size", "eval_iters", "log_interval", "save_interval"):
+    numbers = (
+        "micro_batch_size",
+        "global_batch_size",
+        "sequence_slices",
+        "eval_iters",
+        "log_interval",
+        "save_interval",
+    )
+    for option in numbers:
         if (value := getattr(args, option)) is not None and value < 1:
             parser.error(f"--{option.replace('_', '-')} must be at least 1, got {value}")
+    if args.sequence_slices > 1:
+        if args.num_experts is not None or args.stage_backend != "eager":
+            parser.error("--sequence-slices takes a model without --num-experts, and --stage-backend eager")
+        args.schedule = args.schedule or "seq1f1b"
     return args
 
 
@@ -200,6 +217,9 @@ class Trainer:
 
     def make_config(self) -> GPTConfig:
         args = self.args
+        lengths = None
+        if args.equal_cost:
+            lengths = slices.equal_cost(args.seq_length, args.sequence_slices, args.hidden_size)
         return GPTConfig(
             **self.model,
             dropout=args.dropout,
@@ -209,6 +229,8 @@ class Trainer:
             expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
             enable_autocast=uses_bf16(args, self.device),
             autocast_dtype=torch.bfloat16,
+            num_sequence_slices=args.sequence_slices,
+            sequence_slice_lengths=lengths,
             finalize_model_grads_func=self.finalize_gradients,
             record_timeline=self.recorder,
         )
@@ -324,6 +346,17 @@ def uses_bf16(args: argparse.Namespace, device: torch.device) -> bool:
     return device.type == "cuda" if args.bf16 is None else bool(args.bf16)
 
 
+def peak_memory(device: torch.device) -> float:
+    """The largest of all ranks, in GiB: of the GPU, or of the process."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    largest = torch.tensor(peak, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
 def learning_rate(iteration: int, args: argparse.Namespace) -> float:
     """Linear warmup, then half a cosine down to --min-lr."""
     if iteration < args.lr_warmup_iters:
@@ -408,8 +441,8 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     if logged:
         timeline = trainer.recorder.gather()  # of this replica's pipeline, its last steps
         console.print(
-            f"loss {logged[0]:.3f} -> {logged[-1]:.3f} in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s\n"
-            f"bubble {split_bubble(timeline)}"
+            f"loss {logged[0]:.3f} -> {logged[-1]:.3f} in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s, "
+            f"at most {peak_memory(device):.2f} GiB a rank\nbubble {split_bubble(timeline)}"
         )
         if args.record_timeline is not None and dist.get_rank() == 0:
             timeline.save(args.record_timeline)
