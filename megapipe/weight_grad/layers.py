@@ -50,15 +50,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`torch.addmm(bias, x, weight)` over the last dimension, with a deferred weight gradient.
+    """`torch.addmm(bias, x, weight)` over the last dimension, [..., out], with a deferred weight gradient.
 
     Args:
         x: [..., in].
         weight: [in, out].
         bias: [out].
-
-    Returns:
-        [..., out].
     """
     if not _can_defer(weight):
         return torch.addmm(bias, rows(x), weight).view(*x.shape[:-1], weight.shape[1])
@@ -213,13 +210,11 @@ class _TransposedLinear(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad
-        grad_rows = rows(grad)
-        grad_x = grad_rows.mm(weight.to(x.dtype).t()).view(x.shape) if needs_x else None
-        grad_bias = grad_rows.sum(0) if needs_bias else None
+        grad_x = rows(grad).mm(weight.to(x.dtype).t()).view(x.shape) if needs_x else None
         both = save_for_w(grad), SavedTensor(x.detach())  # as a linear layer from the output to the input
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
         add_to = partial(_add, compute) if x.is_cpu else partial(_add_linear, *both)
-        return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), grad_bias
+        return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), rows(grad).sum(0) if needs_bias else None
 
 
 def _linear_gradient(x: SavedTensor, grad: SavedTensor, dtype: torch.dtype) -> Tensor:
