@@ -129,6 +129,12 @@ class SlicedStage(Stage):
             self._output_spec = self._output_specs[this.index]
         with self._microbatch.state.forward(this):
             sent, saved = super().forward(received, microbatch, *extra)
+        if self.info.is_first and not self._microbatch.state.was_asked:
+            raise ValueError(
+                f"forward_step_func and the model have run slice {this.index} of {this.num_slices} without asking "
+                "which it is, so each slice would compute the whole sequence: cut what they read by "
+                "megapipe.slices.cut(tensor, dim), or set config.num_sequence_slices to 1."
+            )
         self._set_is_first_microbatch = None
         if saved is not None:
             saved = saved._replace(part=(self._microbatch, this))

@@ -35,7 +35,8 @@ class SequenceSlice(NamedTuple):
 def current() -> SequenceSlice | None:
     """The slice that is computed now: by forward_step_func, the model or the loss function, or again in the backward,
     by parts that do not save their activations. None where sequences are whole."""
-    return None if _running is None else _running.slice
+    running = _asked()
+    return None if running is None else running.slice
 
 
 def cut(tensor: Tensor, dim: int) -> Tensor:
@@ -72,7 +73,8 @@ def positions(length: int, device: torch.device | None = None) -> Tensor:
     Returns:
         [length], from the start of the slice on, or from 0 where sequences are whole.
     """
-    start = 0 if _running is None else _running.slice.start
+    this = current()
+    start = 0 if this is None else this.start
     return torch.arange(start, start + length, device=device)
 
 
@@ -83,7 +85,8 @@ def earlier(key: Hashable) -> list[tuple[Tensor, ...]]:
     Returns:
         Tensors of the same values as those kept, which require gradients where those did. Do not change them in place.
     """
-    return [] if _running is None else _running.state.kept_before(_running.slice.index, key)
+    running = _asked()
+    return [] if running is None else running.state.kept_before(running.slice.index, key)
 
 
 def keep(key: Hashable, *tensors: Tensor) -> None:
@@ -96,8 +99,9 @@ def keep(key: Hashable, *tensors: Tensor) -> None:
     Raises:
         RuntimeError: if this slice has kept something under `key` before.
     """
-    if _running is not None:
-        _running.state.keep(_running, key, tensors)
+    running = _asked()
+    if running is not None:
+        running.state.keep(running, key, tensors)
 
 
 class _Running(NamedTuple):
@@ -110,6 +114,12 @@ class _Running(NamedTuple):
 # plain, and forwards and backwards of several threads take turns.
 _running: _Running | None = None
 _turn = threading.RLock()
+
+
+def _asked() -> _Running | None:
+    if _running is not None:
+        _running.state.was_asked = True
+    return _running
 
 
 class _Kept:
@@ -147,6 +157,8 @@ class CarriedState:
     """
 
     def __init__(self, needs_grad: bool) -> None:
+        self.was_asked = False
+        """Somebody wanted to know of the slice: else each would compute the whole sequence."""
         self._needs_grad = needs_grad
         self._kept: dict[int, dict[Hashable, tuple[_Kept | None, ...]]] = {}
         """Without those that `roots` has given back."""

@@ -21,8 +21,8 @@ SPLIT = ("zb1p", "zbv", "dualpipev")
 
 @contextlib.contextmanager
 def fresh_collector() -> Iterator[list[tuple[bool, int]]]:
-    """As in a new process, but that every new object makes Python collect. Yields a list of what is collected: whether
-    a forward was under way, and which generation."""
+    """As in a new process, but that every new object makes Python collect the youngest generation, and nothing makes it
+    collect the others. Yields a list of what is collected: whether a forward was under way, and which generation."""
     collected: list[tuple[bool, int]] = []
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
@@ -30,12 +30,13 @@ def fresh_collector() -> Iterator[list[tuple[bool, int]]]:
             collected.append((Forward.is_under_way, info["generation"]))
 
     before = gc.get_threshold()
-    gc.set_threshold(1)
+    thresholds = (1, 10**6, 10**6)
+    gc.set_threshold(*thresholds)
     gc.callbacks.append(on_collection)
     try:
         with mock.patch.object(megapipe.runtime.step, "collector", Collector()):
             yield collected
-        assert gc.get_threshold() == (1, *before[1:])
+        assert gc.get_threshold() == thresholds
         assert gc.isenabled()
     finally:
         gc.callbacks.remove(on_collection)

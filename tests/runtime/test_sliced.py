@@ -411,6 +411,18 @@ def test_what_does_not_go_with_slices_is_refused(config: Any, arguments: Any, te
         function(forward_step_func=forward_step, model=model, **data, **arguments)
 
 
+def test_a_model_that_does_not_ask_for_its_slice_is_refused() -> None:
+    """On one rank each slice computed the whole sequence, and trained on it once per slice, in silence."""
+    model = nn.Linear(3, 1)
+    stage = megapipe.PipelineStage(model, StageInfo(0, 1), megapipe.PipelineConfig(num_sequence_slices=2))
+
+    def step(data_iterator: Iterator[Tensor], stage: nn.Module) -> tuple[Tensor, Any]:
+        return stage(next(data_iterator)), lambda output: (output.mean(), {})
+
+    with pytest.raises(ValueError, match=r"run slice 0 of 2 without asking which it is.* megapipe.slices.cut"):
+        run("seq1f1b", stage, 1, (3, 3), forward_step_func=step, data_iterator=iter(torch.ones(1, 6, 3)))
+
+
 @pytest.mark.skipif(torch.__version__ < "2.9", reason="stages cannot be captured")
 def test_a_captured_stage_is_refused() -> None:
     """Its graph was made of one sequence, and would leave out what earlier slices kept."""
