@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import shutil
@@ -104,6 +105,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[2, 4],
         metavar="N",
         help="stages per rank to try, for schedules that leave it open; default: 2 4",
+    )
+    tune.add_argument(
+        "--slices",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="slices of equal cost per sequence to try, for models that know slices; default: as measured",
     )
     _add_choice(tune)
     tune.set_defaults(run=_tune)
@@ -325,7 +334,7 @@ Rows = list[tuple[Plan, Simulation]]
 
 
 def _compare(args: argparse.Namespace) -> None:
-    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], _costs(args), args.slices)
+    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], _costs(args), [args.slices])
     _show_rows(rows, args, unit="")
 
 
@@ -350,7 +359,7 @@ def _tune(args: argparse.Namespace) -> None:
         print("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
     _print_hint(measured)
     num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches
-    rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs)
+    rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs, args.slices or [plan.num_slices])
     _show_rows(rows, args, unit="ms")
     _recommend(rows, args.memory_limit)
 
@@ -369,29 +378,30 @@ def _recommend(rows: Rows, limit: float | None) -> None:
         (row for row in fitting if row[1].makespan <= 1.001 * fastest),
         key=lambda row: (max(row[1].peak_activations), row[0].num_messages),
     )
-    num_stages = plan.pp_size * plan.num_chunks
-    chunks = f" with {plan.num_chunks} chunks per rank ({num_stages} stages)" if plan.num_chunks > 1 else ""
-    print(f"recommended: {plan.name}{chunks}, {simulation.makespan:.4g} ms per step")
+    sizes = []
+    if plan.num_chunks > 1:
+        sizes.append(f"{plan.num_chunks} chunks per rank ({plan.pp_size * plan.num_chunks} stages)")
+    if plan.num_slices > 1:
+        sizes.append(f"{plan.num_slices} slices per sequence")
+    choice = plan.name + " with " * bool(sizes) + " and ".join(sizes)
+    print(f"recommended: {choice}, {simulation.makespan:.4g} ms per step")
 
 
 def _all_schedules(
-    pp_size: int, num_microbatches: int, chunks: Sequence[int | None], costs: Costs, num_slices: int = 1
+    pp_size: int, num_microbatches: int, chunks: Sequence[int | None], costs: Costs, slices: Sequence[int]
 ) -> Rows:
     """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks,
-    and those that cut sequences where there is more than one slice. What cannot run is printed, with its reason."""
+    and those that cut sequences with each number of slices above 1. What cannot run is printed, with its reason."""
     rows: Rows = []
     for name in schedule_names():
         schedule = find_schedule(name)
-        if (
-            schedule.forward_only
-            or (schedule.max_pp_size or pp_size) < pp_size
-            or (schedule.slices and num_slices == 1)
-        ):
+        if schedule.forward_only or (schedule.max_pp_size or pp_size) < pp_size:
             continue
-        for num_chunks in chunks if schedule.num_chunks is None else [None]:
+        open_chunks = chunks if schedule.num_chunks is None else [None]
+        open_slices = [n for n in slices if n != 1] if schedule.slices else [1]
+        for num_chunks, num_slices in itertools.product(open_chunks, open_slices):
             try:
-                sizes = (pp_size, num_microbatches, num_chunks, num_slices if schedule.slices else 1)
-                plan = _make_plan(name, *sizes)
+                plan = _make_plan(name, pp_size, num_microbatches, num_chunks, num_slices)
             except ScheduleError:
                 raise
             except ValueError as error:

@@ -158,6 +158,13 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
     assert out[-1].startswith("recommended: zbv with 2 chunks per rank (4 stages), ")
     assert main(["tune", recorded, "--memory-limit", "1"]) == 2
     assert "no schedule fits 1 microbatches of a whole rank: the smallest needs 2" in capsys.readouterr().err
+    out = output_of(capsys, "tune", recorded, "--slices", "1", "2", "4", "--memory-limit", "1.5").splitlines()
+    rows = {line.rpartition(" slices")[0]: line.split() for line in out[4:-1] if " slices" in line}
+    assert rows.keys() == {f"{name}, {n}" for name in ("seq1f1b", "seq_interleaved_1f1b", "seq_zb1p") for n in (2, 4)}
+    assert float(rows["seq1f1b, 2"][4]) < float(rows["seq1f1b, 4"][4]) < 158  # more messages, each of 2 ms
+    assert out[-1].startswith(
+        "recommended: seq_interleaved_1f1b with 2 chunks per rank (4 stages) and 4 slices per sequence, "
+    )
     forwards = tmp_path / "forwards.json"
     Timeline("inference", [as_measured(make_plan("inference", 2, 4).simulate())]).save(forwards)
     assert main(["tune", str(forwards)]) == 2
