@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapipe import get_forward_backward_func, parallel_state, stages_for_rank
+from megapipe import get_forward_backward_func, parallel_state, slices, stages_for_rank
 from megapipe.config import PipelineConfig
 from megapipe.overlap import in_segments
 from megapipe.plan import make_plan
@@ -108,8 +108,8 @@ class Megapipe(Runner):
             parallel_state.initialize_model_parallel(dist.get_world_size())
         rank = parallel_state.get_pipeline_model_parallel_rank()
         size = parallel_state.get_pipeline_model_parallel_world_size()
-        schedule, _, slices = schedule.partition(" x")
-        self.num_slices = int(slices or 1)
+        schedule, _, count = schedule.partition(" x")
+        self.num_slices = int(count or 1)
         chunks = 2 if schedule in ("interleaved_1f1b", "interleaved_zb1p", "looped_bfs") else None
         infos = stages_for_rank(schedule, rank, size, chunks)
         config["num_sequence_slices"] = self.num_slices
@@ -134,6 +134,7 @@ class Megapipe(Runner):
 
 
 def _forward_step(loss: Loss, data_iterator: Any, model: nn.Module) -> tuple[Any, Any]:
+    slices.current()  # whose length these stages have by themselves
     output = in_segments(model) if hasattr(model, "forward_segments") else model()
     return output, lambda output: (loss(output), {})
 
@@ -249,7 +250,7 @@ class ByHand(Runner):
         for stage in self._modules:
             for _ in range(self._m):  # all at once: there are few, and small
                 self._post(self._inputs, stage, stage - 1)
-        for stage, kind, _ in self._actions:
+        for stage, kind, *_ in self._actions:
             if kind == "F":
                 self._forward(stage)
             elif kind == "W":
