@@ -117,6 +117,7 @@ bench-all: bench
 	$(BENCH).tuned --pp 4 --microbatches 8 --change
 	$(BENCH).tuned --pp 8 --microbatches 16 --schedules zbv
 	$(BENCH).prediction
+	$(BENCH).long_context
 	$(BENCH).split
 	$(BENCH).capture
 	$(BENCH).host --pp 1

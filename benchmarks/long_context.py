@@ -1,0 +1,128 @@
+"""Memory of long sequences, whole and cut into slices: the example's GPT on four ranks.
+
+python -m benchmarks.long_context
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapipe import PipelineConfig, get_forward_backward_func, parallel_state, slices, stages_for_rank
+from megapipe.plan import make_plan
+
+from .launching import gather, launch
+from .memory import memory_of
+from .tables import FOLDER, save_table
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from gpt import GPTConfig, GPTStage
+
+VOCABULARY = 256
+HEADER = ["schedule", "slices", "loss", "step, s", "peak memory, MB", "of 1f1b's", "microbatches held", "of 1f1b's"]
+NOTES = """One step, forward and backward, of a fresh model. *peak memory*: the most that torch's CPU allocator has
+given out at once during the step, on the rank where that is most: activations, gradients, messages, temporaries.
+*held*: by the plan, on the rank that holds most."""
+
+
+def main() -> None:
+    args = parse()
+    rows = launch(args.pp, measure, args, undisturbed=False)
+    title = (
+        f"Long sequences, pp={args.pp}, m={args.microbatches}: {args.layers} layers of hidden {args.hidden_size}, "
+        f"{args.seq_length} tokens"
+    )
+    save_table("long-context", title, HEADER, rows, NOTES, args.folder)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, default=8192)
+    parser.add_argument("--slices", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    return parser.parse_args()
+
+
+def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
+    parallel_state.initialize_model_parallel(args.pp)
+    rows: list[list[str]] = []
+    base: tuple[float, float] | None = None
+    for name, num_slices in [("1f1b", 1), *(("seq1f1b", n) for n in args.slices)]:
+        everybody = gather(run(args, name, num_slices))
+        peak, seconds = (max(of_ranks) for of_ranks in list(zip(*everybody))[:2])
+        plan = make_plan(name, args.pp, args.microbatches, num_slices=num_slices)
+        held = max(plan.simulate().peak_activations)
+        base = base or (peak, held)
+        shares = [f"{now / before:.2f}" for now, before in zip((peak, held), base)]
+        figures = [f"{everybody[-1][2]:.6f}", f"{seconds:.1f}", f"{peak / 1e6:.0f}", shares[0], f"{held:g}", shares[1]]
+        rows.append([name, str(num_slices), *figures])
+    return rows
+
+
+def run(args: argparse.Namespace, name: str, num_slices: int) -> tuple[float, float, float]:
+    """Peak memory in bytes, seconds and loss of one step on this rank. The loss is the last stage's."""
+    config = PipelineConfig(hidden_size=args.hidden_size, num_sequence_slices=num_slices)
+    torch.manual_seed(0)
+    (chunk,) = [GPTStage(gpt_config(args), info) for info in stages_for_rank(name)]
+    chunk.config = config
+    losses: list[dict[str, Tensor]] = []
+
+    def step() -> None:
+        losses.extend(
+            get_forward_backward_func(name)(
+                forward_step_func=forward_step,
+                data_iterator=itertools.repeat(tokens_of(args)),
+                model=chunk,
+                num_microbatches=args.microbatches,
+                seq_length=args.seq_length,
+                micro_batch_size=1,
+            )
+        )
+
+    begin = time.perf_counter()
+    peak = memory_of("cpu", step).peak
+    seconds = time.perf_counter() - begin
+    loss = sum(report["loss"].item() for report in losses) / args.microbatches
+    return peak, seconds, loss
+
+
+def gpt_config(args: argparse.Namespace) -> GPTConfig:
+    return GPTConfig(
+        hidden_size=args.hidden_size,
+        num_layers=args.layers,
+        num_attention_heads=args.heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=args.seq_length,
+    )
+
+
+def tokens_of(args: argparse.Namespace) -> Tensor:
+    return torch.randint(VOCABULARY, (args.seq_length + 1, 1), generator=torch.Generator().manual_seed(0))
+
+
+def forward_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    tokens = next(data_iterator)
+
+    def loss_func(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = slices.cut(tokens[1:], 0)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (len(tokens) - 1)
+        return loss, {"loss": loss.detach()}
+
+    return model(slices.cut(tokens[:-1], 0)), loss_func
+
+
+if __name__ == "__main__":
+    main()
