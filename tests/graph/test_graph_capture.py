@@ -613,7 +613,9 @@ def test_inductor(capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = compiled(arguments)
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
     assert arguments == [], "emptied"
-    assert re.fullmatch(r"megapipe: compiling a graph, \d+ operators ... \d+\.\d s\n", capsys.readouterr().err)
+    told = capsys.readouterr().err  # torch may say something in between
+    assert re.match(r"megapipe: compiling a graph, \d+ operators \.\.\.", told)
+    assert re.search(r" \d+\.\d s\n$", told)
     inductor = importlib.import_module("torch._inductor.config")
     with (
         inductor.patch({"cpp.cxx": (None, "/no/such/g++"), "force_disable_caches": True}),
