@@ -159,14 +159,15 @@ def specs_of(
     step: StepArguments,
     shapes: ShapeArguments,
     stages: Sequence[StageInfo],
-    placement: Placement,
-    pp_rank: int,
-    pp_size: int,
+    ends: Sequence[tuple[bool, bool]],
 ) -> Specs:
-    """Per stage, the messages from and to other ranks, where they are known beforehand."""
+    """Per stage, the messages from and to other ranks, where they are known beforehand.
+
+    Args:
+        ends: of each stage, whether it receives from another rank, and whether it sends to one.
+    """
     specs: Specs = []
-    for model, stage in zip(step.models, stages):
-        receives, sends = remote_ends(stage, placement, pp_rank, pp_size)
+    for model, stage, (receives, sends) in zip(step.models, stages, ends):
         if step.config.variable_seq_lengths or not (receives or sends):
             specs.append((None, None))
         else:
@@ -184,11 +185,7 @@ def undescribed_messages(
     specs: Specs,
     found: FoundShapes,
 ) -> UndescribedMessages:
-    """The messages to be found in the first step.
-
-    Args:
-        ends: of each stage, whether it receives from another rank, and whether it sends to one.
-    """
+    """The messages to be found in the first step. `ends` is that of `specs_of`, which returns `specs`."""
     is_undescribed = [
         not step.config.variable_seq_lengths and any(of) and known == (None, None) for of, known in zip(ends, specs)
     ]

@@ -186,8 +186,8 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
         key.plan  # noqa: B018  # refuses a limit that the schedule cannot keep to
     is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
     sharded = ShardedChunks.find(step.models, step.forward_only, is_reduced)
-    specs = specs_of(step, shapes, stages, schedule.placement, pp_rank, pp_size)
     ends = [remote_ends(stage, schedule.placement, pp_rank, pp_size) for stage in stages]
+    specs = specs_of(step, shapes, stages, ends)
     found = FoundShapes() if session is None else session.found_shapes
     undescribed = undescribed_messages(step, shapes, stages, ends, specs, found)
     undescribed.fill_in(specs)
