@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ..chunks import iter_wrapped
-from ..messages import MessageSpec
 from ..p2p_communication import Transfer
-from ..plan import Schedule, StageInfo
+from ..plan import Schedule
 from ..slices import CarriedState, SequenceSlice
 from ..weight_grad import DeferredGrads
 from .arguments import StepArguments
@@ -100,18 +99,10 @@ class Microbatch:
 class SlicedStage(Stage):
     """Runs one chunk of the model on slices, in their order, and backward in the reverse order."""
 
-    def __init__(
-        self,
-        info: StageInfo,
-        chunk: int,
-        step: StepArguments,
-        output_specs: Sequence[MessageSpec] | None,
-        is_found: bool = False,
-    ) -> None:
-        super().__init__(info, chunk, step, output_specs, is_found)
-        self._output_specs = output_specs
-        self._slices = itertools.cycle(step.slices)
-        self._slice = step.slices[-1]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._slices = itertools.cycle(self._step.slices)
+        self._slice = self._step.slices[-1]
         self._microbatch = Microbatch(needs_grad=False)
         self._items = _SharedItems(self._data_iterator) if hasattr(self._data_iterator, "__next__") else None
         if self._items is not None:

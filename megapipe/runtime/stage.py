@@ -83,6 +83,7 @@ class Stage:
         self.module = step.models[chunk]
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
+        self._output_specs = output_specs
         self._output_spec = None if output_specs is None else output_specs[0]
         self._is_found = is_found
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
