@@ -33,7 +33,7 @@ help:
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environments and caches"
 
-$(INSTALLED): setup.py pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(CONSTRAINTS)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[examples,viz,test,lint]'
