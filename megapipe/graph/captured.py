@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from .side_effects import refusing_side_effects, undoing_changes
 from .state import State
 
 __all__ = ["CapturedStage", "capture"]
+
+logger = logging.getLogger(__name__)
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -87,6 +90,7 @@ def capture(
     except BaseException:
         del module.__dict__["_megapipe_graphs"]
         raise
+    logger.info("captured %s as graphs", type(module).__name__)
     module.__class__ = _captured_class(type(module))  # type: ignore[assignment]
     return module
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +17,8 @@ from .multiplex import communicates
 
 __all__ = ["compile_graph"]
 
+logger = logging.getLogger(__name__)
+
 Compiled = Callable[[list[Tensor]], tuple[Any, ...]]
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}
@@ -25,10 +27,10 @@ _compiled: dict[tuple[Any, ...], Compiled] = {}
 def compile_graph(graph: GraphModule, what: str) -> Compiled:
     """What `graph.forward` does, compiled with inductor; random numbers are drawn as uncompiled.
 
-    Takes a list, which it empties. A line on stderr names the graph and the seconds that it took.
+    Takes a list, which it empties. The log names the graph and the seconds that it took.
 
     Args:
-        what: names the graph in that line.
+        what: names the graph in the log.
 
     Raises:
         RuntimeError: there is no compiler for the device.
@@ -46,7 +48,7 @@ def compile_graph(graph: GraphModule, what: str) -> Compiled:
 
 def _compile(graph: GraphModule, examples: list[Any], what: str) -> Compiled:
     num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
-    print(f"megapipe: compiling {what}, {num_nodes} operators ...", end="", file=sys.stderr, flush=True)
+    logger.info("compiling %s, %d operators", what, num_nodes)
     start = time.perf_counter()
     unboxed = Graph()
     unboxed.output(unboxed.graph_copy(graph.graph, {}))
@@ -57,14 +59,13 @@ def _compile(graph: GraphModule, examples: list[Any], what: str) -> Compiled:
         with inductor.config.patch(fallback_random=True, **in_order):
             function = inductor.compile(GraphModule(graph, unboxed), examples)
     except Exception as error:
-        print(" failed", file=sys.stderr)
         if any(name in f"{type(error).__name__} {error}" for name in ("InvalidCxxCompiler", "TritonMissing")):
             raise RuntimeError(
                 f"inductor needs a compiler ({error}): install one (g++ for the CPU, triton for an accelerator), or "
                 'capture without compile="inductor".'
             ) from error
         raise
-    print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    logger.info("compiled %s in %.1f s", what, time.perf_counter() - start)
     return partial(_run_boxed, function)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from .sharing import share
 from .weight_tuning import WeightTuner
 
 __all__ = ["Session"]
+
+logger = logging.getLogger(__name__)
 
 SAFETY = 60  # seconds that a transport waits longer than the watchdog, which says where everybody is
 
@@ -124,8 +127,9 @@ class Session:
         if key not in self._communicators:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
             members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY)
+            chosen = make_transport(transport, members, device, self._is_shared, dynamic_shapes)
             communicator = Communicator(
-                make_transport(transport, members, device, self._is_shared, dynamic_shapes),
+                chosen,
                 placement,
                 self.pp_rank,
                 len(self.ranks),
@@ -137,6 +141,10 @@ class Session:
             progress.action, progress.awaited = "the connecting of its channels", "the others to connect"
             communicator.connect()
             progress.awaited = None
+            logger.info(
+                "pipeline rank %d of %d: connected for %s with %d chunk(s), on %s by %s",
+                *(self.pp_rank, len(self.ranks), placement.name, num_chunks, device, type(chosen).__name__),
+            )
         return self._communicators[key]
 
     def _is_shared(self, device: torch.device) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from .plans import PlanKey
 from .step_record import StepRecord
 
 __all__ = ["Choice", "WeightTuner", "choose"]
+
+logger = logging.getLogger(__name__)
 
 FIRST, INTERVAL = 6, 10
 """The step before which times are first exchanged, and the steps between exchanges. The first step is not like the
@@ -169,6 +172,10 @@ class WeightTuner:
         costs.p2p = _latency(plan, costs, max(one["step"] for one in means))
         self._measured = costs
         self.choice = self.choose(*self._own_key[:-1], costs, self._own_key.num_slices)
+        logger.info(
+            "pipeline rank %d, %s: Ws moved by measured times, a step of %.4g s instead of %.4g s by the plan",
+            *(self._rank, self._own_key.schedule.name, self.choice.makespan, self.choice.own_makespan),
+        )
 
     def _plan_in_use(self) -> Plan:
         plan = self.key.plan

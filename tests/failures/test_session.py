@@ -1,5 +1,6 @@
 """Pipelines of the same ranks keep apart, one after the other and side by side."""
 
+import logging
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,24 @@ def test_ranks_may_be_in_different_numbers_of_groups(rank: int) -> None:
     chunks = build("1f1b", 3, 6)
     run("1f1b", chunks, 2)
     assert_same_gradients(chunks, reference(6, 2)[0])
+
+
+@on_ranks(2)
+def test_the_log_says_how_ranks_are_connected(rank: int) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megapipe")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        chunks = build("1f1b", 2, 4)
+        for _ in range(2):
+            run("1f1b", chunks, 2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert told == [f"pipeline rank {rank} of 2: connected for loop with 1 chunk(s), on cpu by GlooTransport"]
 
 
 @on_ranks(2)
