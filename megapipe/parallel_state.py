@@ -243,7 +243,10 @@ def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:
 
 def _check_uninitialized() -> None:
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first.")
+        raise RuntimeError(
+            "torch.distributed is not initialised: start the script with torchrun, and call dist.init_process_group() "
+            "before this."
+        )
     if _groups is not None:
         raise RuntimeError("model parallelism is initialised already: call destroy_model_parallel() first.")
 

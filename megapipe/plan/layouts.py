@@ -44,8 +44,14 @@ def distribute_layers(
         memory_limit: the most that a stage may hold, or one limit for each stage. Goes with `memory` and `costs`.
 
     Raises:
+        TypeError: `stage` is something else.
         ValueError: the layers cannot be shared out like that.
     """
+    if not isinstance(stage, StageInfo):
+        raise TypeError(
+            f"distribute_layers takes a StageInfo second, one of those that stages_for_rank(schedule) returns, got "
+            f"{stage!r}."
+        )
     if layout is not None:
         if costs is not None or num_virtual_layers_pre or num_virtual_layers_post:
             raise ValueError("a layout says how many layers each stage holds: pass no costs or virtual layers with it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Schedule:
         if num_chunks < 1 or self.num_chunks not in (None, num_chunks):
             wanted = "at least 1 chunk" if self.num_chunks is None else f"{self.num_chunks} chunk(s)"
             raise ValueError(
-                f"{self.name} runs {wanted} of the model on each rank, got {num_chunks}: pass as `model` a list with "
+                f"{self.name} runs {wanted} of the model on each rank, got {num_chunks}: pass as model a list with "
                 "one module for each of the rank's stages (stages_for_rank tells which)."
             )
         return num_chunks
@@ -99,5 +100,13 @@ def find_schedule(name: str | Schedule) -> Schedule:
     if isinstance(name, Schedule):
         return name
     if name not in _schedules:
-        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(_schedules)}.")
+        meant = {_letters(known): known for known in _schedules}
+        near = difflib.get_close_matches(_letters(str(name)), meant, n=1)
+        guess = f" (do you mean {meant[near[0]]!r}?)" if near else ""
+        raise ValueError(f"there is no schedule {name!r}{guess}; choose one of {', '.join(_schedules)}.")
     return _schedules[name]
+
+
+def _letters(name: str) -> str:
+    """The name but for its signs and capitals."""
+    return "".join(filter(str.isalnum, name.lower()))

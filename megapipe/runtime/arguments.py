@@ -28,6 +28,7 @@ __all__ = [
     "Specs",
     "StepArguments",
     "check_arguments",
+    "chunks_of",
     "config_of",
     "device_of",
     "iterator_per_chunk",
@@ -102,6 +103,16 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
+def chunks_of(model: Any) -> list[nn.Module]:
+    """The rank's chunks. Raises TypeError for anything but a module or a list of them."""
+    models = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
+    wrong = next((one for one in models if not isinstance(one, nn.Module)), None)
+    if wrong is not None or not models:
+        given = f"a {type(wrong).__name__}" if models else "an empty list"
+        raise TypeError(f"model must be the rank's chunk, a torch.nn.Module, or a list of its chunks, got {given}.")
+    return models
+
+
 def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
     """One for each chunk; a single one is read by each chunk from the same place. Raises ValueError for a list of
     another length."""
@@ -109,7 +120,7 @@ def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
         if len(data_iterator) != num_chunks:
             raise ValueError(
                 f"data_iterator is a list of {len(data_iterator)} but there are {num_chunks} chunks: pass one iterator "
-                "for each, or a single one for all."
+                "for each, or a single one for all. Of a list of microbatches, pass iter(list)."
             )
         return list(data_iterator)
     if data_iterator is None or num_chunks == 1:

@@ -50,7 +50,10 @@ def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Te
         )
     loss, report = returned[0], returned[-1]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TypeError(f"loss_func must return a loss of one element first, but it is {describe(loss)}.")
+        raise TypeError(
+            f"the loss, which loss_func returns first, must be a tensor of one element, but it is {describe(loss)}: "
+            "take the mean or the sum of a larger one, and leave out .item()."
+        )
     step.results.append(report)
     return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss.device)
 

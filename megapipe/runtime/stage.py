@@ -6,6 +6,7 @@ output is freed as soon as it has been sent, views included, and nothing is ever
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -124,7 +125,7 @@ class Stage:
         try:
             with self.autocast():
                 returned = self._step.forward_step_func(self._data_iterator, self.module, *extra)
-        except (RuntimeError, StopIteration) as error:
+        except (RuntimeError, StopIteration, TypeError, AttributeError) as error:
             self._explain(error, microbatch)
             raise
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
@@ -278,7 +279,7 @@ class Stage:
 
     # Output
 
-    def _explain(self, error: RuntimeError | StopIteration, microbatch: int) -> None:
+    def _explain(self, error: Exception, microbatch: int) -> None:
         """Raises a better error, if there is one."""
         if isinstance(error, StopIteration):
             called = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -290,10 +291,22 @@ class Stage:
                 f"data_iterator ended at microbatch {microbatch} of {self._step.num_microbatches} (stage "
                 f"{self.info.index}): it must yield one item per microbatch; give it more, or lower num_microbatches."
             ) from None
+        failed = f"stage {self.info.index} failed for microbatch {microbatch}: {error}"
         if "leaf Variable that requires grad" in str(error) and self._received is not None:
             raise RuntimeError(
-                f"stage {self.info.index} failed for microbatch {microbatch}: {error} That is what it received: "
-                "compute its first result out of place (inplace=False, or a clone())."
+                f"{failed} That is what it received: compute its first result out of place (inplace=False, or a "
+                "clone())."
+            ) from error
+        if "is not an iterator" in str(error) and not hasattr(self._data_iterator, "__next__"):
+            raise TypeError(
+                f"{failed}. data_iterator is {describe(self._data_iterator)}: pass an iterator over microbatches, such "
+                "as iter(data_loader) or iter(batch.chunk(num_microbatches))."
+            ) from error
+        is_alone = self._received is None or self._received.spec is None or self._received.spec.structure == "tensor"
+        if isinstance(error, (TypeError, AttributeError)) and re.search(r"\blist\b", str(error)) and is_alone:
+            raise TypeError(
+                f"{failed}. set_input_tensor is called with a list of one item, the tensor received, or None on the "
+                "first stage: keep input[0], or wrap the layers in megapipe.PipelineStage."
             ) from error
 
     def _pack_output(self, output: Any, microbatch: int) -> tuple[Any, list[Tensor]]:

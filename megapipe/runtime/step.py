@@ -12,11 +12,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from .. import parallel_state
 from ..config import PipelineConfig
-from ..failures import Watchdog
+from ..failures import PipelineError, Watchdog
 from ..overlap import find_forward_segments
 from ..p2p_communication import Communicator, Lookahead
 from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, find_schedule, register
@@ -25,6 +23,7 @@ from . import hooks
 from .arguments import (
     StepArguments,
     check_arguments,
+    chunks_of,
     config_of,
     device_of,
     iterator_per_chunk,
@@ -60,11 +59,11 @@ class ForwardBackward(Schedule):
 
     def __call__(
         self,
-        *,
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
         model: Any,
         num_microbatches: int,
+        *,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         decoder_seq_length: int | None = None,
@@ -121,32 +120,35 @@ class ForwardBackward(Schedule):
         """
         group = pipeline_group(pg_collection, p2p_communicator)
         session = None if group is None or group.size() == 1 else Session.of(group)
-        with session.step() if session is not None else nullcontext():
-            models = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
-            step = StepArguments(
-                forward_step_func=forward_step_func,
-                data_iterators=iterator_per_chunk(data_iterator, len(models)),
-                models=models,
-                num_microbatches=num_microbatches,
-                config=config_of(self, models, pg_collection),
-                device=device_of(models),
-                forward_only=forward_only or self.forward_only,
-                collect_non_loss_data=collect_non_loss_data,
-                first_val_step=first_val_step,
-            )
-            lengths = (seq_length, micro_batch_size, decoder_seq_length)
-            shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
-            keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-            with collector.between_steps(step.config.gc_interval):
-                try:
-                    prepared = prepare(self, step, shapes, session)
-                    run(prepared, connect(prepared, session))
-                except BaseException:
-                    leave_batch(step.data_iterators)
-                    raise
-                with _around_finalizing(prepared, session, keywords):
-                    if not step.forward_only:
-                        finalize_gradients(step.config, models, step.num_tokens, keywords)
+        try:
+            with session.step() if session is not None else nullcontext():
+                models = chunks_of(model)
+                step = StepArguments(
+                    forward_step_func=forward_step_func,
+                    data_iterators=iterator_per_chunk(data_iterator, len(models)),
+                    models=models,
+                    num_microbatches=num_microbatches,
+                    config=config_of(self, models, pg_collection),
+                    device=device_of(models),
+                    forward_only=forward_only or self.forward_only,
+                    collect_non_loss_data=collect_non_loss_data,
+                    first_val_step=first_val_step,
+                )
+                lengths = (seq_length, micro_batch_size, decoder_seq_length)
+                shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
+                keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+                with collector.between_steps(step.config.gc_interval):
+                    try:
+                        prepared = prepare(self, step, shapes, session)
+                        run(prepared, connect(prepared, session))
+                    except BaseException:
+                        leave_batch(step.data_iterators)
+                        raise
+                    with _around_finalizing(prepared, session, keywords):
+                        if not step.forward_only:
+                            finalize_gradients(step.config, models, step.num_tokens, keywords)
+        except PipelineError as error:
+            raise error.with_traceback(None) from None  # another rank failed: our own calls have nothing to do with it
         return step.results
 
 

@@ -1,0 +1,333 @@
+"""Every mistake in docs/errors.md says, on every rank, the sentence that stands there."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import megapipe
+from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, parallel_state, stages_for_rank
+
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+H = 8
+
+MISTAKES: dict[str, Callable[[], object]] = {}
+
+
+def mistake(text: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """Files a function under its text on the page, without the signs of code."""
+
+    def keep(function: Callable[[], object]) -> Callable[[], object]:
+        MISTAKES[text] = function
+        return function
+
+    return keep
+
+
+class Layers(nn.Module):
+    """Megatron's protocol."""
+
+    def __init__(self, keep: Callable[[list[Any]], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(H, H)
+        self.config = PipelineConfig(hidden_size=H, timeout=8.0)
+        self._keep = keep
+
+    def set_input_tensor(self, received: list[Any]) -> None:
+        self.received = self._keep(received)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x if self.received is None else self.received)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return x
+
+
+def stage(info: megapipe.StageInfo, module: nn.Module | None = None, **config: Any) -> PipelineStage:
+    return PipelineStage(nn.Linear(H, H) if module is None else module, info, PipelineConfig(timeout=8.0, **config))
+
+
+def stages(schedule: str = "1f1b", **config: Any) -> list[nn.Module]:
+    return [stage(info, **config) for info in stages_for_rank(schedule)]
+
+
+def data(num_batches: int = 4) -> Iterator[Tensor]:
+    return iter(torch.randn(num_batches, 3, H))
+
+
+def mean(output: Tensor) -> Any:
+    return output.mean(), {"loss": output.detach().mean()}
+
+
+def forward_step(iterator: Any, model: nn.Module) -> Any:
+    return model(next(iterator)), mean
+
+
+def train(
+    schedule: str = "1f1b",
+    model: Any = None,
+    forward_step: Callable[..., Any] = forward_step,
+    data_iterator: Any = None,
+    num_microbatches: Any = 2,
+    **options: Any,
+) -> None:
+    model = stages(schedule) if model is None else model
+    data_iterator = data() if data_iterator is None else data_iterator
+    get_forward_backward_func(schedule)(forward_step, data_iterator, model, num_microbatches, **options)
+
+
+def with_loss(loss_func: Any) -> None:
+    train(forward_step=lambda iterator, model: (model(next(iterator)), loss_func))
+
+
+def of_modules(*modules: Callable[[], nn.Module]) -> None:
+    train(model=[stage(info, modules[info.index]()) for info in stages_for_rank("1f1b")])
+
+
+def without_groups(function: Callable[[], object]) -> None:
+    parallel_state.destroy_model_parallel()
+    try:
+        function()
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+
+
+# Setting up
+
+
+@mistake("stages_for_rank before initialize_model_parallel")
+def _() -> None:
+    without_groups(lambda: stages_for_rank("1f1b"))
+
+
+@mistake("initialize_model_parallel twice")
+def _() -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+
+
+@mistake("3 stages on 2 ranks")
+def _() -> None:
+    without_groups(lambda: parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3))
+
+
+@mistake("ranks with different pipeline sizes")
+def _() -> None:
+    size = 1 + dist.get_rank()
+    without_groups(lambda: parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size))
+
+
+@mistake("a schedule's name nearly right")
+def _() -> None:
+    get_forward_backward_func("zb-v")
+
+
+@mistake("more stages than layers")
+def _() -> None:
+    megapipe.distribute_layers(1, stages_for_rank("1f1b")[0])
+
+
+@mistake("distribute_layers with a number for the stage")
+def _() -> None:
+    megapipe.distribute_layers(4, 2)  # type: ignore[arg-type]
+
+
+@mistake("a negative time limit")
+def _() -> None:
+    train(model=[PipelineStage(nn.Linear(H, H), info, PipelineConfig(timeout=-1)) for info in stages_for_rank("1f1b")])
+
+
+@mistake("PipelineStage with the number of a stage")
+def _() -> None:
+    PipelineStage(nn.Linear(H, H), 0)  # type: ignore[arg-type]
+
+
+# The call
+
+
+@mistake("a tensor as data_iterator")
+def _() -> None:
+    train(data_iterator=torch.randn(2, 3, H))
+
+
+@mistake("a DataLoader as data_iterator")
+def _() -> None:
+    train(data_iterator=DataLoader(torch.randn(6, H), batch_size=3))
+
+
+@mistake("a list of microbatches as data_iterator")
+def _() -> None:
+    train(data_iterator=[torch.randn(3, H) for _ in range(4)])
+
+
+@mistake("fewer batches than microbatches")
+def _() -> None:
+    train(num_microbatches=6)
+
+
+@mistake("no microbatch")
+def _() -> None:
+    train(num_microbatches=0)
+
+
+@mistake("one chunk where the schedule runs two")
+def _() -> None:
+    train("zbv", model=stages("zbv")[:1])
+
+
+@mistake("a dict of chunks")
+def _() -> None:
+    train(model=dict(enumerate(stages())))
+
+
+@mistake("a plain module behind the first stage")
+def _() -> None:
+    train(model=nn.Linear(H, H))
+
+
+@mistake("1f1b with slices")
+def _() -> None:
+    train(model=stages(num_sequence_slices=2))
+
+
+@mistake("max_in_flight below the schedule's need")
+def _() -> None:
+    train(model=stages(max_in_flight=1))
+
+
+@mistake("a schedule called within a step of it")
+def _() -> None:
+    def forward_step(iterator: Any, model: nn.Module) -> Any:
+        train()
+
+    train(forward_step=forward_step)
+
+
+# The model and the loss
+
+
+@mistake("forward_step_func returns the output alone")
+def _() -> None:
+    train(forward_step=lambda iterator, model: model(next(iterator)))
+
+
+@mistake("forward_step_func returns the loss instead of a function")
+def _() -> None:
+    def forward_step(iterator: Any, model: nn.Module) -> Any:
+        output = model(next(iterator))
+        return output, output.mean()
+
+    train(forward_step=forward_step)
+
+
+@mistake("the loss function returns the loss alone")
+def _() -> None:
+    with_loss(lambda output: output.mean())
+
+
+@mistake("a loss that is not a scalar")
+def _() -> None:
+    with_loss(lambda output: (output, {}))
+
+
+@mistake("a loss that is a float")
+def _() -> None:
+    with_loss(lambda output: (output.mean().item(), {}))
+
+
+@mistake("a detached loss")
+def _() -> None:
+    with_loss(lambda output: (output.mean().detach(), {}))
+
+
+@mistake("set_input_tensor keeps the list")
+def _() -> None:
+    train(model=Layers(lambda received: received), seq_length=3, micro_batch_size=1)
+
+
+@mistake("a stage changes its input in place")
+def _() -> None:
+    of_modules(lambda: nn.Linear(H, H), InPlace)
+
+
+@mistake("an output that cannot be sent")
+def _() -> None:
+    class Opaque(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(x=x)
+
+    of_modules(Opaque, lambda: nn.Linear(H, H))
+
+
+# Ranks that differ or fail
+
+
+@mistake("another number of microbatches on one rank")
+def _() -> None:
+    train(num_microbatches=2 + dist.get_rank())
+
+
+@mistake("another schedule on one rank")
+def _() -> None:
+    train("gpipe" if dist.get_rank() else "1f1b")
+
+
+@mistake("an error of your own on rank 0")
+def _() -> None:
+    def forward_step(iterator: Any, model: nn.Module) -> Any:
+        if dist.get_rank() == 0:
+            raise KeyError("sample 17")
+        return model(next(iterator)), mean
+
+    train(forward_step=forward_step)
+
+
+def told(function: Callable[[], object]) -> list[str]:
+    """What a mistake says on this rank: the warnings, and the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", megapipe.TrainingWarning)
+        try:
+            function()
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
+    return [f"{w.category.__name__}: {w.message}" for w in caught if issubclass(w.category, megapipe.TrainingWarning)]
+
+
+def all_told(rank: int) -> list[list[str]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    sentences = []
+    for function in MISTAKES.values():
+        sentences.append(told(function))
+        dist.barrier()
+    return sentences
+
+
+def test_every_mistake_says_what_the_page_has(ranks: RankPool) -> None:
+    rows = re.findall(r"^\| (.+) \| `(.+)` \|$", PAGE.read_text(), flags=re.MULTILINE)
+    assert [cell.replace("`", "") for cell, _ in rows] == list(MISTAKES)
+    for (name, sentence), *told in zip(rows, *ranks.run(2, all_told)):
+        wanted = re.escape(sentence).replace(re.escape("..."), ".+")
+        (first, *others) = sorted((text for texts in told for text in texts), key=len)
+        assert re.fullmatch(wanted, first, flags=re.DOTALL), f"{name}: {first}"
+        for other in others:  # the ranks that did nothing wrong name the one that did
+            assert other == first or re.fullmatch(rf"PipelineError: rank \d failed at .+: {wanted}", other, re.DOTALL)
+        is_warning = "Warning: " in sentence
+        assert is_warning or all(told), f"{name}: a rank went on"
+
+
+def test_without_a_process_group() -> None:
+    (sentence,) = re.findall(r"^RuntimeError: (torch\.distributed is not.+)$", PAGE.read_text(), flags=re.MULTILINE)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(sentence)}$"):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
