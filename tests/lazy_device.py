@@ -13,8 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,9 +22,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
-
-from megapipe.transports.choice import DEVICES, DeviceSupport
-from megapipe.transports.staging import Staging
 
 DEVICE = torch.device("lazy", 0)
 SYNCS: list[str] = []
@@ -83,6 +79,10 @@ class Stream:
         event = threading.Event()
         self.put(event.set)
         return event
+
+    def wait_stream(self, stream: Stream) -> None:
+        """What is put here from now on runs behind all that was put there."""
+        self.put(stream.record().wait)
 
     def synchronize(self) -> None:
         self.record().wait()
@@ -145,6 +145,9 @@ class LazyTensor(Tensor):
     def __repr__(self, **kwargs: Any) -> str:
         return f"LazyTensor{list(self.shape)}"
 
+    def record_stream(self, stream: Any) -> None:
+        """What is queued holds its memory by itself."""
+
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return enqueue(op, args, kwargs or {})
@@ -168,8 +171,11 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
     device = kwargs.get("device")
     to_cpu = op is torch.ops.aten._to_copy.default and device is not None and torch.device(device).type == "cpu"
     from_cpu = op is torch.ops.aten._to_copy.default and not isinstance(args[0], LazyTensor)
-    if op is torch.ops.aten._local_scalar_dense.default or to_cpu or from_cpu:
-        SYNCS.append("".join(traceback.format_stack(limit=12)[:-3]))
+    if op is torch.ops.aten.copy_.default and not isinstance(args[0], LazyTensor):
+        return _copy_out(*args, **kwargs)
+    is_pinned = from_cpu and kwargs.get("non_blocking", False)
+    if op is torch.ops.aten._local_scalar_dense.default or to_cpu or (from_cpu and not is_pinned):
+        count_sync()
         current_stream().synchronize()
         if not from_cpu:
             return op(args[0].cell.cpu, *args[1:], **kwargs)
@@ -188,6 +194,20 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
 
     current_stream().put(work)
     return pytree.tree_unflatten(results, spec)
+
+
+def count_sync() -> None:
+    SYNCS.append("".join(traceback.format_stack(limit=13)[:-4]))
+
+
+def _copy_out(target: Tensor, source: LazyTensor, non_blocking: bool = False) -> Tensor:
+    """To host memory, which is pinned where the copy does not block."""
+    cell = source.cell
+    current_stream().put(lambda: target.copy_(cell.cpu))
+    if not non_blocking:
+        count_sync()
+        current_stream().synchronize()
+    return target
 
 
 _known_shapes: dict[Any, tuple[list[Any], Any]] = {}
@@ -250,45 +270,13 @@ class Factories(TorchDispatchMode):
     """Makes torch.zeros(device="lazy") and copies to the device."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         is_lazy = device is not None and torch.device(device).type == DEVICE.type
         if is_lazy or any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return enqueue(op, args, kwargs)
         return op(*args, **kwargs)
-
-
-class LazyStaging(Staging):
-    """Copies to and from host memory, in the order of the one stream there is."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._arrivals: deque[threading.Event] = deque()
-
-    def copy_out(self, tensors: Sequence[Any]) -> tuple[list[Tensor], Callable[[], None]]:
-        copies = [self.buffer(tensor.shape, tensor.dtype) for tensor in tensors]
-        cells = [tensor.cell for tensor in tensors]
-        COMPUTE.put(lambda: [copy.copy_(cell.cpu) for copy, cell in zip(copies, cells)])
-        is_copied = COMPUTE.record()
-        return copies, lambda: (is_copied.wait(), None)[1]
-
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def copy_in(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        arrived = threading.Event()
-        self._arrivals.append(arrived)
-        cells = [Cell() for _ in buffers]
-
-        def work() -> None:
-            arrived.wait()
-            for cell, buffer in zip(cells, buffers):
-                cell.cpu = buffer.clone()
-
-        COMPUTE.put(work)
-        return [LazyTensor(buffer.to("meta"), cell) for buffer, cell in zip(buffers, cells)]
-
-    def arrive(self) -> None:
-        self._arrivals.popleft().set()
 
 
 @contextmanager
@@ -301,4 +289,3 @@ def lazily() -> Iterator[None]:
 
 _setup_privateuseone_for_python_backend("lazy", Module())
 COMPUTE = Stream()
-DEVICES["lazy"] = DeviceSupport(LazyStaging, lambda device: COMPUTE.record().is_set)

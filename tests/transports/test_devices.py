@@ -107,6 +107,7 @@ def build(schedule: str, pp_size: int, transport: str, **config: Any) -> list[St
 @contextlib.contextmanager
 def on_lazy_device(chunks: list[Stage]) -> Iterator[Any]:
     """Moves the chunks to the device, and in the end their gradients back."""
+    import cuda_like
     import lazy_device
     import nccl_like
 
@@ -114,8 +115,8 @@ def on_lazy_device(chunks: list[Stage]) -> Iterator[Any]:
         for name, parameter in list(chunk.layer.named_parameters()):
             setattr(chunk.layer, name, nn.Parameter(lazy_device.to_device(parameter.data)))
     nccl_like.COMMUNICATORS.clear()
-    with mock.patch.object(dist, "ProcessGroupNCCL", nccl_like.LikeNccl, create=True), lazy_device.lazily():
-        yield SimpleNamespace(device=lazy_device, nccl=nccl_like)
+    with mock.patch.object(dist, "ProcessGroupNCCL", nccl_like.LikeNccl, create=True), cuda_like.as_cuda():
+        yield SimpleNamespace(device=lazy_device, nccl=nccl_like, cuda=cuda_like)
 
 
 def gradients(chunks: list[Stage], read: Any) -> list[Tensor]:
@@ -378,3 +379,9 @@ def test_a_norm_is_read_while_the_device_has_other_work(rank: int) -> None:
         is_over.set()
         assert not validating.is_alive()
         assert optimizer.grad_norm == pytest.approx(0.01 * (WIDTH * WIDTH + WIDTH) ** 0.5)
+
+
+@on_ranks(1)
+def test_stand_ins_for_cuda_are_called_like_it(rank: int) -> None:
+    with on_lazy_device([]) as lazy:
+        lazy.cuda.check_signatures()

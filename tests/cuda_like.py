@@ -1,0 +1,124 @@
+"""torch.cuda's streams and events on the tests' asynchronous device, and the driver's calls that megapipe makes: so
+that the code for CUDA itself runs where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import lazy_device
+import torch
+
+from megapipe.transports import staging
+from megapipe.transports.choice import DEVICES
+
+NUM_EVENTS = 0
+"""That have been made."""
+
+
+class Event:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        global NUM_EVENTS
+        NUM_EVENTS += 1
+        self._has_timing = enable_timing
+        self._passed = threading.Event()
+        self._passed.set()  # until it is recorded
+
+    def record(self, stream: Any = None) -> None:
+        self._passed = passed = threading.Event()
+
+        def pass_by() -> None:
+            self._time = time.perf_counter()
+            passed.set()
+
+        (stream or lazy_device.current_stream()).put(pass_by)
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def wait(self, stream: Any = None) -> None:
+        (stream or lazy_device.current_stream()).put(self._passed.wait)
+
+    def synchronize(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            lazy_device.count_sync()
+        self._passed.wait()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        if not (self._has_timing and end_event._has_timing and self.query() and end_event.query()):
+            raise RuntimeError("both events must have timing, and be over")
+        return 1000 * (end_event._time - self._time)
+
+
+class Stream(lazy_device.Stream):
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        super().__init__()
+        self.cuda_stream = id(self)
+        STREAMS[self.cuda_stream] = self
+
+
+STREAMS: dict[int, Stream] = {}
+"""By handle."""
+
+
+class Driver:
+    """libcuda"""
+
+    @staticmethod
+    def cuStreamWaitValue32_v2(
+        stream: ctypes.c_void_p, address: ctypes.c_uint64, value: ctypes.c_uint32, flags: ctypes.c_uint
+    ) -> int:
+        assert flags.value == 0  # CU_STREAM_WAIT_VALUE_GEQ
+        number = ctypes.c_uint32.from_address(address.value)
+        wanted = value.value
+
+        def wait() -> None:
+            while ctypes.c_int32(number.value - wanted).value < 0:
+                time.sleep(0.0001)
+
+        STREAMS[stream.value or 0].put(wait)
+        return 0
+
+
+STAND_INS: dict[str, Any] = {
+    "Event": Event,
+    "Stream": Stream,
+    "current_stream": lambda device=None: lazy_device.current_stream(),
+    "device": lambda device: contextlib.nullcontext(),
+    "stream": lazy_device.Module().stream,
+    "synchronize": lambda device=None: lazy_device.synchronize(),
+}
+
+
+ORIGINALS = {name: getattr(torch.cuda, name) for name in STAND_INS}
+
+
+def check_signatures() -> None:
+    """The parameters of stand-ins are the first ones of what they stand in for."""
+    for name, mine in STAND_INS.items():
+        pairs = [(mine, ORIGINALS[name])]
+        if isinstance(mine, type):
+            pairs += [(getattr(mine, key), getattr(ORIGINALS[name], key)) for key in vars(mine) if key[0].islower()]
+        for one, other in pairs:
+            names, others = (list(inspect.signature(function).parameters) for function in (one, other))
+            assert names == others[: len(names)], (name, one)
+
+
+@contextlib.contextmanager
+def as_cuda() -> Iterator[None]:
+    """Around what uses the device, which counts as CUDA meanwhile."""
+    with (
+        mock.patch.multiple(torch.cuda, **STAND_INS),
+        mock.patch.object(staging, "_driver", Driver),
+        mock.patch.dict(DEVICES, {lazy_device.DEVICE.type: DEVICES["cuda"]}),
+        lazy_device.lazily(),
+    ):
+        yield
