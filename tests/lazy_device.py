@@ -80,9 +80,8 @@ class Stream:
         self.put(event.set)
         return event
 
-    def wait_stream(self, stream: Stream) -> None:
-        """What is put here from now on runs behind all that was put there."""
-        self.put(stream.record().wait)
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
 
     def synchronize(self) -> None:
         self.record().wait()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..plan import Action, Span
+from ..transports import CudaEvents, RecordedEvent
 
 __all__ = ["Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
 
@@ -106,27 +107,23 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.now = CudaEvents(device, enable_timing=True).record
 
-    def now(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def elapsed(self, start: RecordedEvent, end: RecordedEvent) -> float:
         end.synchronize()
-        return float(start.elapsed_time(end))
+        return _between(start, end)
 
     def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
         torch.cuda.synchronize(self._device)
         anchor, host = self._anchor()
 
-        def time_of(first: torch.cuda.Event, mark: torch.cuda.Event) -> float:
+        def time_of(first: RecordedEvent, mark: RecordedEvent) -> float:
             # Through the step's own first event: times between events are given in single precision.
-            return float(host - first.elapsed_time(anchor) + first.elapsed_time(mark))
+            return host - _between(first, anchor) + _between(first, mark)
 
         return [record.read(functools.partial(time_of, record.begin)) for record in records]
 
-    def _anchor(self) -> tuple[torch.cuda.Event, float]:
+    def _anchor(self) -> tuple[RecordedEvent, float]:
         """An event, and when the host's clock showed that it was passed. The host is told of it 10 to 100 us late: the
         least late of ten is taken."""
         tries = []
@@ -135,7 +132,11 @@ class CudaClock:
             mark.synchronize()
             tries.append((mark, 1000 * time.perf_counter()))
         first = tries[0][0]
-        return min(tries, key=lambda one: one[1] - first.elapsed_time(one[0]))
+        return min(tries, key=lambda one: one[1] - _between(first, one[0]))
+
+
+def _between(start: RecordedEvent, end: RecordedEvent) -> float:
+    return float(start.event.elapsed_time(end.event))
 
 
 @functools.cache

@@ -2,10 +2,13 @@
 
 from .channel import Members
 from .choice import make_transport
+from .cuda_events import CudaEvents, RecordedEvent
 from .gloo import GlooTransport
 
 __all__ = [
+    "CudaEvents",
     "GlooTransport",
     "Members",
+    "RecordedEvent",
     "make_transport",
 ]

@@ -9,6 +9,7 @@ import torch
 
 from ..p2p_communication import Transport
 from .channel import Members
+from .cuda_events import CudaEvents
 from .gloo import GlooTransport
 from .nccl import NcclTransport
 from .staging import CudaStaging, StagedTransport, Staging
@@ -20,17 +21,11 @@ class DeviceSupport(NamedTuple):
     """What a type of device needs to hold the stages of a pipeline."""
 
     staging: Callable[[torch.device], Staging]
-    mark: Callable[[torch.device], Callable[[], bool]]
-    """Marks a point of the current stream, see `Transport.mark`."""
+    events: Callable[[torch.device], CudaEvents]
+    """Marks points of the current stream, see `Transport.mark`."""
 
 
-def _mark_cuda(device: torch.device) -> Callable[[], bool]:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event.query
-
-
-DEVICES = {"cuda": DeviceSupport(CudaStaging, _mark_cuda)}
+DEVICES = {"cuda": DeviceSupport(CudaStaging, CudaEvents)}
 """By type of device."""
 
 
@@ -54,9 +49,10 @@ def make_transport(
     if name is None:
         name = "nccl" if device.type == "cuda" and not is_shared(device) else "host"
     support = DEVICES[device.type]
+    events = support.events(device)
 
     def mark() -> Callable[[], bool]:
-        return support.mark(device)
+        return events.record().query
 
     if name == "nccl":
         return NcclTransport(members, device, mark, GlooTransport(members) if dynamic_shapes else None)

@@ -21,6 +21,7 @@ from ..messages import MessageSpec
 from ..p2p_communication import Channel, ConnectionLostError, Transfer, Transport
 from ..plan import ChannelName
 from .channel import BackendChannel, resolved
+from .cuda_events import CudaEvents
 from .gloo import GlooTransport
 from .outbox import TaskThread
 
@@ -56,15 +57,16 @@ class CudaStaging(Staging):
         self._device = device
         with torch.cuda.device(device):
             self._out, self._in = (torch.cuda.Stream(priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._order = CudaEvents(device)
+        self._copied = CudaEvents(device, blocking=True)
         self._num_arrived = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._num_awaited = 0
 
     def copy_out(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        is_copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._out.wait_event(self._order.record().event)
         with torch.cuda.stream(self._out):
             copies = [self.buffer(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors]
-            is_copied.record()
+            is_copied = self._copied.record()
         for tensor in tensors:
             tensor.record_stream(self._out)
         return copies, is_copied.synchronize
@@ -77,8 +79,9 @@ class CudaStaging(Staging):
         _wait_for_value(self._in, self._num_arrived, self._num_awaited)
         with torch.cuda.stream(self._in):
             tensors = [buffer.to(self._device, non_blocking=True) for buffer in buffers]
+            are_there = self._order.record()
         current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._in)
+        current.wait_event(are_there.event)
         for tensor in tensors:
             tensor.record_stream(current)
         return tensors

@@ -39,7 +39,7 @@ def test_a_device_is_put_on_the_clock_of_the_host_by_its_fastest_answer(monkeypa
         """Passed at once, 1 ms after the one before."""
 
         def __init__(self) -> None:
-            self.time = float(next(numbers))
+            self.event, self.time = self, float(next(numbers))
 
         def synchronize(self) -> None:
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import threading
@@ -21,11 +22,20 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
-from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank, weight_grad
+from megapipe import (
+    PipelineConfig,
+    PipelineError,
+    StageInfo,
+    TimelineRecorder,
+    parallel_state,
+    stages_for_rank,
+    weight_grad,
+)
 from megapipe.failures import check_failures
 from megapipe.messages import MessageSpec, TensorSpec
 from megapipe.p2p_communication import Communicator
 from megapipe.plan import ChannelName, loop
+from megapipe.runtime.step_record import CudaClock
 from megapipe.transports import Members, make_transport
 
 pytest.importorskip("torch.utils.backend_registration")
@@ -379,6 +389,29 @@ def test_a_norm_is_read_while_the_device_has_other_work(rank: int) -> None:
         is_over.set()
         assert not validating.is_alive()
         assert optimizer.grad_norm == pytest.approx(0.01 * (WIDTH * WIDTH + WIDTH) ** 0.5)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_events_are_used_again(rank: int, transport: str) -> None:
+    """Each message had events of its own, and each action of a recorded step two to four: thousands in a step of many
+    microbatches, made and destroyed by the host while the device waited for it."""
+    recorder = TimelineRecorder(num_steps=1)
+    chunks = build("1f1b", 2, transport, record_timeline=recorder)
+    counts = []
+    clock_of = functools.cache(CudaClock)
+    with on_lazy_device(chunks) as lazy, mock.patch("megapipe.analysis.recorder.clock_of", clock_of):
+        for _ in range(5):
+            step("1f1b", chunks, lazy.device.to_device)
+            check_failures()
+            counts.append(lazy.cuda.NUM_EVENTS)
+        timeline = recorder.gather()
+    assert counts[1] - counts[0] > 2 * 16  # meanwhile there are two records
+    assert counts[-1] - counts[1] <= 16  # not even one for each message of a step
+    for one in timeline.steps[0]:
+        assert len(one.spans) == 16
+        times = [time for span in one.spans for time in (span.start, span.end)]
+        assert times == sorted(times)
 
 
 @on_ranks(1)
