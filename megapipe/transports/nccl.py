@@ -117,7 +117,7 @@ class NcclTransport(Transport):
 
     def abort(self) -> None:
         self._is_aborted = True
-        _call_at_once([backend.abort for backend in self._backends.values()])
+        _call_at_once([backend.abort for backend in list(self._backends.values())])  # others may be added meanwhile
         if self._host is not None:
             self._host.abort()
 

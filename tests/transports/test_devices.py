@@ -257,6 +257,44 @@ def test_a_failure_is_told_while_messages_occupy_the_device(rank: int, transport
         lazy.device.synchronize()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_connecting_ends_where_a_rank_fails(rank: int, transport: str) -> None:
+    """The others were in the transport by then, where nobody could reach them: they waited for as long as that does,
+    eleven minutes, and then showed its error and not the cause."""
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    chunks = build("1f1b", 2, transport)
+    with on_lazy_device(chunks) as lazy:
+        message = "rank 1 failed at the connecting of its channels: MemoryError"
+        with (
+            mock.patch.object(Communicator, "connect", fail if rank == 1 else Communicator.connect),
+            pytest.raises(MemoryError) if rank == 1 else pytest.raises(PipelineError, match=message),
+        ):
+            step("1f1b", chunks, lazy.device.to_device)
+        step("1f1b", chunks, lazy.device.to_device)  # and the next one connects
+
+
+@on_ranks(2)
+def test_a_process_ends_where_another_one_is_gone(rank: int) -> None:
+    """Communicators were given back at the end of a process one after the other, and each waits for its other end:
+    where a rank was gone, the others never ended."""
+    chunks = build("1f1b", 2, "nccl")
+    with on_lazy_device(chunks) as lazy:
+        step("1f1b", chunks, lazy.device.to_device)
+        is_over = threading.Event()
+        for_the_other = mock.Mock(side_effect=is_over.wait)
+        with (
+            mock.patch.object(lazy.nccl.LikeNccl, "shutdown", for_the_other),
+            mock.patch.object(megapipe.transports.nccl, "PATIENCE", 0.2),
+        ):
+            megapipe.runtime.session._close_sessions()
+        assert for_the_other.call_count == 2
+        is_over.set()
+
+
 def wait_for(condition: Any) -> None:
     while not condition():
         time.sleep(0.01)

@@ -404,6 +404,16 @@ def test_which_transport_a_device_takes(name: str | None, device: str, is_shared
     transport.close()
 
 
+@pytest.mark.parametrize("name", ["shutdown", "_shutdown"])
+def test_communicators_are_given_back_by_the_name_that_torch_has(name: str) -> None:
+    """In torch 2.6 it has an underscore: where a step failed, an AttributeError took the place of its error."""
+    members = Members(HashStore(), HashStore(), 0, range(2), 60)
+    transport = NcclTransport(members, torch.device("cuda"), lambda: lambda: True, None)
+    backend = transport._backends[0, 1] = mock.Mock(spec=["abort", name])
+    transport.close()
+    getattr(backend, name).assert_called_once_with()
+
+
 def test_devices_that_cannot_hold_stages() -> None:
     members = Members(HashStore(), HashStore(), 0, range(2), 60)
     with pytest.raises(ValueError, match="run on cpu and cuda devices, but the model is on meta"):
