@@ -69,6 +69,27 @@ STREAMS: dict[int, Stream] = {}
 """By handle."""
 
 
+class CUDAGraph:
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def replay(self) -> None:
+        for work in self.works:
+            lazy_device.current_stream().put(work)
+
+
+@contextlib.contextmanager
+def graph(cuda_graph: CUDAGraph) -> Iterator[None]:
+    """What is put on the current stream meanwhile is not run but kept. Waiting for it is an error."""
+    stream = lazy_device.current_stream()
+    stream.synchronize()
+    stream.capture = cuda_graph.works
+    try:
+        yield
+    finally:
+        stream.capture = None
+
+
 class Driver:
     """libcuda"""
 
@@ -89,10 +110,13 @@ class Driver:
 
 
 STAND_INS: dict[str, Any] = {
+    "CUDAGraph": CUDAGraph,
     "Event": Event,
     "Stream": Stream,
     "current_stream": lambda device=None: lazy_device.current_stream(),
     "device": lambda device: contextlib.nullcontext(),
+    "graph": graph,
+    "is_current_stream_capturing": lambda: lazy_device.current_stream().capture is not None,
     "stream": lazy_device.Module().stream,
     "synchronize": lambda device=None: lazy_device.synchronize(),
 }

@@ -68,14 +68,20 @@ class Stream:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.error: BaseException | None = None
+        self.capture: list[Callable[[], Any]] | None = None
+        """Where what is put here is kept instead of run."""
         STREAMS.append(self)
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, work: Callable[[], Any]) -> None:
-        self._queue.put(work)
+        if self.capture is None:
+            self._queue.put(work)
+        else:
+            self.capture.append(work)
 
     def record(self) -> threading.Event:
         """Set once all that was put before has run."""
+        assert self.capture is None, "nothing can be waited for while a graph is captured"
         event = threading.Event()
         self.put(event.set)
         return event

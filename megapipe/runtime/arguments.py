@@ -20,6 +20,7 @@ from ..chunks import find_attribute, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..plan import Placement, Schedule, StageInfo
 from ..slices import SequenceSlice
+from ..transports import is_capturing
 from . import hooks
 from .found_shapes import FoundShapes, Specs, UndescribedMessages, boundary_name
 from .shapes import ShapeArguments, message_specs
@@ -148,6 +149,8 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
     if not callable(step.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
     is_pipelined = len(stages) < stages[0].num_stages
+    if is_capturing(step.device):
+        _check_capture(step, stages[0].num_stages // len(stages))
     if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
         try:
             inspect.signature(step.forward_step_func).bind(None, None, None)
@@ -156,6 +159,18 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
                 "config.num_microbatches_with_partial_activation_checkpoints passes forward_step_func a third "
                 "argument, checkpoint_activations_microbatch: let it take one, or leave the setting None."
             ) from None
+
+
+def _check_capture(step: StepArguments, pp_size: int) -> None:
+    """A CUDA graph runs again as it is, without the host."""
+    if pp_size > 1:
+        raise ValueError(
+            f"a step of a pipeline of {pp_size} ranks cannot be captured as a CUDA graph: its replays would wait for a "
+            "rank that is gone for ever. Run it as it is, with stages captured by megapipe.graph.capture."
+        )
+    for name in ("record_timeline", "timers"):
+        if getattr(step.config, name) is not None:
+            raise ValueError(f"config.{name} cannot measure a step that is captured as a CUDA graph: unset it.")
 
 
 def remote_ends(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: int) -> tuple[bool, bool]:

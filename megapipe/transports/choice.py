@@ -14,7 +14,7 @@ from .gloo import GlooTransport
 from .nccl import NcclTransport
 from .staging import CudaStaging, StagedTransport, Staging
 
-__all__ = ["DEVICES", "DeviceSupport", "make_transport"]
+__all__ = ["DEVICES", "DeviceSupport", "is_capturing", "make_transport"]
 
 
 class DeviceSupport(NamedTuple):
@@ -57,3 +57,8 @@ def make_transport(
     if name == "nccl":
         return NcclTransport(members, device, mark, GlooTransport(members) if dynamic_shapes else None)
     return StagedTransport(GlooTransport(members), support.staging(device), mark)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the current stream: nothing runs then, and nothing can be waited for."""
+    return device.type in DEVICES and torch.cuda.is_current_stream_capturing()

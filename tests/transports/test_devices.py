@@ -295,6 +295,55 @@ def test_a_process_ends_where_another_one_is_gone(rank: int) -> None:
         is_over.set()
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
+@on_ranks(1)
+def test_a_step_on_one_rank_as_a_graph(rank: int, schedule: str) -> None:
+    """Nothing in it asks the host: replayed on other numbers it gives their gradients."""
+    expected = build(schedule, 1, "host")
+    losses = step(schedule, expected, lambda x: -x)
+    chunks = build(schedule, 1, "host")
+    with on_lazy_device(chunks) as lazy:
+        inputs: list[Any] = []
+
+        def place(x: Tensor) -> Any:
+            inputs.append(lazy.device.to_device(x))
+            return inputs[-1]
+
+        step(schedule, chunks, lazy.device.to_device)
+        for chunk in chunks:
+            chunk.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            reports = step(schedule, chunks, place)
+        for x in inputs:
+            x.neg_()
+        for _ in range(2):  # the second one writes over what the first has left
+            graph.replay()
+        assert [lazy.device.to_host(one["loss"]) for one in reports] == [one["loss"] for one in losses]
+        for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "config", "text"),
+    [
+        (2, {}, "a step of a pipeline of 2 ranks cannot be captured as a CUDA graph"),
+        (1, {"record_timeline": TimelineRecorder()}, "config.record_timeline cannot measure a step that is captured"),
+        (1, {"timers": mock.MagicMock}, "config.timers cannot measure a step that is captured"),
+    ],
+    ids=["two ranks", "timeline", "timers"],
+)
+@on_ranks()
+def test_a_step_that_is_no_graph(rank: int, num_ranks: int, config: dict[str, Any], text: str) -> None:
+    """CUDA refused the capture in the middle of the step, for an event that somebody asked, or took it for good: a
+    replay then waited for ever where another rank was gone."""
+    chunks = build("1f1b", num_ranks, "nccl", **config)
+    with on_lazy_device(chunks) as lazy:
+        placed = lazy.device.to_device(torch.zeros(()))
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match=text):
+            step("1f1b", chunks, lambda x: placed)
+
+
 def wait_for(condition: Any) -> None:
     while not condition():
         time.sleep(0.01)
