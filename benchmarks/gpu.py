@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessExitedException
 
 from megapipe.runtime import Clock, Pipeline, clock_of
 from megapipe.weight_grad import DeferredGrads, convert, deferring
@@ -74,6 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     num_gpus = torch.cuda.device_count() if args.device == "cuda" else 1
     start = time.monotonic()
+    failed = []
     for section, num_ranks in (
         (layers_and_verbs, 1),
         (stages, 1),
@@ -83,7 +86,12 @@ def main(arguments: list[str] | None = None) -> None:
         if time.monotonic() - start > 0.7 * 60 * args.minutes:  # any may take the rest
             print(f"benchmarks.gpu: {section.__name__} skipped, since little is left of --minutes {args.minutes:g}.")
             continue
-        section(args, num_ranks, device)
+        try:
+            section(args, num_ranks, device)
+        except ProcessExitedException:  # after its traceback
+            failed.append(section.__name__)
+    if failed:
+        sys.exit(f"benchmarks.gpu: {', '.join(failed)} failed, see above.")
 
 
 def sizes(args: argparse.Namespace, device: str) -> str:

@@ -1,0 +1,117 @@
+"""The lines for CUDA of the benchmark on GPUs, run on the tests' asynchronous device."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import RankPool
+from torch.multiprocessing import ProcessExitedException
+
+from megapipe.runtime.step_record import CudaClock
+
+pytest.importorskip("torch.utils.backend_registration")
+HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
+pytestmark = pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has no devices in Python")
+
+SIZES = "--device cpu --dtype float32 --layers 2 --hidden-size 16 --heads 2 --seq-length 8 --microbatches 2 --repeats 1"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Processes of their own: a device that is registered stays so."""
+    pool = RankPool()
+    yield pool
+    pool.stop()
+
+
+class CalledCuda(str):
+    """The name of the asynchronous device, taken for that of CUDA."""
+
+    def __eq__(self, other: object) -> bool:
+        return other == "cuda"
+
+    __hash__ = str.__hash__
+
+
+def launch(grid: Any, block: Any, args: Any, shared_mem: int, stream: Any) -> None:
+    """The kernel that waits for its flag."""
+    (flag,) = args
+
+    def wait() -> None:
+        while not flag.item():
+            time.sleep(0.0001)
+
+    stream.put(wait)
+
+
+def called_like(name: str, result: Any = None) -> Any:
+    """In place of a function of torch.cuda, which takes no other arguments than that."""
+    return mock.create_autospec(getattr(torch.cuda, name), return_value=result)
+
+
+ROOT = str(Path(__file__).parents[2])
+
+
+def tables(rank: int) -> Any:
+    import cuda_like
+    import lazy_device
+
+    sys.path.append(ROOT)
+    from benchmarks import gpu, gpu_pipelines, gpu_stages, memory
+
+    args = gpu.parse([*SIZES.split(), "--captures", "eager"])
+    args.device = CalledCuda("lazy")
+    kernel = mock.create_autospec(torch.cuda._utils._CudaKernel, instance=True, side_effect=launch)
+    functions = {
+        "_compile_kernel": called_like("_compile_kernel", kernel),
+        "get_device_properties": called_like(
+            "get_device_properties", mock.Mock(shared_memory_per_block_optin=227 * 1024)
+        ),
+        "device_count": called_like("device_count", 1),
+        "max_memory_allocated": called_like("max_memory_allocated", 5 * MIB),
+        "memory_allocated": called_like("memory_allocated", MIB),
+        **{name: called_like(name) for name in ("empty_cache", "reset_peak_memory_stats", "set_device")},
+    }
+    with (
+        cuda_like.as_cuda(),
+        mock.patch.multiple(torch.cuda, **functions),
+        mock.patch.object(gpu_stages, "clock_of", return_value=CudaClock(lazy_device.DEVICE)),
+        mock.patch.object(gpu_pipelines, "memory_of", lambda device, run: memory.memory_of("cuda", run)),
+        mock.patch.object(gpu_pipelines, "SCHEDULES", ["zbv"]),
+    ):
+        waiting, captured = gpu_stages.measure(rank, args)
+        return waiting, captured, gpu_pipelines.measure_memory(rank, args)
+
+
+def test_what_runs_on_gpus_only(ranks: RankPool) -> None:
+    ((waiting, captured, memory),) = ranks.run(1, tables)
+    assert [row[0] for row in waiting] == ["0", "1", "4", "16", "32"]
+    assert [row[0] for row in captured] == ["eager"]
+    assert memory == [["zbv", "4.0", "NCCL"]]
+
+
+def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first GPU met by a kernel that does not compile there would have shown nothing else in its ten minutes."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import gpu
+
+    def failing(*args: Any) -> None:
+        raise ProcessExitedException("process 0 terminated with exit code 1", 0, 1, 1)
+
+    done = []
+    parts = ["layers_and_verbs", "stages", "pipelines", "pipelines_in_memory"]
+    for name in parts:
+        part = mock.Mock(side_effect=failing if name == "stages" else lambda *args, name=name: done.append(name))
+        part.__name__ = name
+        monkeypatch.setattr(gpu, name, part)
+    with pytest.raises(SystemExit, match="stages failed"):
+        gpu.main(["--device", "cpu"])
+    assert done == [name for name in parts if name != "stages"]
