@@ -4,8 +4,10 @@ import logging
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import assert_same_gradients, build, forward_step, reference, run
 from ranks import RankPool, on_ranks
@@ -82,6 +84,19 @@ def test_two_groups_of_the_same_ranks(rank: int) -> None:
         thread.join()
     for number, chunks in enumerate(models):
         assert_same_gradients(chunks, reference(4, 2 + number, seeds=(0, 0))[0])
+
+
+@pytest.mark.parametrize("uuids", [["a", "a"], ["a", "b"]], ids=["one", "two"])
+@on_ranks(2)
+def test_ranks_know_whether_they_share_a_gpu(rank: int, uuids: list[str]) -> None:
+    """By its UUID: two processes that see one GPU each call both of them number 0."""
+    parallel_state.initialize_model_parallel(2)
+    session = Session.of(parallel_state.get_pipeline_model_parallel_group())
+    found = SimpleNamespace(uuid=uuids[rank])
+    properties = mock.create_autospec(torch.cuda.get_device_properties, return_value=found)
+    with mock.patch.object(torch.cuda, "get_device_properties", properties), session.step():
+        for _ in range(2):  # asked again for another placement
+            assert session._is_shared(torch.device("cuda", 0)) == (uuids[0] == uuids[1])
 
 
 def a_step_within_a_step(rank: int) -> str:
