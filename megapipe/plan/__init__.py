@@ -7,7 +7,7 @@ from .plan import Plan, make_plan, plan_of
 from .recorder import ChannelName, Event
 from .registry import Schedule, find_schedule, register, schedule_names
 from .simulation import Costs, Simulation, Span, play, simulate
-from .verbs import Action, ScheduleError, Settings, Verbs, unit_in_words
+from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
 from .weight_placement import Counts, move_weights, place_weights
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Span",
     "StageInfo",
     "Verbs",
+    "actions_of",
     "distribute_layers",
     "find_schedule",
     "load_plan",

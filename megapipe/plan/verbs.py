@@ -6,6 +6,7 @@ work, `PlanRecorder` writes the calls down. So the hand-written loop is the only
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from .placement import Placement
 
-__all__ = ["Action", "ScheduleError", "Settings", "Verbs", "unit_in_words", "unit_name"]
+__all__ = ["Action", "ScheduleError", "Settings", "Verbs", "actions_of", "unit_in_words", "unit_name"]
 
 # What a microbatch goes through on a chunk, in this order. `backward_input_step` counts as `backward_step`, since a
 # microbatch's backward is one or the other, and `forward_backward_step` as both steps.
@@ -56,6 +57,16 @@ class Action(NamedTuple):
         if self.kind == "F":
             return self._replace(stage=self.stage - 1)
         return self._replace(stage=self.stage + (self.kind != "W"), kind="B")
+
+
+@functools.lru_cache(maxsize=64)
+def actions_of(stage: int, num_microbatches: int, num_slices: int) -> dict[str, list[Action]]:
+    """By kind, those that a stage can run in a step, in the order in which it runs them. Not to be changed: all steps
+    of these sizes share it."""
+    forward = [divmod(number, num_slices) for number in range(num_microbatches * num_slices)]
+    backward = [(microbatch, num_slices - 1 - part) for microbatch, part in forward]
+    units = {"F": forward, "B": backward, "BW": backward, "W": backward}
+    return {kind: [Action(stage, kind, *unit) for unit in row] for kind, row in units.items()}
 
 
 def unit_name(microbatch: int, slice: int) -> str:

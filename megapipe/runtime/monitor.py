@@ -35,14 +35,10 @@ class Monitor:
         self._progress = Progress() if watchdog is None else watchdog.progress
         self._profiling = torch._C._autograd._profiler_enabled()
 
-    def at(self, stage: int, kind: str, microbatch: int, part: int = 0) -> AbstractContextManager[object]:
-        """The context around an action. Raises what another rank's failure has left for this one.
-
-        Args:
-            part: the slice.
-        """
+    def at(self, action: Action) -> AbstractContextManager[object]:
+        """The context around an action. Raises what another rank's failure has left for this one."""
         self._check()
-        self._progress.action = action = Action(stage, kind, microbatch, part)
+        self._progress.action = action
         profiled = record_function(str(action)) if self._profiling else NOTHING
         return profiled if self._record is None else self._record.during(action, profiled)
 

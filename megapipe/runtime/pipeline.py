@@ -35,11 +35,16 @@ gradients that are deferred (None for nowhere). Returns the gradients of the inp
 
 
 class Chunk:
-    """One stage of this rank, the boundaries around it, and what waits at it."""
+    """One stage of this rank, the boundaries around it, and what waits at it.
 
-    def __init__(self, stage: Stage, below: Below, above: Above) -> None:
+    Args:
+        actions: by kind, those of the stage in this step, in its order.
+    """
+
+    def __init__(self, stage: Stage, below: Below, above: Above, actions: Mapping[str, Sequence[Action]]) -> None:
         self.stage = stage
         self.index = stage.info.index
+        self.actions = actions
         self.below = below
         self.above = above
         self.inputs: deque[Transfer | None] = deque()
@@ -149,11 +154,11 @@ class Pipeline(Verbs):
     def forward_step(self, chunk: int = 0) -> None:
         self._run_weights_due()
         number = self._advance("forward_step", chunk)
-        microbatch, part = self._unit("forward_step", number)
         this = self._chunks[chunk]
-        with self._monitor.at(this.index, "F", microbatch, part):
-            received = self._begin_forward(chunk, number)
-            this.keep(this.stage.forward(received, microbatch, *next(self._checkpoint_arguments)))
+        action = this.actions["F"][number]
+        with self._monitor.at(action):
+            received = self._begin_forward(chunk, number, action)
+            this.keep(this.stage.forward(received, action.microbatch, *next(self._checkpoint_arguments)))
 
     def backward_step(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -182,14 +187,13 @@ class Pipeline(Verbs):
             self._run_weights_due()
         begun = self._begin_overlapped_forward(forward_chunk)
         if has_hook(forward.stage, backward.stage):
-            microbatch = self._run_backward(
+            action = self._run_backward(
                 backward_chunk, "BW", lambda *args: run_pair_by_hook(begun, backward.stage, *args[:2])
             )
         else:
             run = partial(run_pair, begun, backward.stage)
-            microbatch = self._run_backward(backward_chunk, "BW", run, DeferredGrads())
-        actions = (Action(forward.index, "F", begun.microbatch), Action(backward.index, "BW", microbatch))
-        self._monitor.are_overlapped(*actions)
+            action = self._run_backward(backward_chunk, "BW", run, DeferredGrads())
+        self._monitor.are_overlapped(forward.actions["F"][begun.microbatch], action)
 
     def backward_weight_step(self, chunk: int | None = None) -> None:
         if not self.forward_only:
@@ -219,7 +223,7 @@ class Pipeline(Verbs):
             to_come = [transfer for transfer in chunk.inputs if transfer is not None]
             to_come += chunk.below.discard_inputs(num_sent[chunk.index - 1])
             for transfer in to_come:
-                self._wait(transfer, "an input to be discarded", (0, 0), chunk.below.peer)
+                self._wait(transfer, "an input to be discarded", chunk.actions["F"][0], chunk.below.peer)
             chunk.above.discard_outputs()
 
     # What forwards, overlapped or not, have in common
@@ -233,45 +237,45 @@ class Pipeline(Verbs):
             this.keep(made)
             this.send_output(microbatch)
 
-        with self._monitor.at(this.index, "F", microbatch):
-            received = self._begin_forward(chunk, microbatch)
+        action = this.actions["F"][microbatch]
+        with self._monitor.at(action):
+            received = self._begin_forward(chunk, microbatch, action)
             return Forward(this.stage, received, microbatch, next(self._checkpoint_arguments), done)
 
-    def _begin_forward(self, chunk: int, number: int) -> Transfer | None:
+    def _begin_forward(self, chunk: int, number: int, action: Action) -> Transfer | None:
         """Wait for the input of a forward that is about to be run, and for its parameters."""
         self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
         this = self._chunks[chunk]
         received = this.inputs.popleft()
         if received is not None:
-            unit = self._unit("forward_step", number)
-            self._wait(received, "the forward input", unit, this.below.peer)
+            self._wait(received, "the forward input", action, this.below.peer)
         return received
 
     # One way to run a backward
 
-    def _run_backward(self, chunk: int, kind: str, run: RunBackward, deferred: DeferredGrads | None = None) -> int:
-        """Run the next backward of `chunk`. Returns its microbatch.
+    def _run_backward(self, chunk: int, kind: str, run: RunBackward, deferred: DeferredGrads | None = None) -> Action:
+        """Run the next backward of `chunk`.
 
         Args:
             deferred: collects what is left to W. With "BW" that is run here too, behind the sending of the input
                 gradients, for which a neighbour may wait.
         """
         number = self._advance_backward(chunk, deferred=kind == "B")
-        microbatch, part = unit = self._unit("backward_step", number)
         this = self._chunks[chunk]
-        with self._monitor.at(this.index, kind, microbatch, part):
+        action = this.actions[kind][number]
+        with self._monitor.at(action):
             received = this.output_grads.popleft()
             output_grads = None
             if received is not None:
-                output_grads = self._wait(received, "the output gradient", unit, this.above.peer)
+                output_grads = self._wait(received, "the output gradient", action, this.above.peer)
             with self._around_gradients(chunk) if deferred is None else NOTHING:
-                this.input_grads.append(run(this.take_in_flight(part), output_grads, deferred))
+                this.input_grads.append(run(this.take_in_flight(action.slice), output_grads, deferred))
             if deferred is not None and kind == "B":
                 this.deferred.append((number, deferred))
             elif deferred is not None:
                 this.send_input_grads(number)
                 self._compute_deferred(chunk, deferred)
-        return microbatch
+        return action
 
     def _run_weights_due(self) -> None:
         """The Ws that have been given their place before the next F or B."""
@@ -282,7 +286,7 @@ class Pipeline(Verbs):
     def _run_weights(self, chunk: int) -> None:
         this = self._chunks[chunk]
         number, deferred = this.deferred.popleft()
-        with self._monitor.at(this.index, "W", *self._unit("backward_weight_step", number)):
+        with self._monitor.at(this.actions["W"][number]):
             self._compute_deferred(chunk, deferred)
 
     def _compute_deferred(self, chunk: int, deferred: DeferredGrads) -> None:
@@ -296,13 +300,14 @@ class Pipeline(Verbs):
             return NOTHING
         return self._sync.last_gradients(chunk, in_w)
 
-    def _wait(self, transfer: Transfer, what: str, unit: tuple[int, int], peer: int | None) -> list[Tensor]:
+    def _wait(self, transfer: Transfer, what: str, action: Action, peer: int | None) -> list[Tensor]:
         if not self._has_waited:  # that is while the pipeline fills, so there is time
             self._has_waited = True
             for chunk in self._chunks:
                 chunk.below.post_all()
                 chunk.above.post_all()
-        return self._monitor.wait(transfer, f"{what} of {unit_in_words(*unit, self.num_slices)}", peer)
+        unit = unit_in_words(action.microbatch, action.slice, self.num_slices)
+        return self._monitor.wait(transfer, f"{what} of {unit}", peer)
 
 
 def _checkpoint_arguments(key: PlanKey, pp_rank: int, step: StepArguments) -> Iterator[tuple[bool, ...]]:

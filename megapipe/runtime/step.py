@@ -17,7 +17,7 @@ from ..config import PipelineConfig
 from ..failures import PipelineError, Watchdog
 from ..overlap import find_forward_segments
 from ..p2p_communication import Communicator, Lookahead
-from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, find_schedule, register
+from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, actions_of, find_schedule, register
 from ..sharding import ShardedChunks
 from . import hooks
 from .arguments import (
@@ -243,7 +243,10 @@ def build(
     """The object that the schedule's loops drive."""
     step = prepared.arguments
     monitor = Monitor(connection.watchdog, connection.communicator, record)
-    chunks = [Chunk(stage, below, above) for stage, (below, above) in zip(stages, connection.boundaries)]
+    chunks = [
+        Chunk(stage, below, above, actions_of(stage.info.index, step.num_microbatches, step.num_slices))
+        for stage, (below, above) in zip(stages, connection.boundaries)
+    ]
     return Pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, speculation, prepared.weight_counts)
 
 
