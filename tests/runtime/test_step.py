@@ -87,6 +87,18 @@ def test_no_sync_of_torchs_data_parallelism(ranks: RankPool) -> None:
     assert ranks.run(2, wrapped_by_torch) == [1, 1]
 
 
+@on_ranks(2)
+def test_torchs_data_parallelism_in_a_pipeline_is_refused(rank: int) -> None:
+    """It reduced nothing on stages whose last forward is followed by other backwards than its own, and their replicas
+    drifted apart in silence."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    chunks = build("zbv", 1, 4)
+    wrapped = [torch.nn.parallel.DistributedDataParallel(chunk) for chunk in chunks]
+    with pytest.raises(ValueError, match=r"would not reduce the gradients of its 2 replicas, .*GradientReducer"):
+        run("zbv", wrapped, 3)
+    run("zbv", wrapped, 3, forward_only=True)
+
+
 @on_ranks(1)
 def test_a_chunk_without_trainable_parameters_under_no_sync(rank: int) -> None:
     """After a chunk's last W autograd passes by its parameters once more, for those who watch its nodes. With nothing
