@@ -20,6 +20,7 @@ import megapipe
 from megapipe import StageInfo, distribute_layers, parallel_state, slices, stages_for_rank, weight_grad
 from megapipe.analysis import load_timeline
 from megapipe.plan import Action
+from megapipe.training import GradientReducer
 
 HIDDEN, HEADS, VOCABULARY, BATCH = 8, 2, 11, 2
 
@@ -77,8 +78,8 @@ class Chunk(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-def batches(num_microbatches: int, seq_length: int) -> Iterator[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+def batches(num_microbatches: int, seq_length: int, seed: int = 1) -> Iterator[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(num_microbatches):
         text = torch.randint(VOCABULARY, (seq_length + 1, BATCH), generator=generator)
         yield {"tokens": text[:-1], "labels": text[1:]}
@@ -114,17 +115,32 @@ def run(schedule: str, model: Any, m: int, lengths: Sequence[int], **options: An
     chunks[0].config.num_sequence_slices = len(lengths)
     chunks[0].config.sequence_slice_lengths = lengths
     seq_length = sum(lengths)
-    arguments = {"forward_step_func": forward_step, "data_iterator": batches(m, seq_length), **options}
+    seed = options.pop("seed", 1)
+    arguments = {"forward_step_func": forward_step, "data_iterator": batches(m, seq_length, seed), **options}
     sizes = {"num_microbatches": m, "seq_length": seq_length, "micro_batch_size": BATCH}
     return megapipe.get_forward_backward_func(schedule)(model=model, **sizes, **arguments)
 
 
-def reference(m: int, lengths: Sequence[int], by_slices: bool, deferred: bool = False, **options: Any) -> Chunk:
-    """The unpartitioned model after one step, whole or slice by slice."""
-    model = Chunk(StageInfo(0, 1)).to(options.get("dtype", torch.float32))
+def reference(
+    m: int,
+    lengths: Sequence[int],
+    by_slices: bool,
+    deferred: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+    tied: bool = False,
+) -> Chunk:
+    """The unpartitioned model after one step, whole or slice by slice.
+
+    Args:
+        tied: the head begins as the embedding does. Their gradients are not summed.
+    """
+    model = Chunk(StageInfo(0, 1)).to(dtype)
+    if tied:
+        model.head.weight.data.copy_(model.embedding.weight)
     if deferred:
         weight_grad.convert(model)
-    for batch in batches(m, sum(lengths)):
+    for batch in batches(m, sum(lengths), seed):
 
         def step(batch: dict[str, Tensor] = batch) -> Tensor:
             return loss_of(model(batch["tokens"]), batch["labels"]) / m
@@ -369,6 +385,36 @@ def test_slices_of_sharded_chunks(rank: int) -> None:
         expected = dict(reference(3, (3, 2, 1), by_slices=True).named_parameters())
         for name, parameter in chunk.named_parameters():
             assert torch.equal(parameter.grad.full_tensor(), expected[name].grad), name
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "seq_interleaved_1f1b", "seq_zb1p"])
+@on_ranks(2)
+def test_weights_tied_between_the_ends(rank: int, schedule: str) -> None:
+    chunks = build(schedule, 2 if "interleaved" in schedule else None)
+    tied = megapipe.TiedWeights(chunks, ["embedding.weight", "head.weight"])
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = tied.sum_gradients
+        weight_grad.convert(chunk)
+    run(schedule, chunks, 3, (3, 2, 1))
+    expected = reference(3, (3, 2, 1), by_slices=True, deferred="zb" in schedule, tied=True)
+    both = expected.embedding.weight.grad + expected.head.weight.grad
+    expected.embedding.weight.grad = expected.head.weight.grad = both
+    assert_same(chunks, expected)
+
+
+@on_ranks(4)
+def test_replicas_of_sliced_pipelines(rank: int) -> None:
+    """Two replicas of two stages, each with data of its own. The sum of two gradients has only one order."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    for schedule in ("seq1f1b", "seq_zb1p"):
+        (chunk,) = build(schedule)
+        reducer = GradientReducer([chunk])
+        chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+        run(schedule, chunk, 3, (3, 2, 1), seed=parallel_state.get_data_parallel_rank())
+        expected, other = (reference(3, (3, 2, 1), by_slices=True, seed=replica) for replica in range(2))
+        for parameter, others in zip(expected.parameters(), other.parameters()):
+            parameter.grad = (parameter.grad + others.grad) / 2
+        assert_same([chunk], expected)
 
 
 @on_ranks(2)
