@@ -17,20 +17,22 @@ def make_slices(lengths: Sequence[int]) -> list[SequenceSlice]:
     return [SequenceSlice(index, len(lengths), starts[index], length) for index, length in enumerate(lengths)]
 
 
-def run_by_slices(step: Callable[[], Tensor], lengths: Sequence[int], deferred: bool = False) -> Tensor:
+def run_by_slices(
+    step: Callable[[], Tensor], lengths: Sequence[int], deferred: bool = False, forward_only: bool = False
+) -> Tensor:
     """Returns the sum of the slices' losses, after their backwards.
 
     Args:
         step: the model and its loss, of the current slice.
         deferred: weight gradients are left to a W after each B.
     """
-    state = CarriedState(needs_grad=True)
+    state = CarriedState(needs_grad=not forward_only)
     slices = make_slices(lengths)
     losses = []
     for this in slices:
         with state.forward(this):
             losses.append(step())
-    for this, loss in zip(reversed(slices), reversed(losses)):
+    for this, loss in [] if forward_only else zip(reversed(slices), reversed(losses)):
         with state.backward(this):
             roots = state.roots(this.index)
             later = DeferredGrads() if deferred else None

@@ -5,8 +5,8 @@
 
 A case is a schedule with its sizes and settings, stages of several kinds, messages of one kind, and steps: trained,
 validated, accumulated, and failing on one rank at a random action, after which the next must be right again. Losses and
-gradients are to be, to the bit, those of all stages run one after the other in one process. What a case is depends on
-the seed and its number alone.
+gradients are to be, to the bit, those of all stages run one after the other in one process, and slice by slice where
+sequences are cut. What a case is depends on the seed and its number alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +27,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from by_slices import run_by_slices
 from models import BATCH, HIDDEN, SEQUENCE, VOCABULARY, Block, Window, batches, loss_of, seed_cpu
 from ranks import MAX_RANKS, RankError, RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megapipe
-from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state, stages_for_rank, weight_grad
+from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state, slices, stages_for_rank, weight_grad
 from megapipe.graph import capture
 from megapipe.overlap import in_segments, run_segments
 from megapipe.plan import find_schedule
@@ -57,6 +59,10 @@ class Case:
     message: str
     shapes: str
     seq_lengths: tuple[int, ...] | None
+    slice_lengths: tuple[int, ...]
+    """One for each sequence, where they are whole."""
+    window: int | None
+    """Of attention, in schedules that can cut sequences."""
     wrapper: str
     frozen: tuple[str, ...]
     idle: int
@@ -68,6 +74,10 @@ class Case:
     validates: bool
     failure: tuple[int, int] | None
     """The rank that fails, and at which of its actions."""
+
+    @property
+    def is_cut(self) -> bool:
+        return len(self.slice_lengths) > 1
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
@@ -83,10 +93,13 @@ def make_case(seed: int, number: int) -> Case:
     m = rng.randint(1, 2 * pp_size + 4)
     num_layers = num_stages + rng.randint(0, 3)
     dropout = rng.choice([0.0, 0.0, 0.3])
-    shapes = rng.choice(["described", "computed", "config"])
+    slice_lengths = make_slice_lengths(rng, rng.randint(1, SEQUENCE) if found.slices else 1)
+    is_cut = len(slice_lengths) > 1
+    shapes = rng.choice(["found" if is_cut else "described", "computed", "config"])
     seq_lengths = tuple(rng.randint(1, 7) for _ in range(m)) if shapes == "described" and rng.random() < 0.5 else None
     forms = ["eager", "deferring", "in segments", "deferring in segments"]
-    if CAN_CAPTURE and not dropout and seq_lengths is None and rng.random() < 0.3:  # capturing takes its time
+    can_capture = CAN_CAPTURE and not dropout and seq_lengths is None and not is_cut
+    if can_capture and rng.random() < 0.3:  # capturing takes its time
         forms = ["eager", "captured", "captured", "deferring"]
     tied = rng.random() < 0.3
     frozen = [f"layers.{rng.randrange(num_layers)}."] if rng.random() < 0.3 else []
@@ -118,6 +131,8 @@ def make_case(seed: int, number: int) -> Case:
         message,
         shapes,
         seq_lengths,
+        slice_lengths,
+        rng.choice([None, 1, 3]),
         rng.choice(["", "module", "_orig_mod"]),
         tuple(frozen),
         rng.randrange(2 * num_stages),
@@ -130,23 +145,56 @@ def make_case(seed: int, number: int) -> Case:
     )
 
 
+def make_slice_lengths(rng: random.Random, num_slices: int) -> tuple[int, ...]:
+    stops = [0, *sorted(rng.sample(range(1, SEQUENCE), num_slices - 1)), SEQUENCE]
+    return rng.choice([equal_lengths(num_slices), tuple(stop - start for start, stop in pairwise(stops))])
+
+
+def equal_lengths(num_slices: int) -> tuple[int, ...]:
+    """As equal as can be, which is the default."""
+    base, extra = divmod(SEQUENCE, num_slices)
+    return tuple(base + (number < extra) for number in range(num_slices))
+
+
+class Looking(nn.Module):
+    """A block whose positions look back: to the one before them, and by attention."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.window = case.window
+        self.block = Block(case.dropout)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = [last for (last,) in slices.earlier((self, "last"))] or [torch.zeros_like(x[:1])]
+        slices.keep((self, "last"), x[-1:])
+        x = x + 0.5 * torch.cat([before[-1], x[:-1]])
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 1, 3, 0, 4)
+        seen = slices.attention(q, k, v, owner=self, window=self.window)
+        return self.block(x + seen.permute(2, 0, 1, 3).flatten(2))
+
+
 class Stage(nn.Module):
     """The layers of one stage, with what the messages of a case want done at its ends."""
 
     def __init__(self, case: Case, info: StageInfo) -> None:
         super().__init__()
         self.case, self.info = case, info
+        num_slices = len(case.slice_lengths)
         self.config = SimpleNamespace(
             hidden_size=HIDDEN if case.shapes == "config" else None,
             variable_seq_lengths=case.shapes == "described",
             timeout=60.0,
             finalize_model_grads_func=None,
+            num_sequence_slices=num_slices,
+            sequence_slice_lengths=None if case.slice_lengths == equal_lengths(num_slices) else case.slice_lengths,
             **dict(case.settings),
         )
         self.layers = nn.ModuleDict()
+        can_cut = find_schedule(case.schedule).slices
         for layer in distribute_layers(case.num_layers, info):
             seed_cpu(100 + layer)
-            self.layers[str(layer)] = Block(case.dropout)
+            self.layers[str(layer)] = Looking(case) if can_cut else Block(case.dropout)
         seed_cpu(99)
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if info.is_first else None
         self.head = nn.Linear(HIDDEN, VOCABULARY) if info.is_last else None
@@ -175,6 +223,7 @@ class Stage(nn.Module):
 
     def take(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if self.embedding is not None:
+            tokens = slices.cut(tokens, 0)
             return self.embedding(tokens), {"mask": tokens % 2, "count": 0.1 * tokens.float().unsqueeze(-1)}
         message = self.received
         if self.case.message in ("tensor", "list of one"):
@@ -216,15 +265,18 @@ class Wrapper(nn.Module):
         return getattr(self, self.name)(*args)
 
 
-def example_message(stage: Stage) -> Any:
-    x = torch.zeros(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
-    mask = torch.zeros(SEQUENCE, BATCH, dtype=torch.long)
-    return stage.give(x, {"mask": mask, "count": torch.zeros(SEQUENCE, BATCH, 1)})
+def example_message(stage: Stage, length: int = SEQUENCE) -> Any:
+    x = torch.zeros(length, BATCH, HIDDEN, requires_grad=True)
+    mask = torch.zeros(length, BATCH, dtype=torch.long)
+    return stage.give(x, {"mask": mask, "count": torch.zeros(length, BATCH, 1)})
 
 
 def compute_shapes(stage: Stage) -> None:
+    def infer(inputs: dict[str, Tensor], num_microbatches: int) -> Any:
+        return example_message(stage, inputs["input_ids"].shape[1])
+
     for name in ("inputs", "outputs"):
-        setattr(stage, f"infer_stage_{name}_from_pipeline_inputs", lambda inputs, m: example_message(stage))
+        setattr(stage, f"infer_stage_{name}_from_pipeline_inputs", infer)
 
 
 def build_chunk(case: Case, info: StageInfo) -> nn.Module:
@@ -255,6 +307,12 @@ def inner(chunk: nn.Module) -> Stage:
 
 
 def loss_and_report(case: Case, output: Tensor, labels: Tensor) -> tuple[Any, ...]:
+    if case.is_cut:
+        own = slices.cut(labels, 0)
+        part = F.cross_entropy(output.flatten(0, 1), own.flatten(), reduction="sum")
+        if case.num_tokens:
+            return part, torch.tensor(own.numel()), {"loss": part.detach()}
+        return part / labels.numel(), {"loss": part.detach()}
     loss = loss_of(output, labels)
     if case.num_tokens:
         return loss * labels.numel(), torch.tensor(labels.numel()), {"loss": loss.detach()}
@@ -290,17 +348,35 @@ class Unpartitioned:
     def step(self, seed: int, forward_only: bool = False) -> list[Tensor]:
         losses = []
         for batch in data_of(self.case, seed):
-            message: Any = None
-            for stage in self.stages:
-                stage.set_input_tensor([message] if isinstance(message, Tensor) else message)
-                message = stage(batch["tokens"], batch["seed"])
-            loss, *num_tokens, report = loss_and_report(self.case, message, batch["labels"])
+            if self.case.is_cut:
+                losses.append(self.run_by_slices(batch, forward_only))
+                continue
+            loss, *num_tokens, report = self.run(batch)
             losses.append(report["loss"])
             if not forward_only:
                 for number in num_tokens:
                     loss = loss / number
                 (loss / self.case.num_microbatches).backward()
         return losses
+
+    def run(self, batch: dict[str, Any]) -> tuple[Any, ...]:
+        message: Any = None
+        for stage in self.stages:
+            stage.set_input_tensor([message] if isinstance(message, Tensor) else message)
+            message = stage(batch["tokens"], batch["seed"])
+        return loss_and_report(self.case, message, batch["labels"])
+
+    def run_by_slices(self, batch: dict[str, Any], forward_only: bool) -> Tensor:
+        reported = []
+
+        def step() -> Tensor:
+            loss, *num_tokens, report = self.run(batch)
+            reported.append(report["loss"])
+            loss = loss / self.case.num_microbatches
+            return loss * (1 / torch.tensor(batch["labels"].numel())) if num_tokens else loss
+
+        run_by_slices(step, self.case.slice_lengths, forward_only=forward_only)
+        return sum(reported[1:], reported[0])
 
     def gradients(self) -> dict[str, Tensor | None]:
         found = {
