@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from .by_parts import AttentionByParts, can_go_by_parts
 from .state import current, earlier, keep
 
 __all__ = ["attention"]
@@ -55,8 +56,13 @@ def attention(
     own = (key, value) if document_ids is None else (key, value, document_ids)
     parts = [*_in_reach(earlier(owner), window), own]
     keep(owner, *own)
-    call = _Call(len(own), window, {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa})
+    options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    call = _Call(len(own), window, options)
     flat = [tensor for part in parts for tensor in part]
+    sees_all = window is None or window >= sum(part[0].shape[-2] for part in parts)
+    is_plain = sees_all and attn_mask is None and document_ids is None
+    if len(parts) > 1 and is_plain and can_go_by_parts(query, key, value, **options):
+        return AttentionByParts.apply(scale, query, *flat)  # type: ignore[no-any-return, no-untyped-call]
     if len(parts) == 1 or not torch.is_grad_enabled():
         return call.attend(query, *call.join(query, attn_mask, flat))
     return _Attention.apply(call, query, attn_mask, *flat)  # type: ignore[no-any-return, no-untyped-call]

@@ -281,6 +281,9 @@ def test_mistakes_are_explained(arguments: dict[str, Any], message: str) -> None
 class Storages(TorchDispatchMode):
     """Counts the bytes of what operations make, as long as it is there."""
 
+    largest = 0
+    """The most bytes that one of them had."""
+
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -290,6 +293,7 @@ class Storages(TorchDispatchMode):
         for result in results if isinstance(results, (tuple, list)) else [results]:
             if isinstance(result, Tensor):
                 storage = result.untyped_storage()
+                self.largest = max(self.largest, storage.nbytes())
                 self._made[storage._cdata] = weakref.ref(storage)
         return results
 
@@ -319,3 +323,15 @@ def test_slices_save_no_more_than_whole_sequences(name: str, run: Run) -> None:
             return storages.num_bytes()
 
     assert 0 < saved([3] * 8) <= saved([24])
+
+
+def test_causal_attention_alone_makes_no_mask() -> None:
+    """It had a number for each pair of positions, which long slices have more of than anything else."""
+    tensors = torch.randn(3, 1, 1, 3 * 64, 2, requires_grad=True)
+
+    def attend() -> Tensor:
+        return slices.attention(*(slices.cut(one, 2) for one in tensors), owner="layer").square().sum()
+
+    with Storages() as storages:
+        run_by_slices(attend, [64, 64, 64])
+    assert storages.largest == tensors.nbytes < 4 * 64 * 3 * 64
