@@ -155,7 +155,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     gc.freeze()  # what is imported stays: tests that collect garbage need not search it
     torch.set_num_threads(1)
     megapipe.failures.watchdog.PATIENCE = 1.0  # on one machine news travels fast
-    megapipe.failures.watchdog.TICK = 0.05
+    megapipe.failures.helper_thread.TICK = 0.05
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     while True:

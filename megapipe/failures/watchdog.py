@@ -9,7 +9,6 @@ not touch the store while all is well.
 
 from __future__ import annotations
 
-import atexit
 import json
 import threading
 import time
@@ -19,13 +18,13 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from ..p2p_communication import ConnectionLostError
+from . import helper_thread
 from .errors import DisagreementError, NoResponseError, PipelineError
 from .progress import DeviceWaits, Progress
 from .store import InterruptibleStore
 
 __all__ = ["Watchdog", "check_failures", "join_ranks"]
 
-TICK = 0.25  # seconds between two polls of the store
 PATIENCE = 3.0  # seconds given to the other ranks to publish their progress, or to read a failure
 GRACE = 1.0  # seconds given to the main thread to raise by itself, before its transport is aborted under it
 
@@ -81,6 +80,7 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching, and drop all callbacks."""
         watched.discard(self)
+        helper_thread.end(self.watch)
         self._abort_communication, self._has_ended = (lambda: None), (lambda: True)
         self._subscribers = []
 
@@ -91,7 +91,8 @@ class Watchdog:
         """Watch over one step. Any exception in it makes the other ranks fail too."""
         if self.progress.step == 1:
             self._store.set(f"begun {self._rank}", "1")
-        _start_watching(self)
+        watched.add(self)
+        helper_thread.begin(self.watch)
         try:
             self.check()
             yield
@@ -285,34 +286,3 @@ def check_failures() -> None:
     """
     for watchdog in list(watched):
         watchdog.await_messages()
-
-
-# One helper thread per process watches all pipelines, between their steps too: a rank that has left a step may still be
-# asked for the arguments it had in it.
-
-_stop = threading.Event()
-_thread: threading.Thread | None = None
-_thread_lock = threading.Lock()
-
-
-def _start_watching(watchdog: Watchdog) -> None:
-    global _thread
-    with _thread_lock:
-        watched.add(watchdog)
-        if _thread is None:
-            _thread = threading.Thread(target=_watch, name="megapipe-watchdog", daemon=True)
-            _thread.start()
-            atexit.register(_stop_watching)
-
-
-def _stop_watching() -> None:
-    """A thread that is inside the store when the interpreter goes brings the process down with it."""
-    assert _thread is not None
-    _stop.set()
-    _thread.join(PATIENCE)
-
-
-def _watch() -> None:
-    while not _stop.wait(TICK):
-        for watchdog in list(watched):
-            watchdog.watch()

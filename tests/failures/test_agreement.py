@@ -9,7 +9,7 @@ from models import SEQUENCE, build, run
 from ranks import RankPool, on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, watchdog
+from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, helper_thread
 from megapipe.runtime.session import _sessions
 
 PP = 4
@@ -23,7 +23,7 @@ class SlowConfig:
 
     def __getattr__(self, name: str) -> object:
         if name == "hidden_size":
-            time.sleep(4 * watchdog.TICK)
+            time.sleep(4 * helper_thread.TICK)
         return getattr(self._config, name)
 
 

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
-from megapipe.failures import InterruptibleStore, Progress, Watchdog, watchdog
+from megapipe.failures import InterruptibleStore, Progress, Watchdog, helper_thread, watchdog
 from megapipe.runtime.session import Session, _sessions
 from megapipe.training import GradientReducer, TiedWeights
 
@@ -404,7 +404,7 @@ def test_the_watchdog_ends_with_torch_distributed(rank: int) -> None:
     run("1f1b", chunks, 2)
     assert watchdog.watched
     dist.destroy_process_group()
-    time.sleep(4 * watchdog.TICK)
+    time.sleep(4 * helper_thread.TICK)
     assert not watchdog.watched
 
 

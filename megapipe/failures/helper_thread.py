@@ -1,0 +1,46 @@
+"""One helper thread per process looks after other ranks while the main thread computes or waits: between steps too,
+since a rank that has left a step may still be asked for the arguments it had in it."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+
+__all__ = ["begin", "end"]
+
+TICK = 0.25  # seconds between two calls of each task
+PATIENCE = 3.0  # seconds that the end of the process waits for the thread
+
+_tasks: set[Callable[[], None]] = set()
+_stop = threading.Event()
+_thread: threading.Thread | None = None
+_lock = threading.Lock()
+
+
+def begin(task: Callable[[], None]) -> None:
+    """Call a function every `TICK` seconds, until `end`."""
+    global _thread
+    with _lock:
+        _tasks.add(task)
+        if _thread is None:
+            _thread = threading.Thread(target=_run, name="megapipe-watchdog", daemon=True)
+            _thread.start()
+            atexit.register(_stop_running)
+
+
+def end(task: Callable[[], None]) -> None:
+    _tasks.discard(task)
+
+
+def _stop_running() -> None:
+    """A thread that is inside the store when the interpreter goes brings the process down with it."""
+    assert _thread is not None
+    _stop.set()
+    _thread.join(PATIENCE)
+
+
+def _run() -> None:
+    while not _stop.wait(TICK):
+        for task in list(_tasks):
+            task()
