@@ -1,7 +1,8 @@
 """Save under any arrangement of ranks, load under any other."""
 
-from .checkpointer import Checkpointer, read_position
+from .checkpointer import Checkpointer
 from .export import save_safetensors
+from .position import read_position
 
 __all__ = [
     "Checkpointer",

@@ -54,11 +54,11 @@ class Agreement:
                 ) from None
         return self._gather(value)
 
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value, on all ranks."""
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """One rank's value, on all ranks."""
         values = [value]
         if self.group is not None:
-            dist.broadcast_object_list(values, src=0, group=self.group)
+            dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
     def _gather(self, value: Any) -> list[Any]:

@@ -8,24 +8,21 @@
 
 The idea: everything is saved under the name of its parameter in the whole model (see `full_state`), and appears at
 once or not at all (see `files`). Ranks agree on every step of it over a group of their own (see `agreement`): an error
-on one is the same error on all, and a save in the background disturbs no other communication.
+on one is the same error on all. Between two saves to the disk, copies in memory are cheaper (see `memory`).
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import parallel_state
@@ -33,23 +30,28 @@ from ..chunks import as_list, find_attribute
 from ..training import PostValidatedOptimizer, load_scheduler
 from .agreement import Agreement
 from .files import (
+    DamagedError,
     Reader,
-    Writer,
+    RunWriter,
     begin_checkpoint,
     checkpoints_in,
-    find_checkpoint,
-    holds_checkpoint,
-    latest_checkpoint,
+    find_checkpoints,
+    name_of_run,
     remove_incomplete,
     serialise,
+    set_aside,
+    step_of,
+    write_tensors,
 )
-from .fingerprints import check_same, fingerprint
+from .fingerprints import check_same, fingerprints_of
 from .folder_lock import FolderLock, lock_folder
-from .full_state import FullState, GlobalName, Parts
+from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
+from .memory import MemoryCopies
+from .position import Loaded
 from .random_states import random_states, seed_random, set_random_states
 from .shared_names import check_tied, checksums_of, find_shared, uses_of
 
-__all__ = ["Checkpointer", "Loaded", "Stateful", "latest_checkpoint", "read_position"]
+__all__ = ["Checkpointer", "Stateful"]
 
 
 class Stateful(Protocol):
@@ -58,28 +60,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-class Loaded(NamedTuple):
-    """The position in a run.
-
-    Attributes:
-        step: the number of steps before the save.
-        data: as it was passed to `save`.
-    """
-
-    step: int
-    data: Any
-
-
-def read_position(path: str | os.PathLike[str]) -> Loaded:
-    """Step and data of a checkpoint, or of the latest in a run's folder. Any process may ask, without other ranks.
-
-    Raises:
-        ValueError: where there is none.
-    """
-    run = Reader(find_checkpoint(path)).read_value("run")
-    return Loaded(run["step"], run["data"])
 
 
 class Checkpointer:
@@ -99,6 +79,8 @@ class Checkpointer:
         keep_last: how many checkpoints to keep; None for all.
         asynchronous: `save` returns when everything is copied to the host's memory and writes in the background. The
             next `save` waits for it first; call `wait` before the process ends.
+        memory: a folder for `save_in_memory` on a file system in memory, such as "/dev/shm/run": the same for the
+            ranks of a node, and no other run's. None for no copies in memory.
         global_name: for chunks that number their layers from 0: `global_name(chunk, name)` is the whole model's name
             for what the chunk calls `name`.
         parts: for parameters that hold a share of something numbered, such as a rank's experts:
@@ -118,6 +100,7 @@ class Checkpointer:
         others: Mapping[str, Stateful] | None = None,
         keep_last: int | None = None,
         asynchronous: bool = False,
+        memory: str | os.PathLike[str] | None = None,
         global_name: GlobalName | None = None,
         parts: Parts | None = None,
     ) -> None:
@@ -125,15 +108,21 @@ class Checkpointer:
             raise ValueError(f"keep_last={keep_last} would leave no checkpoint: keep at least 1, or None for all.")
         self._folder = Path(folder)
         self._chunks = as_list(chunks)
-        self._optimizers = _optimizers_of(optimizer)
+        self._optimizers = optimizers_of(optimizer)
         self._others = dict(others or {})
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._naming = (global_name, parts)
         self._names_are_checked = False
-        self._pending: Future[Any] | None = None
+        self._writing: Future[None] | None = None
+        self._copying: Future[None] | None = None
+        self._damaged: list[Path] = []  # checkpoints that `load` has passed over
         self._lock: FolderLock | None = None  # rank 0's
         self._agreement = Agreement()
+        # What happens in the background has groups of its own, and disturbs no other communication.
+        self._background = Agreement() if asynchronous else self._agreement
+        self._memory = None if memory is None else MemoryCopies(memory)
+        self._threads = ThreadPoolExecutor(2, "megapipe-checkpoint")
 
     def save(self, step: int, data: Any = None) -> None:
         """Save what there is after `step` steps.
@@ -149,7 +138,47 @@ class Checkpointer:
             TypeError: where something could not be read back without executing code.
             RuntimeError: where writing fails, of this save or of the last one in the background.
         """
-        self.wait()
+        self._await_disk()
+        tensors, name = self._collect(step, data, step - 1, partial(self._begin, step))
+        with self._agreement.same_errors():
+            writer = RunWriter(self._folder / name, self._keep_last)
+            if self._asynchronous:
+                tensors = _on_host(tensors)
+        if self._asynchronous:
+            self._writing = self._threads.submit(write_tensors, writer, tensors, self._background.group)
+        else:
+            write_tensors(writer, tensors, self._agreement.group)
+
+    def save_in_memory(self, step: int, data: Any = None) -> None:
+        """Keep what there is after `step` steps in the memory of the nodes, in place of the copy before.
+
+        Returns when everything is copied to the host's memory; a thread does the rest, without the disk.
+
+        Args:
+            data: as for `save`.
+
+        Raises:
+            ValueError: where there is no `memory`; and as `save`.
+            TypeError: as `save`.
+            RuntimeError: where the last copy failed.
+        """
+        if self._memory is None:
+            raise ValueError("save_in_memory needs a folder in memory: pass memory='/dev/shm/...' to Checkpointer.")
+        self._await_memory()
+        tensors, run = self._collect(step, data, step, partial(name_of_run, self._folder, make=True))
+        with self._agreement.same_errors():
+            tensors = _on_host(tensors)
+        self._copying = self._threads.submit(self._memory.write, run, step, tensors)
+
+    def _collect(
+        self, step: int, data: Any, newest_allowed: int, begin: Callable[[], str]
+    ) -> tuple[dict[str, Tensor], str]:
+        """All there is to save on this rank.
+
+        Args:
+            newest_allowed: the latest step that the run's folder may hold.
+            begin: called on rank 0 when nothing stands in the way; all get what it returns.
+        """
         agreement = self._agreement
         with agreement.same_errors():
             state = self._full_state()
@@ -160,58 +189,74 @@ class Checkpointer:
             own = self._own(step, state, common)
         ranks = agreement.gather(own)
         shared: set[str] = set()
-        name = ""
+        begun = ""
         with agreement.same_errors():
             if agreement.rank == 0:
-                self._claim([rank["step"] for rank in ranks])
+                self._claim([rank["step"] for rank in ranks], newest_allowed)
                 what = "what is passed to save, or the state of others or of the optimizer,"
                 tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
                 check_same([rank["fingerprints"] for rank in ranks])
                 shared = find_shared(rank["uses"] for rank in ranks)
-                name = begin_checkpoint(self._folder, step).name
-        shared, name = agreement.broadcast((shared, name))
-        with agreement.same_errors():
-            writer = Writer(self._folder / name, self._keep_last)
-            checksums = checksums_of(state, shared, self._pp_rank, agreement.rank) if shared else []
-            if self._asynchronous:
-                tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-        checksums_of_ranks = agreement.gather(checksums)
-        with agreement.same_errors():
-            check_tied(checksums_of_ranks)
-        self._names_are_checked = True
-        self._write(writer, tensors)
+                begun = begin()
+        shared, begun = agreement.broadcast((shared, begun))
+        if not self._names_are_checked:
+            checksums = []
+            with agreement.same_errors():
+                checksums = checksums_of(state, shared, self._pp_rank, agreement.rank)
+            checksums_of_ranks = agreement.gather(checksums)
+            with agreement.same_errors():
+                check_tied(checksums_of_ranks)
+            self._names_are_checked = True
+        return tensors, begun
 
     def check_can_save(self, step: int) -> None:
         """Check the folder at the beginning of a run, rather than after hours.
 
         Raises:
             ValueError: on every rank, where the folder holds a checkpoint of `step` or later, from which a restart
-                would go on, or where another run saves there.
+                would go on, or where another run saves there, or to a node's folder in memory.
         """
         self.wait()
         steps = self._agreement.gather(step)
         with self._agreement.same_errors():
             if steps:
-                self._claim(steps)
+                self._claim(steps, step - 1)
+        if self._memory is not None:
+            self._memory.claim(self._name_of_run(make=True), step)
 
     def wait(self) -> None:
-        """Wait until the save in the background is on the disk.
+        """Wait until the saves in the background are on the disk, and in memory.
 
         Raises:
-            RuntimeError: on every rank, where it failed.
+            RuntimeError: on every rank, where one failed.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        self._await_disk()
+        self._await_memory()
+
+    def _await_disk(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _await_memory(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is not None:
             try:
-                pending.result()
-            except CheckpointException as error:
-                raise _failed_to_save(self._folder, error) from None
+                copying.result()
+            except OSError as error:
+                raise RuntimeError(
+                    f"copying to memory failed ({error}): it takes twice what a node's ranks save, and what its "
+                    "neighbour's do; give it more, or go on without `memory`."
+                ) from None
 
     def load(self, path: str | os.PathLike[str] | None = None, *, may_be_empty: bool = False) -> Loaded | None:
         """Load everything there was when it was saved, into the chunks, optimizer and others as they are.
 
         To go on training, with an optimizer, the random states are those of then too. Where there were more ranks or
         fewer, they are seeded from the run's seed, the step and the rank, and rank 0 says so by a warning.
+
+        Where the latest checkpoint in a folder is damaged, the one before it is loaded, and rank 0 says so by a
+        warning. The next `save` sets the damaged one aside.
 
         Args:
             path: a run's folder, whose latest checkpoint is taken, or one checkpoint; None for the run's own folder.
@@ -221,40 +266,82 @@ class Checkpointer:
             The step and `data` of the save; None where there was no checkpoint and `may_be_empty` is set.
 
         Raises:
-            ValueError: on every rank, where there is no checkpoint, or one of another model, or one that is damaged or
-                would execute code.
+            ValueError: on every rank, where there is no checkpoint, or one of another model, or where all are damaged
+                or would execute code.
         """
         self.wait()
         agreement = self._agreement
-        start = self._folder if path is None else Path(path)
-        found: Path | None = None
+        candidates, run = self._candidates(path, may_be_empty)
+        for candidate, before in zip(candidates, [*candidates[1:], None]):
+            try:
+                return self._load(candidate, run)
+            except DamagedError as error:
+                if before is None:
+                    raise
+                if agreement.rank == 0:
+                    instead = before.name if isinstance(before, Path) else f"the copy of step {before} in memory"
+                    warnings.warn(f"{error} {instead} is loaded in its place.", stacklevel=2)
+                if isinstance(candidate, Path) and candidate.parent.resolve() == self._folder.resolve():
+                    self._damaged.append(candidate)
+        return None
+
+    def _candidates(self, path: str | os.PathLike[str] | None, may_be_empty: bool) -> tuple[list[Path | int], str]:
+        """Checkpoints on the disk, and steps of whole copies in memory, the latest first; and the name of the run."""
+        agreement = self._agreement
+        is_own = path is None or Path(path).resolve() == self._folder.resolve()
+        run = self._name_of_run() if is_own else ""
+        copies = self._memory.find(run) if run and self._memory else []
+        candidates: list[Path | int] = []
         with agreement.same_errors():
-            if agreement.rank == 0 and (holds_checkpoint(start) or not may_be_empty):
-                found = find_checkpoint(start)
-        found = agreement.broadcast(found)
-        if found is None:
-            return None
+            if agreement.rank == 0:
+                start = self._folder if path is None else path
+                candidates += find_checkpoints(start, may_be_empty=may_be_empty or bool(copies))
+                if copies:
+                    candidates += copies
+                    candidates.sort(key=lambda one: one if isinstance(one, int) else step_of(one), reverse=True)
+        return agreement.broadcast(candidates), run
+
+    def _load(self, candidate: Path | int, run_name: str) -> Loaded:
+        agreement = self._agreement
+        memory = None
+        if isinstance(candidate, Path):
+            checkpoint = candidate
+        else:
+            memory = self._memory
+            assert memory is not None
+            checkpoint = memory.open(run_name, candidate)
+        files: set[str] = set()
         with agreement.same_errors():
-            reader, state = Reader(found), self._full_state()
+            reader, state = Reader(checkpoint), self._full_state()
+            if memory is not None:
+                files = reader.files_of({"run": reader.empty("run")})
+        if memory is not None:
+            memory.bring(checkpoint, files)
+        with agreement.same_errors():
             run = reader.read_value("run")
             if missing := self._others.keys() - run["others"].keys():
                 raise ValueError(
-                    f"the checkpoint {found} has no state of {sorted(missing)}, only of {sorted(run['others'])}: pass "
-                    "the others under the names they were saved with."
+                    f"the checkpoint {checkpoint} has no state of {sorted(missing)}, only of {sorted(run['others'])}: "
+                    "pass the others under the names they were saved with."
                 )
             used = state.keys(reader, run["aliases"])
         ranks = agreement.gather(used)
         with agreement.same_errors():
             if agreement.rank == 0:
-                _check_all_used(reader, ranks)
+                check_all_used(reader, ranks)
+            if memory is not None:
+                files = reader.files_of(self._targets(reader, state, run))
+        if memory is not None:
+            memory.bring(checkpoint, files)
         with agreement.same_errors():
             self._restore(reader, state, run)
         is_training, fits = bool(self._optimizers), run["world_size"] == agreement.num_ranks
         if is_training and not fits and agreement.rank == 0:
             warnings.warn(
-                f"{found} was saved by {run['world_size']} ranks and is loaded by {agreement.num_ranks}: their random "
-                f"states do not fit and are seeded anew, from the seed {run['seed']}, step {run['step']} and the rank.",
-                stacklevel=2,
+                f"{checkpoint} was saved by {run['world_size']} ranks and is loaded by {agreement.num_ranks}: their "
+                f"random states do not fit and are seeded anew, from the seed {run['seed']}, step {run['step']} and "
+                "the rank.",
+                stacklevel=3,
             )
         return Loaded(run["step"], run["data"])
 
@@ -292,7 +379,7 @@ class Checkpointer:
         rank, is_alone = self._agreement.rank, self._agreement.num_ranks == 1
         return {
             "step": step,
-            "fingerprints": {} if is_alone else _fingerprints(**common),
+            "fingerprints": {} if is_alone else fingerprints_of(**common),
             "options": state.options(),
             "numbers": state.numbers(),
             "aliases": state.aliases,
@@ -312,8 +399,8 @@ class Checkpointer:
             "seed": torch.initial_seed(),
         }
 
-    def _claim(self, steps: list[int]) -> None:
-        """On rank 0: the folder is this run's, and all may save this step to it."""
+    def _claim(self, steps: list[int], newest_allowed: int) -> None:
+        """On rank 0: the folder is this run's, and all may save this step."""
         step = steps[0]
         if (other := next((rank for rank, one in enumerate(steps) if one != step), None)) is not None:
             raise ValueError(
@@ -323,67 +410,36 @@ class Checkpointer:
             raise ValueError(f"a step is a whole number from 0 on, got {step!r}.")
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self._folder)
+        while self._damaged:
+            set_aside(self._damaged.pop())
         newest = next(reversed(checkpoints_in(self._folder)), -1)
-        if newest >= step:
+        if newest > newest_allowed:
             raise ValueError(
                 f"{self._folder} holds a checkpoint of step {newest}, from which a restart would go on rather than "
                 f"from step {step}: load that one, move it away, or save to another folder."
             )
+
+    def _name_of_run(self, *, make: bool = False) -> str:
+        """The same on all ranks; "" where there is none, or it is not needed."""
+        name = ""
+        with self._agreement.same_errors():
+            if self._agreement.rank == 0 and self._memory is not None:
+                name = name_of_run(self._folder, make=make)
+        return self._agreement.broadcast(name)
+
+    def _begin(self, step: int) -> str:
+        """On rank 0: the name of the folder to write a checkpoint into."""
+        assert self._lock is not None
         if self._lock.is_held:
             remove_incomplete(self._folder)
+        return begin_checkpoint(self._folder, step).name
 
-    def _write(self, writer: Writer, tensors: dict[str, Tensor]) -> None:
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is ")  # one process needs no process group
-            if self._asynchronous:
-                self._pending = cast(
-                    "Future[Any]",
-                    async_save(tensors, storage_writer=writer, planner=planner, process_group=self._agreement.group),
-                )
-                return
-            try:
-                save(tensors, storage_writer=writer, planner=planner, process_group=self._agreement.group)
-            except CheckpointException as error:
-                raise _failed_to_save(self._folder, error) from None
+    def _targets(self, reader: Reader, state: FullState, run: dict[str, Any]) -> dict[str, Tensor]:
+        """Everything that this rank reads of a checkpoint, in tensors of its size."""
+        targets = state.targets(reader, run["aliases"])
+        own = f"rng.{self._agreement.rank}"
+        return targets | {key: reader.empty(key) for key in ("run", own) if key in reader.contents}
 
 
-def _optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    several = (
-        [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizers", optimizer)
-    )
-    optimizers = list(several) if isinstance(several, (list, tuple)) else [several]
-    for found in optimizers:
-        if not isinstance(found, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch optimizer, or several, got a {type(found).__name__}.")
-    return optimizers
-
-
-def _check_all_used(reader: Reader, ranks: list[set[str]]) -> None:
-    there = {key for key in reader.contents if key.startswith("model.")}
-    if left := there.difference(*ranks):
-        raise ValueError(
-            f"the checkpoint {reader.path} has {len(left)} entries that no rank's chunks have, such as {min(left)}: it "
-            "is of another model, or the chunks count their layers from 0 and need global_name."
-        )
-
-
-def _failed_to_save(folder: Path, error: CheckpointException) -> RuntimeError:
-    rank, (failure, _) = next(iter(error.failures.items()))
-    is_full = isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = (
-        " The disk, or what you may use of it, is full: make room, or keep fewer with keep_last." if is_full else ""
-    )
-    return RuntimeError(
-        f"saving to {folder} failed on rank {rank} ({failure}). What was saved before is untouched.{remedy}"
-    )
-
-
-def _fingerprints(others: dict[str, Any], extras: list[dict[str, Any]]) -> dict[str, int]:
-    """Of all of which rank 0's is loaded on every rank."""
-    values = {f"the state of others[{name!r}]": state for name, state in others.items()}
-    for number, extra in enumerate(extras):
-        values[f"what optimizer {number} has besides the state of its parameters"] = extra
-    return {name: fingerprint(value) for name, value in values.items()}
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}

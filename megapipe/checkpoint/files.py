@@ -9,6 +9,7 @@ end, where torch does not read.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -20,33 +21,48 @@ import struct
 import warnings
 import zipfile
 import zlib
+from contextlib import ExitStack
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as contents
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 __all__ = [
+    "DamagedError",
     "Reader",
+    "RunWriter",
     "Writer",
     "begin_checkpoint",
     "checkpoints_in",
     "deserialise",
     "find_checkpoint",
-    "holds_checkpoint",
+    "find_checkpoints",
     "latest_checkpoint",
+    "name_of_run",
     "remove_incomplete",
     "serialise",
+    "set_aside",
+    "step_of",
+    "write_tensors",
 ]
 
 INCOMPLETE = ".incomplete"
+DAMAGED = ".damaged"
+
+
+class DamagedError(ValueError):
+    """Files of a checkpoint are not those that were written, or are gone."""
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
@@ -57,14 +73,14 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))
 
 
+def step_of(checkpoint: Path) -> int:
+    """Of one that `checkpoints_in` has found."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint with the highest step in a run's folder; None where there is none."""
     return next(reversed(checkpoints_in(folder).values()), None)
-
-
-def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether `find_checkpoint` finds one."""
-    return _is_checkpoint(path) or latest_checkpoint(path) is not None
 
 
 def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -73,10 +89,19 @@ def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """`path` itself where it is a checkpoint, else the latest one in it. Raises ValueError where there is none."""
+    return find_checkpoints(path)[0]
+
+
+def find_checkpoints(path: str | os.PathLike[str], *, may_be_empty: bool = False) -> list[Path]:
+    """`path` itself where it is a checkpoint, else all in it, the latest first.
+
+    Raises:
+        ValueError: where there is none, unless there may be none.
+    """
     if _is_checkpoint(path):
-        return Path(path)
-    if (latest := latest_checkpoint(path)) is not None:
-        return latest
+        return [Path(path)]
+    if (found := list(checkpoints_in(path).values())) or may_be_empty:
+        return found[::-1]
     what = "holds no complete checkpoint" if Path(path).is_dir() else "is no folder"
     raise ValueError(
         f"{path} {what}: give a folder that was saved to, with a folder such as step_00000100 in it, or that one."
@@ -88,6 +113,18 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     path = _incomplete(folder / f"step_{step:08d}")
     path.mkdir()
     return path
+
+
+def name_of_run(folder: Path, *, make: bool = False) -> str:
+    """A name that no other run has, by which what is kept elsewhere is known to be of this folder's; "" where there is
+    none yet, and none is to be made."""
+    file = folder / ".run"
+    if make and not file.exists():
+        written = file.with_name(file.name + INCOMPLETE)
+        written.write_text(secrets.token_hex(8))
+        written.rename(file)
+    name = file.read_text() if file.exists() else ""
+    return name if re.fullmatch("[0-9a-f]{16}", name) else ""
 
 
 def _incomplete(checkpoint: Path) -> Path:
@@ -114,7 +151,35 @@ def _remove(path: Path) -> None:
         warnings.warn(f"{path} is no longer needed, but cannot be removed ({error}): remove it by hand.", stacklevel=2)
 
 
+def set_aside(path: Path) -> None:
+    """A damaged checkpoint makes room for one of its step, and is kept to be looked into."""
+    target = path.with_name(f"{path.name}.{secrets.token_hex(4)}{DAMAGED}")
+    path.rename(target)
+    warnings.warn(f"{path} is damaged and now called {target.name}: remove it by hand.", stacklevel=2)
+
+
 class Writer(FileSystemWriter):
+    """Writes this rank's part of a checkpoint, and on rank 0 the list of contents, with its checksum."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What is written in the background has been copied before, when an error could still be told to all ranks."""
+        return state_dict
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _cause(error) from error
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        super().finish(metadata, results)
+        with open(Path(self.path) / ".metadata", "r+b") as file:
+            file.write(_checksum(file.read()))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class RunWriter(Writer):
     """Writes one checkpoint of a run's folder. Rank 0 makes it appear, and removes all but the last `keep_last` then
     (None: keep all).
 
@@ -135,29 +200,42 @@ class Writer(FileSystemWriter):
         self._keep_last = keep_last
         super().__init__(path)
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What is written in the background has been copied before, when an error could still be told to all ranks."""
-        return state_dict
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            raise _cause(error) from error
-
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         super().finish(metadata, results)
         written, folder = Path(self.path), self._target.parent
-        with open(written / ".metadata", "r+b") as file:
-            file.write(_checksum(file.read()))
-            file.flush()
-            os.fsync(file.fileno())
         _sync(written)
         written.rename(self._target)
         _sync(folder)
         if self._keep_last is not None:
             for path in list(checkpoints_in(folder).values())[: -self._keep_last]:
                 _remove(path)
+
+
+def write_tensors(writer: Writer, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Write a checkpoint, all ranks of the group together; of tensors that several have, one writes each.
+
+    Raises:
+        RuntimeError: on every rank, where it fails on one.
+    """
+    with ExitStack() as stack:
+        if group is None:  # one process needs no process group
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "torch.distributed is ")
+        try:
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:
+            rank, (failure, _) = next(iter(error.failures.items()))
+            is_full = isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = (
+                " The disk, or what you may use of it, is full: make room, or keep fewer with keep_last."
+                if is_full
+                else ""
+            )
+            raise RuntimeError(
+                f"saving to {Path(writer.path).parent} failed on rank {rank} ({failure}). What was saved before is "
+                f"untouched.{remedy}"
+            ) from None
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -186,7 +264,7 @@ class Reader(FileSystemReader):
     """Reads a checkpoint on this rank alone.
 
     Raises:
-        ValueError: where its list of contents is not what torch writes for tensors, or asks for anything else, and
+        DamagedError: where its list of contents is not what torch writes for tensors, or asks for anything else, and
             where files are damaged.
     """
 
@@ -207,8 +285,9 @@ class Reader(FileSystemReader):
                 if Path(stored.relative_path).name != stored.relative_path:
                     raise pickle.UnpicklingError(f"it points to {stored.relative_path}, outside of the folder")
         except Exception as error:
-            raise ValueError(
-                f"{path} is not a checkpoint that megapipe wrote, or it is damaged ({error}). Nothing of it was used."
+            raise DamagedError(
+                f"{path} is not a checkpoint that megapipe wrote, or it is damaged (.metadata: {error}). Nothing of it "
+                "was used."
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -220,39 +299,62 @@ class Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
     def _check_sums(self, stored: _StorageInfo) -> None:
-        """Raises BadZipFile where a bit has changed since it was written."""
-        with open(Path(self.path) / stored.relative_path, "rb") as file:
-            file.seek(stored.offset)
-            data = file.read(stored.length)
-        for entry in zipfile.ZipFile(io.BytesIO(data)).infolist():
-            name_and_extra = struct.unpack_from("<HH", data, entry.header_offset + 26)
-            begin = entry.header_offset + 30 + sum(name_and_extra)
-            found = zlib.crc32(memoryview(data)[begin : begin + entry.file_size])
-            if entry.CRC not in (found, 0):  # it is 0 where torch was told to compute none
-                raise zipfile.BadZipFile(f"checksum {found:08x} of {entry.filename} where it was {entry.CRC:08x}")
+        """Raises BadZipFile, with the file's name, where a bit has changed since it was written."""
+        try:
+            with open(Path(self.path) / stored.relative_path, "rb") as file:
+                file.seek(stored.offset)
+                data = file.read(stored.length)
+            for entry in zipfile.ZipFile(io.BytesIO(data)).infolist():
+                name_and_extra = struct.unpack_from("<HH", data, entry.header_offset + 26)
+                begin = entry.header_offset + 30 + sum(name_and_extra)
+                found = zlib.crc32(memoryview(data)[begin : begin + entry.file_size])
+                if entry.CRC not in (found, 0):  # it is 0 where torch was told to compute none
+                    raise ValueError(f"checksum {found:08x} of {entry.filename} where it was {entry.CRC:08x}")
+        except Exception as error:
+            raise zipfile.BadZipFile(f"{stored.relative_path}: {_first_line(error)}") from error
 
     def read(self, targets: dict[str, Tensor]) -> None:
         """Fill the tensors with what the checkpoint holds under their keys. Of DTensors each rank reads its shard."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
+        planner = self._planner(targets)
         self.set_up_storage_reader(self._metadata, is_coordinator=True)
         try:
             self.read_data(planner.create_local_plan(), planner).wait()
         except Exception as error:
-            said = (str(error).splitlines() or [""])[0].partition(". ")[0]
-            raise ValueError(
-                f"{self.path} cannot be read ({type(error).__name__}: {said}): its files are damaged or missing. Load "
-                "another checkpoint."
+            raise DamagedError(
+                f"{self.path} cannot be read ({type(error).__name__}: {_first_line(error)}): its files are damaged or "
+                "missing. Load another checkpoint."
             ) from error
+
+    def files_of(self, targets: dict[str, Tensor]) -> set[str]:
+        """The names of the files that `read` would read."""
+        items = self._planner(targets).create_local_plan().items
+        return {self._metadata.storage_data[item.storage_index].relative_path for item in items}
+
+    def files(self) -> set[str]:
+        """The names of all files with tensors."""
+        return {stored.relative_path for stored in self._metadata.storage_data.values()}
+
+    def _planner(self, targets: dict[str, Tensor]) -> DefaultLoadPlanner:
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
+        return planner
 
     def read_value(self, key: str) -> Any:
         """What `serialise` was given."""
         if key not in self.contents:
             raise ValueError(f"{self.path} has no {key}: it was not saved by a Checkpointer of megapipe.")
-        what = self.contents[key]
-        target = torch.empty(what.size, dtype=what.properties.dtype)
+        target = self.empty(key)
         self.read({key: target})
         return deserialise(target)
+
+    def empty(self, key: str, device: str = "cpu") -> Tensor:
+        """A tensor to read an entry into."""
+        what = self.contents[key]
+        return torch.empty(what.size, dtype=what.properties.dtype, device=device)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0].partition(". ")[0]
 
 
 _CLASSES = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..chunks import local
 from ..training import OF_EACH_GROUP
 
-__all__ = ["check_same", "fingerprint"]
+__all__ = ["check_same", "fingerprint", "fingerprints_of"]
 
 OWN = {*OF_EACH_GROUP, "_last_lr", "lr_lambdas"}
 """What a scheduler says of each parameter group: ranks have groups of their own, and `load_scheduler` minds that."""
@@ -26,6 +26,14 @@ def fingerprint(value: Any) -> int:
     for piece in _pieces(value):
         number = zlib.crc32(piece, number)
     return number
+
+
+def fingerprints_of(others: dict[str, Any], extras: list[dict[str, Any]]) -> dict[str, int]:
+    """Of all of which rank 0's is loaded on every rank."""
+    values = {f"the state of others[{name!r}]": state for name, state in others.items()}
+    for number, extra in enumerate(extras):
+        values[f"what optimizer {number} has besides the state of its parameters"] = extra
+    return {name: fingerprint(value) for name, value in values.items()}
 
 
 def check_same(ranks: Sequence[Mapping[str, int]]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..chunks import fully_qualified_name, unwrap
 from .files import Reader, serialise
 
-__all__ = ["FullState", "GlobalName", "Parts"]
+__all__ = ["FullState", "GlobalName", "Parts", "check_all_used", "optimizers_of"]
 
 GlobalName = Callable[[nn.Module, str], str]
 """(chunk, its name for a parameter) to the whole model's name for it."""
@@ -210,6 +210,22 @@ class FullState:
             for part, _ in self._divided(self._saved_name(held.name, reader, aliases), held.value, held.value)
         }
 
+    def targets(self, reader: Reader, aliases: Mapping[str, str]) -> dict[str, Tensor]:
+        """Everything of the checkpoint that this rank loads, in tensors of its shapes and shards."""
+        names: dict[str, Any] = {}
+        for held in self.held:
+            name = self._saved_name(held.name, reader, aliases)
+            names |= {name: held.value, **dict(self._divided(name, held.value, held.value))}
+        targets = {}
+        for key, what in reader.contents.items():
+            kind, _, name = key.partition(".")
+            name = name.partition(".")[2] if kind == "optimizer" else name
+            if name in names:
+                like = names[name]
+                is_alike = isinstance(like, Tensor) and like.shape == what.size
+                targets[key] = like if is_alike else reader.empty(key, "meta")
+        return targets
+
     # Names
 
     def _divided(self, name: str, parameter: Any, tensor: Any) -> list[tuple[str, Tensor]]:
@@ -331,6 +347,19 @@ def is_extra_state(held: Held) -> bool:
     return held.local_name.endswith("_extra_state") or not isinstance(held.value, Tensor)
 
 
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    several = (
+        [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizers", optimizer)
+    )
+    optimizers = list(several) if isinstance(several, (list, tuple)) else [several]
+    for found in optimizers:
+        if not isinstance(found, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch optimizer, or several, got a {type(found).__name__}.")
+    return optimizers
+
+
 def check_there(key: str, reader: Reader, target: Tensor | None = None) -> None:
     what = reader.contents.get(key)
     if what is None:
@@ -342,4 +371,14 @@ def check_there(key: str, reader: Reader, target: Tensor | None = None) -> None:
         raise ValueError(
             f"{key} has shape {list(what.size)} in the checkpoint {reader.path} and {list(target.shape)} here: build "
             "the model with the sizes it was saved with."
+        )
+
+
+def check_all_used(reader: Reader, ranks: list[set[str]]) -> None:
+    """Raises ValueError where no rank loads an entry of the model."""
+    there = {key for key in reader.contents if key.startswith("model.")}
+    if left := there.difference(*ranks):
+        raise ValueError(
+            f"the checkpoint {reader.path} has {len(left)} entries that no rank's chunks have, such as {min(left)}: it "
+            "is of another model, or the chunks count their layers from 0 and need global_name."
         )

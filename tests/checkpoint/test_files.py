@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -18,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+from ranks import on_ranks
 from saving import error_of, filled
 from torch import nn
 from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 
+from megapipe import parallel_state
 from megapipe.checkpoint import Checkpointer, folder_lock, read_position, save_safetensors
 from megapipe.checkpoint.files import INCOMPLETE, checkpoints_in
 
@@ -289,9 +292,8 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         at = stored.read().index(torch.ones(4).numpy().tobytes())
         stored.seek(at + 3)
         stored.write(b"\xbf")
-    with pytest.raises(
-        ValueError, match=r"cannot be read \(BadZipFile: checksum .* where it was .*\): its files are damaged"
-    ):
+    where = r"cannot be read \(BadZipFile: __0_0.distcp: checksum .* where it was .*\): its files are damaged"
+    with pytest.raises(ValueError, match=where):
         Checkpointer(tmp_path, layer).load()
 
 
@@ -321,3 +323,39 @@ def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
             call()
     with pytest.raises(ValueError, match=r"foreign holds no model"):
         save_safetensors(foreign, tmp_path / "exported")
+
+
+@on_ranks(2)
+def test_the_newest_whole_checkpoint_is_found(rank: int, tmp_path: Path) -> None:
+    """Where the latest checkpoint was damaged, a run stood still until somebody pointed it to the one before."""
+    parallel_state.initialize_model_parallel(1)
+    layer = filled(0.0)
+    checkpointer = Checkpointer(tmp_path, layer)
+    for step in (1, 2, 3):
+        nn.init.constant_(layer.weight, float(step))
+        checkpointer.save(step)
+    if rank == 0:
+        (tmp_path / "step_00000002" / ".metadata").write_bytes(b"")
+        max((tmp_path / "step_00000003").glob("*.distcp"), key=lambda file: file.stat().st_size).unlink()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert Checkpointer(tmp_path, layer).load() == checkpointer.load() == (1, None)
+    assert torch.equal(layer.weight, torch.ones(4, 4))
+    texts = [str(one.message) for one in said if one.category is UserWarning and "in its place" in str(one.message)]
+    patterns = [
+        r"step_00000003 cannot be read \(\w+: __\d_0.distcp: .*No such file.*\).* step_00000002 is loaded in its place",
+        r"step_00000002 is not .*, or it is damaged \(.metadata: .*\). .* step_00000001 is loaded in its place",
+    ]
+    assert len(texts) == (4 if rank == 0 else 0)
+    for text, pattern in zip(texts, patterns):
+        assert re.search(pattern, text)
+    with pytest.raises(ValueError, match="step_00000003 cannot be read"):  # asked for by name
+        checkpointer.load(tmp_path / "step_00000003")
+    checkpointer.save(2)  # a step that is there, damaged
+    assert list(checkpoints_in(tmp_path)) == [1, 2]
+    assert len(list(tmp_path.glob("step_0000000[23].*.damaged"))) == 2
+    if rank == 0:
+        for path in checkpoints_in(tmp_path).values():
+            (path / ".metadata").unlink()
+    with pytest.raises(ValueError, match="step_00000001 is not a checkpoint that megapipe wrote"):
+        checkpointer.load()
