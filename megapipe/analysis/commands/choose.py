@@ -1,0 +1,171 @@
+"""`megapipe compare` and `megapipe tune`: all schedules against each other."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ...plan import Costs, Plan, ScheduleError, Simulation, find_schedule, schedule_names, simulate
+from ..bubble import split_bubble
+from ..charts import save_comparison
+from ..pages import save_comparison_html
+from ..timeline import load_timeline
+from .options import add_costs, add_pictures, add_sizes, check_time, costs_of, record_plan
+from .terminal import print_hint
+
+__all__ = ["add_compare", "add_tune"]
+
+Rows = list[tuple[Plan, Simulation]]
+
+
+def add_compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare", help="all schedules in one table", description="Simulate every schedule, fastest first."
+    )
+    add_sizes(compare, required=True)
+    add_costs(compare)
+    _add_choice(compare)
+    compare.set_defaults(run=_compare)
+
+
+def add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="recommend a schedule",
+        description="Predict every schedule's step time from a measured timeline, and recommend one.",
+    )
+    tune.add_argument("timeline", help="the file that was recorded")
+    tune.add_argument("--microbatches", type=int, metavar="N", help="microbatches per step; default: as measured")
+    tune.add_argument(
+        "--chunks",
+        type=int,
+        nargs="+",
+        default=[2, 4],
+        metavar="N",
+        help="stages per rank to try, for schedules that leave it open; default: 2 4",
+    )
+    tune.add_argument(
+        "--slices",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="slices of equal cost per sequence to try, for models that know slices; default: as measured",
+    )
+    _add_choice(tune)
+    tune.set_defaults(run=_tune)
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory-limit", type=float, default=None, metavar="N", help="microbatches that a rank has memory for at once"
+    )
+    add_pictures(parser, "a chart of time against memory")
+
+
+def _compare(args: argparse.Namespace) -> None:
+    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], costs_of(args), [args.slices])
+    _show_rows(rows, args, unit="")
+
+
+def _tune(args: argparse.Namespace) -> None:
+    measured = load_timeline(args.timeline)
+    if measured is None:
+        raise ValueError(f"{args.timeline} is no measured timeline: record one with config.record_timeline.")
+    plan, costs = measured.plan, measured.even_costs()
+    plan.check()
+    if plan.forward_only:
+        raise ValueError(
+            f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
+        )
+    times = (costs.forward, costs.backward_input, costs.backward_weight)
+    print(
+        f"measured: {plan.name}, {plan.pp_size} ranks, {plan.num_microbatches} microbatches: "
+        f"{split_bubble(measured).step_time:.4g} ms per step, {measured.predict().makespan:.4g} by its plan"
+    )
+    print("times: forward {:.3g}, input gradients {:.3g}, weight gradients {:.3g} ms".format(*times), end=" ")
+    print(f"per microbatch on a rank (mean of all ranks), a message {costs.p2p:.3g} ms")
+    if "W" not in measured.mean_times:
+        print("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
+    print_hint(measured)
+    num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches
+    rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs, args.slices or [plan.num_slices])
+    _show_rows(rows, args, unit="ms")
+    _recommend(rows, args.memory_limit)
+
+
+def _recommend(rows: Rows, limit: float | None) -> None:
+    """Of the fastest within the limit the one that needs least memory, then fewest messages."""
+    fitting = [row for row in rows if limit is None or max(row[1].peak_activations) <= limit]
+    if not fitting:
+        least = min(max(simulation.peak_activations) for _, simulation in rows)
+        raise ValueError(
+            f"no schedule fits {limit:g} microbatches of a whole rank: the smallest needs {least:.3g}. Use smaller "
+            "microbatches, activation checkpointing, or more ranks."
+        )
+    fastest = min(simulation.makespan for _, simulation in fitting)
+    plan, simulation = min(
+        (row for row in fitting if row[1].makespan <= 1.001 * fastest),
+        key=lambda row: (max(row[1].peak_activations), row[0].num_messages),
+    )
+    sizes = []
+    if plan.num_chunks > 1:
+        sizes.append(f"{plan.num_chunks} chunks per rank ({plan.pp_size * plan.num_chunks} stages)")
+    if plan.num_slices > 1:
+        sizes.append(f"{plan.num_slices} slices per sequence")
+    choice = plan.name + " with " * bool(sizes) + " and ".join(sizes)
+    print(f"recommended: {choice}, {simulation.makespan:.4g} ms per step")
+
+
+def _all_schedules(
+    pp_size: int, num_microbatches: int, chunks: Sequence[int | None], costs: Costs, slices: Sequence[int]
+) -> Rows:
+    """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks,
+    and those that cut sequences with each number of slices above 1. What cannot run is printed, with its reason."""
+    rows: Rows = []
+    for name in schedule_names():
+        schedule = find_schedule(name)
+        if schedule.forward_only or (schedule.max_pp_size or pp_size) < pp_size:
+            continue
+        open_chunks = chunks if schedule.num_chunks is None else [None]
+        open_slices = [n for n in slices if n != 1] if schedule.slices else [1]
+        for num_chunks, num_slices in itertools.product(open_chunks, open_slices):
+            try:
+                plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices)
+            except ScheduleError:
+                raise
+            except ValueError as error:
+                print(f"{name}: {error}")
+                continue
+            simulation = simulate(plan, costs)
+            check_time(simulation)
+            rows.append((plan, simulation))
+    if not rows:
+        raise ValueError(f"no schedule runs {num_microbatches} microbatches on {pp_size} ranks.")
+    return sorted(rows, key=lambda row: (row[1].makespan, max(row[1].peak_activations)))
+
+
+def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
+    limit = args.memory_limit
+    if limit is not None and math.isnan(limit):
+        raise ValueError("--memory-limit is a number of microbatches, got nan.")
+    for picture in (args.svg, args.png):
+        if picture:
+            save_comparison(rows, picture, limit, unit)
+    if args.html:
+        save_comparison_html(rows, args.html, limit, unit)
+    best = rows[0][1].makespan
+    names = [plan.name + f", {plan.num_slices} slices" * (plan.num_slices > 1) for plan, _ in rows]
+    width = max(18, *map(len, names))
+    header = f"{'schedule':<{width}} {'chunks':>6} {'step':>9} {'of best':>8} {'bubble':>7} {'held':>9} {'messages':>8}"
+    print(header + ("" if limit is None else f"  fits {limit:g}"))
+    for name, (plan, simulation) in zip(names, rows):
+        peak = max(simulation.peak_activations)
+        line = (
+            f"{name:<{width}} {plan.num_chunks:>6} {simulation.makespan:>9.4g} {simulation.makespan / best:>7.3f}x "
+            f"{max(simulation.bubble):>7.1%} {peak:>9.3g} {plan.num_messages:>8}"
+        )
+        print(line + ("" if limit is None else f"  {'yes' if peak <= limit else 'no'}"))
