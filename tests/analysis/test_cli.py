@@ -109,7 +109,8 @@ def test_show_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: 
         "rank 0 0F0  0F1  ............0B0       0F2  0B1       0F3  ..0B2       .....0B3       ",
         "rank 1 ......1F0  1B0       1F1  1B1       ..1F2  1B2       1F3  1B3       ...........",
         "step       158 ms measured, 158 ms by the plan",
-        "bubble     24.1% = 19.0% the schedule's own + 0.0% uneven stages + 5.1% waiting for communication + 0.0% host",
+        "bubble     24.1% = 19.0% the schedule's own + 0.0% uneven stages + 0.0% jitter + "
+        "5.1% waiting for communication + 0.0% host",
         "waited     38 ms per step on every rank",
         "host       0 ms per step on every rank",
         "F takes    10 ms on every stage",

@@ -18,7 +18,7 @@ from models import build, run
 from ranks import RankPool
 
 from megapipe import PipelineError, TimelineRecorder
-from megapipe.analysis import Timeline, load_timeline, split_bubble
+from megapipe.analysis import BubbleSplit, Timeline, load_timeline, split_bubble
 from megapipe.analysis.clocks import align
 from megapipe.analysis.timeline import measured_messages
 from megapipe.plan import Action, Costs, Span, make_plan, play
@@ -100,10 +100,10 @@ def test_what_is_recorded(ranks: RankPool, tmp_path: Path, schedule: str) -> Non
 def check_split(timeline: Timeline) -> None:
     """The four parts of the bubble add up to what was measured, on every rank."""
     split = split_bubble(timeline)
-    parts = zip(split.schedule, split.imbalance, split.host_overhead, split.communication)
-    for rank, (schedule, imbalance, host, communication) in enumerate(parts):
+    parts = zip(split.schedule, split.imbalance, split.jitter, split.host_overhead, split.communication)
+    for rank, (schedule, imbalance, jitter, host, communication) in enumerate(parts):
         busy = sum(step[rank].busy for step in timeline.steps) / len(timeline.steps)
-        assert schedule + imbalance + host + communication == pytest.approx(split.step_time - busy)
+        assert schedule + imbalance + jitter + host + communication == pytest.approx(split.step_time - busy)
         assert schedule >= 0
         assert host >= -1e-3
         assert communication >= -1e-3
@@ -209,7 +209,7 @@ def test_the_split_of_a_step_without_any_flaw() -> None:
     timeline = Timeline("1f1b", [as_measured(plan.simulate())])
     split = split_bubble(timeline)
     assert split.schedule == pytest.approx([9.0] * 4)  # 3 (F + B)
-    assert split.imbalance + split.host_overhead + split.communication == pytest.approx([0.0] * 12)
+    assert causes_of(split, "imbalance", "jitter", "host_overhead", "communication") == pytest.approx([0.0] * 16)
 
 
 def test_each_flaw_is_put_down_to_its_cause() -> None:
@@ -217,18 +217,45 @@ def test_each_flaw_is_put_down_to_its_cause() -> None:
     flawless = plan.simulate().makespan
     slow_messages = split_bubble(Timeline("1f1b", [as_measured(plan.simulate(p2p=0.25))]))
     assert slow_messages.communication == pytest.approx([plan.simulate(p2p=0.25).makespan - flawless] * 4)
-    assert slow_messages.imbalance + slow_messages.host_overhead == pytest.approx([0.0] * 8)
+    assert causes_of(slow_messages, "imbalance", "jitter", "host_overhead") == pytest.approx([0.0] * 12)
 
     times = [1.0, 1.0, 1.0, 2.0]
     uneven = split_bubble(Timeline("1f1b", [as_measured(plan.simulate(times, times, times))]))
     assert sum(uneven.imbalance) > 4
-    assert uneven.host_overhead + uneven.communication == pytest.approx([0.0] * 8)
+    assert causes_of(uneven, "jitter", "host_overhead", "communication") == pytest.approx([0.0] * 12)
 
     busy_host = replace(plan.simulate(), spans=[[] for _ in range(4)])
     play(plan, lambda action: 1.0 if action.kind == "F" else 2.0, Costs(), [0.5] * 4, busy_host.spans, lambda _: 0.5)
     host = split_bubble(Timeline("1f1b", [as_measured(busy_host, pause=0.5)]))
     assert host.host_overhead == pytest.approx([busy_host.makespan - flawless] * 4)
-    assert host.imbalance + host.communication == pytest.approx([0.0] * 8)
+    assert causes_of(host, "imbalance", "jitter", "communication") == pytest.approx([0.0] * 12)
+
+
+def causes_of(split: BubbleSplit, *names: str) -> list[float]:
+    return [time for name in names for time in getattr(split, name)]
+
+
+def test_microbatches_that_vary_are_not_taken_for_uneven_stages() -> None:
+    """Jitter was reported as uneven stages: users moved layers about between stages that were alike."""
+    plan = make_plan("1f1b", 4, 8)
+    simulation = plan.simulate()
+    spans: list[list[Span]] = [[] for _ in range(4)]
+    # On every stage one microbatch takes three times as long, each time another one.
+    play(
+        plan,
+        lambda a: (2.0 if a.kind == "BW" else 1.0) * (3 if a.microbatch == a.stage else 1),
+        Costs(),
+        [0.0] * 4,
+        spans,
+    )
+    split = split_bubble(Timeline("1f1b", [as_measured(replace(simulation, spans=spans))]))
+    assert sum(split.jitter) > 4
+    assert causes_of(split, "imbalance", "host_overhead", "communication") == pytest.approx([0.0] * 12)
+
+
+def test_slices_that_take_longer_each_time_are_no_jitter() -> None:
+    simulation = make_plan("seq1f1b", 2, 4, num_slices=2).simulate(slices=[1.0, 3.0])
+    assert split_bubble(Timeline("seq1f1b", [as_measured(simulation)])).jitter == pytest.approx([0.0] * 2)
 
 
 def test_ranks_that_begin_before_the_others_have_ended_their_step() -> None:
@@ -249,7 +276,7 @@ def test_a_rank_that_begins_late_is_the_hosts() -> None:
     split = split_bubble(Timeline("inference", [[RankStep(0.0, 1.0, [Span(first, 0.0, 1.0)], []), late]]))
     assert split.schedule == [1.0, 1.0]
     assert split.host_overhead == [0.5, 0.5]
-    assert split.imbalance == split.communication == [0.0, 0.0]
+    assert split.imbalance == split.jitter == split.communication == [0.0, 0.0]
 
 
 def test_the_typical_step_is_of_median_length() -> None:

@@ -113,7 +113,10 @@ def test_through_torchrun(text: str, tmp_path: Path) -> None:
     assert "validation loss" in done.stdout
     assert re.fullmatch(r"loss .* tokens/s, at most \d+\.\d\d GiB a rank", lines[-3])
     part = r"-?[\d.]+% "
-    parts = [f"{part}{name}" for name in ("the schedule's own", "uneven stages", "waiting for communication", "host")]
+    parts = [
+        f"{part}{name}"
+        for name in ("the schedule's own", "uneven stages", "jitter", "waiting for communication", "host")
+    ]
     assert re.fullmatch(rf"bubble {part}= " + r" \+ ".join(parts), lines[-2])
     assert lines[-1].startswith("saved")
     timeline = load_timeline(tmp_path / "timeline.json")
