@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..plan import Plan, Simulation, Span
 from ..runtime import RankStep
+from .extras import import_extra
 
 __all__ = [
     "COLOURS",
@@ -15,7 +16,6 @@ __all__ = [
     "TITLES",
     "WAIT_COLOUR",
     "axis_names",
-    "import_extra",
     "points_of",
     "save_comparison",
     "save_picture",
@@ -214,11 +214,3 @@ def _save(matplotlib: Any, figure: Any, path: str | Path) -> None:
     # Text stays text, and nothing depends on when or where the file was made.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megapipe"}):
         figure.savefig(path, dpi=120, metadata={"Date": None} if str(path).endswith(".svg") else None)
-
-
-def import_extra(package: str) -> Any:
-    """A package that only the extra `viz` installs. Raises ValueError where it is missing."""
-    try:
-        return __import__(package)
-    except ImportError:
-        raise ValueError(f"drawing this needs {package}: pip install 'megapipe[viz]'.") from None

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from ..plan import Plan, Simulation, Span
 from ..runtime import RankStep
-from .charts import COLOURS, LIMIT_COLOUR, TITLES, WAIT_COLOUR, axis_names, import_extra, points_of
+from .charts import COLOURS, LIMIT_COLOUR, TITLES, WAIT_COLOUR, axis_names, points_of
+from .extras import import_extra
 
 __all__ = ["save_comparison_html", "save_html"]
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from ..plan import Action, Plan, Span
+from ..plan import Action, Plan
+from .cells import Cell
 
 __all__ = ["Segment", "as_text", "text_rows"]
 
@@ -33,55 +34,61 @@ def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weig
 
 
 class Segment(NamedTuple):
-    """A piece of a rank's row: some columns of text, and the action they show (None where the rank waits)."""
+    """A piece of a rank's row: some columns of text, and the cell they show (None where the rank waits)."""
 
     text: str
-    action: Action | None
+    cell: Cell | None
 
 
-def text_rows(ranks: Sequence[Sequence[Span]], width: int, duration: float) -> list[list[Segment]]:
-    """A row of segments per rank. Each action is named as fully as its width allows.
+def text_rows(rows: Sequence[Sequence[Cell]], width: int, duration: float) -> list[list[Segment]]:
+    """A row of segments per rank. Each action is named as fully as its width allows, a pair as `0F4+7B0`.
 
     Args:
-        ranks: the actions of each rank, with start and end in any unit of time.
+        rows: of each rank, in any unit of time.
         width: columns of a row.
         duration: the time that `width` columns stand for, from the first action of all ranks on, in the same unit.
     """
-    begin = min(spans[0].start for spans in ranks)
+    begin = min(cells[0].start for cells in rows)
     scale = width / duration
-    labels = _choose_labels([span for spans in ranks for span in spans], scale)
-    rows = []
-    for spans in ranks:
+    names = _choose_names([cell for cells in rows for cell in cells], scale)
+    texts = []
+    for cells in rows:
         row: list[Segment] = []
         column = 0
-        for action, start, end in spans:
-            first, last = round((start - begin) * scale), round((end - begin) * scale)
+        for cell in cells:
+            first, last = round((cell.start - begin) * scale), round((cell.end - begin) * scale)
             if first > column:
                 row.append(Segment(" " * (first - column), None))
             if last > first:
-                name = labels[action.kind](action)
+                name = _name(cell, names[cell.kinds])
                 if len(name) > last - first:
-                    name = action.kind[0]
-                row.append(Segment(name.ljust(last - first), action))
+                    name = "".join(kind[0] for kind in cell.kinds)[: last - first]
+                row.append(Segment(name.ljust(last - first), cell))
             column = max(column, last)
         row.append(Segment(" " * (width - column), None))
-        rows.append(row)
-    return rows
+        texts.append(row)
+    return texts
 
 
-def _choose_labels(spans: list[Span], scale: float) -> dict[str, Callable[[Action], str]]:
-    """For each kind of action, the longest of its names that fits in more than 80 % of its places, with a column free
+def _name(cell: Cell, name_of: Callable[[Action], str]) -> str:
+    return "+".join(map(name_of, cell.actions))
+
+
+def _choose_names(cells: list[Cell], scale: float) -> dict[tuple[str, ...], Callable[[Action], str]]:
+    """For each kind of cell, the longest of its names that fits in more than 80 % of its places, with a column free
     between neighbours."""
-    names: tuple[Callable[[Action], str], ...] = (
+    forms: tuple[Callable[[Action], str], ...] = (
         str,
         lambda action: f"{action.kind[0]}{action.unit}",
         lambda action: action.unit,
         lambda action: str(action.microbatch),
         lambda action: action.kind[0],
     )
-    labels = {}
-    for kind in {span.action.kind for span in spans}:
-        own = [span for span in spans if span.action.kind == kind]
-        fitting = [n for n in names if fmean(len(n(s.action)) < int((s.end - s.start) * scale) for s in own) > 0.8]
-        labels[kind] = (fitting or names[-1:])[0]
-    return labels
+    names = {}
+    for kinds in {cell.kinds for cell in cells}:
+        own = [cell for cell in cells if cell.kinds == kinds]
+        fitting = [
+            form for form in forms if fmean(len(_name(c, form)) < int((c.end - c.start) * scale) for c in own) > 0.8
+        ]
+        names[kinds] = (fitting or forms[-1:])[0]
+    return names

@@ -1,16 +1,22 @@
 """The command, as its users see it."""
 
+import io
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from measured import as_measured
 
+import megapipe
 from megapipe.analysis import Timeline
+from megapipe.analysis.cells import cells_of
 from megapipe.analysis.cli import main
+from megapipe.analysis.palette import COLOURS
 from megapipe.analysis.text import text_rows
 from megapipe.plan import make_plan
 
@@ -26,12 +32,38 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
         "rank 0 0F0 0F1 0F2 ................0B0     ....0B1     ....0B2     ",
         "rank 1 ....1F0 1F1 ........1B0     1F2 1B1     ....1B2     ........",
         "rank 2 ........2F0 2B0     2F1 2B1     2F2 2B2     ................",
-        "step       15, of at least 11",
-        "bubble     40.0% on every rank",
+        "legend     F forward, B backward, . idle; 2F0: of microbatch 0 through stage 2",
+        "step       15, at least 11 in any order (F of a microbatch on a whole rank takes 1)",
+        "bubble     40.0% on every rank (share of the step without work)",
         "in a span  40.0% 25.0% 0.0% (from a rank's first action to its last)",
         "held       3 2 1 (microbatches at once)",
         "messages   12 per step",
     ]
+
+
+def test_overlapped_pairs_are_shown_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of(capsys, "show", "dualpipev", "--pp", "2", "--microbatches", "4", "--width", "150", "--steps", "2")
+    assert out.splitlines()[0].count("0F3+3B1") == 2  # in both steps
+    assert "F+B: an overlapped pair" in out
+    assert "+" not in output_of(capsys, "show", "zbv", "--pp", "2", "--microbatches", "4", "--width", "150")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_terminal_is_coloured_and_its_width_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line is longer than the terminal, and a pair has the colours of both of its actions."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in (("COLUMNS", "50"), ("TERM", "xterm-256color"), ("COLORTERM", "truecolor")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["show", "dualpipev", "--pp", "2", "--microbatches", "2"]) == 0
+    lines = terminal.getvalue().splitlines()
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in lines) <= 50
+    for colour in (COLOURS["F"][0], COLOURS["BW"][1]):
+        assert "48;2;{};{};{}m".format(*bytes.fromhex(colour[1:])) in lines[0]
 
 
 def test_show_messages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,8 +82,8 @@ def test_the_timeline_fits_its_width(capsys: pytest.CaptureFixture[str], width: 
 def test_actions_are_named_as_fully_as_most_of_them_have_room_for() -> None:
     plan = make_plan("inference", 4, 2)
     simulation = plan.simulate([1.0, 1.0, 1.0, 8.0])
-    rows = text_rows(simulation.spans, 57, simulation.makespan)  # three columns for the short ones
-    named = [[segment.text.strip() for segment in row if segment.action] for row in rows]
+    rows = text_rows(cells_of(plan, simulation.spans), 57, simulation.makespan)  # three columns for the short ones
+    named = [[segment.text.strip() for segment in row if segment.cell] for row in rows]
     assert named == [["F0", "F1"]] * 4
 
 
@@ -70,7 +102,7 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     out = output_of(capsys, "compare", "--pp", "4", "--microbatches", "8", "--memory-limit", "4")
-    header, *rows = [line.split() for line in out.splitlines()]
+    header, *rows = [line.split() for line in out.replace(" * ", "   ").splitlines()[:-2]]
     assert header[-2:] == ["fits", "4"]
     shown = {row[0]: (float(row[2]), row[-1]) for row in rows}
     assert list(shown) == sorted(shown, key=lambda name: shown[name][0])
@@ -78,6 +110,23 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["zb2p"] == (27, "no")
     assert shown["interleaved_1f1b"] == (28.5, "no")
     assert shown["1f1b"] == (33, "yes")
+    assert out.splitlines()[-1].startswith("step: F of a microbatch on a whole rank takes 1; held: microbatches")
+
+
+def test_schedules_that_need_layers_that_defer_are_marked(capsys: pytest.CaptureFixture[str], recorded: str) -> None:
+    """The fastest schedules of the table were none for layers that compute W in B, and nothing said so."""
+    split = {"zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"}
+    for command in (["compare", "--pp", "2", "--microbatches", "4"], ["tune", recorded, "--chunks", "2"]):
+        out = output_of(capsys, *command)
+        assert set(re.findall(r"^(\w+) \* ", out, flags=re.MULTILINE)) == split
+        assert "* its time takes layers that defer their weight gradients" in out
+        out = output_of(capsys, *command, "--unsplit")
+        assert " * " not in out
+        assert "* its time" not in out
+    assert re.search(r"recommended: looped_bfs with 2 chunks per rank \(4 stages\), 139 ms per step$", out, re.M)
+    sizes = ("--pp", "4", "--microbatches", "8")
+    assert "step       27," in output_of(capsys, "show", "zb1p", *sizes)
+    assert "step       33," in output_of(capsys, "show", "zb1p", *sizes, "--unsplit")
 
 
 def test_a_chart_of_the_comparison(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -108,6 +157,7 @@ def test_show_a_measured_timeline(capsys: pytest.CaptureFixture[str], tmp_path: 
         "by the plan, with the mean times that were measured:",
         "rank 0 0F0  0F1  ............0B0       0F2  0B1       0F3  ..0B2       .....0B3       ",
         "rank 1 ......1F0  1B0       1F1  1B1       ..1F2  1B2       1F3  1B3       ...........",
+        "legend     F forward, B backward, . idle; 2F0: of microbatch 0 through stage 2",
         "step       158 ms measured, 158 ms by the plan",
         "bubble     24.1% = 19.0% the schedule's own + 0.0% uneven stages + 0.0% jitter + "
         "5.1% waiting for communication + 0.0% host",
@@ -146,11 +196,11 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
     chart = tmp_path / "chart.svg"
     out = output_of(capsys, "tune", recorded, "--chunks", "2", "--memory-limit", "3", "--svg", str(chart)).splitlines()
     assert ">time of a step, ms</text>" in chart.read_text()
-    assert out[0] == "measured: 1f1b, 2 ranks, 4 microbatches: 158 ms per step, 158 by its plan"
+    assert out[0] == "measured: 1f1b, 2 ranks, 4 microbatches: 158 ms per step, 158 ms by its plan"
     assert out[1].startswith("times: forward 10, input gradients 10, weight gradients 10 ms")
     assert out[1].endswith("a message 2 ms")
     assert "half of each counts as input gradients" in out[2]
-    rows = {line.split()[0]: line.split() for line in out[4:-1]}
+    rows = {line.split()[0]: line.split() for line in (row.replace(" *", "") for row in out[4:-3])}
     assert float(rows["1f1b"][2]) == 158
     assert rows["gpipe"][-1] == "no"
     assert float(rows["interleaved_1f1b"][2]) == 147
@@ -160,7 +210,7 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
     assert main(["tune", recorded, "--memory-limit", "1"]) == 2
     assert "no schedule fits 1 microbatches of a whole rank: the smallest needs 2" in capsys.readouterr().err
     out = output_of(capsys, "tune", recorded, "--slices", "1", "2", "4", "--memory-limit", "1.5").splitlines()
-    rows = {line.rpartition(" slices")[0]: line.split() for line in out[4:-1] if " slices" in line}
+    rows = {line.rpartition(" slices")[0]: line.split() for line in out[4:-3] if " slices" in line}
     assert rows.keys() == {f"{name}, {n}" for name in ("seq1f1b", "seq_interleaved_1f1b", "seq_zb1p") for n in (2, 4)}
     assert float(rows["seq1f1b, 2"][4]) < float(rows["seq1f1b, 4"][4]) < 158  # more messages, each of 2 ms
     assert out[-1].startswith(
@@ -215,13 +265,42 @@ def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: li
     assert message in capsys.readouterr().err
 
 
-def test_nobody_reads_to_the_end(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of(capsys, "--version") == f"megapipe {megapipe.__version__}\n"
+    shown = output_of(capsys)
+    assert shown == output_of(capsys, "--help")
+    for command in ("show", "compare", "tune", "completion"):
+        assert f"\n    {command}" in shown
+    assert main(["sing"]) == 2
+    assert "invalid choice: 'sing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_the_command(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    pytest.importorskip("shtab")
+    script = output_of(capsys, "completion", shell)
+    for word in ("compare", "--memory-limit", "--unsplit"):
+        assert word in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_without_shtab_the_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "this needs shtab: pip install 'megapipe[completion]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["compare", "--pp", "2", "--microbatches", "4"], ["--help"]])
+def test_nobody_reads_to_the_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
     """`megapipe compare ... | head` ended with "Broken pipe" for an error."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert main(["compare", "--pp", "2", "--microbatches", "4"]) == 1
+        assert main(arguments) == 1
         monkeypatch.undo()
     assert capfd.readouterr().err == ""
 

@@ -13,12 +13,16 @@ from ..bubble import split_bubble
 from ..charts import save_comparison
 from ..pages import save_comparison_html
 from ..timeline import load_timeline
-from .options import add_costs, add_pictures, add_sizes, check_time, costs_of, record_plan
-from .terminal import print_hint
+from .options import add_costs, add_pictures, add_sizes, add_unsplit, check_time, costs_of, record_plan, unsplit
+from .terminal import print_hint, say
 
 __all__ = ["add_compare", "add_tune"]
 
 Rows = list[tuple[Plan, Simulation]]
+
+UNITS = "held: microbatches at once on the fullest rank; messages: per step"
+
+NEEDS_SPLIT = "* its time takes layers that defer their weight gradients (megapipe.weight_grad), or captured stages"
 
 
 def add_compare(commands: Any) -> None:
@@ -55,6 +59,7 @@ def add_tune(commands: Any) -> None:
         metavar="N",
         help="slices of equal cost per sequence to try, for models that know slices; default: as measured",
     )
+    add_unsplit(tune)
     _add_choice(tune)
     tune.set_defaults(run=_tune)
 
@@ -69,6 +74,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 def _compare(args: argparse.Namespace) -> None:
     rows = _all_schedules(args.pp, args.microbatches, [args.chunks], costs_of(args), [args.slices])
     _show_rows(rows, args, unit="")
+    say(f"step: F of a microbatch on a whole rank takes {args.forward:g}; {UNITS}")
 
 
 def _tune(args: argparse.Namespace) -> None:
@@ -82,22 +88,27 @@ def _tune(args: argparse.Namespace) -> None:
             f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
         )
     times = (costs.forward, costs.backward_input, costs.backward_weight)
-    print(
+    say(
         f"measured: {plan.name}, {plan.pp_size} ranks, {plan.num_microbatches} microbatches: "
-        f"{split_bubble(measured).step_time:.4g} ms per step, {measured.predict().makespan:.4g} by its plan"
+        f"{split_bubble(measured).step_time:.4g} ms per step, {measured.predict().makespan:.4g} ms by its plan"
     )
-    print("times: forward {:.3g}, input gradients {:.3g}, weight gradients {:.3g} ms".format(*times), end=" ")
-    print(f"per microbatch on a rank (mean of all ranks), a message {costs.p2p:.3g} ms")
-    if "W" not in measured.mean_times:
-        print("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
+    say(
+        "times: forward {:.3g}, input gradients {:.3g}, weight gradients {:.3g} ms".format(*times)
+        + f" per microbatch on a rank (mean of all ranks), a message {costs.p2p:.3g} ms"
+    )
+    if args.unsplit:
+        costs = unsplit(costs)
+    elif "W" not in measured.mean_times:
+        say("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
     print_hint(measured)
     num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches
     rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs, args.slices or [plan.num_slices])
     _show_rows(rows, args, unit="ms")
-    _recommend(rows, args.memory_limit)
+    say(UNITS)
+    _recommend(rows, args.memory_limit, args.unsplit)
 
 
-def _recommend(rows: Rows, limit: float | None) -> None:
+def _recommend(rows: Rows, limit: float | None, unsplit: bool) -> None:
     """Of the fastest within the limit the one that needs least memory, then fewest messages."""
     fitting = [row for row in rows if limit is None or max(row[1].peak_activations) <= limit]
     if not fitting:
@@ -117,7 +128,13 @@ def _recommend(rows: Rows, limit: float | None) -> None:
     if plan.num_slices > 1:
         sizes.append(f"{plan.num_slices} slices per sequence")
     choice = plan.name + " with " * bool(sizes) + " and ".join(sizes)
-    print(f"recommended: {choice}, {simulation.makespan:.4g} ms per step")
+    needed = ", where layers defer their weight gradients" if _splits(plan) and not unsplit else ""
+    say(f"recommended: {choice}, {simulation.makespan:.4g} ms per step{needed}")
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether the schedule runs weight-gradient passes (W) by themselves."""
+    return any(action.kind == "W" for action in plan.actions[0])
 
 
 def _all_schedules(
@@ -138,7 +155,7 @@ def _all_schedules(
             except ScheduleError:
                 raise
             except ValueError as error:
-                print(f"{name}: {error}")
+                say(f"{name}: {error}")
                 continue
             simulation = simulate(plan, costs)
             check_time(simulation)
@@ -158,9 +175,13 @@ def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
     if args.html:
         save_comparison_html(rows, args.html, limit, unit)
     best = rows[0][1].makespan
-    names = [plan.name + f", {plan.num_slices} slices" * (plan.num_slices > 1) for plan, _ in rows]
+    marks = [" *" * (_splits(plan) and not args.unsplit) for plan, _ in rows]
+    names = [
+        plan.name + f", {plan.num_slices} slices" * (plan.num_slices > 1) + mark for mark, (plan, _) in zip(marks, rows)
+    ]
     width = max(18, *map(len, names))
-    header = f"{'schedule':<{width}} {'chunks':>6} {'step':>9} {'of best':>8} {'bubble':>7} {'held':>9} {'messages':>8}"
+    step = f"step {unit}".strip()
+    header = f"{'schedule':<{width}} {'chunks':>6} {step:>9} {'of best':>8} {'bubble':>7} {'held':>9} {'messages':>8}"
     print(header + ("" if limit is None else f"  fits {limit:g}"))
     for name, (plan, simulation) in zip(names, rows):
         peak = max(simulation.peak_activations)
@@ -169,3 +190,5 @@ def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
             f"{max(simulation.bubble):>7.1%} {peak:>9.3g} {plan.num_messages:>8}"
         )
         print(line + ("" if limit is None else f"  {'yes' if peak <= limit else 'no'}"))
+    if any(marks):
+        say(NEEDS_SPLIT)

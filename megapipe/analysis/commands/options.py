@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 
 from ...plan import Costs, Plan, Simulation, find_schedule, make_plan
 
-__all__ = ["add_costs", "add_pictures", "add_sizes", "check_size", "check_time", "costs_of", "record_plan"]
+__all__ = [
+    "add_costs",
+    "add_pictures",
+    "add_sizes",
+    "add_unsplit",
+    "check_size",
+    "check_time",
+    "costs_of",
+    "record_plan",
+    "unsplit",
+]
 
 LARGEST = 1_000_000
 """The most forwards in a plan: ranks x microbatches x chunks x slices x steps. That many take minutes and some GB."""
@@ -48,13 +59,30 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of the shorter of an overlapped F and B, how much the longer hides; default: 0",
     )
+    add_unsplit(times)
+
+
+def add_unsplit(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--unsplit",
+        action="store_true",
+        help="for layers that do not defer their weight gradients (megapipe.weight_grad): B takes W's time too, W none",
+    )
+
+
+def unsplit(costs: Costs) -> Costs:
+    """The costs of layers that compute their weight gradients in B."""
+    assert isinstance(costs.backward_input, float)
+    assert isinstance(costs.backward_weight, float)
+    return replace(costs, backward_input=costs.backward_input + costs.backward_weight, backward_weight=0.0)
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
     times = (args.forward, args.backward_input, args.backward_weight, args.p2p)
     if not any(times[:3]):
         raise ValueError("--forward, --backward-input and --backward-weight are all 0: there is nothing to draw.")
-    return Costs(*times, optimizer=args.optimizer, overlap=args.overlap)
+    costs = Costs(*times, optimizer=args.optimizer, overlap=args.overlap)
+    return unsplit(costs) if args.unsplit else costs
 
 
 def check_size(*sizes: int) -> None:

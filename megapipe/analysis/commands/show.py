@@ -13,7 +13,7 @@ from ..pages import save_html
 from ..timeline import Timeline, load_timeline
 from ..trace import save_trace
 from .options import add_costs, add_pictures, add_sizes, check_size, check_time, costs_of, record_plan
-from .terminal import listed, print_hint, print_timeline
+from .terminal import listed, print_hint, print_legend, print_timeline, say
 
 __all__ = ["add_show"]
 
@@ -48,12 +48,13 @@ def _show(args: argparse.Namespace) -> None:
         print_timeline(plan, simulation.spans, args.width, simulation.makespan)
     else:
         _print_both(measured, simulation, args.width)
+    print_legend(plan)
     if args.comms:
         for rank, events in enumerate(plan.events):
             shown = [str(event) for event in events if event.action is not None or plan.peer(rank, event) is not None]
-            print(f"rank {rank}: " + " ".join(shown))
+            say(f"rank {rank}: " + " ".join(shown))
     if measured is None:
-        _print_figures(plan, simulation)
+        _print_figures(plan, simulation, args.forward)
     else:
         _print_measured(measured, simulation)
 
@@ -92,26 +93,27 @@ def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -
     print_timeline(measured.plan, simulation.spans, width, max(duration, simulation.makespan))
 
 
-def _print_figures(plan: Plan, simulation: Simulation) -> None:
-    print(f"step       {simulation.step_time:g}, of at least {simulation.lower_bound:g}")
-    print(f"bubble     {listed(simulation.bubble, '.1%')}")
-    print(f"in a span  {listed(simulation.inner_bubble, '.1%')} (from a rank's first action to its last)")
+def _print_figures(plan: Plan, simulation: Simulation, forward: float) -> None:
+    bound = f"at least {simulation.lower_bound:g} in any order"
+    say(f"step       {simulation.step_time:g}, {bound} (F of a microbatch on a whole rank takes {forward:g})")
+    say(f"bubble     {listed(simulation.bubble, '.1%')} (share of the step without work)")
+    say(f"in a span  {listed(simulation.inner_bubble, '.1%')} (from a rank's first action to its last)")
     if not plan.forward_only:
         share = f", a chunk's counted as 1/{plan.num_chunks}" if plan.num_chunks > 1 else ""
         share += f", a slice as 1/{plan.num_slices}" if plan.num_slices > 1 else ""
-        print(f"held       {listed(simulation.peak_activations, 'g')} (microbatches at once{share})")
-    print(f"messages   {plan.num_messages} per step")
+        say(f"held       {listed(simulation.peak_activations, 'g')} (microbatches at once{share})")
+    say(f"messages   {plan.num_messages} per step")
 
 
 def _print_measured(measured: Timeline, simulation: Simulation) -> None:
     """Milliseconds, as means over all steps."""
     split = split_bubble(measured)
     print(f"step       {split.step_time:.4g} ms measured, {simulation.makespan:.4g} ms by the plan")
-    print(f"bubble     {split}")
+    say(f"bubble     {split}")
     for name in ("waited", "host"):
         means = [fmean(getattr(step[rank], name) for step in measured.steps) for rank in range(measured.plan.pp_size)]
-        print(f"{name:<10} {listed(means, '.3g', ' ms per step')}")
+        say(f"{name:<10} {listed(means, '.3g', ' ms per step')}")
     for kind, times in measured.mean_times.items():
-        print(f"{f'{kind} takes':<10} {listed(times, '.3g', ' ms', 'stage')}")
-    print(f"messages   {measured.plan.num_messages} per step, latency {measured.latency:.3g} ms")
+        say(f"{f'{kind} takes':<10} {listed(times, '.3g', ' ms', 'stage')}")
+    say(f"messages   {measured.plan.num_messages} per step, latency {measured.latency:.3g} ms")
     print_hint(measured)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from ...plan import Plan, Span
+from ..cells import cells_of
+from ..palette import COLOURS, KINDS, ink_on
 from ..text import text_rows
 from ..timeline import Timeline
 
-__all__ = ["listed", "print_hint", "print_timeline"]
+__all__ = ["listed", "print_hint", "print_legend", "print_timeline", "say"]
 
 WIDEST = 10_000
 """The most columns of a timeline: far more than a terminal has, and still quick to print."""
+
+
+def say(text: str) -> None:
+    """Print a line. A terminal that is narrower gets it in several, broken between words, indented as figures are."""
+    if sys.stdout.isatty():
+        width = max(20, shutil.get_terminal_size().columns)
+        text = textwrap.fill(text, width, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    print(text)
 
 
 def print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | None, duration: float) -> None:
@@ -21,28 +33,54 @@ def print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | Non
     columns = max(20, (width or shutil.get_terminal_size((120, 24)).columns) - prefix)
     if columns > WIDEST:
         raise ValueError(f"{columns} columns are more than any terminal has: choose a --width of {WIDEST:,} at most.")
-    rows = text_rows(ranks, columns, duration)
+    rows = text_rows(cells_of(plan, ranks), columns, duration)
     console = _console()
     for rank, row in enumerate(rows):
         name = f"rank {rank}".ljust(prefix)
         if console is None:
-            print(name + "".join(text if action else "." * len(text) for text, action in row))
+            print(name + "".join(text if cell else "." * len(text) for text, cell in row))
         else:
             from rich.text import Text
 
             line = Text(name, no_wrap=True, overflow="crop")
-            for text, action in row:
-                line.append(text, style=_STYLES[action.kind][plan.chunk_of(action.stage) % 2] if action else "")
+            for text, cell in row:
+                actions = cell.actions if cell else ()
+                if not actions:
+                    line.append(text)
+                for index, action in enumerate(actions):  # a pair has F's colour on the left and B's on the right
+                    share = len(text) / len(actions)
+                    piece = text[round(index * share) : round((index + 1) * share)]
+                    line.append(piece, style=_style(action.kind, plan.chunk_of(action.stage)))
             console.print(line)
 
 
-# Per kind of action, the colours of even and odd chunks.
-_STYLES = {
-    "F": ("black on bright_blue", "white on blue"),
-    "BW": ("black on bright_green", "white on green"),
-    "B": ("black on bright_green", "white on green"),
-    "W": ("black on bright_yellow", "black on yellow"),
-}
+def print_legend(plan: Plan) -> None:
+    """What the letters and colours of a timeline mean."""
+    kinds = [kind for kind in KINDS if any(action.kind == kind for action in plan.actions[0])]
+    notes = ["2F0: of microbatch 0 through stage 2"]
+    if plan.num_slices > 1:
+        notes.append("2F0.1: of its slice 1")
+    if any(plan.program.pairs):
+        notes.append("F+B: an overlapped pair")
+    console = _console()
+    if console is None:
+        names = [f"{kind[0]} {KINDS[kind]}" for kind in kinds]
+        say("legend     " + "; ".join([", ".join([*names, ". idle"]), *notes]))
+        return
+    from rich.text import Text
+
+    line = Text("legend     ")
+    for kind in kinds:
+        for chunk in range(min(plan.num_chunks, 2)):
+            line.append(f" {kind[0]} ", style=_style(kind, chunk))
+        line.append(f" {KINDS[kind]}  ")
+    line.append("; ".join(["dark: odd chunks"] * (plan.num_chunks > 1) + notes))
+    console.print(line, soft_wrap=False)
+
+
+def _style(kind: str, chunk: int) -> str:
+    colour = COLOURS[kind][chunk % 2]
+    return f"{ink_on(colour)} on {colour}"
 
 
 def _console() -> Any:
@@ -59,7 +97,7 @@ def print_hint(measured: Timeline) -> None:
     """Say so where the Ws take less than a tenth of the Bs: with layers that defer they take about as long."""
     times = measured.mean_times
     if "W" in times and sum(times["W"]) < 0.1 * sum(times["B"]):
-        print(
+        say(
             "hint       the weight-gradient passes (W) are all but empty: the layers compute their weight gradients in "
             "B. To defer them, see megapipe.weight_grad.convert"
         )

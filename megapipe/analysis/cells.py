@@ -1,0 +1,69 @@
+"""What a timeline shows of a rank: its actions, overlapped pairs as one, and how many microbatches it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..plan import Action, Plan, Span
+
+__all__ = ["Cell", "Level", "cells_of", "levels_of"]
+
+
+class Cell(NamedTuple):
+    """A place in a rank's row."""
+
+    actions: tuple[Action, ...]
+    """One, or the F and the B of an overlapped pair."""
+    start: float
+    end: float
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(action.kind for action in self.actions)
+
+
+def cells_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Cell]]:
+    """A row of cells per rank. Pairs are known of plans that were recorded, not of measured ones.
+
+    Args:
+        ranks: the plan's actions of one or more steps, with start and end in any unit.
+    """
+    rows = []
+    for spans, actions, pairs in zip(ranks, plan.actions, plan.program.pairs):
+        row: list[Cell] = []
+        backward = -1  # of the pair whose forward came last
+        for index, (action, start, end) in enumerate(spans):
+            if index % len(actions) == backward:
+                forward = row.pop()
+                row.append(Cell((*forward.actions, action), forward.start, end))
+            else:
+                row.append(Cell((action,), start, end))
+            backward = pairs.get(index % len(actions), -1)
+        rows.append(row)
+    return rows
+
+
+class Level(NamedTuple):
+    """For how long a rank holds so many microbatches, counted as `Simulation.peak_activations` counts them."""
+
+    held: float
+    start: float
+    end: float
+
+
+def levels_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Level]]:
+    """The microbatches in flight on each rank over time, each from the start of its F to the end of its W."""
+    rows = []
+    share = 1 / (plan.num_chunks * plan.num_slices)
+    for spans in ranks:
+        changes = [(start, 1) for action, start, _ in spans if action.kind == "F"]
+        changes += [(end, -1) for action, _, end in spans if action.kind in ("W", "BW")]
+        row: list[Level] = []
+        held, before = 0, 0.0
+        for time, change in sorted(changes):
+            if held and time > before:
+                row.append(Level(held * share, before, time))
+            held, before = held + change, time
+        rows.append(row)
+    return rows

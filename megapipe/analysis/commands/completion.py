@@ -1,0 +1,29 @@
+"""`megapipe completion`: the command, completed by a shell. Needs shtab, of the extra `completion`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..extras import import_extra
+
+__all__ = ["add_completion"]
+
+
+def add_completion(commands: Any) -> None:
+    completion = commands.add_parser(
+        "completion",
+        help="complete this command in a shell",
+        description='Print a shell\'s completion of this command: eval "$(megapipe completion bash)" turns it on.',
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.set_defaults(run=lambda args: _print_completion(commands, args.parser, args.shell))
+
+
+def _print_completion(commands: Any, parser: argparse.ArgumentParser, shell: str) -> None:
+    shtab = import_extra("shtab", "completion")
+    for command in commands.choices.values():
+        for argument in command._actions:
+            if argument.metavar == "FILE" or argument.dest in ("schedule", "timeline"):
+                argument.complete = shtab.FILE
+    print(shtab.complete(parser, shell))

@@ -1,0 +1,40 @@
+"""The colours of all pictures. They are told apart in print, in light and dark pages, and by the colour-blind."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["COLOURS", "DARK", "KINDS", "LIGHT", "LIMIT_COLOUR", "Scheme", "ink_on"]
+
+COLOURS = {
+    "F": ("#acd0f5", "#2d66b0"),
+    "BW": ("#e46e46", "#943012"),
+    "B": ("#e46e46", "#943012"),
+    "W": ("#f8e690", "#d0ae2a"),
+}
+"""Per kind of action, the colours of even and odd chunks: blue, vermilion and yellow, each as bright as no other."""
+
+KINDS = {"F": "forward", "BW": "backward", "B": "input gradient", "W": "weight gradient"}
+"""By the kind of an action, its name in words."""
+
+LIMIT_COLOUR = "#c0504d"
+
+
+class Scheme(NamedTuple):
+    """The colours around the actions."""
+
+    page: str
+    text: str
+    faint: str
+    """Lines and what matters less."""
+    wait: str
+
+
+LIGHT = Scheme("#ffffff", "#1f2328", "#8c959f", "#dfe3e8")
+DARK = Scheme("#0d1117", "#e6edf3", "#7d8590", "#30363d")
+
+
+def ink_on(colour: str) -> str:
+    """The colour of text on one of the actions' colours: dark on light ones, white on dark ones."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return LIGHT.text if 0.299 * red + 0.587 * green + 0.114 * blue > 128 else "#ffffff"
