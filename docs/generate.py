@@ -6,15 +6,26 @@ python docs/generate.py [FOLDER]
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
 import megapipe
 from megapipe.analysis import save_picture
-from megapipe.plan import Plan, find_schedule, make_plan
+from megapipe.plan import Plan, find_schedule, make_plan, v_shape
 
 PP_SIZE, NUM_MICROBATCHES, NUM_SLICES = 4, 8, 2
 OVERLAP = 0.45
+
+SOURCES = {
+    "https://arxiv.org/abs/1811.06965": "GPipe",
+    "https://arxiv.org/abs/2104.04473": "Megatron-LM",
+    "https://arxiv.org/abs/2211.05953": "Breadth-first",
+    "https://arxiv.org/abs/2406.03488": "Seq1F1B",
+    "https://arxiv.org/abs/2401.10241": "Zero bubble",
+    "https://arxiv.org/abs/2405.15362": "Controllable memory",
+    "https://github.com/deepseek-ai/DualPipe": "DualPipe",
+}
 
 # When to use it; what it costs. p ranks, m microbatches, v chunks per rank, n slices per sequence, r the rank, N the
 # size of a group.
@@ -100,15 +111,24 @@ HEAD = f"""# Schedules
 
 Made by `make docs` from the schedules themselves; a test keeps this page up to date.
 
-[The README](../README.md#which-schedule) says which to choose.
+[Which schedule](choosing.md) helps to choose one.
+
+{{table}}
+
+p are the ranks, m the microbatches, v the chunks per rank (2 unless you say otherwise), n the slices of a sequence
+(`num_sequence_slices`), r is the rank. N is the size of a group (`microbatch_group_size_per_vp_stage`): by default p,
+and counted in slices for seq_interleaved_1f1b. Bubbles are shares of a step with F = B = W, all stages alike, and
+messages that take no time. A microbatch is in flight from its F to its W, one of v chunks counts as 1 / v of it, and a
+slice as 1 / n.
+
+Any number of microbatches works, from 1 on, and it may change from step to step. Megatron's interleaved schedule refuses
+an m whose remainder by N is between 1 and p - 1. Here the remainder is divided among all groups, and N in the table is
+the size of the first.
 
 In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and F, B and W take as long
 as each other. Schedules that cut sequences have {NUM_SLICES} slices there: 3 is the first one of microbatch 3, and 3.1
 the second. Blue is the forward (F), green the backward, or where it is split its part for the input (B), yellow its
-part for the weights (W); dark are the odd chunks. p are the ranks, m the microbatches, v the chunks per rank, n the
-slices of a sequence, r is the rank, and N the size of a group (`microbatch_group_size_per_vp_stage`, by default p).
-Bubbles are shares of a step with F = B = W, all stages alike, and messages that take no time. A microbatch counts as
-held from its F to its W, a chunk's as 1 / v of one, a slice as 1 / n.
+part for the weights (W); dark are the odd chunks.
 
 **Where the bubble comes from.** Without interleaving the last microbatch leaves the first rank after m forwards, goes
 down and up through the p - 1 other ranks, and meets m backwards on its way: a step takes (m + p - 1) (F + B + W), of
@@ -124,21 +144,41 @@ one chunk (zb2p). In a V the last stage is on the first rank, each way is half a
 """
 
 
-def section(name: str) -> str:
+def table() -> str:
+    """All schedules, each in a row."""
+    rows = ["| name | chunks per rank | microbatches in flight on rank r | bubble, F = B = W | source |", "|---|---|---|---|---|"]
+    for name in megapipe.schedule_names():
+        _, bubble, in_flight = NOTES[name]
+        address = re.search(r"https://[\w./-]*[\w/]", docstring_of(name))
+        source = f"[{SOURCES[address[0]]}]({address[0]})" if address else ""
+        rows.append(f"| [`{name}`](#{name}) | {chunks_of(name)} | {in_flight} | {bubble} | {source} |")
+    return "\n".join(rows)
+
+
+def chunks_of(name: str) -> str:
     schedule = find_schedule(name)
+    if schedule.num_chunks is None:
+        return "any number"
+    return f"{schedule.num_chunks}, in a V" if schedule.placement is v_shape else str(schedule.num_chunks)
+
+
+def docstring_of(name: str) -> str:
+    return inspect.cleandoc(find_schedule(name).loops.__doc__ or "")
+
+
+def section(name: str) -> str:
     plan = plan_of(name)
     simulation = plan.simulate()
     when, bubble, in_flight = NOTES[name]
-    chunks = "any number" if schedule.num_chunks is None else str(schedule.num_chunks)
     lines = [
         f"## {name}",
-        inspect.cleandoc(schedule.loops.__doc__ or ""),
+        docstring_of(name),
         when,
         f"![Timeline of {name}]({name}.svg)",
         "| | in general | in the picture |\n|---|---|---|\n"
-        f"| chunks per rank | {chunks} | {plan.num_chunks} |\n"
+        f"| chunks per rank | {chunks_of(name)} | {plan.num_chunks} |\n"
         f"| bubble | {bubble} | {max(simulation.bubble):.1%} |\n"
-        f"| microbatches held on rank r | {in_flight} | {peaks(plan)} |\n"
+        f"| microbatches in flight on rank r | {in_flight} | {peaks(plan)} |\n"
         f"| messages per step | | {plan.num_messages} |",
     ]
     return "\n\n".join(lines) + "\n"
@@ -189,7 +229,7 @@ def peaks(plan: Plan) -> str:
 
 def page() -> str:
     sections = [section(name) for name in megapipe.schedule_names()]
-    return "\n".join([HEAD, *sections, gains()])
+    return "\n".join([HEAD.format(table=table()), *sections, gains()])
 
 
 def generate(folder: Path) -> None:

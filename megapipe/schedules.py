@@ -2,8 +2,8 @@
 
 A schedule speaks the verbs of `Verbs` to the one object it is given, most of them through F, B, W and BW below. It is
 the only source of truth: training runs it, and plans, pictures and checks are made by running it on a recorder. To add
-one, write the function, decorate it, draw its picture in tests/plan/test_schedules.py, and add its row to the README's
-table.
+one, write the function, decorate it, draw its picture in tests/plan/test_schedules.py, and add its note to
+docs/generate.py.
 """
 
 from __future__ import annotations

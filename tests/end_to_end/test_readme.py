@@ -1,4 +1,4 @@
-"""What the README shows is what there is."""
+"""The README's first screen works, and the pages show functions, plans and commands as they are."""
 
 import contextlib
 import inspect
@@ -16,27 +16,26 @@ from megapipe.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+CONCEPTS = (ROOT / "docs/concepts.md").read_text()
+CHOOSING = (ROOT / "docs/choosing.md").read_text()
 
 
 def test_the_function_shown_is_the_one_that_runs() -> None:
     loops = megapipe.schedules.forward_backward_pipelining_without_interleaving.loops
     parts = (megapipe.schedules.F, megapipe.schedules.BW, loops)
-    assert "```python\n{}\n\n{}\n\n{}```".format(*map(inspect.getsource, parts)) in README
+    assert "```python\n{}\n\n{}\n\n{}```".format(*map(inspect.getsource, parts)) in CONCEPTS
 
 
 def test_the_picture_is_the_plan() -> None:
-    assert as_text(make_plan("1f1b", 4, 6)) in README
+    assert as_text(make_plan("1f1b", 4, 6)) in CONCEPTS
 
 
-def test_every_schedule_has_its_row() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)
-    assert rows == megapipe.schedule_names()
-
-
-def test_commands_exist() -> None:
-    targets = (ROOT / "Makefile").read_text()
-    for command in re.findall(r"^make (\w+)$", README, flags=re.MULTILINE):
-        assert f"\n{command}: " in targets
+def test_the_readme_fits_its_purpose() -> None:
+    """A reader sees what it is, how to install it and what it was run on before anything else."""
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    (run_on,) = (number for number, line in enumerate(lines) if "**What it was run on:**" in line)
+    assert run_on < 60
 
 
 def run_script(rank: int, text: str) -> str:
@@ -51,19 +50,18 @@ def run_script(rank: int, text: str) -> str:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_the_script_trains(ranks: RankPool, schedule: str) -> None:
-    (script,) = (block for block in re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL) if "SCHEDULE," in block)
-    assert '"1f1b", 8, 256' in script
-    if schedule != "1f1b":  # a smaller one
-        script = script.replace('"1f1b", 8, 256', f'"{schedule}", 4, 64')
+    (script,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+    assert script.count('"1f1b"') == 2
+    script = script.replace('"1f1b"', f'"{schedule}"')
     printed = ranks.run(4, run_script, script)
     has_loss = 0 if schedule == "zbv" else 3  # where the last stage is
     losses = [float(line.split()[-1]) for line in printed[has_loss].splitlines() if line.startswith("step")]
-    assert len(losses) == 10
-    assert losses[-1] < losses[0]
+    assert len(losses) == 20
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_the_command_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = re.findall(r"^\$ megapipe (.+)\n((?:[^$`].*\n)+)", README, flags=re.MULTILINE)
+    shown = re.findall(r"^\$ megapipe (.+)\n((?:[^$`].*\n)+)", CHOOSING, flags=re.MULTILINE)
     assert len(shown) == 2
     for command, output in shown:
         assert main(command.split()) == 0
