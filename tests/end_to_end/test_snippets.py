@@ -1,0 +1,197 @@
+"""Every snippet of the README and of the pages runs, and what it shows is what comes out.
+
+The Python blocks of a page run one after the other on 4 ranks, in one namespace. Blocks in HTML comments (`<!-- python`)
+run too: they are what a reader has already. A page without such a block continues the script of the ten steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import doctest
+import importlib.util
+import io
+import os
+import random
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from ranks import RankPool
+
+from megapipe.analysis import cli
+
+ROOT = Path(__file__).parents[2]
+NUM_RANKS = 4
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NEEDS = {"megatron": ("docs/megatron.md", "docs/tutorials/from_megatron.md")}
+
+# Blocks, hidden or not. A block without a language directly behind one in Python is its output.
+FENCE = re.compile(r"^(?:(<!-- python)|```(\w*))\n(.*?)^(?:-->|```)$", flags=re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"\n\n```\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    line: int
+    is_hidden: bool
+    output: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    blocks = []
+    for found in FENCE.finditer(text):
+        is_hidden, language = bool(found[1]), "python" if found[1] else found[2]
+        output = OUTPUT.match(text, found.end())
+        blocks.append(
+            Block(language, found[3], text[: found.start(3)].count("\n"), is_hidden, output[1] if output else None)
+        )
+    return blocks
+
+
+def snippets_of(page: Path) -> list[Block]:
+    """The blocks that run one after the other: no whole scripts, no doctests, no definitions shown from the sources."""
+    return [
+        block
+        for block in blocks_of(page)
+        if block.language == "python" and not (is_script(block) or is_doctest(block) or is_source(block))
+    ]
+
+
+def is_script(block: Block) -> bool:
+    return "dist.destroy_process_group()" in block.text
+
+
+def is_doctest(block: Block) -> bool:
+    return block.text.startswith(">>>")
+
+
+def is_source(block: Block) -> bool:
+    """Of the schedule that docs/concepts.md shows: test_readme.py compares it."""
+    return block.text.startswith("def F(pipe: Verbs")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def pages_with(select: Any) -> Iterator[Any]:
+    for page in PAGES:
+        if select(page):
+            missing = [package for package, pages in NEEDS.items() if name(page) in pages and not find(package)]
+            yield pytest.param(page, id=name(page), marks=pytest.mark.skipif(bool(missing), reason=f"needs {missing}"))
+
+
+def find(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def setup() -> Block:
+    """The script of the ten steps, up to its loop."""
+    page = ROOT / "docs/tutorials/ten_steps.md"
+    (script,) = (block for block in blocks_of(page) if is_script(block))
+    return script._replace(text=script.text.partition("\nfor step")[0])
+
+
+def run_on_rank(rank: int, blocks: list[Block], page: str, folder: Path) -> list[str]:
+    """What each block prints. The process group is the worker's."""
+    import numpy as np
+    import torch
+
+    import megapipe
+    from megapipe.plan import registry
+
+    names = {"__name__": "__main__", "shared_folder": folder}
+    known = copy.copy(registry._schedules)
+    outputs = []
+    try:
+        with warnings.catch_warnings(), in_folder(folder):
+            warnings.simplefilter("ignore", megapipe.TrainingWarning)
+            for block in blocks:
+                text = re.sub(r"dist\.(init|destroy)_process_group\(.*\)", "pass", block.text)
+                printed = io.StringIO()
+                with contextlib.redirect_stdout(printed):
+                    exec(compile("\n" * block.line + text, page, "exec", dont_inherit=True), names)
+                outputs.append(printed.getvalue())
+    finally:
+        registry._schedules.clear()
+        registry._schedules.update(known)
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+    return outputs
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def without_names(text: str) -> str:
+    """The sentence of a wait that ran out, whichever rank was first."""
+    return re.sub(r"^rank \d waited", "a rank waited", text.rstrip())
+
+
+@pytest.mark.parametrize("page", list(pages_with(snippets_of)))
+def test_snippets_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
+    blocks = snippets_of(page)
+    continues = page.stem != "ten_steps" and not any(block.is_hidden for block in blocks[:1])
+    before = [setup()] if continues else []
+    outputs = ranks.run(NUM_RANKS, run_on_rank, before + blocks, str(page), tmp_path)
+    for number, block in enumerate(blocks, start=len(before)):
+        if block.output is not None:
+            printed = {without_names(output[number]) for output in outputs}
+            assert without_names(block.output) in printed, f"the output of {name(page)}, line {block.line}"
+
+
+@pytest.mark.parametrize("page", list(pages_with(lambda page: page.parent != ROOT and any(map(is_script, blocks_of(page))))))
+def test_whole_scripts_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
+    for script in filter(is_script, blocks_of(page)):
+        ranks.run(NUM_RANKS, run_on_rank, [script], str(page), tmp_path)
+
+
+@pytest.mark.parametrize("page", list(pages_with(lambda page: any(map(is_doctest, blocks_of(page))))))
+def test_prompts_answer_as_shown(page: Path) -> None:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    text = "".join(block.text for block in blocks_of(page) if is_doctest(block))
+    test = doctest.DocTestParser().get_doctest(text, {}, name(page), str(page), 0)
+    assert test.examples
+    assert doctest.DocTestRunner(optionflags=flags).run(test).failed == 0
+
+
+def commands() -> Iterator[Any]:
+    """Commands in the text and in blocks, each on one line."""
+    for page in PAGES:
+        shells = "".join(block.text for block in blocks_of(page) if not block.language).replace("\\\n", " ")
+        lines = [line.removeprefix("$ ") for line in shells.splitlines()]
+        in_text = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", page.read_text())
+        for command in (one for one in lines + in_text if re.match(r"(make|megapipe|torchrun) (?!$)", one)):
+            yield pytest.param(command, id=f"{name(page)}: {command}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_commands_exist(command: str) -> None:
+    """Targets of make, options of megapipe, and files that torchrun starts, with their options."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+(?: [a-z-]+)*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert words[1] in " ".join(targets).split()
+    elif words[0] == "megapipe":
+        with pytest.raises(SystemExit) if len(words) == 2 else contextlib.nullcontext():  # the help of a command
+            cli._parser().parse_args([*words[1:], *["--help"][: len(words) == 2]])
+    else:
+        (script,) = (word for word in words if word.endswith(".py"))
+        if "/" in script:
+            options = set(re.findall(r"\"(--[a-z-]+)\"", (ROOT / script).read_text()))
+            assert {word for word in words[words.index(script) :] if word.startswith("--")} <= options
