@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models fuzz soak lint docs bench bench-all bench-peers bench-packages \
+.PHONY: help pretrain generate test test-gpu test-models wheel fuzz soak lint docs bench bench-all bench-peers bench-packages \
 	bench-gpu format clean
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test       run the tests, and print the forty slowest; TORCH=2.15.0 does it (and all else) with that torch"
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
+	@echo "make wheel      build the wheel and the sdist, and try the wheel where nothing else is installed"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
 	@echo "make soak       run the tests that take long, then kill ranks of a run at 50 random moments (SEED=...): 20 minutes"
 	@echo "make lint       ruff and mypy"
@@ -65,6 +66,16 @@ test-models: $(INSTALLED)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[models]'
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest tests/integrations/test_transformers.py \
 		tests/integrations/models_of_transformers.py tests/integrations/finetuning.py
+
+# Into an environment of its own: what pip brings along is all that the README's script gets.
+wheel: $(INSTALLED)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check build twine
+	rm -rf build dist .venv-wheel
+	$(VENV)/bin/python -m build --outdir dist
+	$(VENV)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) dist/*.whl
+	OMP_NUM_THREADS=1 .venv-wheel/bin/python tests/installed.py
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -W ignore tests/fuzz.py --minutes $(MINUTES) $(addprefix --seed ,$(SEED))
@@ -134,4 +145,4 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
