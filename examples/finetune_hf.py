@@ -349,6 +349,8 @@ def _digits(value: float) -> int:
 
 
 def setup(device_type: str | None) -> torch.device:
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU, and torch finds none: leave it out, or say --device cpu.")
     if torch.cuda.is_available() and device_type != "cpu":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
