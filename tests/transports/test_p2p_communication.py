@@ -19,8 +19,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 import megapipe
 from megapipe import StageInfo, parallel_state
 from megapipe.messages import MessageSpec, TensorSpec, decode_header, encode_header, pack, unpack
-from megapipe.p2p_communication import Arrivals, Channel, ConnectionLostError, Lookahead, PostedInbox, Transfer
-from megapipe.plan import ChannelName, Plan, make_plan
+from megapipe.p2p_communication import (
+    Arrivals,
+    Channel,
+    ConnectionLostError,
+    Lookahead,
+    PostedInbox,
+    Transfer,
+    edges_in_rounds,
+)
+from megapipe.plan import ChannelName, Placement, Plan, loop, make_plan, v_shape
 from megapipe.transports import GlooTransport, Members, make_transport
 from megapipe.transports.choice import DEVICES, DeviceSupport
 from megapipe.transports.nccl import NcclTransport
@@ -412,6 +420,24 @@ def test_communicators_are_given_back_by_the_name_that_torch_has(name: str) -> N
     backend = transport._backends[0, 1] = mock.Mock(spec=["abort", name])
     transport.close()
     getattr(backend, name).assert_called_once_with()
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_chunks", "is_ring"), [(loop, 1, False), (loop, 2, True), (loop, 4, True), (v_shape, 2, False)]
+)
+@pytest.mark.parametrize("pp_size", range(2, 9))
+def test_ranks_connect_in_two_or_three_rounds(
+    pp_size: int, placement: Placement, num_chunks: int, is_ring: bool
+) -> None:
+    """Communicators were connected boundary by boundary, a chain over the whole pipeline: with 8 ranks and 4 chunks 62
+    of them in a row."""
+    edges = edges_in_rounds(placement, pp_size, pp_size * num_chunks)
+    num_pairs = pp_size if is_ring and pp_size > 2 else pp_size - 1
+    assert len(set(edges)) == len(edges) == 2 * num_pairs
+    busy_until = [0] * pp_size
+    for sender, receiver in edges:
+        busy_until[sender] = busy_until[receiver] = 1 + max(busy_until[sender], busy_until[receiver])
+    assert max(busy_until) <= 2 * 3  # both directions between two ranks, one after the other
 
 
 def test_devices_that_cannot_hold_stages() -> None:
