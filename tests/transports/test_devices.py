@@ -335,8 +335,8 @@ def test_a_step_on_one_rank_as_a_graph(rank: int, schedule: str) -> None:
 )
 @on_ranks()
 def test_a_step_that_is_no_graph(rank: int, num_ranks: int, config: dict[str, Any], text: str) -> None:
-    """CUDA refused the capture in the middle of the step, for an event that somebody asked, or took it for good: a
-    replay then waited for ever where another rank was gone."""
+    """Nothing kept a step of several ranks from being captured, but for CUDA's own error in the middle of it, if it was
+    met: the replays would have waited for ever where another rank is gone."""
     chunks = build("1f1b", num_ranks, "nccl", **config)
     with on_lazy_device(chunks) as lazy:
         placed = lazy.device.to_device(torch.zeros(()))
