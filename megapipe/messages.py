@@ -57,7 +57,7 @@ class MessageSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size of its tensors, in bytes."""
-        return sum(math.prod(t.shape) * t.dtype.itemsize for t in self.tensors)
+        return _nbytes(self.tensors)
 
     def gradient(self) -> MessageSpec:
         """The message that goes back for this one."""
@@ -76,6 +76,11 @@ class MessageSpec(NamedTuple):
         if self.structure.startswith("["):
             return show(self.structure, tensors)
         return f"{self.structure} of " + (", ".join(tensors) or "nothing")
+
+
+@functools.lru_cache(maxsize=256)
+def _nbytes(tensors: tuple[TensorSpec, ...]) -> int:
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors)
 
 
 def pack(message: Any) -> tuple[Structure, list[torch.Tensor]]:

@@ -88,7 +88,7 @@ class NoBoundary(Below, Above):
 
 
 class LocalBoundary(Below, Above):
-    """Between two stages of this rank: tensors are handed over without a copy, detached from their graph."""
+    """Between two stages of this rank: tensors are handed over without a copy."""
 
     def __init__(self) -> None:
         self._outputs: deque[Transfer] = deque()
@@ -100,7 +100,7 @@ class LocalBoundary(Below, Above):
 
     def send_output(self, output: Transfer | None) -> None:
         assert output is not None
-        self._outputs.append(Transfer(output.spec, [tensor.detach() for tensor in output.tensors]))
+        self._outputs.append(output)
 
     def take_gradient(self) -> Transfer:
         assert self._inbox, "recv_backward before send_backward of the stage above, which is on the same rank"

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..weight_grad import add_gradient
 
-__all__ = ["NOTHING_DELAYED", "DelayedGrads", "find_delayed"]
+__all__ = ["DelayedGrads", "find_delayed"]
 
 
 def find_delayed(module: nn.Module) -> list[Any]:
@@ -78,7 +78,3 @@ def _queue_size(module: Any) -> int | None:
     """None where the module shows no queue."""
     queue = getattr(getattr(module, "wgrad_store", None), "context", None)
     return None if queue is None else int(queue.qsize())
-
-
-NOTHING_DELAYED = DelayedGrads(())
-"""Of every backward of a chunk without such modules."""

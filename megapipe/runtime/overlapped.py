@@ -170,8 +170,9 @@ def run_pair_by_hook(
         backward.hand_over(before)
     output = _unpacked(outputs)
     forward.save(output, losses[0] if losses else stage.compute_loss(output, loss_func))
-    delayed.end_backward(bool(roots))
-    delayed.compute()
+    if delayed is not None:
+        delayed.end_backward(bool(roots))
+        delayed.compute()
     return backward.input_grads(in_flight, bool(roots))
 
 

@@ -6,11 +6,12 @@ output is freed as soon as it has been sent, views included, and nothing is ever
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -22,10 +23,10 @@ from ..messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, 
 from ..overlap import Segments
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
-from ..weight_grad import DeferredGrads, deferring, unshared
+from ..weight_grad import DeferredGrads, deferring, is_shared
 from . import hooks
 from .arguments import StepArguments
-from .delayed import NOTHING_DELAYED, DelayedGrads, find_delayed
+from .delayed import DelayedGrads, find_delayed
 from .edges import edge_of, run_backward
 from .loss import compute_loss, describe, scale_loss
 from .notices import NoGradientWarning, warn
@@ -57,6 +58,30 @@ class SavedForward(NamedTuple):
     """Where sequences are cut."""
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _timed(name: str) -> Callable[[Method], Method]:
+    """Around a method of a stage: it is timed under this name where the config has timers."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def timed(self: Stage, *args: Any) -> Any:
+            timers = self._step.config.timers
+            if timers is None:
+                return method(self, *args)
+            timer = timers(name, log_level=2)
+            timer.start()
+            try:
+                return method(self, *args)
+            finally:
+                timer.stop()
+
+        return cast(Method, timed)
+
+    return decorate
+
+
 _all_given: WeakSet[nn.Module] = WeakSet()
 """Chunks on a device that have been given a gradient for each output, where looking for it makes the host wait."""
 _looked_at: WeakSet[nn.Module] = WeakSet()
@@ -84,6 +109,9 @@ class Stage:
         self.module = step.models[chunk]
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
+        self._forward_step_func = step.forward_step_func
+        if step.config.enable_autocast:
+            self._forward_step_func = _autocast(step)(step.forward_step_func)
         self._output_specs = output_specs
         self._output_spec = None if output_specs is None else output_specs[0]
         self._is_found = is_found
@@ -100,6 +128,7 @@ class Stage:
         self._delayed = find_delayed(self.module) if has_delayed else []
         self._delayed_in: dict[DeferredGrads, DelayedGrads] = {}  # by the backward that a W belongs to
 
+    @_timed("forward-compute")
     def forward(
         self, received: Transfer | None, microbatch: int, *extra: bool
     ) -> tuple[Transfer | None, SavedForward | None]:
@@ -110,9 +139,8 @@ class Stage:
             extra: the third argument of forward_step_func, where the config asks for one.
         """
         inputs = self.take_input(received)
-        with self._timed("forward-compute"):
-            output, loss_func = self.begin(microbatch, *extra)
-            return self.end(inputs, output, loss_func, microbatch)
+        output, loss_func = self.begin(microbatch, *extra)
+        return self.end(inputs, output, loss_func, microbatch)
 
     def begin(self, microbatch: int, *extra: bool) -> tuple[Any, Any]:
         """Call the caller's forward_step_func, after `take_input`. Returns what it returns: the output, which may be
@@ -123,8 +151,7 @@ class Stage:
         for around in self._around:
             around.before(microbatch)
         try:
-            with self.autocast():
-                returned = self._step.forward_step_func(self._data_iterator, self.module, *extra)
+            returned = self._forward_step_func(self._data_iterator, self.module, *extra)
         except (RuntimeError, StopIteration, TypeError, AttributeError) as error:
             self._explain(error, microbatch)
             raise
@@ -190,6 +217,7 @@ class Stage:
             with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
                 self.set_input([None])
 
+    @_timed("backward-compute")
     def backward(
         self, in_flight: SavedForward, output_grads: list[Tensor] | None, deferred: DeferredGrads | None = None
     ) -> list[Tensor]:
@@ -200,10 +228,10 @@ class Stage:
         """
         before = self.hand_over(in_flight.received)  # for parts that are computed again
         delayed = self.delayed_grads()
-        with self._timed("backward-compute"):
-            if roots := self.roots(in_flight, output_grads):
-                with deferring(deferred):
-                    run_backward(*zip(*roots))
+        if roots := self.roots(in_flight, output_grads):
+            with deferring(deferred):
+                run_backward(*zip(*roots))
+        if delayed is not None:
             delayed.end_backward(bool(roots))
             if deferred is None:
                 delayed.compute()
@@ -233,17 +261,18 @@ class Stage:
                 f"stage {self.info.index} gives stage {self.info.index - 1} no gradient, since it does not use its "
                 "input, or detaches it"
             )
-        return [no_gradient(leaf) if leaf.grad is None else unshared(leaf.grad) for leaf in leaves]
+        return [_gradient(leaf) for leaf in leaves]
 
+    @_timed("backward-compute")
     def backward_weights(self, deferred: DeferredGrads) -> None:
         """W of one B."""
-        with self._timed("backward-compute"):
-            deferred.run()
+        deferred.run()
+        if self._delayed:
             self._delayed_in.pop(deferred).compute()
 
-    def delayed_grads(self) -> DelayedGrads:
-        """For one backward, of the modules that defer by themselves."""
-        return DelayedGrads(self._delayed) if self._delayed else NOTHING_DELAYED
+    def delayed_grads(self) -> DelayedGrads | None:
+        """For one backward, of the modules that defer by themselves; None where there are none."""
+        return DelayedGrads(self._delayed) if self._delayed else None
 
     # Input
 
@@ -377,23 +406,11 @@ class Stage:
     # Around both
 
     def autocast(self) -> AbstractContextManager[Any]:
-        config = self._step.config
-        if not config.enable_autocast:
-            return NOTHING
-        return torch.autocast(self._step.device.type, dtype=config.autocast_dtype or config.pipeline_dtype)
-
-    def _timed(self, name: str) -> AbstractContextManager[None]:
-        timers = self._step.config.timers
-        return NOTHING if timers is None else _running(timers(name, log_level=2))
+        return _autocast(self._step) if self._step.config.enable_autocast else NOTHING
 
 
-@contextmanager
-def _running(timer: Any) -> Iterator[None]:
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.stop()
+def _autocast(step: StepArguments) -> torch.autocast:
+    return torch.autocast(step.device.type, dtype=step.config.autocast_dtype or step.config.pipeline_dtype)
 
 
 def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
@@ -405,10 +422,17 @@ def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
     return True
 
 
+def _gradient(leaf: Tensor) -> Tensor:
+    """To be sent, so a copy where others hold its memory (see `save_for_w`)."""
+    grad = leaf.grad
+    if grad is None:
+        return no_gradient(leaf)
+    return grad.clone() if is_shared(grad) else grad
+
+
 def _as_it_is_now(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy if it may be written to before it has been sent or used. That is if autograd has not made it,
-    so it may be a buffer, a parameter or the input, and if others hold its memory, as a Function that uses it again."""
-    if tensor.grad_fn is None:
-        return tensor.detach().clone()
-    kept = unshared(tensor)
-    return tensor if kept is tensor else kept.detach()
+    """Without its graph, and a copy if it may be written to before it has been sent or used. That is if autograd has
+    not made it, so it may be a buffer, a parameter or the input, and if others hold its memory, as a Function that uses
+    it again."""
+    is_ours = tensor.grad_fn is not None and not is_shared(tensor)
+    return tensor.detach() if is_ours else tensor.detach().clone()

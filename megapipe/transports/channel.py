@@ -88,4 +88,7 @@ class BackendChannel(Channel):
 def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors as plain memory, without the graph behind them: torch keeps a conjugate or a negative as a flag on
     other numbers, which a transport does not see."""
-    return [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    return [
+        (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg().contiguous()
+        for tensor in tensors
+    ]

@@ -5,15 +5,15 @@ at once, and hands the computation of its weight's gradient to `defer`.
 """
 
 from .accumulation import add_gradient
-from .aliasing import SavedTensor, save_for_w, unshared
+from .aliasing import SavedTensor, is_shared, save_for_w
 from .context import backward_context
 from .deferring import (
     DeferredGrads,
     capturing,
     defer,
     deferring,
-    is_capturing,
     is_deferring,
+    is_capturing,
     visit_gradient_nodes,
 )
 from .layers import conv1d, conv2d, embedding, grouped_linear, linear, transposed_linear
@@ -35,14 +35,14 @@ __all__ = [
     "convert",
     "defer",
     "deferring",
+    "is_deferring",
     "embedding",
     "grouped_linear",
     "is_capturing",
-    "is_deferring",
+    "is_shared",
     "let_convert",
     "linear",
     "save_for_w",
     "transposed_linear",
-    "unshared",
     "visit_gradient_nodes",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .context import backward_context
 
-__all__ = ["SavedTensor", "copy_shared", "save_for_w", "unshared"]
+__all__ = ["SavedTensor", "copy_shared", "is_shared", "save_for_w"]
 
 
 class SavedTensor:
@@ -61,10 +61,11 @@ def copy_shared(saved: Iterable[weakref[SavedTensor]]) -> None:
                 tensor.copy()
 
 
-def unshared(grad: Tensor) -> Tensor:
-    """`grad`, or a copy if others hold its memory (see `save_for_w`). For a gradient of an input, before it is sent."""
-    storage = grad.untyped_storage()
-    return grad.clone() if _may_be_shared(storage) and _is_shared(storage, [grad]) else grad
+def is_shared(tensor: Tensor) -> bool:
+    """Whether others hold its memory, and may write to it (see `save_for_w`)."""
+    storage = tensor.untyped_storage()
+    num_ours = 2 if tensor._base is None else 3  # one is `storage`
+    return torch._C._storage_Use_Count(storage._cdata) > num_ours
 
 
 def _may_be_shared(storage: torch.UntypedStorage) -> bool:
