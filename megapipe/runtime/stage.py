@@ -226,7 +226,7 @@ class Stage:
         Args:
             output_grads: gradients of the outputs that want one; None on the last stage.
         """
-        before = self.hand_over(in_flight.received)  # for parts that are computed again
+        self.hand_over(in_flight.received)  # for parts that are computed again
         delayed = self.delayed_grads()
         if roots := self.roots(in_flight, output_grads):
             with deferring(deferred):
@@ -237,7 +237,6 @@ class Stage:
                 delayed.compute()
             else:
                 self._delayed_in[deferred] = delayed
-        self.hand_over(before)
         return self.input_grads(in_flight, bool(roots))
 
     def roots(self, in_flight: SavedForward, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
