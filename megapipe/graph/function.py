@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from ..overlap import fill_window
-from ..weight_grad import SavedTensor, backward_context, defer, is_deferring, save_for_w
+from ..weight_grad import SavedTensor, backward_context, defer, deferring_to, save_for_w
 from .arguments import Structure, laid_out
 from .compile import compile_graph
 from .multiplex import communicates, multiplex
@@ -178,7 +178,7 @@ class _Run(Function):
         forward = _take_offered()
         arguments = _arguments_of_backward(ctx, output_grads)
         del output_grads
-        if is_deferring():
+        if deferring_to() is not None:
             return None, None, *_deferred(graphs, ctx.weights, forward, arguments)
         return None, None, *graphs.run_with(forward, graphs.partition.backward, "the backward", arguments)
 

@@ -12,7 +12,7 @@ from .deferring import (
     capturing,
     defer,
     deferring,
-    is_deferring,
+    deferring_to,
     is_capturing,
     visit_gradient_nodes,
 )
@@ -35,7 +35,7 @@ __all__ = [
     "convert",
     "defer",
     "deferring",
-    "is_deferring",
+    "deferring_to",
     "embedding",
     "grouped_linear",
     "is_capturing",

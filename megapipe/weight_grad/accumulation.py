@@ -42,7 +42,7 @@ class Contributions:
 
     def __init__(self, weight: Tensor) -> None:
         self.left: deque[tuple[Callable[[], Tensor], Callable[[Tensor], object] | None]] = deque()
-        self._weight = weight
+        self.weight = weight
         self._sum: Tensor | None = None
         self._before: Tensor | None = None
         self._adds_up = weight.is_cpu
@@ -54,7 +54,7 @@ class Contributions:
     def end(self) -> None:
         """At the end of the backward: put `.grad` back."""
         if self._is_aside:
-            by_autograd, self._weight.grad = self._weight.grad, self._before
+            by_autograd, self.weight.grad = self.weight.grad, self._before
             self._is_aside, self._before = False, None
             if by_autograd is not None:
                 self.left.append((lambda: by_autograd, None))
@@ -63,30 +63,30 @@ class Contributions:
         while self.left:
             compute, add_to = self.left.popleft()
             if not self._adds_up:
-                accumulate(self._weight, compute, add_to)
+                accumulate(self.weight, compute, add_to)
                 continue
-            grad = _gradient(self._weight, compute, is_ours=add_to is not None)
+            grad = _gradient(self.weight, compute, is_ours=add_to is not None)
             self._sum = grad if self._sum is None else self._sum + grad
 
     def accumulate(self) -> None:
         if self._sum is None and len(self.left) == 1:
-            accumulate(self._weight, *self.left.popleft())
+            accumulate(self.weight, *self.left.popleft())
             return
         self.compute()
         if self._sum is not None:
-            add_gradient(self._weight, self._sum)
+            add_gradient(self.weight, self._sum)
 
 
-def accumulate_all(backwards: dict[int, dict[Tensor, Contributions]]) -> None:
+def accumulate_all(backwards: dict[int, dict[int, Contributions]]) -> None:
     """Accumulate the contributions of several backwards, then call the hooks once for each weight."""
-    computed: dict[Tensor, None] = {}
+    computed: dict[int, Tensor] = {}
     with without_grad():
         for contributions in backwards.values():
-            while contributions:  # each is freed before the next one allocates
-                weight = next(iter(contributions))
-                contributions.pop(weight).accumulate()
-                computed[weight] = None
-    for weight in computed:
+            for key in list(contributions):
+                one = contributions.pop(key)
+                one.accumulate()  # which frees them before the next one allocates
+                computed[key] = one.weight
+    for weight in computed.values():
         call_hooks(weight)
 
 

@@ -32,8 +32,8 @@ __all__ = [
     "capturing",
     "defer",
     "deferring",
+    "deferring_to",
     "is_capturing",
-    "is_deferring",
     "visit_gradient_nodes",
 ]
 
@@ -50,9 +50,10 @@ class DeferredGrads:
     def __init__(self) -> None:
         self.saved: list[weakref[SavedTensor]] = []
         """Tensors that may have to be copied when B ends."""
-        # By autograd's number of the backward: B itself, and those that run within it (reentrant checkpoints).
-        self._running: dict[int, dict[Tensor, Contributions]] = {}
-        self._ended: dict[int, dict[Tensor, Contributions]] = {}
+        # By autograd's number of the backward: B itself, and those that run within it (reentrant checkpoints). In each
+        # by the identity of the weight, since the hash of a tensor is a function of Python.
+        self._running: dict[int, dict[int, Contributions]] = {}
+        self._ended: dict[int, dict[int, Contributions]] = {}
         self._silenced = SilencedHooks()
 
     def is_empty(self) -> bool:
@@ -74,11 +75,12 @@ class DeferredGrads:
             self._running[number] = {}
             if number != -1:  # which is outside of any backward
                 Variable._execution_engine.queue_callback(functools.partial(self._end, number))
-        contributions = self._running[number]
-        if weight not in contributions:
-            contributions[weight] = Contributions(weight)
+        to_weights = self._running[number]
+        contributions = to_weights.get(id(weight))
+        if contributions is None:
+            contributions = to_weights[id(weight)] = Contributions(weight)
             self._silenced.silence(weight)
-        contributions[weight].left.append((compute, add_to))
+        contributions.left.append((compute, add_to))
 
     def _end(self, number: int) -> None:
         """Called by autograd at the end of a backward. The gradients of B itself can wait for W. Another backward, run
@@ -87,7 +89,7 @@ class DeferredGrads:
         within = torch._C._current_autograd_node()
         if within is not None and "Checkpoint" not in type(within).__name__:
             done = {since: self._ended.pop(since) for since in list(self._ended) if since >= number}
-            self._silenced.restore(*(weight for contributions in done.values() for weight in contributions))
+            self._silenced.restore(*(one.weight for contributions in done.values() for one in contributions.values()))
             accumulate_all(done)
 
     def _finalize(self, number: int) -> None:
@@ -164,10 +166,10 @@ class deferring:  # noqa: N801  # a context; a generator would take longer than 
             context.lock.release()
 
 
-def is_deferring() -> bool:
-    """Whether the backward that is running leaves weight gradients to a W."""
+def deferring_to() -> DeferredGrads | None:
+    """Takes the weight gradients that the backward that is running leaves to its W; None where it leaves none."""
     deferred = backward_context.deferred
-    return deferred is not None and deferred.is_under_way()
+    return deferred if deferred is not None and deferred.is_under_way() else None
 
 
 def is_capturing() -> bool:
@@ -223,8 +225,8 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
         return
     if weight._backward_hooks:
         compute, add_to = with_tensor_hooks(weight, compute), None
-    deferred = backward_context.deferred
-    if deferred is not None and deferred.is_under_way():
+    deferred = deferring_to()
+    if deferred is not None:
         deferred.add(weight, compute, add_to)
         return
     add_dummy_grad(weight)

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from .accumulation import has_main_grad
 from .aliasing import SavedTensor, save_for_w
-from .deferring import defer, is_capturing, is_deferring
+from .deferring import defer, deferring_to, is_capturing
 from .products import add_weight_gradient, rows, weight_gradient
 
 __all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear", "transposed_linear"]
@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _can_defer(weight):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """
     if not _can_defer(weight):
         return torch.addmm(bias, rows(x), weight).view(*x.shape[:-1], weight.shape[1])
-    return _TransposedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+    return _TransposedLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -75,7 +75,7 @@ def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) ->
     """
     if not _can_defer(weight):
         return F.embedding(tokens, weight, padding_idx)
-    return _Embedding.apply(tokens, weight, padding_idx)  # type: ignore[no-untyped-call, no-any-return]
+    return _Embedding.apply(tokens, weight, padding_idx)  # type: ignore[no-any-return]
 
 
 def conv1d(
@@ -158,7 +158,7 @@ def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] |
         )
     if not _can_defer(weight):
         return torch.cat([F.linear(part, matrix) for part, matrix in zip(torch.split(x, counts), weight)])
-    return _GroupedLinear.apply(x, weight, counts)  # type: ignore[no-untyped-call, no-any-return]
+    return _GroupedLinear.apply(x, weight, counts)  # type: ignore[no-any-return]
 
 
 def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +172,15 @@ def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-class _Linear(Function):
+class _Layer(Function):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Without torch's own search for what transforms of torch.func have left behind, which takes longer than the
+        backward of a small layer. Where one is at work `_can_defer` refuses."""
+        return super(Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _Linear(_Layer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
@@ -196,7 +204,7 @@ class _Linear(Function):
         return grad_x, _deferred(ctx, 1, ctx.weight, compute, add_to), grad_bias
 
 
-class _TransposedLinear(Function):
+class _TransposedLinear(_Layer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.weight = weight
@@ -229,7 +237,7 @@ def _add(compute: Callable[[], Tensor], target: Tensor) -> None:
     target.add_(compute())
 
 
-class _Embedding(Function):
+class _Embedding(_Layer):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.weight = weight
@@ -276,7 +284,7 @@ def _add_embedding(kept_tokens: SavedTensor, kept_grad: SavedTensor, padding: in
     target.index_add_(0, rows_of, sums[:-1])
 
 
-class _Convolution(Function):
+class _Convolution(_Layer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         ctx.weight, ctx.bias, ctx.options = weight, bias, options
@@ -317,7 +325,7 @@ def _convolution(
     is_batched = x.dim() == weight.dim()
     options = (stride, _per_dimension(padding, num_dims), dilation, False, [0] * num_dims, groups)
     batch = x if is_batched else x.unsqueeze(0)
-    output: Tensor = _Convolution.apply(batch, weight, bias, *options)  # type: ignore[no-untyped-call]
+    output: Tensor = _Convolution.apply(batch, weight, bias, *options)
     return output if is_batched else output.squeeze(0)
 
 
@@ -369,7 +377,7 @@ class _ConvolutionGradients:
         return self._computed.pop(number).to(dtype)
 
 
-class _GroupedLinear(Function):
+class _GroupedLinear(_Layer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
         ctx.weight, ctx.counts = weight, counts
@@ -425,14 +433,19 @@ def _deferred(
     the gradient; elsewhere each is added in place, without a temporary of its size."""
     if parameter._backward_hooks or not parameter.is_leaf:
         return compute()
-    if parameter.is_cpu and not is_deferring() and not has_main_grad(parameter):
+    deferred = deferring_to()
+    if deferred is None and parameter.is_cpu and not has_main_grad(parameter):
         return compute()
     try:
         is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:  # torch.autograd.grad asked for it
         return compute()
-    if is_wanted:  # neither is it by torch.autograd.grad of other tensors
+    if not is_wanted:  # neither is it by torch.autograd.grad of other tensors
+        return None
+    if deferred is None:
         defer(parameter, compute, add_to)
+    else:
+        deferred.add(parameter, compute, add_to)
     return None
 
 

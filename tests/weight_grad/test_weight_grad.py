@@ -966,7 +966,7 @@ def test_threads_do_not_mix() -> None:
             output = layers[2](layers[1](layers[0](x))).sum()
             with deferring(deferred):
                 output.backward()
-            deferred_here = {id(weight) for ended in deferred._ended.values() for weight in ended}
+            deferred_here = {id(one.weight) for ended in deferred._ended.values() for one in ended.values()}
             if deferred_here != {id(layer.weight) for layer in layers}:
                 return
             deferred.run()
