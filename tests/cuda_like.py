@@ -1,5 +1,5 @@
-"""torch.cuda's streams and events on the tests' asynchronous device, and the driver's calls that megapipe makes: so
-that the code for CUDA itself runs where there is none."""
+"""torch.cuda's streams, events and graphs on the tests' asynchronous device, and the driver's call that megapipe makes:
+so that the code for CUDA itself runs where there is none."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ NUM_EVENTS = 0
 
 
 class Event:
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         global NUM_EVENTS
         NUM_EVENTS += 1
         self._has_timing = enable_timing

@@ -166,8 +166,8 @@ def _check_capture(step: StepArguments, pp_size: int) -> None:
     """A CUDA graph runs again as it is, without the host."""
     if pp_size > 1:
         raise ValueError(
-            f"a step of a pipeline of {pp_size} ranks cannot be captured as a CUDA graph: its replays would wait for a "
-            "rank that is gone for ever. Run it as it is, with stages captured by megapipe.graph.capture."
+            f"a step of a pipeline of {pp_size} ranks cannot be captured as a CUDA graph: its replays would wait for "
+            "ever for a rank that is gone. Run it as it is, with stages captured by megapipe.graph.capture."
         )
     for name in ("record_timeline", "timers"):
         if getattr(step.config, name) is not None:

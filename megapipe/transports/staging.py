@@ -63,7 +63,8 @@ class CudaStaging(Staging):
         self._num_awaited = 0
 
     def copy_out(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        self._out.wait_event(self._order.record().event)
+        are_made = self._order.record()
+        self._out.wait_event(are_made.event)
         with torch.cuda.stream(self._out):
             copies = [self.buffer(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors]
             is_copied = self._copied.record()
