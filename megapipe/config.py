@@ -174,7 +174,10 @@ class PipelineConfig:
     @classmethod
     def of(cls, config: object, **overrides: Any) -> PipelineConfig:
         """A config with the fields of `config`, defaults where it has none, and `overrides` in any case."""
-        return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)} | overrides)
+        return cls(**{name: getattr(config, name, default) for name, default in DEFAULTS.items()} | overrides)
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PipelineConfig)}
 
 
 def check_whole_number(name: str, value: Any, least: int, or_none: bool = False) -> None:

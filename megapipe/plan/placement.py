@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 __all__ = ["Placement", "StageInfo", "loop", "v_shape"]
 
@@ -20,12 +19,12 @@ class StageInfo:
     index: int
     num_stages: int
 
-    @cached_property
+    @property
     def is_first(self) -> bool:
         """It takes the model's input."""
         return self.index == 0
 
-    @cached_property
+    @property
     def is_last(self) -> bool:
         """It computes the loss."""
         return self.index == self.num_stages - 1

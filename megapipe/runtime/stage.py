@@ -106,6 +106,7 @@ class Stage:
         is_found: bool = False,
     ) -> None:
         self.info = info
+        self._is_last = info.is_last
         self.module = step.models[chunk]
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
@@ -188,7 +189,7 @@ class Stage:
         """Returns what `forward` returns, once the model and the loss function have been run."""
         for around in self._around:
             around.after()
-        if self.info.is_last:
+        if self._is_last:
             return None, self._save_loss(inputs, loss, has_windows)
         structure, tensors = self._pack_output(output, microbatch)
         spec = self._output_spec
@@ -372,7 +373,7 @@ class Stage:
 
     def compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
         """None where there is none to differentiate, as on all stages but the last."""
-        return compute_loss(self._step, output, loss_func) if self.info.is_last else None
+        return compute_loss(self._step, output, loss_func) if self._is_last else None
 
     def _save_loss(self, inputs: list[Tensor], loss: Tensor | None, has_windows: bool) -> SavedForward | None:
         if self._step.forward_only:
