@@ -31,9 +31,12 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    def __init__(self) -> None:
+    """`size`: how many ranks a test may have at most."""
+
+    def __init__(self, size: int = MAX_RANKS) -> None:
         from torch.distributed import TCPStore  # here: the process that only hands out tests needs no torch
 
+        self._size = size
         self._workers: list[tuple[multiprocessing.Process, Connection, Connection]] = []
         self._num_jobs = 0
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -84,7 +87,7 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)  # what is not installed is passed over
-        for _ in range(MAX_RANKS):
+        for _ in range(self._size):
             jobs, jobs_end = context.Pipe()
             control, control_end = context.Pipe()
             process = context.Process(target=_work, args=(jobs_end, control_end, self._store.port), daemon=True)

@@ -170,7 +170,10 @@ def test_the_script_trains(ranks: RankPool) -> None:
 def test_sharded_on_top(rank: int) -> None:
     """Sums over tensor-parallel ranks were made by the thread that reduces gradients, and by the main thread's
     backwards, in an order that differed between ranks. So they waited for each other for ever."""
-    mesh = use_mesh(pp=1, dp_shard=2, tp=2)
+    check_sharded(use_mesh(pp=1, dp_shard=2, tp=2))
+
+
+def check_sharded(mesh: DeviceMesh) -> None:
     model = Stage(StageInfo(0, 1), NUM_LAYERS)
     expected = reference(model, num_replicas=2)
     norm = torch.nn.utils.get_total_norm(list(expected.values()))
@@ -188,7 +191,10 @@ def test_sharded_on_top(rank: int) -> None:
 @on_ranks(4)
 def test_replicas(rank: int) -> None:
     """GradientReducer took every DTensor for one of fully_shard's and left it alone, so that replicas drifted apart."""
-    mesh = use_mesh(pp=1, dp=2, tp=2)
+    check_replicas(use_mesh(pp=1, dp=2, tp=2))
+
+
+def check_replicas(mesh: DeviceMesh) -> None:
     expected = reference(Stage(StageInfo(0, 1), NUM_LAYERS), num_replicas=2)
     for schedule in ("1f1b", "zbv"):
         chunks = build(schedule, mesh, deferred=True)
@@ -197,6 +203,22 @@ def test_replicas(rank: int) -> None:
             chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
         step(schedule, chunks, seed=mesh["dp"].get_local_rank())
         assert_gradients(chunks, expected)
+
+
+def check_both(rank: int) -> None:
+    check_replicas(use_mesh(pp=2, dp=2, tp=2))
+    if hasattr(torch.cpu.Stream, "record_event"):  # fully_shard runs on the CPU
+        check_sharded(use_mesh(pp=2, dp_shard=2, tp=2))
+
+
+@pytest.mark.soak
+def test_replicas_of_tensor_parallel_pipelines() -> None:
+    """pp=2 x dp=2 x tp=2, with gradients reduced and with sharded weights."""
+    pool = RankPool(8)
+    try:
+        pool.run(8, check_both)
+    finally:
+        pool.stop()
 
 
 def weights_and_states(chunks: list[Stage], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
