@@ -105,6 +105,34 @@ class Timeline:
             slices=self._mean_slices,
         )
 
+    def layer_costs(self, num_layers: Sequence[int]) -> tuple[list[float], float, float]:
+        """The time of a microbatch in each layer, in the embedding and in the head, in ms: for `distribute_layers`.
+
+        The layers of a stage count alike. Those of the first and last stage count as the mean of the others; the rest
+        of these stages' time is the embedding's and the head's.
+
+        Args:
+            num_layers: of each stage, as it was measured.
+
+        Returns:
+            `costs`, `num_virtual_layers_pre` and `num_virtual_layers_post`.
+
+        Raises:
+            ValueError: there are not as many stages, or none between the first and the last that has layers.
+        """
+        costs = self.costs()
+        parts = (costs.forward, costs.backward_input, costs.backward_weight)
+        times = [sum(of_stage) for of_stage in zip(*(part for part in parts if isinstance(part, list)))]
+        if len(num_layers) != len(times) or not sum(num_layers[1:-1]):
+            raise ValueError(
+                f"num_layers must be {len(times)} numbers, one for each measured stage, with layers between the first "
+                f"and the last, got {list(num_layers)}: measure with at least 3 stages (pipeline ranks times chunks)."
+            )
+        mean = sum(time for time, count in zip(times[1:-1], num_layers[1:-1]) if count) / sum(num_layers[1:-1])
+        of_layers = [mean, *(time / (count or 1) for time, count in zip(times[1:-1], num_layers[1:-1])), mean]
+        ends = (max(0.0, times[end] - mean * num_layers[end]) for end in (0, -1))
+        return [cost for cost, count in zip(of_layers, num_layers) for _ in range(count)], *ends
+
     @cached_property
     def _mean_slices(self) -> list[float] | None:
         """The time in each slice on all stages, in ms; None where sequences are whole."""

@@ -17,7 +17,7 @@ from measured import as_measured
 from models import build, run
 from ranks import RankPool
 
-from megapipe import PipelineError, TimelineRecorder
+from megapipe import PipelineError, StageInfo, TimelineRecorder, distribute_layers
 from megapipe.analysis import BubbleSplit, Timeline, load_timeline, split_bubble
 from megapipe.analysis.clocks import align
 from megapipe.analysis.timeline import measured_messages
@@ -307,6 +307,21 @@ def test_costs_and_prediction() -> None:
     assert timeline.costs().backward_input == timeline.costs().backward_weight == pytest.approx([1.5] * 4)
     assert timeline.predict().makespan == pytest.approx(simulation.makespan)
     assert timeline.even_costs().forward == pytest.approx(5.0)
+
+
+def test_costs_of_layers() -> None:
+    simulation = make_plan("zb1p", 4, 6).simulate(*[[5.0, 3.0, 4.0, 7.0]] * 3)
+    timeline = Timeline("zb1p", [as_measured(simulation)])
+    costs, embedding, head = timeline.layer_costs([2, 3, 2, 1])
+    mean = (9 + 12) / 5
+    assert costs == pytest.approx([mean, mean, 3, 3, 3, 6, 6, mean])
+    assert (embedding, head) == pytest.approx((15 - 2 * mean, 21 - mean))
+    assert timeline.layer_costs([7, 3, 2, 1])[1] == 0
+    sizes = [len(distribute_layers(8, StageInfo(k, 4), embedding, head, costs=costs)) for k in range(4)]
+    assert sizes == [1, 4, 3, 0]
+    for num_layers in ([3, 5], [4, 0, 0, 4]):
+        with pytest.raises(ValueError, match=r"num_layers must be 4 numbers, .* measure with at least 3 stages"):
+            timeline.layer_costs(num_layers)
 
 
 # Files
