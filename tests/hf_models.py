@@ -166,11 +166,13 @@ def assert_same_losses(reports: list[Any], expected: list[Tensor], chunks: list[
         assert reports == []
 
 
-def check(name: str, schedule: str, folder: Path, num_microbatches: int = 8, deferred: bool = False) -> None:
-    """Losses and all gradients of one step against the whole model's."""
+def check(
+    name: str, schedule: str, folder: Path, num_microbatches: int = 8, deferred: bool = False, **options: Any
+) -> list[Any]:
+    """Losses and all gradients of one step against the whole model's. Returns the chunks, made with `options`."""
     model = make_model(name)
     save_on_first(model, folder)
-    chunks = load_chunks(folder, schedule)
+    chunks = load_chunks(folder, schedule, **options)
     if deferred:
         for chunk in chunks:
             megapipe.weight_grad.convert(chunk)
@@ -179,6 +181,7 @@ def check(name: str, schedule: str, folder: Path, num_microbatches: int = 8, def
     reports = run(schedule, chunks, microbatches)
     assert_same_losses(reports, expected, chunks)
     assert_same_gradients(chunks, model, names_of_tied(model))
+    return chunks
 
 
 def files_of(folder: Path) -> set[str]:

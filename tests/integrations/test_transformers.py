@@ -67,6 +67,24 @@ def test_new_weights_do_not_depend_on_the_cut(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_layers_are_where_they_are_wanted(rank: int, tmp_path: Path) -> None:
+    """By counts, of which one is zero, by letters, and by costs: the first layer is worth five, the head two."""
+    costs = {"costs": [5.0] + [1.0] * 7, "num_virtual_layers_post": 2.0}
+    for name, schedule, options, sizes in (
+        ("qwen3-moe", "zbv", {"layout": [1, 0, 5, 2]}, [[1, 2], [0, 5]]),
+        ("gpt2", "1f1b", {"layout": "E|t*8L"}, [[0], [8]]),
+        ("qwen2", "1f1b", costs, [[3], [5]]),
+    ):
+        chunks = hf_models.check(name, schedule, tmp_path / name, 2, **options)
+        assert [len(chunk.own_layers) for chunk in chunks] == [len(chunk.layers) for chunk in chunks] == sizes[rank]
+        save_pretrained(chunks, tmp_path / f"{name} saved")
+        loaded = hf_models.load_chunks(tmp_path / f"{name} saved", "1f1b")
+        given = hf_models.load_chunks(tmp_path / name, "1f1b")
+        for ours, theirs in zip(loaded[0].parameters(), given[0].parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@on_ranks(2)
 def test_documents_in_one_sequence_do_not_see_each_other(rank: int, tmp_path: Path) -> None:
     model = hf_models.make_model("qwen2")
     hf_models.save_on_first(model, tmp_path)

@@ -6,6 +6,7 @@ import copy
 import importlib
 import os
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ def build_chunks(
     schedule: Any,
     *,
     num_chunks: int | None = None,
-    num_virtual_layers_pre: int = 0,
-    num_virtual_layers_post: int = 0,
+    num_virtual_layers_pre: float = 0,
+    num_virtual_layers_post: float = 0,
+    layout: str | Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     seed: int | None = 0,
@@ -46,7 +49,8 @@ def build_chunks(
         model: a folder with a config.json, or a config of transformers.
         schedule: its name, or what `get_forward_backward_func` returned.
         num_chunks: per rank, where the schedule leaves that open.
-        num_virtual_layers_pre, num_virtual_layers_post: layers that the embedding and the head count for.
+        num_virtual_layers_pre, num_virtual_layers_post, layout, costs: which layers a stage gets, as
+            `distribute_layers` takes them: as many as others, as many as a layout says, or by what layers cost.
         dtype: of the weights; None takes the config's, or float32.
         device: None takes the current CUDA device with NCCL, otherwise the CPU.
         seed: new weights are drawn from it and their names, so that they are the same however the model is cut. None
@@ -54,7 +58,9 @@ def build_chunks(
         attn_implementation: as in transformers.
         settings: fields of `PipelineConfig`.
 
-    Raises CannotCutError, a ValueError, for models that are no such decoders.
+    Raises:
+        CannotCutError: a ValueError, for models that are no such decoders.
+        ValueError: layers cannot be shared out like that, or a setting is wrong.
     """
     let_convert_conv1d()
     config = copy.deepcopy(_read_config(model))  # transformers writes into it
@@ -64,10 +70,11 @@ def build_chunks(
     if chunk_config.num_sequence_slices > 1:
         register()
         attn_implementation = IMPLEMENTATION
+    ends = num_virtual_layers_pre, num_virtual_layers_post
     chunks = []
     for stage in stages_for_rank(schedule, num_chunks=num_chunks):
         whole = make_meta_model(config, dtype, attn_implementation)
-        layers = distribute_layers(config.num_hidden_layers, stage, num_virtual_layers_pre, num_virtual_layers_post)
+        layers = distribute_layers(config.num_hidden_layers, stage, *ends, layout=layout, costs=costs)
         chunk = _make_chunk(whole, stage, layers, device or _default_device(), seed)
         chunk.config = chunk_config
         chunks.append(chunk)
@@ -108,20 +115,23 @@ def _default_device() -> torch.device:
 
 
 def _make_chunk(model: Any, stage: StageInfo, layers: range, device: torch.device | str, seed: int | None) -> Any:
-    parts = find_parts(model)
+    parts, dtype = find_parts(model), model.dtype
     routers = find_routers(parts, parts.decoder_of(model), layers)
     cut(model, parts, stage, layers)
     model.to_empty(device=device)
     if stage.is_first and stage.is_last:
         model.tie_weights()
     _initialise(model, seed)
+    has_weights = any(True for _ in model.parameters())
+    stands_in = None if has_weights else torch.empty(0, dtype=dtype, device=device)
+    as_stage(model, stage, layers, parts, routers, stands_in)
     if not stage.is_first:
         check_cut(model, parts)
     if routers is not None:
         # Now, and not in the first forward: that may be one of several by which a graph is made.
         recording: Any = importlib.import_module("transformers.utils.output_capturing")
         recording.maybe_install_capturing_hooks(parts.decoder_of(model))
-    return as_stage(model, stage, layers, parts, routers).train()
+    return model.train()
 
 
 def _initialise(model: Any, seed: int | None) -> None:

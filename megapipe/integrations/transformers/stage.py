@@ -42,7 +42,21 @@ class HuggingFaceStage(nn.Module):
     """The numbers of its layers in the whole model."""
     parts: Parts
     routers: Routers | None
+    stands_in: Tensor | None
+    """On a stage without weights an empty tensor that has their dtype and device."""
     _received: Any = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._of_weights("dtype")  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        return self._of_weights("device")  # type: ignore[no-any-return]
+
+    def _of_weights(self, name: str) -> Any:
+        """As the model says, which looks at its weights."""
+        return getattr(super() if self.stands_in is None else self.stands_in, name)
 
     @property
     def own_layers(self) -> list[nn.Module]:
@@ -204,7 +218,9 @@ def find_routers(parts: Parts, decoder: Any, own: range) -> Routers | None:
 _classes: dict[type, type] = {}
 
 
-def as_stage(model: Any, stage: StageInfo, layers: range, parts: Parts, routers: Routers | None) -> Any:
+def as_stage(
+    model: Any, stage: StageInfo, layers: range, parts: Parts, routers: Routers | None, stands_in: Tensor | None
+) -> None:
     """Make `model`, which has been cut, a `HuggingFaceStage` too: its class is swapped for one derived from both, of
     the same name, by which transformers finds things."""
     own = type(model)
@@ -212,4 +228,4 @@ def as_stage(model: Any, stage: StageInfo, layers: range, parts: Parts, routers:
         _classes[own] = type(own.__name__, (HuggingFaceStage, own), {"__module__": own.__module__})
     model.__class__ = _classes[own]
     model.stage, model.layers, model.parts, model.routers = stage, layers, parts, routers
-    return model
+    model.register_buffer("stands_in", stands_in, persistent=False)
