@@ -60,9 +60,9 @@ def levels_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Level]]:
         changes = [(start, 1) for action, start, _ in spans if action.kind == "F"]
         changes += [(end, -1) for action, _, end in spans if action.kind in ("W", "BW")]
         row: list[Level] = []
-        held, before = 0, 0.0
+        held, before = 0, spans[0].start
         for time, change in sorted(changes):
-            if held and time > before:
+            if time > before:
                 row.append(Level(held * share, before, time))
             held, before = held + change, time
         rows.append(row)

@@ -1,46 +1,38 @@
-"""Timelines, and schedules against each other, drawn for documents. Needs matplotlib, of the extra `viz`."""
+"""Timelines drawn for documents. Needs matplotlib, of the extra `viz`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..plan import Plan, Simulation, Span
+from ..plan import Action, Plan, Simulation, Span
 from ..runtime import RankStep
+from .cells import cells_of, levels_of
 from .extras import import_extra
+from .fold import Cut, find_cut
+from .palette import COLOURS, DARK, KINDS, LIGHT, ink_on
 
-__all__ = [
-    "COLOURS",
-    "LIMIT_COLOUR",
-    "TITLES",
-    "WAIT_COLOUR",
-    "axis_names",
-    "points_of",
-    "save_comparison",
-    "save_picture",
-]
+__all__ = ["TITLES", "save_figure", "save_picture", "svg_of"]
 
-# Per kind of action, the colours of even and odd chunks.
-COLOURS = {
-    "F": ("#8fb8e8", "#3f74b5"),
-    "BW": ("#a6d49f", "#4c9a52"),
-    "B": ("#a6d49f", "#4c9a52"),
-    "W": ("#f3d58c", "#c9973a"),
-}
-WAIT_COLOUR = "#e9e9e9"
 TITLES = ("measured: waits for messages in grey, the host in white", "by the plan")
-LIMIT_COLOUR = "#c0504d"
-BEYOND_COLOUR = "#b0b0b0"
 
+COLUMN, ROW = 0.22, 0.55
+"""Inches of a short action, and of a rank."""
 
-# Timelines
+MOST_COLUMNS = 112
+"""Of short actions: what is longer is folded."""
+
+CELL, LEVEL = 0.66, 0.24
+"""The heights of the actions and, below them, of the microbatches held, as shares of a rank's row."""
 
 
 def save_picture(
     plan: Plan, simulation: Simulation, path: str | Path, measured: Sequence[RankStep] | None = None
 ) -> None:
-    """Save a timeline as .svg or .png, by the ending of `path`: a row per rank, each action with its microbatch.
+    """Save a timeline as .svg or .png, by the ending of `path`: a row per rank, each action with its microbatch, and
+    below them how many microbatches the rank holds. Of a long one, all but one period of the steady phase is left out.
 
     Args:
         simulation: of the plan, in milliseconds or abstract units.
@@ -49,45 +41,143 @@ def save_picture(
     Raises:
         ValueError: matplotlib is not installed.
     """
-    matplotlib = import_extra("matplotlib")
+    import_extra("matplotlib")
     from matplotlib.figure import Figure
 
-    rows: list[Sequence[Sequence[Span]]] = [simulation.spans]
+    panels: list[Sequence[Sequence[Span]]] = [simulation.spans]
     if measured is not None:
-        rows.insert(0, [step.spans for step in measured])
-    ends = [max(spans[-1].end for spans in ranks) for ranks in rows]
-    columns = max(ends) / _usual_length(simulation.spans)
-    size = (max(6.0, min(40.0, 0.3 * columns)), len(rows) * (0.5 + 0.42 * plan.pp_size))
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
-    for axes, ranks, title in zip(panels, rows, TITLES):
-        _draw_timeline(axes, plan, ranks)
-        axes.set_xlim(min(spans[0].start for spans in ranks), max(ends))
+        panels.insert(0, [step.spans for step in measured])
+    begin = min(spans[0].start for ranks in panels for spans in ranks)
+    end = max(spans[-1].end for ranks in panels for spans in ranks)
+    column = _usual_length(simulation.spans)
+    cut = find_cut(plan, simulation.spans, MOST_COLUMNS * column - (end - begin - simulation.makespan))
+    columns = (end - begin - (cut.length if cut else 0.0)) / column
+    size = (max(6.0, COLUMN * columns + 1.2), 0.6 + len(panels) * (0.35 + ROW * plan.pp_size))
+    figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.page)
+    grid = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axes, ranks, title in zip(grid, panels, TITLES):
+        _draw_timeline(axes, plan, ranks, cut)
+        axes.set_xlim(begin, end - (cut.length if cut else 0.0))
         if measured is not None:
-            axes.set_title(title, loc="left", fontsize=9)
-    for rank, step in enumerate(measured or []):
-        panels[0].barh(
-            [rank] * len(step.waits),
-            [wait.end - wait.start for wait in step.waits],
-            left=[wait.start for wait in step.waits],
-            height=0.5,
-            color=WAIT_COLOUR,
-        )
-        panels[-1].set_xlabel("ms")
-    _save(matplotlib, figure, path)
+            axes.set_title(title, loc="left", fontsize=9, color=LIGHT.text)
+    if measured is not None:
+        _draw_waits(grid[0], measured, cut)
+        grid[-1].set_xlabel("ms", color=LIGHT.text)
+    _draw_legend(figure, plan, cut)
+    save_figure(figure, path)
 
 
-def _draw_timeline(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]]) -> None:
-    for rank, spans in enumerate(ranks):
-        for action, start, end in spans:
-            colour = COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
-            axes.barh(rank, end - start, left=start, height=0.92, color=colour, edgecolor="white", linewidth=0.8)
-            axes.text((start + end) / 2, rank, action.unit, ha="center", va="center", fontsize=8, clip_on=True)
-    axes.set_yticks(range(plan.pp_size), [f"rank {rank}" for rank in range(plan.pp_size)])
+def _draw_timeline(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], cut: Cut | None) -> None:
+    for rank, cells in enumerate(cells_of(plan, ranks)):
+        for cell in cells:
+            height = CELL / len(cell.actions)
+            for index, action in enumerate(cell.actions):  # a pair: F above B
+                _draw_action(axes, plan, action, cell.start, cell.end, rank - 0.5 + index * height, height, cut)
+    if not plan.forward_only:
+        _draw_levels(axes, plan, ranks, cut)
+    names = [f"rank {rank}" for rank in range(plan.pp_size)]
+    axes.set_yticks([rank - 0.5 + CELL / 2 for rank in range(plan.pp_size)], names)
     axes.set_ylim(plan.pp_size - 0.5, -0.5)
-    axes.tick_params(length=0)
+    axes.tick_params(length=0, colors=LIGHT.text)
+    axes.set_facecolor(LIGHT.page)
     for side in axes.spines.values():
         side.set_visible(False)
+    if cut is not None:
+        _draw_cut(axes, cut)
+
+
+def _draw_action(
+    axes: Any, plan: Plan, action: Action, start: float, end: float, top: float, height: float, cut: Cut | None
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    colour = COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
+    pieces = list(_pieces(start, end, cut))
+    widest = max(pieces, key=lambda piece: piece[1] - piece[0], default=None)
+    for piece in pieces:
+        left, right = piece
+        place = (left, top), right - left, height
+        axes.add_patch(Rectangle(*place, facecolor=colour, edgecolor=LIGHT.page, linewidth=0.8))
+        if piece == widest:
+            axes.text(
+                (left + right) / 2, top + height / 2, action.unit, ha="center", va="center_baseline",
+                fontsize=8 if len(action.unit) < 4 else 6.5, color=ink_on(colour), clip_on=True,
+            )  # fmt: skip
+
+
+def _draw_levels(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], cut: Cut | None) -> None:
+    """The microbatches held by each rank over time, below its actions, and the most of them at the right."""
+    rows = levels_of(plan, ranks)
+    most = max(level.held for row in rows for level in row)
+    for rank, row in enumerate(rows):
+        base = rank + 0.45
+        edges = [row[0].start, *(level.end for level in row)]
+        tops = [base - LEVEL * level.held / most for level in row]
+        places = edges if cut is None else list(map(cut.place, edges))
+        axes.stairs(tops, places, baseline=base, fill=True, color=LIGHT.faint)
+        peak = f"{max(level.held for level in row):g}"
+        axes.annotate(
+            peak, (1, base), (4, 0), axes.get_yaxis_transform(), "offset points", color=LIGHT.text, fontsize=8
+        )
+
+
+def _draw_waits(axes: Any, measured: Sequence[RankStep], cut: Cut | None) -> None:
+    for rank, step in enumerate(measured):
+        for wait in step.waits:
+            for left, right in _pieces(wait.start, wait.end, cut):
+                axes.barh(rank - 0.5 + CELL / 2, right - left, left=left, height=CELL / 2, color=LIGHT.wait)
+
+
+def _draw_cut(axes: Any, cut: Cut) -> None:
+    """A line where time is left out, and a bracket over the period that is repeated."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.axvline(cut.start, color=LIGHT.text, linewidth=1, linestyle=(0, (3, 2)))
+    first = cut.start - (cut.period if cut.repeats else 0.0)
+    text = f"x {cut.repeats}" if cut.repeats else "cut"
+    axes.plot([first, cut.start], [1.01, 1.01], transform=axes.get_xaxis_transform(), color=LIGHT.text, clip_on=False)
+    axes.annotate(
+        text, ((first + cut.start) / 2, 1.01), (0, 3), axes.get_xaxis_transform(), "offset points", ha="center",
+        color=LIGHT.text, fontsize=9,
+    )  # fmt: skip
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{cut.time_at(place):g}"))
+
+
+def _draw_legend(figure: Any, plan: Plan, cut: Cut | None) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    def patches(*colours: str) -> tuple[Any, ...]:
+        return tuple(Patch(color=colour) for colour in colours)
+
+    shades = min(plan.num_chunks, 2)
+    entries = {
+        KINDS[kind]: patches(*COLOURS[kind][:shades])
+        for kind in KINDS
+        if any(action.kind == kind for action in plan.actions[0])
+    }
+    if any(plan.program.pairs):
+        entries["F above B: overlapped pair"] = patches(COLOURS["F"][0], COLOURS["BW"][0])
+    if not plan.forward_only:
+        entries["microbatches held, with the most at the right"] = patches(LIGHT.faint)
+    notes = ["dark: odd chunks"] * (plan.num_chunks > 1)
+    if cut is not None:
+        notes.append(f"steady phase folded: x {cut.repeats}" if cut.repeats else f"left out: {cut.length:.3g} of time")
+    entries |= {note: patches("none") for note in notes}
+    figure.legend(
+        list(entries.values()), list(entries), loc="outside upper left", ncols=len(entries), frameon=False, fontsize=8,
+        labelcolor=LIGHT.text, handler_map={tuple: HandlerTuple(ndivide=None)}, columnspacing=1.2, handlelength=1.6,
+    )  # fmt: skip
+
+
+def _pieces(start: float, end: float, cut: Cut | None) -> Iterator[tuple[float, float]]:
+    """What is to be seen of a stretch of time: two pieces where it goes on beyond the cut."""
+    if cut is None:
+        yield start, end
+        return
+    for first, last in ((start, min(end, cut.start)), (max(start, cut.start + cut.length), end)):
+        if last > first:
+            yield cut.place(first), cut.place(last)
 
 
 def _usual_length(ranks: Sequence[Sequence[Span]]) -> float:
@@ -96,121 +186,25 @@ def _usual_length(ranks: Sequence[Sequence[Span]]) -> float:
     return lengths[len(lengths) // 20]
 
 
-# Schedules against each other
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Save as .svg or .png, by the ending of `path`."""
+    if str(path).endswith(".svg"):
+        Path(path).write_text(svg_of(figure))
+    else:
+        figure.savefig(path, dpi=120)
 
 
-class Point(NamedTuple):
-    """Schedules that take the same time and memory."""
+def svg_of(figure: Any) -> str:
+    """The figure as an SVG, dark where dark pages are preferred, and the same whenever and wherever it is made."""
+    import matplotlib
 
-    time: float
-    memory: float
-    """The peak of activations, in microbatches of a whole rank."""
-    label: str
-    fits: bool
-    """Into the limit of memory."""
-
-
-def save_comparison(
-    rows: Sequence[tuple[Plan, Simulation]], path: str | Path, memory_limit: float | None = None, unit: str = ""
-) -> None:
-    """Save time against memory as .svg or .png, by the ending of `path`: a point per schedule.
-
-    Args:
-        rows: plans for the same ranks and microbatches, each with its simulation.
-        memory_limit: drawn as a line, in microbatches of a whole rank. Schedules beyond it are grey.
-        unit: of the simulations' times.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    matplotlib = import_extra("matplotlib")
-    from matplotlib.figure import Figure
-
-    points = points_of(rows, memory_limit)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for fits, colour in ((True, COLOURS["F"][1]), (False, BEYOND_COLOUR)):
-        shown = [point for point in points if point.fits == fits]
-        axes.scatter([p.time for p in shown], [p.memory for p in shown], s=42, color=colour, zorder=3)
-    axes.margins(x=0.15, y=0.12)
-    axes.set_ylim(bottom=0, top=1.15 * max([point.memory for point in points] + [memory_limit or 0]))
-    if memory_limit is not None:
-        axes.axhline(memory_limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
-        place = (1, memory_limit)
-        axes.annotate(
-            f"limit {memory_limit:g}", place, (-4, 3), axes.get_yaxis_transform(), "offset points",
-            ha="right", color=LIMIT_COLOUR, fontsize=9,
-        )  # fmt: skip
-    time, memory = axis_names(unit)
-    axes.set_xlabel(time)
-    axes.set_ylabel(memory)
-    axes.grid(color="#eeeeee", zorder=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    _place_labels(figure, axes, points, memory_limit)
-    _save(matplotlib, figure, path)
-
-
-def axis_names(unit: str) -> tuple[str, str]:
-    return "time of a step" + (f", {unit}" if unit else ""), "microbatches held on the fullest rank"
-
-
-def points_of(rows: Iterable[tuple[Plan, Simulation]], memory_limit: float | None) -> list[Point]:
-    """One point for all schedules in the same place, with all their names."""
-    places: dict[tuple[float, float], list[str]] = {}
-    for plan, simulation in rows:
-        place = round(simulation.makespan, 9), round(max(simulation.peak_activations), 9)
-        chunks = f" x{plan.num_chunks}" if plan.num_chunks > 1 else ""
-        slices = f", {plan.num_slices} slices" if plan.num_slices > 1 else ""
-        places.setdefault(place, []).append(plan.name + chunks + slices)
-    return [
-        Point(time, memory, ", ".join(names), memory_limit is None or memory <= memory_limit)
-        for (time, memory), names in places.items()
-    ]
-
-
-# Directions and distance from a point, the best first.
-LABEL_PLACES = [
-    (right, up, distance)
-    for distance in (8, 16, 28, 42, 60, 80)
-    for right, up in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-]
-
-
-def _place_labels(figure: Any, axes: Any, points: Sequence[Point], memory_limit: float | None) -> None:
-    """Each label beside its point, at the nearest place where there is nothing yet: no label, point or line."""
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
-    figure.draw_without_rendering()
-    frame = axes.get_window_extent()
-    centres = axes.transData.transform([(point.time, point.memory) for point in points])
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in centres]
-    if memory_limit is not None:
-        _, height = axes.transData.transform((0, memory_limit))
-        taken.append(Bbox.from_extents(frame.xmin, height - 3, frame.xmax, height + 3))
-    for point in points:
-        for right, up, distance in LABEL_PLACES:
-            text = axes.annotate(
-                point.label,
-                (point.time, point.memory),
-                (right * distance, up * distance),
-                textcoords="offset points",
-                ha=("center", "left", "right")[right],
-                va=("center", "bottom", "top")[up],
-                fontsize=9,
-                arrowprops={"arrowstyle": "-", "color": BEYOND_COLOUR, "linewidth": 0.7} if distance > 8 else None,
-            )
-            text.get_window_extent()  # with the line to its point; moves the text to where it will be
-            box = Text.get_window_extent(text)
-            if not box.count_overlaps(taken) and frame.contains(*box.min) and frame.contains(*box.max):
-                taken.append(box)
-                break
-            text.remove()
-        else:
-            axes.annotate(point.label, (point.time, point.memory), fontsize=9)  # over others, but there
-
-
-def _save(matplotlib: Any, figure: Any, path: str | Path) -> None:
-    # Text stays text, and nothing depends on when or where the file was made.
+    text = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megapipe"}):
-        figure.savefig(path, dpi=120, metadata={"Date": None} if str(path).endswith(".svg") else None)
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    rules = "".join(
+        f'[style*="{what}: {light}"] {{ {what}: {dark} !important }} '
+        for light, dark in zip(LIGHT, DARK)
+        for what in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark) {{ {rules}}}</style>\n</svg>"
+    return text.getvalue().replace("</svg>", style)

@@ -1,20 +1,22 @@
-"""Timelines, and schedules against each other, as pages for a browser. Needs plotly, of the extra `viz`."""
+"""Timelines, and schedules against each other, as pages for a browser that hold all that they need."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import html
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..plan import Plan, Simulation, Span
 from ..runtime import RankStep
-from .charts import COLOURS, LIMIT_COLOUR, TITLES, WAIT_COLOUR, axis_names, points_of
-from .extras import import_extra
+from .charts import TITLES, svg_of
+from .comparison import axis_names, draw_comparison
+from .palette import COLOURS, DARK, KINDS, LIGHT, Scheme, ink_on
 
-__all__ = ["save_comparison_html", "save_html"]
+__all__ = ["compact", "look", "page_of", "save_comparison_html", "save_html"]
 
-KINDS = {"F": "forward", "BW": "backward", "B": "input gradient", "W": "weight gradient"}
+HERE = Path(__file__).parent
 
 
 def save_html(plan: Plan, simulation: Simulation, path: str | Path, measured: Sequence[RankStep] | None = None) -> None:
@@ -23,135 +25,109 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path, measured: Se
     Args:
         simulation: of the plan, in milliseconds or abstract units.
         measured: a step of each rank, in milliseconds, drawn above the plan on the same scale, with its waits in grey.
-
-    Raises:
-        ValueError: plotly is not installed.
     """
-    import_extra("plotly")
-    from plotly.subplots import make_subplots
-
-    titles = [] if measured is None else list(TITLES)
-    num_panels = max(1, len(titles))
-    figure = make_subplots(
-        num_panels, 1, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.3 / (plan.pp_size + 2)
-    )
+    panels = [_panel(plan, simulation.spans)]
     if measured is not None:
-        for traces in (_wait_bars(measured), _action_bars(plan, [step.spans for step in measured])):
-            figure.add_traces(list(traces), rows=1, cols=1)
-        figure.update_traces(showlegend=False)
-        figure.update_xaxes(title="ms", row=2)
-    figure.add_traces(list(_action_bars(plan, simulation.spans)), rows=num_panels, cols=1)
-    figure.update_layout(
-        title=f"{plan.name}: {plan.pp_size} ranks, {plan.num_microbatches} microbatches"
-        + (f", {plan.num_slices} slices" if plan.num_slices > 1 else ""),
-        barmode="overlay",
-        plot_bgcolor="white",
-        dragmode="pan",
-        height=160 + (60 + 44 * plan.pp_size) * num_panels,  # pixels
+        above = _panel(plan, [step.spans for step in measured])
+        above["waits"] = list(map(_waits, measured))
+        panels.insert(0, above)
+        for panel, title in zip(panels, TITLES):
+            panel["title"] = title
+    data = {
+        **look(),
+        "unit": "" if measured is None else "ms",
+        "begin": min(row[0][4] for panel in panels for row in panel["rows"]),
+        "end": max(row[-1][5] for panel in panels for row in panel["rows"]),
+        "ranks": [plan.rank_of(stage) for stage in range(plan.pp_size * plan.num_chunks)],
+        "numSlices": plan.num_slices,
+        "panels": panels,
+    }
+    slices = f", {plan.num_slices} slices" if plan.num_slices > 1 else ""
+    title = f"{plan.name}: {plan.pp_size} ranks, {plan.num_microbatches} microbatches{slices}"
+    hint = "The wheel zooms, dragging moves, a double click shows all again. Point at an action for what it waited for."
+    body = f"<h1>{html.escape(title)}</h1>\n<p>{hint}</p>\n<div id='legend'></div>\n<div id='timeline'></div>"
+    script = (
+        f"const data = {compact(data)};\n"
+        "drawLegend(document.getElementById('legend'), data);\ndrawTimeline(document.getElementById('timeline'), data);"
     )
-    figure.update_yaxes(autorange="reversed", categoryarray=[f"rank {rank}" for rank in range(plan.pp_size)])
-    figure.write_html(path, include_plotlyjs=True, config={"scrollZoom": True, "displaylogo": False})
+    Path(path).write_text(page_of(title, body, script))
 
 
-class Bar(NamedTuple):
-    rank: int
-    start: float
-    end: float
-    label: str
-    hover: str
+def _panel(plan: Plan, ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:
+    repeats = [range(0, len(spans), len(actions)) for spans, actions in zip(ranks, plan.actions)]
+    return {
+        "title": "",
+        "rows": [[[*_place(span)] for span in spans] for spans in ranks],
+        "pairs": [[step + at for step in steps for at in pairs] for steps, pairs in zip(repeats, plan.program.pairs)],
+    }
 
 
-def _action_bars(plan: Plan, ranks: Sequence[Sequence[Span]]) -> Iterator[Any]:
-    """A plotly trace for each kind of action and shade."""
-    begin = min(spans[0].start for spans in ranks)
-    bars: defaultdict[tuple[str, int], list[Bar]] = defaultdict(list)
-    for rank, spans in enumerate(ranks):
-        before = begin
-        for span in spans:
-            shade = plan.chunk_of(span.action.stage) % 2
-            hover = _explain(plan, rank, span, span.start - before)
-            bars[span.action.kind, shade].append(Bar(rank, span.start, span.end, str(span.action), hover))
-            before = span.end
-    for kind, shade in sorted(bars, key=lambda key: (list(COLOURS).index(key[0]), key[1])):
-        name = KINDS[kind] + (" of odd chunks" if shade else "")
-        yield _bars(bars[kind, shade], name, COLOURS[kind][shade], 0.8)
+def _place(span: Span) -> tuple[Any, ...]:
+    action, start, end = span
+    return action.stage, action.kind, action.microbatch, action.slice, _short(start), _short(end)
 
 
-def _explain(plan: Plan, rank: int, span: Span, wait: float) -> str:
-    """The text that is shown when an action is pointed at."""
-    action = span.action
-    unit = f"slice {action.slice} of " * (plan.num_slices > 1) + f"microbatch {action.microbatch}"
-    lines = [
-        f"<b>{action}</b>: {KINDS[action.kind]} of {unit} through stage {action.stage}",
-        f"from {span.start:g} to {span.end:g}, after waiting {wait:g}",
-    ]
-    if plan.has_stage(action.source.stage):
-        peer = plan.rank_of(action.source.stage)
-        lines.append(f"needs {action.source} of " + ("the same rank" if peer == rank else f"rank {peer}"))
-    return "<br>".join(lines)
+def _waits(step: RankStep) -> list[tuple[str, float, float]]:
+    waits = []
+    for action, start, end in step.waits:
+        what = "the last messages to be taken" if action is None else f"what {action} needs"
+        waits.append((f"waits {end - start:.4g} ms for {what}", _short(start), _short(end)))
+    return waits
 
 
-def _wait_bars(ranks: Sequence[RankStep]) -> Iterator[Any]:
-    bars = []
-    for rank, step in enumerate(ranks):
-        for action, start, end in step.waits:
-            what = "the last messages to be taken" if action is None else f"what {action} needs"
-            bars.append(Bar(rank, start, end, "", f"waits {end - start:.4g} for {what}"))
-    yield _bars(bars, "wait", WAIT_COLOUR, 0.45)
+def _short(time: float) -> float:
+    return float(f"{time:.8g}")
 
 
-def _bars(bars: Sequence[Bar], name: str, colour: str, width: float) -> Any:
-    import plotly.graph_objects as go
+def look() -> dict[str, Any]:
+    """The colours and names that page.js draws with."""
+    inks = {kind: list(map(ink_on, colours)) for kind, colours in COLOURS.items()}
+    return {"colours": COLOURS, "inks": inks, "kinds": KINDS}
 
-    return go.Bar(
-        name=name,
-        orientation="h",
-        y=[f"rank {bar.rank}" for bar in bars],
-        base=[bar.start for bar in bars],
-        x=[bar.end - bar.start for bar in bars],
-        width=width,
-        text=[bar.label for bar in bars],
-        textposition="inside",
-        textangle=0,
-        insidetextanchor="middle",
-        hovertext=[bar.hover for bar in bars],
-        hoverinfo="text",
-        marker={"color": colour, "line": {"color": "white", "width": 1}},
+
+def compact(data: Any) -> str:
+    """As JSON that may stand in a script."""
+    return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+
+
+def page_of(title: str, body: str, script: str = "") -> str:
+    """A page in the style of all, with the functions of page.js for its script. It loads nothing."""
+    style = (HERE / "page.css").read_text()
+    for name, scheme in (("LIGHT", LIGHT), ("DARK", DARK)):
+        style = style.replace(name, _variables(scheme))
+    functions = (HERE / "page.js").read_text() if script else ""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
+        f"<style>\n{style}</style>\n{body}\n<script>\n{functions}{script}\n</script>\n</html>\n"
     )
+
+
+def _variables(scheme: Scheme) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in scheme._asdict().items())
 
 
 def save_comparison_html(
     rows: Sequence[tuple[Plan, Simulation]], path: str | Path, memory_limit: float | None = None, unit: str = ""
 ) -> None:
-    """Save time against memory as a self-contained page with a legend; pointing at a schedule shows its figures.
+    """Save time against memory as a self-contained page: a chart, and a table of its figures.
 
     Args:
         rows: plans for the same ranks and microbatches, each with its simulation.
-        memory_limit: drawn as a line, in microbatches of a whole rank. A schedule beyond it is a cross.
+        memory_limit: drawn as a line, in microbatches of a whole rank. A schedule beyond it is grey.
         unit: of the simulations' times.
 
     Raises:
-        ValueError: plotly is not installed.
+        ValueError: matplotlib is not installed.
     """
-    import_extra("plotly")
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for time, memory, label, fits in points_of(rows, memory_limit):
-        figure.add_scatter(
-            name=label,
-            mode="markers",
-            x=[time],
-            y=[memory],
-            hovertext=f"<b>{label}</b><br>step {time:.4g} {unit}<br>{memory:.3g} microbatches held",
-            hoverinfo="text",
-            marker={"size": 12, "symbol": "circle" if fits else "x"},
-        )
-    if memory_limit is not None:
-        line = {"color": LIMIT_COLOUR, "dash": "dash"}
-        figure.add_hline(memory_limit, line=line, annotation_text=f"limit {memory_limit:g}")
-    time_name, memory_name = axis_names(unit)
-    figure.update_layout(plot_bgcolor="white", height=600, showlegend=True)
-    figure.update_xaxes(title=time_name, gridcolor="#eeeeee")
-    figure.update_yaxes(title=memory_name, rangemode="tozero", gridcolor="#eeeeee")
-    figure.write_html(path, include_plotlyjs=True, config={"displaylogo": False})
+    names = ("schedule", "chunks", "slices", *axis_names(unit), "messages per step")
+    lines = ["".join(f"<th>{name}</th>" for name in names)]
+    for plan, simulation in rows:
+        figures = (plan.num_chunks, plan.num_slices, f"{simulation.makespan:.4g}")
+        cells = (plan.name, *figures, f"{max(simulation.peak_activations):.3g}", plan.num_messages)
+        lines.append("".join(f"<td>{cell}</td>" for cell in cells))
+    plan, _ = rows[0]
+    title = f"Schedules for {plan.pp_size} ranks and {plan.num_microbatches} microbatches"
+    chart = svg_of(draw_comparison(rows, memory_limit, unit))
+    table = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    body = f"<h1>{title}</h1>\n{chart[chart.index('<svg') :]}\n<table>\n{table}\n</table>"
+    Path(path).write_text(page_of(title, body))

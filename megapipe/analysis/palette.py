@@ -35,6 +35,7 @@ DARK = Scheme("#0d1117", "#e6edf3", "#7d8590", "#30363d")
 
 
 def ink_on(colour: str) -> str:
-    """The colour of text on one of the actions' colours: dark on light ones, white on dark ones."""
+    """The colour of text on one of the actions' colours: dark on light ones, light on dark ones. It is none of a
+    scheme's, which differ from page to page."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return LIGHT.text if 0.299 * red + 0.587 * green + 0.114 * blue > 128 else "#ffffff"
+    return "#111111" if 0.299 * red + 0.587 * green + 0.114 * blue > 128 else "#fafafa"

@@ -22,7 +22,6 @@ EXPENSIVE = (
     "numpy",
     "rich",
     "matplotlib",
-    "plotly",
     "megatron",
 )
 

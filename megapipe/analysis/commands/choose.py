@@ -10,7 +10,7 @@ from typing import Any
 
 from ...plan import Costs, Plan, ScheduleError, Simulation, find_schedule, schedule_names, simulate
 from ..bubble import split_bubble
-from ..charts import save_comparison
+from ..comparison import save_comparison
 from ..pages import save_comparison_html
 from ..timeline import load_timeline
 from .options import add_costs, add_pictures, add_sizes, add_unsplit, check_time, costs_of, record_plan, unsplit

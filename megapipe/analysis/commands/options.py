@@ -25,7 +25,7 @@ LARGEST = 1_000_000
 
 
 def add_pictures(parser: argparse.ArgumentParser, what: str) -> None:
-    for ending, form in (("svg", "a picture"), ("png", "a picture"), ("html", "a page to zoom and point at")):
+    for ending, form in (("svg", "a picture"), ("png", "a picture"), ("html", "a page for a browser")):
         parser.add_argument(f"--{ending}", metavar="FILE", help=f"save {what} as {form}")
 
 
