@@ -1,4 +1,4 @@
-"""Writes docs/schedules.md and its pictures: a section per schedule, made from the schedules themselves.
+"""Writes docs/schedules.md, its pictures, and docs/gallery.html, all made from the schedules themselves.
 
 python docs/generate.py [FOLDER]
 """
@@ -9,13 +9,16 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import megapipe
 from megapipe.analysis import save_picture
+from megapipe.analysis.pages import compact, look, page_of
 from megapipe.plan import Plan, find_schedule, make_plan, v_shape
 
 PP_SIZE, NUM_MICROBATCHES, NUM_SLICES = 4, 8, 2
 OVERLAP = 0.45
+GALLERY_RANKS, GALLERY_MICROBATCHES = (2, 4, 8), 16
 
 SOURCES = {
     "https://arxiv.org/abs/1811.06965": "GPipe",
@@ -111,7 +114,8 @@ HEAD = f"""# Schedules
 
 Made by `make docs` from the schedules themselves; a test keeps this page up to date.
 
-[Which schedule](choosing.md) helps to choose one.
+[Which schedule](choosing.md) helps to choose one. [The gallery](gallery.html) draws them all for 2, 4 or 8 ranks and up to
+{GALLERY_MICROBATCHES} microbatches: open it in a browser.
 
 {{table}}
 
@@ -127,8 +131,8 @@ the size of the first.
 
 In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and F, B and W take as long
 as each other. Schedules that cut sequences have {NUM_SLICES} slices there: 3 is the first one of microbatch 3, and 3.1
-the second. Blue is the forward (F), green the backward, or where it is split its part for the input (B), yellow its
-part for the weights (W); dark are the odd chunks.
+the second. Of an overlapped pair the forward is above the backward. Below a rank's actions is the number of microbatches
+that it holds, and at the right the most of them.
 
 **Where the bubble comes from.** Without interleaving the last microbatch leaves the first rank after m forwards, goes
 down and up through the p - 1 other ranks, and meets m backwards on its way: a step takes (m + p - 1) (F + B + W), of
@@ -214,13 +218,64 @@ def gains() -> str:
     )
 
 
+def gallery() -> str:
+    """The page on which ranks and microbatches are chosen. A row of letters says what a rank does, see `letters_of`."""
+    names = [name for name in megapipe.schedule_names() if find_schedule(name).max_pp_size is None]
+    schedules = [{"name": name, "about": NOTES[name][0].replace("`", ""), "plans": plans_of(name)} for name in names]
+    body = (
+        "<h1>Schedules</h1>\n<p>F, B and W take as long as each other: an F of a microbatch on a whole rank takes 1. "
+        f"Messages take no time. Schedules that cut sequences have {NUM_SLICES} slices. All timelines have the same "
+        "scale.</p>\n"
+        "<div class='controls'><label>ranks <select id='ranks'>"
+        + "".join(f"<option{' selected' * (size == PP_SIZE)}>{size}</option>" for size in GALLERY_RANKS)
+        + f"</select></label>\n<label>microbatches <input id='m' type='range' min='1' max='{GALLERY_MICROBATCHES}' "
+        f"value='{NUM_MICROBATCHES}'> <output id='m-shown'></output></label>\n<div id='legend'></div></div>\n"
+        "<div id='schedules'></div>"
+    )
+    data = compact({**look(), "kinds_in_order": ORDER, "schedules": schedules})
+    script = (Path(__file__).parent / "gallery.js").read_text()
+    return page_of("Schedules of megapipe", body, f"const gallery = {data};\n{script}")
+
+
+ORDER = ("F", "BW", "B", "W")
+
+
+def plans_of(name: str) -> dict[int, dict[str, Any]]:
+    """By the number of ranks, what the gallery draws."""
+    plans: dict[int, dict[str, Any]] = {}
+    for pp_size in GALLERY_RANKS:
+        made = [plan_of(name, pp_size, m) for m in range(1, GALLERY_MICROBATCHES + 1)]
+        plans[pp_size] = {
+            "ranks": [made[0].rank_of(stage) for stage in range(pp_size * made[0].num_chunks)],
+            "numChunks": made[0].num_chunks,
+            "numSlices": made[0].num_slices,
+            "letters": [letters_of(plan) for plan in made],
+        }
+    return plans
+
+
+def letters_of(plan: Plan) -> list[str]:
+    """What each rank does: a letter for each action, by its kind and chunk, "." for a unit of idle time, and "+" before
+    the forward of an overlapped pair. The unit is the time of an F; a BW takes two."""
+    rows = []
+    unit = plan.num_chunks * plan.num_slices
+    for spans, pairs in zip(plan.simulate().spans, plan.program.pairs):
+        row, clock = "", 0.0
+        for index, (action, start, end) in enumerate(spans):
+            row += "." * round((start - clock) * unit) + "+" * (index in pairs)
+            row += chr(ord("A") + 4 * plan.chunk_of(action.stage) + ORDER.index(action.kind))
+            clock = end
+        rows.append(row)
+    return rows
+
+
 def pp_size_of(name: str) -> int:
     return find_schedule(name).max_pp_size or PP_SIZE
 
 
-def plan_of(name: str) -> Plan:
+def plan_of(name: str, pp_size: int | None = None, num_microbatches: int = NUM_MICROBATCHES) -> Plan:
     num_slices = NUM_SLICES if find_schedule(name).slices else 1
-    return make_plan(name, pp_size_of(name), NUM_MICROBATCHES, num_slices=num_slices)
+    return make_plan(name, pp_size or pp_size_of(name), num_microbatches, num_slices=num_slices)
 
 
 def peaks(plan: Plan) -> str:
@@ -238,6 +293,7 @@ def generate(folder: Path) -> None:
         plan = plan_of(name)
         save_picture(plan, plan.simulate(), folder / f"{name}.svg")
     (folder / "schedules.md").write_text(page())
+    (folder / "gallery.html").write_text(gallery())
 
 
 if __name__ == "__main__":
