@@ -26,7 +26,7 @@ help:
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
 	@echo "make soak       run the tests that take long, then kill ranks of a run at 50 random moments (SEED=...): 20 minutes"
 	@echo "make lint       ruff and mypy"
-	@echo "make docs       write docs/schedules.md and its pictures"
+	@echo "make docs       write docs/schedules.md, its pictures and docs/gallery.html"
 	@echo "make bench      run the benchmarks that matter (half an hour) and put their tables into docs/benchmarks.md"
 	@echo "make bench-all  run all of them (an hour and a quarter)"
 	@echo "make bench-peers  run those against torch's own pipelining only; TORCH=2.15.0 takes that of another torch"

@@ -25,6 +25,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import megapipe
 from megapipe import parallel_state, slices
-from megapipe.analysis import split_bubble
+from megapipe.analysis import LiveView, split_bubble
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
 from megapipe.overlap import in_segments
@@ -104,6 +105,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--eval-interval", type=int, default=100, help="steps between validations; 0 for none")
     data.add_argument("--eval-iters", type=int, default=4, help="validation batches")
     data.add_argument("--log-interval", type=int, default=25)
+    data.add_argument(
+        "--live",
+        action="store_true",
+        help="show step time, bubble by cause, tokens/s and memory at each --log-interval",
+    )
     data.add_argument("--record-timeline", metavar="FILE", default=None, help="for `megapipe show` and `megapipe tune`")
     data.add_argument("--save", default=None, help="folder for checkpoints: at the end, and every --save-interval")
     data.add_argument("--save-interval", type=int, default=None, help="steps between checkpoints")
@@ -432,19 +438,24 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     first_iteration = trainer.load(console)
     logged: list[float] = []
     started = time.perf_counter()
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+    tokens_per_step = args.global_batch_size * args.seq_length
+    live = LiveView(trainer.recorder, tokens_per_step, console, device) if args.live else nullcontext()
+    has_bar = console.is_terminal and not args.live
+    with live, Progress(console=console, disable=not has_bar, transient=True) as progress:
         bar = progress.add_task("training", total=args.train_iters, completed=first_iteration)
         for iteration in range(first_iteration, args.train_iters):
             reports = trainer.train_step()
             if iteration == first_iteration or (iteration + 1) % args.log_interval == 0:
                 logged.append(trainer.mean_loss(reports))
-                tokens = (iteration + 1 - first_iteration) * args.global_batch_size * args.seq_length
+                tokens = (iteration + 1 - first_iteration) * tokens_per_step
                 line = (
                     f"iteration {iteration + 1:5d}/{args.train_iters} | loss {logged[-1]:.6f} | grad norm "
                     f"{trainer.grad_norm():.3f} | {tokens / (time.perf_counter() - started):,.0f} tokens/s"
                 )
                 console.print(line)
                 progress.update(bar, description=f"loss {logged[-1]:.3f}")
+                if isinstance(live, LiveView):
+                    live.update(iteration + 1, {"loss": f"{logged[-1]:.3f}"})
             if args.eval_interval and (iteration + 1) % args.eval_interval == 0:
                 console.print(
                     f"iteration {iteration + 1:5d}/{args.train_iters} | validation loss {trainer.validate():.6f}"
@@ -453,7 +464,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
                 trainer.save(iteration + 1)
             progress.update(bar, completed=iteration + 1)
     seconds = time.perf_counter() - started
-    tokens = (args.train_iters - first_iteration) * args.global_batch_size * args.seq_length
+    tokens = (args.train_iters - first_iteration) * tokens_per_step
     if logged:
         timeline = trainer.recorder.gather()  # of this replica's pipeline, its last steps
         console.print(

@@ -2,12 +2,14 @@
 
 from .bubble import BubbleSplit, split_bubble
 from .charts import save_picture
+from .live import LiveView
 from .recorder import TimelineRecorder
 from .text import as_text
 from .timeline import Timeline, load_timeline, step_time
 
 __all__ = [
     "BubbleSplit",
+    "LiveView",
     "Timeline",
     "TimelineRecorder",
     "as_text",

@@ -1,0 +1,59 @@
+"""The panel of a running job."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from measured import as_measured
+from models import build, run
+from ranks import on_ranks
+from rich.console import Console
+
+from megapipe import TimelineRecorder
+from megapipe.analysis import LiveView, Timeline
+from megapipe.analysis.live import panel_of
+from megapipe.plan import make_plan
+
+
+def printed(panel: object) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(panel)
+    return console.file.getvalue()
+
+
+def test_what_the_panel_shows() -> None:
+    """Steps of 150 ms that begin every 200: tokens per second count the time between them too."""
+    simulation = make_plan("1f1b", 2, 4).simulate(10.0, 10.0, 10.0)
+    timeline = Timeline("1f1b", [as_measured(simulation, start) for start in (0.0, 200.0, 400.0)])
+    shown = printed(panel_of(timeline, [1.5, 2.25], 1000, 30, {"loss": "2.345"}))
+    assert "1f1b: 2 ranks, 4 microbatches, step 30" in shown
+    assert "step 150 ms   tokens/s 5,000   loss 2.345" in shown
+    assert re.search(r"all +20\.0% +█{6} ", shown)
+    assert re.search(r"the schedule's own +20\.0% ", shown)
+    assert re.search(r" 0 +120 ms +30 ms +0 ms +1\.50 GiB +█{24} ", shown)
+    assert re.search(r" 1 +120 ms +30 ms +0 ms +2\.25 GiB ", shown)
+    assert "means of the last 3 steps" in shown
+
+
+@on_ranks(2)
+def test_the_first_rank_shows_all(rank: int) -> None:
+    recorder = TimelineRecorder(num_steps=2)
+    chunks = build("1f1b", 2, 4)
+    for chunk in chunks:
+        chunk.config.record_timeline = recorder
+    console = Console(file=io.StringIO(), width=100)
+    with LiveView(recorder, 64, console) as live:
+        with pytest.raises(ValueError, match="no training step was recorded"):
+            live.update(0)
+        for step in (1, 2, 3):
+            run("1f1b", chunks, 4)
+            live.update(step)
+    shown = console.file.getvalue()
+    if rank > 0:
+        assert shown == ""
+    else:
+        assert "1f1b: 2 ranks, 4 microbatches, step 3" in shown
+        assert "means of the last 2 steps" in shown
+        assert len(re.findall(r"GiB", shown)) == 2
