@@ -134,6 +134,7 @@ bench-all: bench
 	$(BENCH).host --pp 1
 	$(BENCH).latency
 	$(BENCH).growth
+	$(BENCH).saving
 	$(BENCH).document
 
 bench-gpu: $(INSTALLED)
