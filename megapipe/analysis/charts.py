@@ -56,7 +56,8 @@ def save_picture(
     figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.page)
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, ranks, title in zip(grid, panels, TITLES):
-        _draw_timeline(axes, plan, ranks, cut)
+        # What was measured is not the same over and over: there it is a cut, no repetition.
+        _draw_timeline(axes, plan, ranks, cut._replace(repeats=0) if cut and ranks is not simulation.spans else cut)
         axes.set_xlim(begin, end - (cut.length if cut else 0.0))
         if measured is not None:
             axes.set_title(title, loc="left", fontsize=9, color=LIGHT.text)
@@ -92,13 +93,10 @@ def _draw_action(
     from matplotlib.patches import Rectangle
 
     colour = COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
-    pieces = list(_pieces(start, end, cut))
-    widest = max(pieces, key=lambda piece: piece[1] - piece[0], default=None)
-    for piece in pieces:
-        left, right = piece
+    for left, right in _pieces(start, end, cut):
         place = (left, top), right - left, height
         axes.add_patch(Rectangle(*place, facecolor=colour, edgecolor=LIGHT.page, linewidth=0.8))
-        if piece == widest:
+        if right - left > 0.7 * (end - start):  # or there is no room for it
             axes.text(
                 (left + right) / 2, top + height / 2, action.unit, ha="center", va="center_baseline",
                 fontsize=8 if len(action.unit) < 4 else 6.5, color=ink_on(colour), clip_on=True,
@@ -110,6 +108,8 @@ def _draw_levels(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], cut: Cu
     rows = levels_of(plan, ranks)
     most = max(level.held for row in rows for level in row)
     for rank, row in enumerate(rows):
+        if not row:  # nothing takes any time there
+            continue
         base = rank + 0.45
         edges = [row[0].start, *(level.end for level in row)]
         tops = [base - LEVEL * level.held / most for level in row]
@@ -162,7 +162,7 @@ def _draw_legend(figure: Any, plan: Plan, cut: Cut | None) -> None:
         entries["microbatches held, with the most at the right"] = patches(LIGHT.faint)
     notes = ["dark: odd chunks"] * (plan.num_chunks > 1)
     if cut is not None:
-        notes.append(f"steady phase folded: x {cut.repeats}" if cut.repeats else f"left out: {cut.length:.3g} of time")
+        notes.append(f"steady phase folded: x {cut.repeats}" if cut.repeats else f"left out: {cut.length:.4g} of time")
     entries |= {note: patches("none") for note in notes}
     figure.legend(
         list(entries.values()), list(entries), loc="outside upper left", ncols=len(entries), frameon=False, fontsize=8,
@@ -182,7 +182,7 @@ def _pieces(start: float, end: float, cut: Cut | None) -> Iterator[tuple[float, 
 
 def _usual_length(ranks: Sequence[Sequence[Span]]) -> float:
     """The time of a short action, longer than one in twenty. The width of a picture follows from it."""
-    lengths = sorted(span.end - span.start for spans in ranks for span in spans)
+    lengths = sorted(end - start for spans in ranks for _, start, end in spans if end > start)
     return lengths[len(lengths) // 20]
 
 

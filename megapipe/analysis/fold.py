@@ -55,8 +55,8 @@ def _find_steady(plan: Plan, ranks: Sequence[Sequence[Span]]) -> tuple[float, fl
     for num_microbatches in range(1, min(2 * plan.pp_size, plan.num_microbatches // 3) + 1):
         phases = []
         period = 0.0
-        for spans in ranks:
-            stride = len(spans) * num_microbatches // plan.num_microbatches
+        for spans, actions in zip(ranks, plan.actions):
+            stride = len(actions) * num_microbatches // plan.num_microbatches
             if not period:  # that of the first rank
                 middle = (len(spans) - stride) // 2
                 period = spans[middle + stride].start - spans[middle].start
@@ -65,7 +65,7 @@ def _find_steady(plan: Plan, ranks: Sequence[Sequence[Span]]) -> tuple[float, fl
             phases.append(phase)
         else:
             first, last = max(begin for begin, _ in phases), min(end for _, end in phases)
-            if last - first >= 3 * period:
+            if last - first >= 3 * period > 0:
                 return first, last, period
     return None
 

@@ -127,6 +127,8 @@ def test_schedules_that_need_layers_that_defer_are_marked(capsys: pytest.Capture
     sizes = ("--pp", "4", "--microbatches", "8")
     assert "step       27," in output_of(capsys, "show", "zb1p", *sizes)
     assert "step       33," in output_of(capsys, "show", "zb1p", *sizes, "--unsplit")
+    assert main(["show", recorded, "--unsplit"]) == 2
+    assert "--unsplit is for plans" in capsys.readouterr().err
 
 
 def test_a_chart_of_the_comparison(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -324,6 +326,13 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "1f1b: 2 ranks, 3 microbatches" in html.read_text()
     assert '[0,"BW",2,0,' in html.read_text()
+
+
+def test_actions_that_take_no_time_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The width of a picture is counted in short actions: Ws of no time made it infinite."""
+    svg = tmp_path / "plan.svg"
+    output_of(capsys, "show", "zb1p", "--pp", "2", "--microbatches", "3", "--backward-weight", "0", "--svg", str(svg))
+    assert ">weight gradient</text>" in svg.read_text()
 
 
 def test_slices_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

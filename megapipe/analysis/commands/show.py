@@ -38,6 +38,8 @@ def add_show(commands: Any) -> None:
 
 def _show(args: argparse.Namespace) -> None:
     measured = load_timeline(args.schedule) if args.schedule.endswith(".json") else None
+    if measured is not None and args.unsplit:
+        raise ValueError("--unsplit is for plans: a measured timeline shows what its layers did. See megapipe tune.")
     plan = _find_plan(args) if measured is None else measured.plan
     plan.check()
     check_size(*plan.sizes.values(), args.steps)
