@@ -13,8 +13,8 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models wheel fuzz soak lint docs bench bench-all bench-peers bench-packages \
-	bench-gpu format clean
+.PHONY: help pretrain generate test test-gpu test-models wheel fuzz soak lint docs site bench bench-all bench-peers \
+	bench-packages bench-gpu format clean
 
 help:
 	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
@@ -26,7 +26,8 @@ help:
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
 	@echo "make soak       run the tests that take long, then kill ranks of a run at 50 random moments (SEED=...): 20 minutes"
 	@echo "make lint       ruff and mypy"
-	@echo "make docs       write docs/schedules.md, its pictures and docs/gallery.html"
+	@echo "make docs       write the pages made from code: schedules, pictures, gallery, settings"
+	@echo "make site       build the documentation's site into site/, with the API reference; links are checked"
 	@echo "make bench      run the benchmarks that matter (half an hour) and put their tables into docs/benchmarks.md"
 	@echo "make bench-all  run all of them (an hour and a quarter)"
 	@echo "make bench-peers  run those against torch's own pipelining only; TORCH=2.15.0 takes that of another torch"
@@ -92,6 +93,11 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(VENV)/bin/python docs/generate.py
 
+# Read it with `python -m http.server --directory site`. It loads nothing from elsewhere.
+site: $(INSTALLED)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
 # Ranks that sleep side by side need no cores of their own, but nothing else should run meanwhile. `make bench` looks at the
 # peers of another torch too, in a virtual environment of its own; its tables bear the version.
 NEWEST := 2.15.0
@@ -146,4 +152,4 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-* build dist site .mypy_cache .pytest_cache .ruff_cache *.egg-info

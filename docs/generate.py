@@ -1,4 +1,4 @@
-"""Writes docs/schedules.md, its pictures, and docs/gallery.html, all made from the schedules themselves.
+"""Writes docs/schedules.md, its pictures, docs/gallery.html and the settings in docs/reference/config.md.
 
 python docs/generate.py [FOLDER]
 """
@@ -125,9 +125,9 @@ and counted in slices for seq_interleaved_1f1b. Bubbles are shares of a step wit
 messages that take no time. A microbatch is in flight from its F to its W, one of v chunks counts as 1 / v of it, and a
 slice as 1 / n.
 
-Any number of microbatches works, from 1 on, and it may change from step to step. Megatron's interleaved schedule refuses
-an m whose remainder by N is between 1 and p - 1. Here the remainder is divided among all groups, and N in the table is
-the size of the first.
+Any number of microbatches works, from 1 on, and it may change from step to step. Megatron's interleaved schedule
+refuses an m whose remainder by N is between 1 and p - 1. Here the remainder is divided among all groups, and N in the
+table is the size of the first.
 
 In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and F, B and W take as long
 as each other. Schedules that cut sequences have {NUM_SLICES} slices there: 3 is the first one of microbatch 3, and 3.1
@@ -150,7 +150,10 @@ one chunk (zb2p). In a V the last stage is on the first rank, each way is half a
 
 def table() -> str:
     """All schedules, each in a row."""
-    rows = ["| name | chunks per rank | microbatches in flight on rank r | bubble, F = B = W | source |", "|---|---|---|---|---|"]
+    rows = [
+        "| name | chunks per rank | microbatches in flight on rank r | bubble, F = B = W | source |",
+        "|---|---|---|---|---|",
+    ]
     for name in megapipe.schedule_names():
         _, bubble, in_flight = NOTES[name]
         address = re.search(r"https://[\w./-]*[\w/]", docstring_of(name))
@@ -287,8 +290,40 @@ def page() -> str:
     return "\n".join([HEAD.format(table=table()), *sections, gains()])
 
 
+CONFIG_HEAD = """# Settings
+
+Made by `make docs` from the docstring of `megapipe.PipelineConfig`; a test keeps this page up to date.
+
+`PipelineConfig` has the fields of Megatron's `ModelParallelConfig` that matter to a pipeline, and a few more. The
+config of a model is `model.config`. It may be any object with some of these fields: Megatron's own config, a dataclass
+of yours, a namespace. Fields that it lacks take the defaults below. All ranks need the same values.
+"""
+
+
+def config_page() -> str:
+    """The fields of `PipelineConfig`, in a table for each group."""
+    source = inspect.getsource(megapipe.PipelineConfig)
+    docstring = inspect.cleandoc(megapipe.PipelineConfig.__doc__ or "")
+    entries = docstring.partition("Attributes:\n")[2].partition("\n\nRaises:")[0]
+    texts = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", entries, flags=re.MULTILINE))
+    lines = [CONFIG_HEAD]
+    for title, name, kind in re.findall(r"^    (?:# (.+)|(\w+): (.+?) = .+)$", source, flags=re.MULTILINE):
+        if title:
+            lines += [
+                f"## {title}\n" if len(lines) == 1 else f"\n## {title}\n",
+                "| field | type | default | meaning |",
+                "|---|---|---|---|",
+            ]
+        else:
+            meaning, _, default = re.sub(r"\s+", " ", texts[name]).partition(" Default: ")
+            kind = kind.replace(" | ", "` or `")
+            lines.append(f"| `{name}` | `{kind}` | `{default.rstrip('.') or None}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
 def generate(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reference").mkdir(parents=True, exist_ok=True)
+    (folder / "reference/config.md").write_text(config_page())
     for name in megapipe.schedule_names():
         plan = plan_of(name)
         save_picture(plan, plan.simulate(), folder / f"{name}.svg")

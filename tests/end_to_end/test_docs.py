@@ -1,8 +1,10 @@
-"""docs/schedules.md, its pictures and docs/gallery.html are what `make docs` would write."""
+"""Generated pages and pictures are what `make docs` would write, and the reference has every public name."""
 
+import importlib
 import re
 import runpy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 import megapipe
 from megapipe.analysis.palette import COLOURS
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 BAR = re.compile(r'<path d="M ([^"]+) z " clip-path="[^"]+" style="fill: (#\w+);')
 
 
@@ -22,6 +25,7 @@ def docs() -> dict[str, Any]:
 def test_the_page_is_up_to_date(docs: dict[str, Any]) -> None:
     assert docs["page"]() == (DOCS / "schedules.md").read_text(), "run `make docs`"
     assert docs["gallery"]() == (DOCS / "gallery.html").read_text(), "run `make docs`"
+    assert docs["config_page"]() == (DOCS / "reference/config.md").read_text(), "run `make docs`"
     assert sorted(path.stem for path in DOCS.glob("*.svg")) == sorted(megapipe.schedule_names()), "run `make docs`"
 
 
@@ -72,3 +76,42 @@ def corners_of(points: str) -> tuple[float, float, float]:
     """Left, right and top of a rectangle."""
     numbers = [float(number) for number in points.replace("L", "").split()]
     return min(numbers[::2]), max(numbers[::2]), min(numbers[1::2])
+
+
+PUBLIC = "analysis checkpoint graph integrations.megatron integrations.transformers overlap parallel_state plan slices"
+PUBLIC += " training weight_grad"
+
+BETWEEN_ROOMS = {
+    "plan": "ChannelName Counts Event move_weights parse_json place_weights plan_of play read_text register "
+    "unit_in_words",
+    "weight_grad": "DeferredGrads SavedTensor add_gradient backward_context capturing deferring is_deferring "
+    "save_for_w unshared visit_gradient_nodes",
+    "overlap": "Segments fill_window filling_windows find_forward_segments",
+    "parallel_state": "Groups check_groups find_groups find_pipeline_group",
+    "slices": "CarriedState",
+    "training": "OF_EACH_GROUP load_scheduler",
+}
+"""What rooms of megapipe import from each other, and users do not."""
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """By any of its names: `megapipe.plan.StageInfo` is `megapipe.StageInfo` too."""
+    listed = re.findall(r"^::: (\S+)$", "".join(page.read_text() for page in DOCS.glob("reference/*.md")), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    described = [found(name) for name in listed] + [megapipe.PipelineConfig]
+    for module in (megapipe, *(importlib.import_module(f"megapipe.{room}") for room in PUBLIC.split())):
+        for name in sorted(set(module.__all__) - set(BETWEEN_ROOMS.get(module.__name__.split(".")[-1], "").split())):
+            value = getattr(module, name)
+            assert isinstance(value, ModuleType) or any(value is one for one in described), (
+                f"{module.__name__}.{name} is missing in docs/reference/: add a line `::: {module.__name__}.{name}`"
+            )
+
+
+def found(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(navigation) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))

@@ -1,7 +1,8 @@
 """Every snippet of the README and of the pages runs, and what it shows is what comes out.
 
-The Python blocks of a page run one after the other on 4 ranks, in one namespace. Blocks in HTML comments (`<!-- python`)
-run too: they are what a reader has already. A page without such a block continues the script of the ten steps.
+The Python blocks of a page run one after the other on 4 ranks, in one namespace. Blocks in HTML comments
+(`<!-- python`) run too: they are what a reader has already. A page that does not begin with one continues the script
+of the ten steps.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import doctest
-import importlib.util
 import io
 import os
 import random
 import re
 import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +30,14 @@ from megapipe.analysis import cli
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NEEDS = {"megatron": ("docs/megatron.md", "docs/tutorials/from_megatron.md")}
+TORCH = tuple(map(int, version("torch").split(".")[:2]))
+MEGATRON = find_spec("megatron") is not None, "make test installs megatron-core"
+NEEDS = {  # whether it is there, and where it comes from
+    "docs/megatron.md": MEGATRON,
+    "docs/tutorials/from_megatron.md": MEGATRON,
+    "docs/training.md": (TORCH >= (2, 7), "fully_shard needs a newer torch on CPU"),
+    "docs/graphs.md": (TORCH >= (2, 9), "graphs need torch 2.9"),
+}
 
 # Blocks, hidden or not. A block without a language directly behind one in Python is its output.
 FENCE = re.compile(r"^(?:(<!-- python)|```(\w*))\n(.*?)^(?:-->|```)$", flags=re.MULTILINE | re.DOTALL)
@@ -56,46 +65,39 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def snippets_of(page: Path) -> list[Block]:
-    """The blocks that run one after the other: no whole scripts, no doctests, no definitions shown from the sources."""
-    return [
-        block
-        for block in blocks_of(page)
-        if block.language == "python" and not (is_script(block) or is_doctest(block) or is_source(block))
-    ]
+    """The blocks that run one after the other: no whole scripts, no doctests, no definitions shown from the sources.
+    test_readme.py runs the README's script."""
+    if page.parent == ROOT:
+        return []
+    others = scripts_of(page) + doctests_of(page)
+    sources = [block for block in blocks_of(page) if block.text.startswith("def F(pipe: Verbs")]  # see test_readme.py
+    return [block for block in blocks_of(page) if block.language == "python" and block not in others + sources]
 
 
-def is_script(block: Block) -> bool:
-    return "dist.destroy_process_group()" in block.text
+def scripts_of(page: Path) -> list[Block]:
+    is_readme = page.parent == ROOT
+    return [block for block in blocks_of(page) if "dist.destroy_process_group()" in block.text and not is_readme]
 
 
-def is_doctest(block: Block) -> bool:
-    return block.text.startswith(">>>")
-
-
-def is_source(block: Block) -> bool:
-    """Of the schedule that docs/concepts.md shows: test_readme.py compares it."""
-    return block.text.startswith("def F(pipe: Verbs")
+def doctests_of(page: Path) -> list[Block]:
+    return [block for block in blocks_of(page) if block.text.startswith(">>>")]
 
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def pages_with(select: Any) -> Iterator[Any]:
+def pages_with(select: Callable[[Path], Any]) -> Iterator[Any]:
     for page in PAGES:
         if select(page):
-            missing = [package for package, pages in NEEDS.items() if name(page) in pages and not find(package)]
-            yield pytest.param(page, id=name(page), marks=pytest.mark.skipif(bool(missing), reason=f"needs {missing}"))
-
-
-def find(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+            is_there, reason = NEEDS.get(name(page), (True, ""))
+            yield pytest.param(page, id=name(page), marks=pytest.mark.skipif(not is_there, reason=reason))
 
 
 def setup() -> Block:
     """The script of the ten steps, up to its loop."""
     page = ROOT / "docs/tutorials/ten_steps.md"
-    (script,) = (block for block in blocks_of(page) if is_script(block))
+    (script,) = scripts_of(page)
     return script._replace(text=script.text.partition("\nfor step")[0])
 
 
@@ -155,16 +157,16 @@ def test_snippets_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
             assert without_names(block.output) in printed, f"the output of {name(page)}, line {block.line}"
 
 
-@pytest.mark.parametrize("page", list(pages_with(lambda page: page.parent != ROOT and any(map(is_script, blocks_of(page))))))
+@pytest.mark.parametrize("page", list(pages_with(scripts_of)))
 def test_whole_scripts_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
-    for script in filter(is_script, blocks_of(page)):
+    for script in scripts_of(page):
         ranks.run(NUM_RANKS, run_on_rank, [script], str(page), tmp_path)
 
 
-@pytest.mark.parametrize("page", list(pages_with(lambda page: any(map(is_doctest, blocks_of(page))))))
+@pytest.mark.parametrize("page", list(pages_with(doctests_of)))
 def test_prompts_answer_as_shown(page: Path) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    text = "".join(block.text for block in blocks_of(page) if is_doctest(block))
+    text = "".join(block.text for block in doctests_of(page))
     test = doctest.DocTestParser().get_doctest(text, {}, name(page), str(page), 0)
     assert test.examples
     assert doctest.DocTestRunner(optionflags=flags).run(test).failed == 0
