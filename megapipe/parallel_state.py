@@ -8,16 +8,22 @@ replicas that are sharded in part, there is `initialize_from_mesh`.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 
 __all__ = [
     "Groups",
+    "abort_gloo",
+    "abort_process_groups",
     "check_groups",
     "destroy_model_parallel",
     "find_groups",
@@ -228,6 +234,39 @@ def get_expert_data_parallel_group() -> dist.ProcessGroup:
     """The ranks that hold replicas of this rank's experts; all replicas of its stages where each has all experts."""
     groups = _existing_groups()
     return groups.data if groups.expert_data is None else groups.expert_data
+
+
+def abort_process_groups(patience: float = 10.0) -> None:
+    """End all collectives that this process waits for, in any process group: they raise. The groups are of no use
+    after it.
+
+    Args:
+        patience: seconds until a communicator that does not come to its end is left to itself.
+    """
+    others = []
+    for group in list(_world.pg_map):
+        for device in group._device_types:
+            backend: Any = group._get_backend(device)
+            if isinstance(backend, dist.ProcessGroupGloo):
+                abort_gloo(backend)
+            elif hasattr(backend, "abort"):  # NCCL's waits for kernels of others on the device
+                others.append(threading.Thread(target=backend.abort, daemon=True))
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join(patience)
+
+
+def abort_gloo(backend: Any) -> None:
+    """Gloo has no abort that ends waits, but a wait that times out closes all pairs of its group."""
+    unused_tag = 2**31 - 1
+    for peer in range(backend.size()):
+        if peer != backend.rank():
+            with contextlib.suppress(RuntimeError):  # a pair that is closed already refuses the receive
+                probe = backend.recv([torch.empty(1, device="cpu")], peer, unused_tag)
+                with contextlib.suppress(RuntimeError):
+                    probe.wait(datetime.timedelta(milliseconds=1))
+                return
 
 
 def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:

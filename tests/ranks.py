@@ -159,6 +159,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     torch.set_num_threads(1)
     megapipe.failures.watchdog.PATIENCE = 1.0  # on one machine news travels fast
     megapipe.failures.helper_thread.TICK = 0.05
+    megapipe.failures.world.LOOK = 0.05
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     while True:

@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Agreement"]
+from ..failures import collective
+
+__all__ = ["EXCHANGE", "Agreement"]
 
 T = TypeVar("T")
+
+EXCHANGE = "the saving or loading of a checkpoint"
 
 
 class Agreement:
@@ -58,13 +62,15 @@ class Agreement:
         """One rank's value, on all ranks."""
         values = [value]
         if self.group is not None:
-            dist.broadcast_object_list(values, src=source, group=self.group)
+            with collective(EXCHANGE):
+                dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
     def _gather(self, value: Any) -> list[Any]:
         values = [value] * self.num_ranks if self.rank == 0 else []
         if self.group is not None:
-            dist.gather_object(value, values or None, dst=0, group=self.group)
+            with collective(EXCHANGE):
+                dist.gather_object(value, values or None, dst=0, group=self.group)
         return values
 
 

@@ -38,6 +38,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..failures import collective
+from .agreement import EXCHANGE
+
 __all__ = [
     "DamagedError",
     "Reader",
@@ -223,7 +226,8 @@ def write_tensors(writer: Writer, tensors: dict[str, Tensor], group: dist.Proces
             warnings.filterwarnings("ignore", "torch.distributed is ")
         try:
             planner = DefaultSavePlanner(flatten_state_dict=False)
-            save(tensors, storage_writer=writer, planner=planner, process_group=group)
+            with collective(EXCHANGE):
+                save(tensors, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
             rank, (failure, _) = next(iter(error.failures.items()))
             is_full = isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)

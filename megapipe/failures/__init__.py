@@ -5,7 +5,8 @@ from .errors import PipelineError
 from .mailbox import Mailbox
 from .progress import Progress
 from .store import InterruptibleStore
-from .watchdog import Watchdog, check_failures
+from .watchdog import Watchdog, check_failures, collective, single_rank_step
+from .world import World
 
 __all__ = [
     "Agreement",
@@ -14,5 +15,8 @@ __all__ = [
     "PipelineError",
     "Progress",
     "Watchdog",
+    "World",
     "check_failures",
+    "collective",
+    "single_rank_step",
 ]

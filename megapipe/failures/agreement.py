@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from .errors import DisagreementError
 from .mailbox import Mailbox
-from .watchdog import Watchdog, join_ranks
+from .watchdog import Watchdog
+from .world import join_ranks
 
 __all__ = ["Agreement"]
 

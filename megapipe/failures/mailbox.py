@@ -9,7 +9,8 @@ from torch.distributed import DistStoreError
 
 from .errors import NoResponseError
 from .store import InterruptibleStore
-from .watchdog import Watchdog, join_ranks
+from .watchdog import Watchdog
+from .world import join_ranks
 
 __all__ = ["Mailbox"]
 

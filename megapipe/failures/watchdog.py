@@ -4,7 +4,7 @@ The ranks of a pipeline share a part of the store that torch.distributed was set
 publishes that there; so does one that has waited too long. A helper thread polls the store a few times a second. If it
 finds a failure, it publishes its own rank's progress, so that a silent rank is known to be dead, and aborts the
 communication that the main thread waits for. The main thread then raises an error that names the failing rank. It does
-not touch the store while all is well.
+not touch the store while all is well. The ranks of other pipelines hear of the failure too (see `world`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from . import helper_thread
 from .errors import DisagreementError, NoResponseError, PipelineError
 from .progress import DeviceWaits, Progress
 from .store import InterruptibleStore
+from .world import Failure, World, is_connection_error
 
-__all__ = ["Watchdog", "check_failures", "join_ranks"]
+__all__ = ["Watchdog", "check_failures", "collective", "single_rank_step"]
 
 PATIENCE = 3.0  # seconds given to the other ranks to publish their progress, or to read a failure
 GRACE = 1.0  # seconds given to the main thread to raise by itself, before its transport is aborted under it
@@ -36,6 +37,8 @@ class Watchdog:
         progress: where this rank is; only read here.
         abort: ends whatever the main thread waits for; called from the helper thread.
         has_ended: whether there is nothing left to watch over, because torch.distributed was shut down.
+        world: all ranks of the job, which hear of a failure of this pipeline.
+        ranks: their numbers in it, by pipeline rank.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class Watchdog:
         progress: Progress,
         abort: Callable[[], None],
         has_ended: Callable[[], bool],
+        world: World | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         self.progress = progress
         self.device_waits = DeviceWaits()
@@ -63,6 +68,10 @@ class Watchdog:
         self._num_read = 0  # how many notifications have been dealt with
         self._waiting: tuple[int, object, str | None] = (0, None, None)
         self._waiting_since = 0.0
+        self._world = world
+        self.ranks = list(ranks)
+        if world is not None:
+            world.pipelines.add(self)
 
     @property
     def has_raised(self) -> bool:
@@ -81,6 +90,8 @@ class Watchdog:
         """Stop watching, and drop all callbacks."""
         watched.discard(self)
         helper_thread.end(self.watch)
+        if self._world is not None:
+            self._world.pipelines.discard(self)
         self._abort_communication, self._has_ended = (lambda: None), (lambda: True)
         self._subscribers = []
 
@@ -103,6 +114,7 @@ class Watchdog:
         """Raise the failure of another rank, if there is one."""
         if self.failure is not None:
             self._has_raised.set()
+            self._leave_world()
             raise self.failure
 
     def await_messages(self) -> None:
@@ -117,6 +129,9 @@ class Watchdog:
         """Raise the error that this rank should show for `error`, once the other ranks know of it."""
         if isinstance(error, ConnectionLostError):
             error = NoResponseError(f"rank {self._rank} lost its connection at {self.progress.action} ({error})")
+        elif self._world is not None and is_connection_error(error):
+            self._world.learn_reason(error, f"{self.progress.action}")
+            error = PipelineError(error)
         is_first = self.failure is None and self._publish(error)
         self._num_read = -1  # poll in any case
         self.poll()  # lets the others know that this rank has heard
@@ -125,6 +140,9 @@ class Watchdog:
         if is_first and self.failure is None:
             # The others may need this process, which may hold the store, until they have read the failure.
             self._await_progress()
+            if self._world is not None:
+                self._world.await_others()
+        self._leave_world()
         if self.failure is not None and isinstance(error, PipelineError):
             raise self.failure from None  # the transport's own error only hides the reason
         if isinstance(error, NoResponseError):
@@ -133,6 +151,10 @@ class Watchdog:
                 "word (killed, or out of memory?)."
             ) from None
         raise error
+
+    def _leave_world(self) -> None:
+        if self._world is not None:
+            self._world.end()
 
     # Helper thread
 
@@ -149,6 +171,18 @@ class Watchdog:
 
     # Either thread
 
+    def current_progress(self) -> Progress:
+        """The device's, where that waits for a message: the host may have left the step long ago."""
+        return self.device_waits.current() or self.progress
+
+    def hear(self, failure: Failure) -> None:
+        """Of a failure anywhere. Those of this pipeline itself are told by its own part of the store."""
+        if failure.pipeline == self.ranks:
+            self._num_read = -1
+            self.poll()
+        elif self.failure is None:
+            self.failure = PipelineError(str(failure))
+
     def poll(self) -> None:
         """Look into the store: one request, where there are no new notifications."""
         with self._lock:
@@ -162,7 +196,7 @@ class Watchdog:
                     if all(are_done):
                         self._num_read = num_notifications
                 if has_waited_too_long and self.failure is None:
-                    progress = self._current_progress()
+                    progress = self.current_progress()
                     message = progress.awaited if progress.peer is None else "a message"
                     text = f"rank {self._rank} waited longer than {self.timeout:g} s for {message}"
                     self._publish(NoResponseError(text))
@@ -191,30 +225,29 @@ class Watchdog:
 
     def _on_failure(self, rank: int, kind: str, text: str) -> None:
         """A rank has failed, or waited too long."""
-        progress = asdict(self._current_progress())
+        progress = asdict(self.current_progress())
         if progress["action"] is not None:
             progress["action"] = str(progress["action"])
         self._store.set(f"progress {self._rank}", json.dumps(progress))
         if kind == NoResponseError.__name__:
-            self.failure = PipelineError(f"{text}: {self._report()}")
+            text = f"{text}: {self._report()}"
+            self.failure = PipelineError(text)
         elif rank == self._rank:
-            return  # the main thread is about to raise it
+            pass  # the main thread is about to raise it
         elif kind == DisagreementError.__name__:
             self.failure = DisagreementError(text)
         else:
             self.failure = PipelineError(text)
+        if rank == self._rank and self._world is not None:
+            self._world.publish(Failure(text, self.ranks))
 
     def _seconds_waited(self) -> float:
         """How long the main thread, or the device, has been waiting for one and the same message."""
-        progress = self._current_progress()
+        progress = self.current_progress()
         waiting = (progress.step, progress.action, progress.awaited)
         if waiting != self._waiting or progress.awaited is None:
             self._waiting, self._waiting_since = waiting, time.monotonic()
         return time.monotonic() - self._waiting_since
-
-    def _current_progress(self) -> Progress:
-        """The device's, where that waits for a message: the host may have left the step long ago."""
-        return self.device_waits.current() or self.progress
 
     def _await_progress(self) -> None:
         """Wait until all ranks that have begun a step in this session have published their progress."""
@@ -265,20 +298,14 @@ def _text_of(error: BaseException) -> str:
         return f"(no text: its __str__ raises {type(another).__name__})"
 
 
-def join_ranks(ranks: Sequence[int]) -> str:
-    """Like "rank 3" or "ranks 1, 2"."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
 watched: set[Watchdog] = set()
 """Of all pipelines of this process, from the first step until the process group is gone."""
 
 
 def check_failures() -> None:
-    """Wait until all messages to this process have arrived, and raise any failure that its pipelines have heard of.
+    """Wait until all messages to this process have arrived, and raise any failure that it has heard of.
 
-    To be called before weights change and before collectives: the gradients of a step that failed elsewhere may be
-    garbage, and a rank that failed takes part in no collective.
+    To be called before weights change: the gradients of a step that failed elsewhere may be garbage.
 
     Raises:
         PipelineError: another rank failed, or did not respond in time.
@@ -286,3 +313,58 @@ def check_failures() -> None:
     """
     for watchdog in list(watched):
         watchdog.await_messages()
+    if (world := World.current()) is not None:
+        world.check()
+
+
+@contextmanager
+def collective(what: str) -> Iterator[None]:
+    """Around collectives of this package: a rank that failed takes part in none.
+
+    Those of threads in the background are left alone: they end when the process groups are aborted.
+
+    Args:
+        what: for those who ask where this rank is, like "the reduction of gradients".
+
+    Raises:
+        PipelineError: another rank failed, or fails meanwhile, or the connection to it broke.
+        ValueError: the ranks were called with different arguments.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    check_failures()
+    world = World.current()
+    if world is None:
+        yield
+        return
+    around, world.doing = world.doing, what
+    try:
+        yield
+    except Exception as error:
+        if is_connection_error(error):
+            world.learn_reason(error, what)
+            check_failures()
+        raise
+    finally:
+        world.doing = around
+
+
+@contextmanager
+def single_rank_step() -> Iterator[None]:
+    """Around one step of a pipeline of one rank. Any exception in it makes other replicas fail too.
+
+    Raises:
+        PipelineError: as `collective` does.
+    """
+    with collective("its step"):
+        world = World.current()
+        try:
+            yield
+        except Exception as error:
+            if world is not None and not is_connection_error(error) and not isinstance(error, PipelineError):
+                text = f"global rank {world.rank} failed in its step: {type(error).__name__}: {_text_of(error)}"
+                world.publish(Failure(text, []))
+                world.await_others()
+                world.end()
+            raise

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
-from ..failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog
+from ..failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, World
 from ..p2p_communication import Communicator
 from ..plan import Placement
 from ..transports import Members, make_transport
@@ -52,7 +52,8 @@ class Session:
             self._torch_store, self.pp_rank, len(self.ranks), check_failure=lambda: self.watchdog.check()
         )
         self._progress = Progress()
-        self.watchdog = Watchdog(self._store, self._progress, self._abort, self.has_ended)
+        world = World.current()
+        self.watchdog = Watchdog(self._store, self._progress, self._abort, self.has_ended, world, self.ranks)
         self.mailbox = Mailbox(self._store, self.watchdog)
         self.agree = Agreement(self.mailbox, self.watchdog).agree
         self._is_in_step = False

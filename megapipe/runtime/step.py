@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import parallel_state
 from ..config import PipelineConfig
-from ..failures import PipelineError, Watchdog
+from ..failures import PipelineError, Watchdog, single_rank_step
 from ..overlap import find_forward_segments
 from ..p2p_communication import Communicator, Lookahead
 from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, actions_of, find_schedule, register
@@ -121,7 +121,7 @@ class ForwardBackward(Schedule):
         group = pipeline_group(pg_collection, p2p_communicator)
         session = None if group is None or group.size() == 1 else Session.of(group)
         try:
-            with session.step() if session is not None else nullcontext():
+            with session.step() if session is not None else single_rank_step():
                 models = chunks_of(model)
                 step = StepArguments(
                     forward_step_func=forward_step_func,

@@ -27,7 +27,7 @@ from ..chunks import (
     local,
     trained_parameters,
 )
-from ..failures import check_failures
+from ..failures import collective
 
 __all__ = ["clip_grad_norm_"]
 
@@ -63,11 +63,11 @@ def clip_grad_norm_(
         PipelineError: where another rank has failed.
     """
     check_norm(max_norm, norm_type)
-    check_failures()
     models = as_list(model)
-    norm = norm_of(gather_power_sums(power_sum(models, norm_type), group)[0], norm_type)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(_describe_nonfinite(models, norm, group))
+    with collective("the norm of the gradients"):
+        norm = norm_of(gather_power_sums(power_sum(models, norm_type), group)[0], norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(_describe_nonfinite(models, norm, group))
     scale_gradients(gradients(models), norm, max_norm)
     return norm
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import parallel_state
 from ..chunks import as_sharded, each_parameter, gradient_like, local, named_parameters, tensors_of
-from ..failures import check_failures
+from ..failures import collective
 from .per_token import divide_by_num_tokens
 
 __all__ = ["GradientReducer"]
@@ -52,8 +52,9 @@ class GradientReducer:
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}: 25 is torch's own choice.")
         self._group = parallel_state.get_data_parallel_group()
-        _check_same_on_replicas(chunks, self._group)
-        _broadcast(chunks, self._group)
+        with collective("the making of a GradientReducer"):
+            _check_same_on_replicas(chunks, self._group)
+            _broadcast(chunks, self._group)
         self._buckets: dict[Tensor, _Bucket] = {}
         for key, parameters in _by_destination(chunks, self._group).items():
             for part in _split(parameters, bucket_cap_mb * 2**20):
@@ -81,7 +82,6 @@ class GradientReducer:
             TypeError: for sparse gradients.
             PipelineError: where another rank has failed.
         """
-        check_failures()
         for name, parameter in each_parameter(models):
             if parameter.requires_grad and parameter not in self._buckets and not _is_left(parameter, self._group):
                 raise ValueError(
@@ -89,11 +89,12 @@ class GradientReducer:
                     "make a new one after parameters have been unfrozen or added."
                 )
         buckets = list(dict.fromkeys(self._buckets.values()))
-        for bucket in buckets:
-            if bucket.work is None:
-                bucket.start()
-        for bucket in buckets:
-            bucket.finish(self._group.size())
+        with collective("the averaging of gradients over replicas"):
+            for bucket in buckets:
+                if bucket.work is None:
+                    bucket.start()
+            for bucket in buckets:
+                bucket.finish(self._group.size())
         if num_tokens is not None:
             divide_by_num_tokens(list(models), num_tokens, averaged=True)
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, ReduceLROnPlateau
 
 from .. import parallel_state
 from ..chunks import as_list, each_parameter
-from ..failures import check_failures
+from ..failures import check_failures, collective
 
 __all__ = ["PipelinedGradScaler", "PipelinedLRScheduler", "PipelinedOptimizer"]
 
@@ -199,14 +199,14 @@ class PipelinedGradScaler(torch.amp.GradScaler):
             self.scale(torch.zeros((), device=device))  # sets the scale up, where no loss will
 
     def _unscale_grads_(self, *args: Any, **keywords: Any) -> dict[torch.device, Tensor]:
-        check_failures()
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **keywords)
-        if not found:  # no parameter here has a gradient
-            found = {torch.device(self._device): torch.zeros(1, device=self._device)}
-        anywhere = torch.stack([one.to(self._device) for one in found.values()]).amax(0)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
-        for one in found.values():
-            one.copy_(anywhere)
+        with collective("the search for Infs in the gradients"):
+            found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **keywords)
+            if not found:  # no parameter here has a gradient
+                found = {torch.device(self._device): torch.zeros(1, device=self._device)}
+            anywhere = torch.stack([one.to(self._device) for one in found.values()]).amax(0)
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
+            for one in found.values():
+                one.copy_(anywhere)
         return found
 
 

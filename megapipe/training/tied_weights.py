@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import parallel_state
 from ..chunks import as_list, as_sharded, gradient_of, local, named_parameters
-from ..failures import check_failures
+from ..failures import collective
 
 __all__ = ["TiedWeights"]
 
@@ -90,8 +90,11 @@ class TiedWeights:
             ValueError: for gradients kept as `main_grad`.
             PipelineError: where another rank has failed.
         """
-        check_failures()
         copies = {id(parameter): parameter for parameter in self._copies if parameter.requires_grad}.values()
+        with collective("the summing of tied weights' gradients"):
+            self._sum(list(copies))
+
+    def _sum(self, copies: list[nn.Parameter]) -> None:
         if not copies:
             return
         grads = [_gradient(self._names[parameter], parameter) for parameter in copies]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..p2p_communication import ConnectionLostError, Lookahead, Transport
+from ..parallel_state import abort_gloo
 from ..plan import ChannelName
 from .channel import BackendChannel, Members
 from .outbox import Outbox
@@ -26,7 +25,6 @@ class GlooTransport(Transport):
 
     lookahead = Lookahead(2, idle_bytes=2**20)
     TAGS = ("forward", "backward", "header")
-    UNUSED_TAG = 2**31 - 1
 
     def __init__(self, members: Members) -> None:
         self.outbox = Outbox()
@@ -56,15 +54,8 @@ class GlooTransport(Transport):
             pool.release()
 
     def abort(self) -> None:
-        if self._backend is None:
-            return
-        # Gloo has no abort, but a wait that times out closes all pairs of its group. A pair may be closed already,
-        # and then refuses the receive.
-        for peer in range(len(self._members.ranks)):
-            if peer != self._members.pp_rank:
-                with contextlib.suppress(RuntimeError):
-                    probe = self._backend.recv([torch.empty(1, device="cpu")], peer, self.UNUSED_TAG)
-                    probe.wait(datetime.timedelta(milliseconds=1))
+        if self._backend is not None:
+            abort_gloo(self._backend)
 
     def close(self) -> None:
         self.outbox.close()

@@ -1,0 +1,151 @@
+"""Failures that one pipeline does not hear of by itself: those of replicas, in collectives, and of silent ranks."""
+
+import os
+import re
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import assert_same_gradients, build, forward_step, reference, run
+from ranks import RankPool, on_ranks
+
+from megapipe import PipelineError, TiedWeights, clip_grad_norm_
+from megapipe.failures import world
+from megapipe.training import GradientReducer
+
+
+def failing_step(data_iterator: Any, model: Any) -> Any:
+    raise KeyError("no such thing")
+
+
+def of_replica(other: int) -> str:
+    """The beginning of a sentence about another replica, of two pipelines of two ranks."""
+    return f"in the pipeline of ranks {other}, {other + 2}: "
+
+
+def a_replica_fails(rank: int, where: str) -> str:
+    """Rank 2 is the last of the replica that has rank 0 too."""
+    chunks = build("1f1b", 2, 4)
+    config = chunks[0].config
+    if where == "reducer":
+        reducer = GradientReducer(chunks)
+        config.finalize_model_grads_func = reducer.finish
+    elif where == "own collective in a step":
+        config.finalize_model_grads_func = lambda *args: dist.all_reduce(torch.ones(1))
+
+    def train() -> None:
+        run("1f1b", chunks, 4, forward_step_func=failing_step if rank == 2 else forward_step)
+        while where == "clipping":  # which needs nothing from the other replica
+            clip_grad_norm_(chunks, 1.0)
+
+    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(world, "PATIENCE", 0.5):
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["reducer", "own collective in a step", "clipping"])
+def test_a_replica_that_fails_is_heard_of_everywhere(ranks: RankPool, where: str) -> None:
+    """Replicas did not hear of each other's failures: a rank in a collective with the failed one waited until the
+    process group's own time limit, half an hour."""
+    text = "rank 1 failed at 1F0: KeyError: 'no such thing'"
+    assert ranks.run(4, a_replica_fails, where) == [text, of_replica(0) + text, "'no such thing'", of_replica(0) + text]
+
+
+@on_ranks(4)
+def test_replicas_that_catch_a_failure_meet_again(rank: int) -> None:
+    """A failure is raised once on every rank, also where several ranks fail in one step."""
+    chunks = build("1f1b", 2, 4)
+
+    def train(failing_ranks: set[int]) -> None:
+        run("1f1b", chunks, 4, forward_step_func=failing_step if rank in failing_ranks else forward_step)
+        while True:  # until it has heard of the failure
+            clip_grad_norm_(chunks, 1.0)
+
+    for failing_ranks in ({2}, {0, 3}, {1}):
+        with pytest.raises((PipelineError, KeyError)):
+            train(failing_ranks)
+    for chunk in chunks:
+        chunk.zero_grad()
+    run("1f1b", chunks, 4)
+    assert_same_gradients(chunks, reference(4, 4)[0])
+
+
+def a_rank_fails_before_the_tied_weights(rank: int) -> str:
+    chunks = build("1f1b", 2, 4)
+    tied = TiedWeights(chunks, ["layers.0.norm.weight", "layers.2.norm.weight"])
+
+    def finalize(*args: object) -> None:
+        if rank == 1:
+            time.sleep(0.2)  # the other is in the collective
+            raise KeyError("no such thing")
+        tied.sum_gradients()
+
+    chunks[0].config.finalize_model_grads_func = finalize
+    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(world, "PATIENCE", 0.5):
+        run("1f1b", chunks, 4)
+    if rank == 0:
+        with pytest.raises(
+            PipelineError, match=r"aborted after a failure .*no such thing.*: start all processes again"
+        ):
+            run("1f1b", chunks, 4)
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_while_another_sums_tied_weights(ranks: RankPool) -> None:
+    """A rank that was in a collective of torch's, within its step, waited for the failed one until torch's own time
+    limit."""
+    messages = ranks.run(2, a_rank_fails_before_the_tied_weights)
+    assert messages == ["rank 1 failed at the end of its step: KeyError: 'no such thing'", "'no such thing'"]
+
+
+def a_replica_is_killed(rank: int) -> str:
+    chunks = build("1f1b", 2, 4)
+    reducer = GradientReducer(chunks)
+    run("1f1b", chunks, 4)
+    chunks[0].config.finalize_model_grads_func = reducer.finish
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward_step(data_iterator, model)
+
+    with pytest.raises(PipelineError) as caught, mock.patch.object(world, "PATIENCE", 1.5):
+        run("1f1b", chunks, 4, forward_step_func=step)
+    return str(caught.value)
+
+
+def test_a_killed_rank_reaches_its_replicas(ranks: RankPool) -> None:
+    messages = ranks.run(4, a_replica_is_killed, errors=True)
+    assert messages[2] is None
+    for rank in (0, 1, 3):
+        assert "rank 1 is silent: its process ended without a word" in messages[rank]
+        assert messages[rank].startswith("" if rank == 0 else of_replica(0))
+
+
+def a_rank_is_stopped(rank: int) -> str:
+    with mock.patch.object(world, "BEAT", 0.1), mock.patch.object(world, "PATIENCE", 0.5):
+        chunks = build("1f1b", 2, 4)
+        own = torch.tensor([os.getpid()])
+        pids = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+        dist.all_gather(pids, own)
+        run("1f1b", chunks, 4)
+        time.sleep(0.5)  # some signs of life
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return ""
+        with pytest.raises(PipelineError) as caught:
+            run("1f1b", chunks, 4)
+        os.kill(int(pids[1]), signal.SIGCONT)
+        return str(caught.value)
+
+
+def test_a_rank_that_stands_still_is_given_up(ranks: RankPool) -> None:
+    """Long before `config.timeout`, since a rank that is only slow gives signs of life."""
+    message = ranks.run(2, a_rank_is_stopped)[0]
+    assert re.match(
+        r"global rank 1 on \S+ has given no sign of life for [\d.]+ s, and others wait: its process", message
+    )
