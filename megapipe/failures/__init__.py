@@ -4,6 +4,7 @@ from .agreement import Agreement
 from .errors import PipelineError
 from .mailbox import Mailbox
 from .progress import Progress
+from .status import add_status_command
 from .store import InterruptibleStore
 from .watchdog import Watchdog, check_failures, collective, single_rank_step
 from .world import World
@@ -16,6 +17,7 @@ __all__ = [
     "Progress",
     "Watchdog",
     "World",
+    "add_status_command",
     "check_failures",
     "collective",
     "single_rank_step",

@@ -1,10 +1,11 @@
 """The subcommands of `megapipe`."""
 
+from ...failures import add_status_command
 from .choose import add_compare, add_tune
 from .completion import add_completion
 from .show import add_show
 
 __all__ = ["COMMANDS"]
 
-COMMANDS = (add_show, add_compare, add_tune, add_completion)
+COMMANDS = (add_show, add_compare, add_tune, add_status_command, add_completion)
 """In the order of the help. Each adds its parser, with the function that runs it as the default of `run`."""
