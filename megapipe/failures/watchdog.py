@@ -131,7 +131,7 @@ class Watchdog:
             error = NoResponseError(f"rank {self._rank} lost its connection at {self.progress.action} ({error})")
         elif self._world is not None and is_connection_error(error):
             self._world.learn_reason(error, f"{self.progress.action}")
-            error = PipelineError(error)
+            error = PipelineError(str(error))
         is_first = self.failure is None and self._publish(error)
         self._num_read = -1  # poll in any case
         self.poll()  # lets the others know that this rank has heard

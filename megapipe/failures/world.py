@@ -203,7 +203,7 @@ class World:
             helper_thread.end(self.watch)
         if self.failure is not None and not self.has_aborted and now > self._heard_at + PATIENCE:
             self.has_aborted = True
-            print(f"megapipe: {self.failure} Rank {self.rank} ends its collectives.", file=sys.stderr, flush=True)
+            print(f"megapipe: rank {self.rank} aborts its process groups: {self.failure}", file=sys.stderr, flush=True)
             abort_process_groups()
 
     def look(self) -> None:

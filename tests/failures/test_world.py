@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from typing import Any
 from unittest import mock
@@ -100,6 +101,23 @@ def test_a_rank_that_fails_while_another_sums_tied_weights(ranks: RankPool) -> N
     limit."""
     messages = ranks.run(2, a_rank_fails_before_the_tied_weights)
     assert messages == ["rank 1 failed at the end of its step: KeyError: 'no such thing'", "'no such thing'"]
+
+
+def a_process_ends(rank: int) -> str:
+    chunks = build("1f1b", 2, 4)
+    run("1f1b", chunks, 4)
+    if rank == 1:
+        with mock.patch.object(sys, "last_value", ValueError("no more data"), create=True):
+            world._tell_end()  # as Python does at its end, after it has printed the exception
+        return ""
+    with pytest.raises(PipelineError) as caught, mock.patch.object(world, "PATIENCE", 0.5):
+        clip_grad_norm_(chunks, 1.0)
+    return str(caught.value)
+
+
+def test_an_exception_that_ends_a_process_between_steps_is_told(ranks: RankPool) -> None:
+    """The others learned of it by a connection that broke, without the reason, or not at all."""
+    assert ranks.run(2, a_process_ends)[0] == "global rank 1 ended with ValueError: no more data"
 
 
 def a_replica_is_killed(rank: int) -> str:
