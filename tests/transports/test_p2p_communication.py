@@ -22,6 +22,7 @@ from megapipe.messages import MessageSpec, TensorSpec, decode_header, encode_hea
 from megapipe.p2p_communication import (
     Arrivals,
     Channel,
+    Communicator,
     ConnectionLostError,
     Lookahead,
     PostedInbox,
@@ -39,6 +40,13 @@ from megapipe.transports.staging import StagedTransport
 TENSOR = torch.ones(2, 3)
 FORWARD = ChannelName("forward", 0)
 SINGLE = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
+
+
+def connected(rank: int, pp_size: int) -> Communicator:
+    """The channels, once all ranks have theirs: an abort on one rank fails those that still connect."""
+    channels = communicator(rank, pp_size)
+    dist.barrier()
+    return channels
 
 
 def after_the_abort() -> None:
@@ -199,7 +207,7 @@ def test_small_sends_are_waited_for_many_at_a_time() -> None:
 
 @on_ranks(2)
 def test_a_large_send_that_fails_is_told_at_the_end_of_the_step(rank: int) -> None:
-    channels = communicator(rank, 2)
+    channels = connected(rank, 2)
     if rank == 1:
         channels.abort()
         _get_default_store().set("aborted", "1")
@@ -253,7 +261,7 @@ def test_host_memory_is_on_the_host() -> None:
 def test_abort_reaches_past_a_closed_connection(rank: int) -> None:
     """Aborting posted a receive that timed out, always from the first rank of the pipeline. Where that rank had gone
     already, its closed connection refused the receive, nothing was aborted, and ranks further on waited for ever."""
-    channels = communicator(rank, 3)
+    channels = connected(rank, 3)
     if rank == 0:
         channels.abort()
         _get_default_store().set("aborted", "1")
@@ -272,7 +280,7 @@ def test_abort_reaches_past_a_closed_connection(rank: int) -> None:
 def test_sending_to_a_lost_peer_is_a_lost_connection(rank: int) -> None:
     """A broken connection was recognised where a message was waited for, but not where one was posted. The rank then
     showed the transport's own words instead of saying which rank had failed and why."""
-    channels = communicator(rank, 2)
+    channels = connected(rank, 2)
     if rank == 1:
         channels.abort()
         _get_default_store().set("aborted", "1")
