@@ -255,11 +255,12 @@ class Checkpointer:
         To go on training, with an optimizer, the random states are those of then too. Where there were more ranks or
         fewer, they are seeded from the run's seed, the step and the rank, and rank 0 says so by a warning.
 
-        Where the latest checkpoint in a folder is damaged, the one before it is loaded, and rank 0 says so by a
-        warning. The next `save` sets the damaged one aside.
+        Where the latest one is damaged, the one before it is loaded, and rank 0 says so by a warning. The next save
+        sets the damaged one aside.
 
         Args:
-            path: a run's folder, whose latest checkpoint is taken, or one checkpoint; None for the run's own folder.
+            path: a run's folder, whose latest checkpoint is taken, or one checkpoint; None for the run's own folder. Of
+                that, a whole copy in memory is taken where it is newer.
             may_be_empty: return None where there is no checkpoint, instead of an error: the first start of a run.
 
         Returns:
@@ -420,10 +421,12 @@ class Checkpointer:
             )
 
     def _name_of_run(self, *, make: bool = False) -> str:
-        """The same on all ranks; "" where there is none, or it is not needed."""
+        """The same on all ranks; "" where there is none, or none is needed."""
         name = ""
+        if self._memory is None:
+            return name
         with self._agreement.same_errors():
-            if self._agreement.rank == 0 and self._memory is not None:
+            if self._agreement.rank == 0:
                 name = name_of_run(self._folder, make=make)
         return self._agreement.broadcast(name)
 

@@ -51,6 +51,7 @@ __all__ = [
     "deserialise",
     "find_checkpoint",
     "find_checkpoints",
+    "is_name_of_run",
     "latest_checkpoint",
     "name_of_run",
     "remove_incomplete",
@@ -124,10 +125,14 @@ def name_of_run(folder: Path, *, make: bool = False) -> str:
     file = folder / ".run"
     if make and not file.exists():
         written = file.with_name(file.name + INCOMPLETE)
-        written.write_text(secrets.token_hex(8))
+        written.write_text(f"run_{secrets.token_hex(8)}")
         written.rename(file)
     name = file.read_text() if file.exists() else ""
-    return name if re.fullmatch("[0-9a-f]{16}", name) else ""
+    return name if is_name_of_run(name) else ""
+
+
+def is_name_of_run(name: str) -> bool:
+    return re.fullmatch("run_[0-9a-f]{16}", name) is not None
 
 
 def _incomplete(checkpoint: Path) -> Path:

@@ -21,7 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .files import INCOMPLETE, DamagedError, Reader, Writer, checkpoints_in, remove_incomplete, write_tensors
+from .files import (
+    INCOMPLETE,
+    DamagedError,
+    Reader,
+    Writer,
+    checkpoints_in,
+    is_name_of_run,
+    remove_incomplete,
+    write_tensors,
+)
 from .folder_lock import FolderLock, lock_folder
 
 __all__ = ["MemoryCopies"]
@@ -160,7 +169,7 @@ class MemoryCopies:
         """On the first rank of a node: remove what other runs and interrupted saves left."""
         self._lock = lock_folder(self.folder)
         for other in self.folder.iterdir():
-            if other.is_dir() and other.name != run:
+            if is_name_of_run(other.name) and other.name != run:
                 shutil.rmtree(other)
         (self.folder / run).mkdir(exist_ok=True)
         remove_incomplete(self.folder / run)
@@ -198,13 +207,13 @@ def _transfers(nodes: list[list[int]], ranks: list[tuple[dict[str, int], set[str
         nodes: the ranks of each.
         ranks: of each rank, the files on its node with their sizes, and those it wants.
     """
+    holders = {name: (node, size) for node in reversed(nodes) for name, size in ranks[node[0]][0].items()}
     transfers = []
     for node in nodes:
         wanted = set().union(*(ranks[rank][1] for rank in node)) - ranks[node[0]][0].keys()
         for number, name in enumerate(sorted(wanted)):
-            source = next(other for other in nodes if name in ranks[other[0]][0])
-            size = ranks[source[0]][0][name]
-            transfers.append(Transfer(name, size, source[number % len(source)], node[number % len(node)]))
+            holder, size = holders[name]
+            transfers.append(Transfer(name, size, holder[number % len(holder)], node[number % len(node)]))
     return transfers
 
 

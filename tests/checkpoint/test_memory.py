@@ -52,7 +52,7 @@ class Run:
         return [*(tensor.detach().clone() for tensor in local), torch.get_rng_state()]
 
     def steps(self) -> list[int]:
-        return [step for folder in self.node.iterdir() for step in checkpoints_in(folder)]
+        return [step for folder in self.node.glob("run_*") for step in checkpoints_in(folder)]
 
 
 def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -164,6 +164,11 @@ def test_what_copies_in_memory_refuse(rank: int, tmp_path: Path) -> None:
     other = Run(rank, tmp_path)
     other.checkpointer = Checkpointer(tmp_path / "other", other.chunk, other.optimizer, memory=run.node)
     assert other.checkpointer.load(may_be_empty=True) is None, "those are copies of another run"
+    (run.node / "else").mkdir(exist_ok=True)
+    other.checkpointer.check_can_save(1)
+    dist.barrier()
+    assert run.steps() == [], "they make room for this run's"
+    assert (run.node / "else").is_dir(), "what is no copy is left alone"
     refused = ValueError("another run saves to it")
     refusing = mock.patch.object(memory, "lock_folder", side_effect=refused if rank == 2 else None)
     with refusing, pytest.raises(ValueError, match="another run saves to it"):
