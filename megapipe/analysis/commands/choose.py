@@ -105,10 +105,10 @@ def _tune(args: argparse.Namespace) -> None:
     rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs, args.slices or [plan.num_slices])
     _show_rows(rows, args, unit="ms")
     say(UNITS)
-    _recommend(rows, args.memory_limit, args.unsplit)
+    _recommend(rows, args.memory_limit, may_split=not args.unsplit)
 
 
-def _recommend(rows: Rows, limit: float | None, unsplit: bool) -> None:
+def _recommend(rows: Rows, limit: float | None, may_split: bool) -> None:
     """Of the fastest within the limit the one that needs least memory, then fewest messages."""
     fitting = [row for row in rows if limit is None or max(row[1].peak_activations) <= limit]
     if not fitting:
@@ -128,7 +128,7 @@ def _recommend(rows: Rows, limit: float | None, unsplit: bool) -> None:
     if plan.num_slices > 1:
         sizes.append(f"{plan.num_slices} slices per sequence")
     choice = plan.name + " with " * bool(sizes) + " and ".join(sizes)
-    needed = ", where layers defer their weight gradients" if _splits(plan) and not unsplit else ""
+    needed = ", where layers defer their weight gradients" if may_split and _splits(plan) else ""
     say(f"recommended: {choice}, {simulation.makespan:.4g} ms per step{needed}")
 
 
