@@ -114,8 +114,8 @@ HEAD = f"""# Schedules
 
 Made by `make docs` from the schedules themselves; a test keeps this page up to date.
 
-[Which schedule](choosing.md) helps to choose one. [The gallery](gallery.html) draws them all for 2, 4 or 8 ranks and up to
-{GALLERY_MICROBATCHES} microbatches: open it in a browser.
+[Which schedule](choosing.md) helps to choose one. [The gallery](gallery.html) draws them all for 2, 4 or 8 ranks and up
+to {GALLERY_MICROBATCHES} microbatches: open it in a browser.
 
 {{table}}
 
@@ -131,8 +131,8 @@ table is the size of the first.
 
 In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and F, B and W take as long
 as each other. Schedules that cut sequences have {NUM_SLICES} slices there: 3 is the first one of microbatch 3, and 3.1
-the second. Of an overlapped pair the forward is above the backward. Below a rank's actions is the number of microbatches
-that it holds, and at the right the most of them.
+the second. Of an overlapped pair the forward is above the backward. Below a rank's actions is the number of
+microbatches that it holds, and at the right the most of them.
 
 **Where the bubble comes from.** Without interleaving the last microbatch leaves the first rank after m forwards, goes
 down and up through the p - 1 other ranks, and meets m backwards on its way: a step takes (m + p - 1) (F + B + W), of
