@@ -219,7 +219,9 @@ def wait_for_failure() -> None:
 
 
 def one_rank_dies_while_connecting(rank: int) -> str:
-    chunks = build("1f1b", 2, 4, timeout=0.5)
+    chunks = build("1f1b", 2, 4)
+    run("1f1b", chunks, 2)  # which takes its time on a busy machine
+    chunks[0].config.timeout = 2.0  # with which ranks connect anew
     store = _get_default_store()
 
     def dead(session: Session, *args: object) -> None:
@@ -240,7 +242,7 @@ def test_a_rank_that_dies_while_connecting(ranks: RankPool) -> None:
     """The others waited for it inside the transport, which gave up a minute after `config.timeout`, in words of its
     own: nothing could end that wait, and meanwhile nobody else got at the store."""
     message = ranks.run(2, one_rank_dies_while_connecting)[0]
-    assert message.startswith("rank 0 waited longer than 0.5 s for the others to connect: ")
+    assert message.startswith("rank 0 waited longer than 2 s for the others to connect: ")
     assert "rank 1 is silent: its process ended without a word" in message
 
 
