@@ -128,10 +128,11 @@ class Timeline:
                 f"num_layers must be {len(times)} numbers, one for each measured stage, with layers between the first "
                 f"and the last, got {list(num_layers)}: measure with at least 3 stages (pipeline ranks times chunks)."
             )
-        mean = sum(time for time, count in zip(times[1:-1], num_layers[1:-1]) if count) / sum(num_layers[1:-1])
-        of_layers = [mean, *(time / (count or 1) for time, count in zip(times[1:-1], num_layers[1:-1])), mean]
-        ends = (max(0.0, times[end] - mean * num_layers[end]) for end in (0, -1))
-        return [cost for cost, count in zip(of_layers, num_layers) for _ in range(count)], *ends
+        inner = [(time, count) for time, count in list(zip(times, num_layers))[1:-1] if count]
+        mean = sum(time for time, _ in inner) / sum(count for _, count in inner)
+        of_inner = [time / count for time, count in inner for _ in range(count)]
+        embedding, head = (max(0.0, times[end] - mean * num_layers[end]) for end in (0, -1))
+        return [mean] * num_layers[0] + of_inner + [mean] * num_layers[-1], embedding, head
 
     @cached_property
     def _mean_slices(self) -> list[float] | None:
