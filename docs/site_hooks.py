@@ -1,4 +1,4 @@
-"""Pages of the site for files outside of docs/: where a page links to one, the site has it with its source."""
+"""Pages of the site for files outside of docs/: where a page links to one, the site has it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)((?:#[^)\s]*)?)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file of the repository that a page links to. A link to none fails the strict build."""
+    """Add each file and folder of the repository that a page links to. A link to none fails the strict build."""
     root = Path(config.docs_dir).parent
     for page in list(files.documentation_pages()):
         for target, _ in LINK.findall(Path(page.abs_src_path).read_text()):
             path = outside(page.src_uri, target)
-            if path and (root / path).is_file() and source_page(path) not in files.src_uris:
-                text = (root / path).read_text()
-                shown = f"# {path}\n\n````python\n{text}````\n" if path.endswith(".py") else text
-                files.append(File.generated(config, source_page(path), content=shown))
+            if path and (root / path).exists() and source_page(path) not in files.src_uris:
+                files.append(File.generated(config, source_page(path), content=shown(root, path)))
     return files
+
+
+def shown(root: Path, path: str) -> str:
+    if (root / path).is_dir():
+        return f"# {path}\n\n" + "".join(f"- {file.name}\n" for file in sorted((root / path).iterdir()))
+    text = (root / path).read_text()
+    return f"# {path}\n\n````python\n{text}````\n" if path.endswith(".py") else text
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -43,4 +48,5 @@ def outside(page: str, target: str) -> str | None:
 
 
 def source_page(path: str) -> str:
-    return f"source/{path}.md" if path.endswith(".py") else f"source/{path}"
+    """The path in the site: Markdown for what `shown` makes a page of, and for all else the file itself."""
+    return f"source/{path}.md" if posixpath.splitext(path)[1] in ("", ".py") else f"source/{path}"
