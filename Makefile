@@ -24,7 +24,7 @@ help:
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
 	@echo "make wheel      build the wheel and the sdist, and try the wheel where nothing else is installed"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
-	@echo "make soak       run the tests that take long, then kill ranks of a run at 50 random moments (SEED=...): 20 minutes"
+	@echo "make soak       run the tests that take long, then break a run in 100 ways, at random (SEED=...): half an hour"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write the pages made from code: schedules, pictures, gallery, settings"
 	@echo "make site       build the documentation's site into site/, with the API reference; links are checked"
@@ -83,7 +83,7 @@ fuzz: $(INSTALLED)
 
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m soak
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/soak_restart.py --kills 50 $(addprefix --seed ,$(SEED))
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/soak_restart.py --faults 100 $(addprefix --seed ,$(SEED))
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

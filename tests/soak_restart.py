@@ -1,158 +1,412 @@
-"""Kill -9 at random moments, and end with the weights of a run that was left alone.
+"""Break a run in every way, again and again, and end with the weights of a run that was left alone.
 
-    python tests/soak_restart.py --kills 50 --seed 1
+    python tests/soak_restart.py --faults 100 --seed 1
 
-Trains a tiny GPT (with dropout, so that random states count) under torchrun, which restarts all ranks from the last
-checkpoint when one dies. A random rank is killed at a random moment: while it starts, trains or saves, the last most
-often, since it saves at every step. At the end all weights and the optimizer's state must be, to the bit, those of a
-run that nobody killed. What was written, and what the ranks said, is in --folder.
+Trains a tiny GPT (with dropout, so that random states count) on two nodes: two torchruns on this machine, each with a
+folder in memory of its own, which meet in a store that this script holds. A copy in memory is made after every other
+step, a checkpoint after every twentieth. Meanwhile, at random moments,
+
+- a rank or all ranks of a node are killed, some again while they start, or a whole node is lost: its torchrun, its
+  ranks and its memory;
+- a rank or a node stands still for up to three seconds (SIGSTOP);
+- all connections of a rank are cut;
+- the disk is full (a small file system, where this user may mount one) until somebody has noticed.
+
+After each fault the run must go on from a step that was whole before it. At the end all weights and the optimizer's
+state must be, to the bit, those of a run that nobody disturbed. What was written, and what the ranks said, is in
+--folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import random
+import re
+import shutil
 import signal
+import socket
+import stat
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
-from megapipe.checkpoint.files import Reader, checkpoints_in, find_checkpoint
+from megapipe.checkpoint.files import Reader, checkpoints_in
 
 ROOT = Path(__file__).parent.parent
+NUM_STEPS = 1_000_000  # for the learning rate: nobody waits for the last
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
-    "--global-batch-size 4 --dropout 0.1 --log-interval 1000000 --eval-interval 0 --lr-warmup-iters 2 "
-    "--pipeline-model-parallel-size 2"
+    "--global-batch-size 4 --dropout 0.1 --log-interval 1 --eval-interval 0 --lr-warmup-iters 2 "
+    f"--pipeline-model-parallel-size 2 --train-iters {NUM_STEPS}"
 )
 # Otherwise torchrun keeps one store for all restarts, and ranks that start anew may find the addresses of dead ones
 # there (https://github.com/pytorch/pytorch/issues/135712).
-FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-PATIENCE = 240  # seconds without a new checkpoint: then restarting does not work
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+PATIENCE = 600  # seconds without a step: then restarting does not work
+SYS_PIDFD_GETFD = 438  # of Linux, on all processors
 
 
-def start(folder: Path, num_steps: int, options: str, max_restarts: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [
-        "--max-restarts",
-        str(max_restarts),
-        "--monitor-interval",
-        "0.1",
-        str(ROOT / "examples/pretrain_gpt.py"),
-    ]
-    command += [*TINY.split(), *options.split(), "--data-path", str(ROOT / "LICENSE"), "--train-iters", str(num_steps)]
-    command += ["--save", str(folder), "--load", str(folder), "--keep-last", "2"]
-    with open(f"{folder}.log", "wb") as log:
-        environment = {**os.environ, **FRESH_STORE, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+class Outcome(NamedTuple):
+    """Times in seconds since the fault; None where the run was never interrupted."""
+
+    kind: str
+    found: float | None  # until another rank ended too, so that all could start anew
+    back: float | None  # until the first new step
+    num_lost: int  # steps
 
 
-def ranks_of(torchrun: subprocess.Popen[bytes]) -> list[int]:
-    """The process ids of its workers."""
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(after_name[1]) == torchrun.pid and after_name[0] != "Z":
-            children.append(int(stat.parent.name))
-    return sorted(children)
+class Node:
+    """One torchrun with its ranks, and the folder in memory that outlives them."""
+
+    def __init__(self, number: int, folder: Path, memory: Path, store: TCPStore, arguments: list[str]) -> None:
+        self.name = f"node {number}"
+        self.memory = memory / f"node_{number}"
+        self._log = folder / f"node_{number}.log"
+        self._num_read = 0
+        self._command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max-restarts", "1000000"]
+        self._command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "soak"]
+        self._command += ["--rdzv-conf", "is_host=0", "--local-addr", "127.0.0.1"]
+        self._command += ["--monitor-interval", "0.1"]
+        self._command += [*arguments, "--memory-copies", str(self.memory)]
+        self.start()
+
+    def start(self) -> None:
+        with open(self._log, "ab") as log:
+            self.torchrun = subprocess.Popen(self._command, stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT})
+
+    def ranks(self) -> list[int]:
+        """The process ids of its workers."""
+        return children_of(self.torchrun.pid)
+
+    def new_lines(self) -> list[str]:
+        """What its ranks have said since the last call."""
+        with open(self._log, "rb") as log:
+            log.seek(self._num_read)
+            whole = log.read().rpartition(b"\n")[0]
+        self._num_read += len(whole) + bool(whole)
+        return whole.decode(errors="replace").split("\n")
+
+    def send(self, number: signal.Signals) -> None:
+        for process in (self.torchrun.pid, *self.ranks()):
+            kill(process, number)
+
+    def lose(self) -> None:
+        ranks = self.ranks()
+        self.torchrun.kill()
+        self.torchrun.wait()
+        for rank in ranks:
+            kill(rank, signal.SIGKILL)
+        shutil.rmtree(self.memory, ignore_errors=True)
 
 
-def last_step(folder: Path) -> int:
-    return max(checkpoints_in(folder), default=0)
+class Soak:
+    """A run on two nodes, and all that is done to it."""
+
+    def __init__(self, folder: Path, memory: Path, seed: int, num_ranks: int, options: str) -> None:
+        self.chance = random.Random(seed)
+        self.disk = folder / "disk"
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        arguments = command(self.disk, num_ranks, f"--save-interval 20 --async-save --copy-interval 2 {options}")
+        self.nodes = [Node(number, folder, memory, self.store, arguments) for number in range(2)]
+        self.step = 0  # the last that was made
+        self.resumed: list[int] = []  # where the run went on, of each start
+        self.num_lost: list[int] = []  # steps that were made before it and not since
+        self._is_told_of_full_disk = False
+
+    def read(self) -> None:
+        for node in self.nodes:
+            for line in node.new_lines():
+                if match := re.match(r"iteration +(\d+)/", line):
+                    self.step = int(match[1])
+                elif match := re.match(r"going on from iteration (\d+)|nothing saved in", line):
+                    self.resumed.append(int(match[1] or 0))
+                    self.num_lost.append(self.step - self.resumed[-1])
+                    self.step = self.resumed[-1]
+                elif "No space left on device" in line:
+                    self._is_told_of_full_disk = True
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> float:
+        """Returns how many seconds it took."""
+        since = time.monotonic()
+        while not condition():
+            if any(node.torchrun.poll() is not None for node in self.nodes):
+                raise RuntimeError("a torchrun has given up")
+            if time.monotonic() - since > PATIENCE:
+                raise RuntimeError(f"{what} did not happen within {PATIENCE} s")
+            time.sleep(0.01)
+            self.read()
+        return time.monotonic() - since
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        """From here, or from where the run starts anew meanwhile."""
+        begun, num_starts = self.step, len(self.resumed)
+
+        def has_gone_on() -> bool:
+            return self.step >= (begun if len(self.resumed) == num_starts else self.resumed[-1]) + num_steps
+
+        self.wait_for(has_gone_on, f"{num_steps} steps")
+
+    def whole_step(self, lost: Node | None) -> int:
+        """The newest that is whole without one node: with two nodes, each has all files."""
+        folders = [self.disk, *(path for node in self.nodes if node is not lost for path in node.memory.glob("*/"))]
+        return max((step for folder in folders for step in checkpoints_in(folder)), default=0)
+
+    def fault(self, kind: str) -> Outcome:
+        """One fault, and what came of it. Returns when the run makes steps again."""
+        node = self.chance.choice(self.nodes)
+        self.wait_for(lambda: all(node.ranks() for node in self.nodes), "a start of all ranks")
+        self.read()
+        num_starts, whole = len(self.resumed), self.whole_step(node if kind == "node lost" else None)
+        others = {rank for other in self.nodes if other is not node for rank in other.ranks()}
+        since = time.monotonic()
+        FAULTS[kind](self, node)
+        if kind not in PAUSES:
+            self.wait_for(lambda: bool(others - set(self.all_ranks())), "the end of the other ranks")
+        found = time.monotonic() - since
+        if kind not in PAUSES:
+            self.wait_for(lambda: len(self.resumed) > num_starts, "a new start")
+        self.wait_for_steps(1)
+        back = time.monotonic() - since
+        if len(self.resumed) == num_starts:
+            return Outcome(kind, None, None, 0)
+        resumed = min(self.resumed[num_starts:])
+        assert resumed >= whole, f"{kind}: step {whole} was whole, and the run went on from step {resumed}"
+        return Outcome(kind, found, back, sum(self.num_lost[num_starts:]))
+
+    def all_ranks(self) -> list[int]:
+        return [rank for node in self.nodes for rank in node.ranks()]
+
+    # The faults
+
+    def kill_rank(self, node: Node) -> None:
+        kill(self.chance.choice(node.ranks()), signal.SIGKILL)
+
+    def kill_rank_that_starts(self, node: Node) -> None:
+        gone = set(self.all_ranks())
+        self.kill_rank(node)
+        self.wait_for(lambda: not gone & set(self.all_ranks()) and bool(node.ranks()), "another start")
+        time.sleep(self.chance.uniform(0, 5))
+        self.wait_for(lambda: bool(node.ranks()), "another start")
+        self.kill_rank(node)
+
+    def kill_ranks(self, node: Node) -> None:
+        for rank in node.ranks():
+            kill(rank, signal.SIGKILL)
+
+    def lose_node(self, node: Node) -> None:
+        node.lose()
+        time.sleep(self.chance.uniform(0, 1))
+        node.start()
+
+    def stop_rank(self, node: Node) -> None:
+        rank = self.chance.choice(node.ranks())
+        kill(rank, signal.SIGSTOP)
+        time.sleep(self.chance.uniform(0, 3))
+        kill(rank, signal.SIGCONT)
+
+    def stop_node(self, node: Node) -> None:
+        node.send(signal.SIGSTOP)
+        time.sleep(self.chance.uniform(0, 3))
+        node.send(signal.SIGCONT)
+
+    def cut_links(self, node: Node) -> None:
+        for process in node.ranks():
+            shut_down_connections(process)
+
+    def fill_disk(self, node: Node) -> None:
+        self._is_told_of_full_disk = False
+        filler = self.disk / "filler"
+        with open(filler, "wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        self.wait_for(lambda: self._is_told_of_full_disk, "a word of the full disk")
+        filler.unlink()
 
 
-def wait_for(condition: Callable[[], bool], torchrun: subprocess.Popen[bytes], what: str) -> bool:
-    """False where the run has ended."""
-    since = time.monotonic()
-    while not condition():
-        if torchrun.poll() is not None:
-            return False
-        if time.monotonic() - since > PATIENCE:
-            raise RuntimeError(f"{what} did not happen within {PATIENCE} s")
-        time.sleep(0.01)
-    return True
+FAULTS: dict[str, Callable[[Soak, Node], None]] = {
+    "rank killed": Soak.kill_rank,
+    "rank killed, and again while it starts": Soak.kill_rank_that_starts,
+    "ranks of a node killed": Soak.kill_ranks,
+    "node lost": Soak.lose_node,
+    "rank stopped": Soak.stop_rank,
+    "node stopped": Soak.stop_node,
+    "connections cut": Soak.cut_links,
+    "disk full": Soak.fill_disk,
+}
+PAUSES = ("rank stopped", "node stopped")  # after which the run goes on as if nothing had been
 
 
-def kill_again_and_again(torchrun: subprocess.Popen[bytes], folder: Path, num_kills: int, chance: random.Random) -> int:
-    """Returns how many were killed before the run was through."""
-    for kill in range(1, num_kills + 1):
-        # Mostly once it has gone on, so that there is always something new to be lost; every tenth time in its start.
-        latest_moment = 5.0
-        if kill % 10:
-            latest_moment = 0.5
-            if not wait_for(partial(has_gone_on, folder, last_step(folder)), torchrun, "a step"):
-                return kill - 1
-        time.sleep(chance.uniform(0, latest_moment))
-        if not wait_for(lambda: len(ranks_of(torchrun)) == 2, torchrun, "a start of both ranks"):
-            return kill - 1
-        running = ranks_of(torchrun)
-        victim = chance.choice(running)
-        os.kill(victim, signal.SIGKILL)
-        being_saved = [path.name for path in folder.glob("*.incomplete")]
-        print(f"kill {kill}: process {victim} after step {last_step(folder)} {being_saved or ''}", flush=True)
-        wait_for(lambda gone=set(running): not gone & set(ranks_of(torchrun)), torchrun, "the end of the other rank")
-    return num_kills
+def command(folder: Path, num_ranks: int, options: str) -> list[str]:
+    """The end of torchrun's: the ranks of a node, and the script."""
+    script = [str(ROOT / "examples/pretrain_gpt.py"), *TINY.split(), *options.split()]
+    script += ["--data-path", str(ROOT / "LICENSE"), "--save", str(folder), "--load", str(folder), "--keep-last", "2"]
+    return ["--nproc-per-node", str(num_ranks), *script]
 
 
-def has_gone_on(folder: Path, step: int) -> bool:
-    return last_step(folder) > step
+def children_of(process: int) -> list[int]:
+    """Those that have not ended."""
+    children: list[int] = []
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended meanwhile
+            children += map(int, listed.read_text().split())
+    return sorted(child for child in children if has_not_ended(child))
 
 
-def everything_in(folder: Path) -> tuple[int, dict[str, Tensor]]:
-    """The step and all tensors of the model and the optimizer in the last checkpoint."""
-    reader = Reader(find_checkpoint(folder))
-    keys = [key for key in reader.contents if key.startswith(("model.", "optimizer."))]
-    tensors = {k: torch.empty(reader.contents[k].size, dtype=reader.contents[k].properties.dtype) for k in keys}
-    reader.read(tensors)
-    return reader.read_value("run")["step"], tensors
-
-
-def soak(folder: Path, num_kills: int, seed: int, num_steps: int, options: str) -> int:
-    """Returns how many kills there were. Raises AssertionError where the weights differ."""
-    undisturbed = start(folder / "undisturbed", num_steps, options, max_restarts=0)
-    torchrun = start(folder / "killed", num_steps, f"{options} --save-interval 1", max_restarts=num_kills)
+def has_not_ended(process: int) -> bool:
     try:
-        num_killed = kill_again_and_again(torchrun, folder / "killed", num_kills, random.Random(seed))
-        assert torchrun.wait() == 0, f"torchrun gave up: see {folder}/killed.log"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(process, number)
+
+
+def shut_down_connections(process: int) -> None:
+    """As if the other ends had gone: every TCP connection of a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.pidfd_open(process)
+    for link in list(Path(f"/proc/{process}/fd").iterdir()):
+        file = libc.syscall(SYS_PIDFD_GETFD, handle, int(link.name), 0)
+        if file < 0:  # it is closed by now
+            continue
+        if not stat.S_ISSOCK(os.fstat(file).st_mode):
+            os.close(file)
+            continue
+        with socket.socket(fileno=file) as connection, suppress(OSError):  # nothing is connected to it
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.shutdown(socket.SHUT_RDWR)
+    os.close(handle)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Whether this folder is a file system of 16 MB, which can be filled."""
+    folder.mkdir()
+    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder)], capture_output=True)
+    try:
+        yield mounting.returncode == 0
+    finally:
+        if mounting.returncode == 0:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def everything_in(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of the model and the optimizer."""
+    reader = Reader(checkpoint)
+    tensors = {key: reader.empty(key) for key in reader.contents if key.startswith(("model.", "optimizer."))}
+    reader.read(tensors)
+    return tensors
+
+
+def undisturbed(folder: Path, step: int, num_ranks: int, options: str) -> dict[str, Tensor]:
+    """The state after a step of a run that is left alone."""
+    arguments = command(folder, 2 * num_ranks, f"--save-interval {step} {options}")
+    with open(f"{folder}.log", "wb") as log:
+        torchrun = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **ENVIRONMENT},
+        )
+    try:
+        while step not in checkpoints_in(folder):
+            assert torchrun.poll() is None, f"see {folder}.log"
+            time.sleep(0.05)
+        return everything_in(checkpoints_in(folder)[step])
     finally:
         torchrun.terminate()
         torchrun.wait()
-    assert undisturbed.wait() == 0, f"see {folder}/undisturbed.log"
-    step, tensors = everything_in(folder / "killed")
-    expected_step, expected = everything_in(folder / "undisturbed")
-    assert step == expected_step == num_steps
+
+
+def soak(folder: Path, memory: Path, num_faults: int, seed: int, num_ranks: int, options: str) -> list[Outcome]:
+    """Returns what came of each fault. Raises AssertionError where more was lost than steps."""
+    outcomes = []
+    with small_disk(folder / "disk") as can_be_filled:
+        kinds = [kind for kind in FAULTS if can_be_filled or kind != "disk full"]
+        if not can_be_filled:
+            print("no file system can be mounted here: the disk is never full", flush=True)
+        this = Soak(folder, memory, seed, num_ranks, options)
+        try:
+            this.wait_for_steps(1)
+            for number in range(1, num_faults + 1):
+                kind = kinds[number - 1] if number <= len(kinds) else this.chance.choice(kinds)
+                this.wait_for_steps(5)
+                time.sleep(this.chance.uniform(0, 0.2))
+                outcomes.append(this.fault(kind))
+                print(f"fault {number}: {said(outcomes[-1], this)}", flush=True)
+            step = 20 * (this.step // 20 + 1)
+            this.wait_for(lambda: step in checkpoints_in(this.disk), "a last checkpoint")
+            tensors = everything_in(checkpoints_in(this.disk)[step])
+        finally:
+            for node in this.nodes:
+                node.lose()
+    print(f"{num_faults} faults are over, at step {step}: now the same without any", flush=True)
+    expected = undisturbed(folder / "undisturbed", step, num_ranks, options)
     assert tensors.keys() == expected.keys()
     different = [key for key, tensor in expected.items() if not torch.equal(tensors[key], tensor)]
     assert not different, f"{len(different)} of {len(expected)} tensors differ, such as {different[0]}"
-    return num_killed
+    return outcomes
+
+
+def said(outcome: Outcome, this: Soak) -> str:
+    if outcome.found is None:
+        return f"{outcome.kind}, and nothing came of it"
+    return (
+        f"{outcome.kind}, found within {outcome.found:.1f} s; a new step, {this.step}, within {outcome.back:.1f} s; "
+        f"{outcome.num_lost} steps lost"
+    )
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """As docs/reliability.md has it."""
+    lines = ["| fault | times | found within (median, worst) | steps again within | steps lost at most |"]
+    lines.append("|---|---|---|---|---|")
+    for kind in FAULTS:
+        own = [outcome for outcome in outcomes if outcome.kind == kind]
+        restarts = [one for one in own if one.found is not None]
+        if restarts:
+            found, back = ([getattr(one, name) for one in restarts] for name in ("found", "back"))
+            times = " | ".join(f"{statistics.median(t):.1f} s, {max(t):.1f} s" for t in (found, back))
+            lines.append(f"| {kind} | {len(own)} | {times} | {max(one.num_lost for one in own)} |")
+        elif own:
+            lines.append(f"| {kind} | {len(own)} | no restart | | 0 |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=None, help="of the moments and the ranks; default: by the clock")
-    parser.add_argument("--steps", type=int, default=None, help="of training; default: 8 for each kill")
-    parser.add_argument("--options", default="", help="more arguments for pretrain_gpt.py, such as --async-save")
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=None, help="of the kinds, moments and ranks; default: by the clock")
+    parser.add_argument("--ranks", type=int, default=1, help="of each node")
+    parser.add_argument("--options", default="", help="more arguments for pretrain_gpt.py")
     parser.add_argument("--folder", default=None, help="default: a temporary one")
     args = parser.parse_args()
     seed = time.time_ns() % 1_000_000 if args.seed is None else args.seed
     folder = Path(args.folder or tempfile.mkdtemp(prefix="soak_restart_"))
     folder.mkdir(parents=True, exist_ok=True)
+    memory = Path(tempfile.mkdtemp(prefix="soak_restart_", dir="/dev/shm"))
     print(f"seed {seed}, folder {folder}", flush=True)
     started = time.monotonic()
-    num_killed = soak(folder, args.kills, seed, args.steps or 8 * args.kills + 20, args.options)
+    try:
+        outcomes = soak(folder, memory, args.faults, seed, args.ranks, args.options)
+    finally:
+        shutil.rmtree(memory)
     print(
-        f"{num_killed} of {args.kills} kills in {time.monotonic() - started:.0f} s: weights and optimizer state are "
-        "those of the undisturbed run, bit for bit"
+        f"{args.faults} faults in {time.monotonic() - started:.0f} s: weights and optimizer state are those of the "
+        f"undisturbed run, bit for bit\n\n{table(outcomes)}"
     )
