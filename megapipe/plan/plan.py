@@ -9,9 +9,11 @@ from __future__ import annotations
 import csv
 import json
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 
 from .check import check_channels
@@ -20,6 +22,7 @@ from .placement import Placement, loop, v_shape
 from .program import Program, compile_plan
 from .recorder import KINDS, ChannelName, Event, PlanRecorder
 from .registry import Schedule, find_schedule
+from .rows import Row
 from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, peak_activations, peak_held, simulate
 from .verbs import Action, Settings
@@ -37,17 +40,24 @@ class Plan:
     num_microbatches: int
     num_chunks: int
     forward_only: bool
-    events: list[list[Event]]
-    """Per rank, every call of a verb."""
+    events: Sequence[Sequence[Event]]
+    """Per rank, every call of a verb: a `Row` where they were recorded, in an order that the recorder found right."""
     num_slices: int = 1
 
+    @property
+    def is_recorded(self) -> bool:
+        """Each rank does what a recorder found right: everything once, each step after the one before it."""
+        return all(isinstance(row, Row) for row in self.events)
+
     @cached_property
-    def actions(self) -> list[list[Action]]:
+    def rows(self) -> list[Row[Event]]:
+        """The events, as rows."""
+        return [row if isinstance(row, Row) else Row.of(row, self.num_slices) for row in self.events]
+
+    @cached_property
+    def actions(self) -> list[Row[Action]]:
         """Per rank, the computations in order; each prints like `2F0`."""
-        return [
-            [Action(stage, KINDS[verb], microbatch, part) for verb, stage, microbatch, part in events if verb in KINDS]
-            for events in self.events
-        ]
+        return list(map(_computations, self.rows))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -222,6 +232,7 @@ def make_plan(
     for rank in range(pp_size):
         recorder = PlanRecorder(found.placement, rank, *sizes, settings, num_slices)
         found.loops(recorder)
+        recorder.finish()  # again, for a function that does not
         events.append(recorder.events)
     plan = Plan(found.name, found.placement, *sizes, events, num_slices)
     if settings is not None and settings.max_in_flight is not None:
@@ -233,6 +244,15 @@ def make_plan(
                 "fewer, such as v_min or v_half."
             )
     return plan
+
+
+def _computations(row: Row[Event]) -> Row[Action]:
+    words = [(stage, KINDS.get(verb, "")) for verb, stage in row.words]
+    computes = [bool(kind) for _, kind in words]
+    units = row.units[:0]  # a column of the same type
+    units.extend(compress(row.units, map(computes.__getitem__, row.codes)))
+    codes = array("H", [code for code in row.codes if computes[code]])
+    return Row(Action, words, codes, units, row.num_slices)
 
 
 def _whole(name: str, size: int) -> int:

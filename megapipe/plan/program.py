@@ -7,12 +7,16 @@ all play plans here, so they judge by the same rules.
 from __future__ import annotations
 
 import math
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING
 
 from .recorder import KINDS, Event
+from .rows import Row
 from .verbs import PAIR
 
 if TYPE_CHECKING:
@@ -23,53 +27,82 @@ __all__ = ["Program", "compile_plan", "run"]
 
 @dataclass(frozen=True)
 class Program:
-    """Lists by rank have one entry per action of the plan, in its order."""
+    """Columns by rank have one entry per action of the plan, in its order."""
 
-    sources: list[list[int]]
+    sources: list[array[int]]
     """By rank, the message that each action waits for; -1 for none."""
-    sends: list[list[tuple[int, ...]]]
-    """By rank, the messages that are sent between each action and the next."""
+    sent: list[array[int]]
+    """By rank, the messages that it sends, in their order."""
+    sent_until: list[array[int]]
+    """By rank, how many of those are sent before the action that follows."""
     pairs: list[dict[int, int]]
     """By rank, the positions of overlapped pairs: that of the backward by that of its forward."""
-    channels: list[int]
+    channels: array[int]
     """By message, the channel that it occupies; -1 between two stages of the same rank."""
-    senders: list[tuple[int, int]]
-    """By message, the rank that sends it, and after which action."""
     num_channels: int
+
+    @cached_property
+    def senders(self) -> list[tuple[int, int]]:
+        """By message, the rank that sends it, and after which action."""
+        senders = [(0, 0)] * len(self.channels)
+        for rank, (sent, sent_until) in enumerate(zip(self.sent, self.sent_until)):
+            for index, (first, last) in enumerate(pairwise([0, *sent_until])):
+                for message in sent[first:last]:
+                    senders[message] = rank, index
+        return senders
 
 
 def compile_plan(plan: Plan) -> Program:
     num_channels = 2 * plan.pp_size * plan.num_chunks
-    numbers: dict[int, int] = {}  # of the messages, by channel, microbatch and slice
-    facts: dict[tuple[str, int], tuple[bool, int]] = {}  # of each verb on each stage
-    sources: list[list[int]] = [[] for _ in plan.events]
-    sends: list[list[tuple[int, ...]]] = [[] for _ in plan.events]
-    pairs: list[dict[int, int]] = [{} for _ in plan.events]
-    for events, waits, sent, pair in zip(plan.events, sources, sends, pairs):
-        for verb, stage, microbatch, part in events:
-            if (verb, stage) not in facts:
-                facts[verb, stage] = _facts(plan, Event(verb, stage, microbatch, part))
-            computes, channel = facts[verb, stage]
-            unit = microbatch * plan.num_slices + part
-            number = -1 if channel < 0 else numbers.setdefault(unit * num_channels + channel, len(numbers))
-            if computes:
-                if verb == PAIR[0]:
-                    forward = len(waits)
-                elif verb == PAIR[1]:
-                    pair[forward] = len(waits)
-                waits.append(number)
-                sent.append(())
-            elif number >= 0:
-                sent[-1] += (number,)
-    senders = [(0, 0)] * len(numbers)
-    for rank, sent in enumerate(sends):
-        for index, messages in enumerate(sent):
-            for number in messages:
-                senders[number] = (rank, index)
+    num_units = plan.num_microbatches * plan.num_slices
+    numbers = None if plan.is_recorded else _Numbers()  # a file may have few microbatches with large numbers
+    columns = [_compile_row(plan, row, num_units, numbers) for row in plan.rows]
     ranks = list(map(plan.rank_of, range(plan.pp_size * plan.num_chunks)))
-    crosses = [below != above for below, above in pairwise(ranks) for _ in range(2)]
-    channels = [key % num_channels if crosses[key % num_channels] else -1 for key in numbers]
-    return Program(sources, sends, pairs, channels, senders, num_channels)
+    crosses = [below != above for below, above in pairwise(ranks) for _ in range(2)] + [False, False]
+    names = [channel if crosses[channel] else -1 for channel in range(num_channels)]
+    if numbers is None:
+        channels = array("i", chain.from_iterable(map(repeat, names, repeat(num_units))))
+    else:
+        channels = array("i", [names[key // num_units] for key in numbers])
+    sources, sent, sent_until, pairs = map(list, zip(*columns))
+    return Program(sources, sent, sent_until, pairs, channels, num_channels)
+
+
+class _Numbers(dict[int, int]):
+    """Numbers from 0 on, in the order in which their keys are met."""
+
+    def __missing__(self, key: int) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def _compile_row(
+    plan: Plan, row: Row[Event], num_units: int, numbers: _Numbers | None
+) -> tuple[array[int], array[int], array[int], dict[int, int]]:
+    """The columns of a rank. A message's number, unless `numbers` says otherwise, is channel * num_units + unit."""
+    facts = [_facts(plan, Event(*word, 0)) for word in row.words]
+    computes = [fact[0] for fact in facts]
+    firsts = [fact[1] * num_units for fact in facts]  # below 0 for those of no message
+    sources, sent, sent_until, pairs = array("q"), array("q"), array("q"), {}
+    verbs = [verb for verb, _ in row.words]
+    is_half = [verb in PAIR for verb in verbs]
+    for code, unit in zip(row.codes, row.units):
+        first = firsts[code]
+        message = -1 if first < 0 else first + unit if numbers is None else numbers[first + unit]
+        if computes[code]:
+            if is_half[code]:
+                if verbs[code] == PAIR[0]:
+                    forward = len(sources)
+                else:
+                    pairs[forward] = len(sources)
+            if sources:
+                sent_until.append(len(sent))
+            sources.append(message)
+        elif message >= 0:
+            sent.append(message)
+    if sources:
+        sent_until.append(len(sent))
+    return sources, sent, sent_until, pairs
 
 
 def _facts(plan: Plan, event: Event) -> tuple[bool, int]:
@@ -92,7 +125,7 @@ def run(
     p2p: float = 0.0,
     message: float = 0.0,
     overlap: float = 0.0,
-) -> tuple[list[list[float]], list[list[float]]]:
+) -> tuple[list[array[float]], list[array[float]]]:
     """Run all ranks side by side from the times in `clocks`, which are moved on.
 
     Args:
@@ -107,17 +140,22 @@ def run(
     """
     if overlap:
         durations = [_overlapped(*rank, overlap) for rank in zip(durations, program.pairs)]
-    arrivals = [math.inf] * len(program.channels) + [-math.inf]  # the last for an action that needs no message: at -1
+    channels = program.channels
+    arrivals = [math.inf] * len(channels) + [-math.inf]  # the last for an action that needs no message: at -1
     busy_until = [0.0] * program.num_channels
-    starts: list[list[float]] = [[] for _ in clocks]
-    ends: list[list[float]] = [[] for _ in clocks]
+    starts = [array("d") for _ in clocks]
+    ends = [array("d") for _ in clocks]
     waiting: dict[int, int] = {}  # the rank that waits for a message
-    runnable = list(range(len(clocks)))
+    runnable = deque(range(len(clocks)))  # the rank that was woken first, so that it gets far: more has arrived by then
+    pairs_of = program.pairs if overlap else [{} for _ in clocks]
+    columns = list(zip(program.sources, durations, program.sent, program.sent_until, pairs_of, starts, ends))
     while runnable:
-        rank = runnable.pop()
-        clock, sources, times = clocks[rank], program.sources[rank], durations[rank]
-        pairs = program.pairs[rank] if overlap else {}
-        for index in range(len(ends[rank]), len(sources)):
+        rank = runnable.popleft()
+        clock = clocks[rank]
+        sources, times, sent, sent_until, pairs, starts_of, ends_of = columns[rank]
+        num_done = len(ends_of)
+        num_sent = sent_until[num_done - 1] if num_done else 0
+        for index in range(num_done, len(sources)):
             source = sources[index]
             arrival = arrivals[source]
             if index in pairs and arrivals[sources[pairs[index]]] > arrival:
@@ -128,18 +166,22 @@ def run(
                 break
             if begin is not None:
                 clock = begin(rank, index, clock, arrival)
-            clock = max(clock, arrival)
-            starts[rank].append(clock)
+            if arrival > clock:
+                clock = arrival
+            starts_of.append(clock)
             clock += times[index]
-            ends[rank].append(clock)
-            for sent in program.sends[rank][index]:
-                arrivals[sent] = clock
-                channel = program.channels[sent]
-                if channel >= 0:
-                    busy_until[channel] = max(clock, busy_until[channel]) + message
-                    arrivals[sent] = busy_until[channel] + p2p
-                if sent in waiting:
-                    runnable.append(waiting.pop(sent))
+            ends_of.append(clock)
+            while num_sent < sent_until[index]:
+                message_sent = sent[num_sent]
+                num_sent += 1
+                channel = channels[message_sent]
+                if channel < 0:
+                    arrivals[message_sent] = clock
+                else:
+                    busy_until[channel] = free_at = max(clock, busy_until[channel]) + message
+                    arrivals[message_sent] = free_at + p2p
+                if message_sent in waiting:
+                    runnable.append(waiting.pop(message_sent))
         clocks[rank] = clock
     return starts, ends
 

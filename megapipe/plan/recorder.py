@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, NamedTuple
 
+from .rows import Row
 from .verbs import PAIR, Action, Verbs, unit_name
 
 __all__ = ["KINDS", "ChannelName", "Event", "PlanRecorder"]
@@ -31,6 +33,8 @@ KINDS = {
     PAIR[0]: "F",
     PAIR[1]: "BW",
 }
+
+WORDS = (*MESSAGES, "backward_weight_step")
 
 
 class ChannelName(NamedTuple):
@@ -88,28 +92,51 @@ class Event(NamedTuple):
         return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{unit}"
 
 
+def _recorded(verb: str) -> Any:
+    """The method that writes down calls of `verb`."""
+    is_backward = "backward" in verb
+
+    def write_down(self: PlanRecorder, chunk: int = 0) -> None:
+        if not (is_backward and self.forward_only):
+            self._numbers.append(self._advance(verb, chunk))  # as _write does, without its call: there are millions
+            self._codes.append(self._first_code[verb] + chunk)
+
+    return write_down
+
+
 class PlanRecorder(Verbs):
     """Writes down the calls of a schedule on one rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `Verbs`."""
         super().__init__(*args, **kwargs)
-        self.events: list[Event] = []
+        self._codes, self._numbers = array("H"), array("i")
+        self._first_code = {verb: k * self.num_chunks for k, verb in enumerate(WORDS)}
+        self._num_with_pair = -1
+        """How many calls had been written down after the last overlapped pair."""
 
-    def recv_forward(self, chunk: int = 0) -> None:
-        self._record("recv_forward", chunk)
+    @property
+    def events(self) -> Row[Event]:
+        """The calls so far."""
+        words = [(verb, info.index) for verb in WORDS for info in self.stages]
+        units = self._numbers
+        if self.num_slices > 1:
+            verbs = [verb for verb, _ in words]
+            calls = (self._unit(verbs[code], number) for code, number in zip(self._codes, units))
+            units = array("i", [microbatch * self.num_slices + part for microbatch, part in calls])
+        return Row(Event, words, self._codes, units, self.num_slices)
 
-    def forward_step(self, chunk: int = 0) -> None:
-        self._record("forward_step", chunk)
+    recv_forward = _recorded("recv_forward")
+    forward_step = _recorded("forward_step")
+    recv_backward = _recorded("recv_backward")
+    send_backward = _recorded("send_backward")
 
     def send_forward(self, chunk: int = 0) -> None:
-        self._record("send_forward", chunk)
-        last = self.events[-3:]
-        if [event.verb for event in last[:2]] == list(PAIR) and last[0].stage == last[2].stage:
-            self.events[-2:] = [last[2], last[1]]  # it is sent as soon as it is there
-
-    def recv_backward(self, chunk: int = 0) -> None:
-        self._record("recv_backward", chunk)
+        self._write("send_forward", chunk, self._advance("send_forward", chunk))
+        codes, numbers = self._codes, self._numbers
+        if len(codes) == self._num_with_pair + 1 and codes[-3] == self._first_code[PAIR[0]] + chunk:
+            for column in (codes, numbers):  # it is sent as soon as it is there
+                column[-2], column[-1] = column[-1], column[-2]
 
     def backward_step(self, chunk: int = 0) -> None:
         self._record_backward("backward_step", chunk, deferred=False)
@@ -122,24 +149,19 @@ class PlanRecorder(Verbs):
             self._check_ready("backward_step", backward_chunk)
         self._write(PAIR[0], forward_chunk, self._advance("forward_step", forward_chunk))
         self._record_backward(PAIR[1], backward_chunk, deferred=False)
+        self._num_with_pair = -1 if self.forward_only else len(self._codes)
 
     def backward_weight_step(self, chunk: int | None = None) -> None:
         if not self.forward_only:
             self._write("backward_weight_step", *self._advance_weight(chunk))
 
-    def send_backward(self, chunk: int = 0) -> None:
-        self._record("send_backward", chunk)
-
     def finish(self) -> None:
         self._check_finished()
-
-    def _record(self, verb: str, chunk: int) -> None:
-        if not (self.forward_only and "backward" in verb):
-            self._write(verb, chunk, self._advance(verb, chunk))
 
     def _record_backward(self, verb: str, chunk: int, deferred: bool) -> None:
         if not self.forward_only:
             self._write(verb, chunk, self._advance_backward(chunk, deferred))
 
     def _write(self, verb: str, chunk: int, number: int) -> None:
-        self.events.append(Event(verb, self.stages[chunk].index, *self._unit(verb, number)))
+        self._codes.append(self._first_code[verb] + chunk)
+        self._numbers.append(number)

@@ -7,12 +7,16 @@ can hold it up: a channel carries one kind of message one way, in order.
 from __future__ import annotations
 
 import math
+import operator
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from .program import run
-from .verbs import PAIR, Action
+from .rows import LazySequence, Row
+from .verbs import Action
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -70,6 +74,16 @@ class Costs:
         times, shares = self.by_kind(plan), self.shares(plan.num_slices)
         return lambda action: times[action.kind][action.stage] * shares[action.slice]
 
+    def durations(self, plan: Plan) -> list[array[float]]:
+        """By rank, the time of each action."""
+        times, shares = self.by_kind(plan), self.shares(plan.num_slices)
+        durations = []
+        for row in plan.actions:
+            of_codes = [times[kind][stage] if kind else 0.0 for stage, kind in row.words]
+            units = zip(row.codes, row.units)
+            durations.append(array("d", [of_codes[code] * shares[unit % plan.num_slices] for code, unit in units]))
+        return durations
+
     def shares(self, num_slices: int) -> list[float]:
         """The share of each slice in the times of a microbatch."""
         slices = [1.0] * num_slices if self.slices is None else self.slices
@@ -103,11 +117,31 @@ class Span(NamedTuple):
     end: float
 
 
+class Spans(LazySequence[Span]):
+    """The actions of a rank with their starts and ends, over one step or several."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.actions = actions
+        """Of one step."""
+        self.starts, self.ends = array("d"), array("d")
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def at(self, index: int) -> Span:
+        return Span(self.actions[index % len(self.actions)], self.starts[index], self.ends[index])
+
+    @property
+    def busy(self) -> float:
+        """How long all actions take together."""
+        return float(sum(map(operator.sub, self.ends, self.starts)))
+
+
 @dataclass
 class Simulation:
     """Lists have one entry per rank. With several steps, `spans` holds all of them, one after the other."""
 
-    spans: list[list[Span]]
+    spans: list[Spans]
     peak_activations: list[float]
     """Most microbatches in flight at once, from F to W, in those of a whole rank: on one of v chunks each is 1 / v, and
     one of n slices is 1 / n."""
@@ -124,7 +158,8 @@ class Simulation:
     @property
     def bubble(self) -> list[float]:
         """Share of the makespan in which the rank computes nothing; 0 where nothing takes any time."""
-        return [_idle_share(rank, self.makespan) for rank in self.spans]
+        makespan = self.makespan
+        return [_idle_share(rank, makespan) for rank in self.spans]
 
     @property
     def inner_bubble(self) -> list[float]:
@@ -151,12 +186,14 @@ def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = F
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
-    duration = costs.of_actions(plan)
+    durations, of_messages = costs.durations(plan), costs.of_messages(plan)
     clocks = [0.0] * plan.pp_size
-    spans: list[list[Span]] = [[] for _ in plan.events]
+    spans = list(map(Spans, plan.actions))
     step_ends = []
     for _ in range(num_steps):
-        play(plan, duration, costs, clocks, spans)
+        for rank, starts, ends in zip(spans, *run(plan.program, durations, clocks, None, **of_messages)):
+            rank.starts += starts
+            rank.ends += ends
         if synchronize:
             clocks = [max(clocks)] * plan.pp_size
         clocks = [clock + costs.optimizer for clock in clocks]
@@ -196,17 +233,11 @@ def peak_activations(plan: Plan) -> list[float]:
     return [peak_held(actions, ("W", "BW")) / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
 
 
-def peak_held(actions: Sequence[Action], released_by: tuple[str, str]) -> int:
+def peak_held(actions: Row[Action], released_by: tuple[str, str]) -> int:
     """Most microbatches, or slices of them, that a rank holds at once, from their F to one of these kinds, each chunk
     counted by itself."""
-    held = peak = 0
-    for action in actions:
-        if action.kind == "F":
-            held += 1
-            peak = max(peak, held)
-        elif action.kind in released_by:
-            held -= 1
-    return peak
+    changes = [1 if kind == "F" else -(kind in released_by) for _, kind in actions.words]
+    return max(accumulate(map(changes.__getitem__, actions.codes), initial=0))
 
 
 def _lower_bound(plan: Plan, costs: Costs) -> float:
@@ -221,7 +252,7 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
     ]
     training = not plan.forward_only
     # Of a pair's two actions, either may seem to take up to half of the pair's gain less.
-    overlap = costs.overlap if any(e.verb == PAIR[0] for events in plan.events for e in events) else 0.0
+    overlap = costs.overlap if any(map(bool, plan.program.pairs)) else 0.0
     bounds = []
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
@@ -235,5 +266,5 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
     return max(*bounds, (1 - overlap / 2) * latency)
 
 
-def _idle_share(spans: list[Span], duration: float) -> float:
-    return 1 - sum(span.end - span.start for span in spans) / duration if duration else 0.0
+def _idle_share(spans: Spans, duration: float) -> float:
+    return 1 - spans.busy / duration if duration else 0.0

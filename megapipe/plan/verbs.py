@@ -144,7 +144,7 @@ class Verbs(ABC):
         """Deferred weight-gradient passes (W) that are still to be run: of this chunk, or of all."""
         if chunk is None:
             return len(self._deferred)
-        return sum(of == chunk for of, _ in self._deferred)
+        return [of for of, _ in self._deferred].count(chunk)
 
     # Verbs
 

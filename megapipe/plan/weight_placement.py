@@ -8,7 +8,7 @@ some schedules faster and others slower; here it is only where the search begins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from .plan import Plan
@@ -85,7 +85,7 @@ def place_weights(plan: Plan, costs: Costs, max_held: float) -> Counts:
     return min((search.improve(counts) for counts in candidates[:2]), key=search.makespan)
 
 
-def _deadlines(actions: list[Action], pairs: dict[int, int]) -> list[int]:
+def _deadlines(actions: Sequence[Action], pairs: dict[int, int]) -> list[int]:
     """How many Ws must be done before each F and B: a whole backward adds to the same gradients as the Ws of its stage
     before it, which must not come after it. In an overlapped pair they come before both halves."""
     deadlines = []

@@ -1,6 +1,7 @@
 """Schedules that cut sequences into slices: their bubble, their memory, and what a plan of slices must keep to."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,9 @@ def test_messages_of_slices_arrive_in_order() -> None:
     plan = make_plan("seq1f1b", 2, 2, num_slices=2)
     sends = [k for k, event in enumerate(plan.events[0]) if event.verb == "send_forward"]
     first, second = sends[:2]
-    plan.events[0][first], plan.events[0][second] = plan.events[0][second], plan.events[0][first]
+    events = [list(row) for row in plan.events]
+    events[0][first], events[0][second] = events[0][second], events[0][first]
+    plan = replace(plan, events=events)
     with pytest.raises(
         ScheduleError, match=r"microbatches \[0\.1, 0, 1, 1\.1\], but \[0, 0\.1, 1, 1\.1\] are received"
     ):
