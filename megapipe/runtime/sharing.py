@@ -6,8 +6,7 @@ are broadcast, one message for each dtype. The host never waits for the device.
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
 from typing import Any
 
 import torch
@@ -42,15 +41,12 @@ def share(
         PipelineError: a rank failed before it came here.
     """
     name = f"{what} of step {step}"
+    tensors: list[Tensor] = []
     if group.rank() == source:
-        pickler = _TensorsApart(device)
-        mailbox.post(name, pickler.dump_text(value))
+        mailbox.post(name, _describe_all(value, device, tensors))
         mailbox.withdraw(f"{what} of step {step - 1}")  # each has begun this step since
-        tensors = pickler.tensors
     else:
-        unpickler = _TensorsToCome(mailbox.collect_from(source, name), device)
-        value = unpickler.load()
-        tensors = unpickler.tensors
+        value = _build(json.loads(mailbox.collect_from(source, name)), device, tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
@@ -61,52 +57,48 @@ def share(
     return value
 
 
-class _TensorsApart(pickle.Pickler):
-    """Leaves out the tensors of a device, and lists them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._file = io.BytesIO()
-        super().__init__(self._file)
-        self._device = device
-        self.tensors: list[Tensor] = []
-
-    def dump_text(self, value: Any) -> str:
-        try:
-            self.dump(value)
-            text = self._file.getvalue().hex()
-            _TensorsToCome(text, self._device).load()  # as the others will
-        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-            raise TypeError(
-                f"what the loss function reports goes to another rank, but cannot be sent there ({error}): let it "
-                "return numbers, texts and tensors, in dicts, lists or tuples."
-            ) from None
-        return text
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        dtype = str(value.dtype).removeprefix("torch.")
-        if value.device.type != self._device.type:
-            return tuple(value.shape), dtype, value.tolist()
-        self.tensors.append(value.detach())
-        return tuple(value.shape), dtype, None
+def _describe_all(value: Any, device: torch.device, tensors: list[Tensor]) -> str:
+    try:
+        return json.dumps(_describe(value, device, tensors))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"what the loss function reports goes to another rank, but cannot be sent there ({error}): let it "
+            "return numbers, texts and tensors, in dicts, lists or tuples."
+        ) from None
 
 
-class _TensorsToCome(pickle.Unpickler):
-    """Puts empty tensors where tensors were left out, and lists them."""
+def _describe(value: Any, device: torch.device, tensors: list[Tensor]) -> Any:
+    """The value as JSON can hold it: numbers and texts as they are, all else a list that begins with its type. Tensors
+    on `device` are left out, and put into `tensors`."""
+    if isinstance(value, Tensor):
+        is_apart = value.device.type == device.type
+        if is_apart:
+            tensors.append(value.detach())
+        values = None if is_apart else value.tolist()
+        return ["Tensor", list(value.shape), str(value.dtype).removeprefix("torch."), values]
+    if type(value) in (type(None), bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *(_describe(item, device, tensors) for item in value)]
+    if type(value) is dict:
+        items = value.items()
+        return ["dict", *([_describe(key, device, tensors), _describe(item, device, tensors)] for key, item in items)]
+    raise TypeError(f"it holds a {type(value).__name__}")
 
-    def __init__(self, text: str, device: torch.device) -> None:
-        super().__init__(io.BytesIO(bytes.fromhex(text)))
-        self._device = device
-        self.tensors: list[Tensor] = []
 
-    def persistent_load(self, description: Any) -> Tensor:
-        shape, dtype, values = description
+def _build(described: Any, device: torch.device, tensors: list[Tensor]) -> Any:
+    """The value again, with empty tensors where some were left out."""
+    if not isinstance(described, list):
+        return described
+    kind, *items = described
+    if kind == "Tensor":
+        shape, name, values = items
+        dtype = getattr(torch, name)
         if values is not None:
-            return torch.tensor(values, dtype=getattr(torch, dtype)).view(shape)
-        self.tensors.append(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device))
-        return self.tensors[-1]
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Text from a store may not name functions to call."""
-        raise pickle.UnpicklingError(f"{module}.{name}")
+            return torch.tensor(values, dtype=dtype).view(shape)
+        tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        return tensors[-1]
+    if kind == "dict":
+        return {_build(key, device, tensors): _build(item, device, tensors) for key, item in items}
+    values = [_build(item, device, tensors) for item in items]
+    return tuple(values) if kind == "tuple" else values
