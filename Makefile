@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models wheel fuzz soak lint docs site bench bench-all bench-peers \
+.PHONY: help pretrain generate test test-gpu test-models test-nodes wheel fuzz soak lint docs site bench bench-all bench-peers \
 	bench-packages bench-gpu format clean
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test       run the tests, and print the forty slowest; TORCH=2.15.0 does it (and all else) with that torch"
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
+	@echo "make test-nodes  run the example on two nodes of a network of its own, with faults (as root; ten minutes)"
 	@echo "make wheel      build the wheel and the sdist, and try the wheel where nothing else is installed"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
 	@echo "make soak       run the tests that take long, then break a run in 100 ways, at random (SEED=...): half an hour"
@@ -67,6 +68,10 @@ test-models: $(INSTALLED)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[models]'
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest tests/integrations/test_transformers.py \
 		tests/integrations/models_of_transformers.py tests/integrations/finetuning.py
+
+# Its table goes into docs/reliability.md.
+test-nodes: $(INSTALLED)
+	$(VENV)/bin/python tests/nodes.py
 
 # Into an environment of its own: what pip brings along is all that the README's script gets.
 wheel: $(INSTALLED)
