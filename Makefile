@@ -124,6 +124,7 @@ bench: bench-packages
 	$(BENCH).compute
 	$(BENCH).steps --pp 4 --microbatches 8
 	$(BENCH).host --pp 2
+	$(BENCH).host --pp 2 --calls
 	$(BENCH).gpu
 	$(if $(TORCH),,$(MAKE) bench-peers TORCH=$(NEWEST))
 	$(BENCH).document
