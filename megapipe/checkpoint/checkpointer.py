@@ -289,7 +289,7 @@ class Checkpointer:
     def _candidates(self, path: str | os.PathLike[str] | None, may_be_empty: bool) -> tuple[list[Path | int], str]:
         """Checkpoints on the disk, and steps of whole copies in memory, the latest first; and the name of the run."""
         agreement = self._agreement
-        is_own = path is None or Path(path).resolve() == self._folder.resolve()
+        is_own = agreement.broadcast(path is None or Path(path).resolve() == self._folder.resolve())
         run = self._name_of_run() if is_own else ""
         copies = self._memory.find(run) if run and self._memory else []
         candidates: list[Path | int] = []
