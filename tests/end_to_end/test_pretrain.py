@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_a_checkpoint_goes_on_at_another_pipeline_size(ranks: RankPool, text: st
     ranks.run(4, pretrain, 4, f"{flat} --train-iters 4 --save {tmp_path}")
     for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 6 --load {tmp_path}"):
         assert losses == uninterrupted[-2:]
+
+
+def test_a_copy_in_memory_goes_on(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    flat = f"{text} --min-lr 4e-3"
+    (uninterrupted,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 6")
+    flat += f" --save {tmp_path}/disk --load {tmp_path}/disk --memory-copies {tmp_path}/memory --copy-interval 3"
+    ranks.run(2, pretrain, 2, f"{flat} --train-iters 4")
+    shutil.rmtree(tmp_path / "disk" / "step_00000004")  # as if the run had ended before
+    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 6"):
+        assert losses == uninterrupted[-3:]
 
 
 def test_experts_shared_out(ranks: RankPool, text: str, tmp_path: Path) -> None:
@@ -140,7 +151,7 @@ def test_options_of_the_example(rank: int) -> None:
     args = pretrain_gpt.parse_args(["--num-attention-heads", "3", "--hidden-size", "16", "--num-layers", "1"])
     with pytest.raises(ValueError, match="hidden_size=16 cannot be shared out evenly among 3 attention heads"):
         pretrain_gpt.Trainer(args, torch.device("cpu"))
-    for option in ("eval-iters", "log-interval", "save-interval", "micro-batch-size"):
+    for option in ("eval-iters", "log-interval", "save-interval", "copy-interval", "micro-batch-size"):
         with pytest.raises(SystemExit):
             pretrain_gpt.parse_args([f"--{option}", "0"])
     for options, cpu, cuda in (([], False, True), (["--bf16"], True, True), (["--no-bf16"], False, False)):
