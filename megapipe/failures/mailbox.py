@@ -66,4 +66,4 @@ class Mailbox:
             ) from None
         self._watchdog.poll()
         self._watchdog.check()
-        return [self._store.get(key).decode() for key in keys]
+        return [text.decode() for text in self._store.multi_get(keys)]

@@ -1,12 +1,15 @@
 """Ranks that are called with different arguments."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import SEQUENCE, build, run
 from ranks import RankPool, on_ranks
+from torch.distributed import Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, helper_thread
@@ -151,3 +154,28 @@ def sizes_disagree(rank: int) -> str:
 def test_pipeline_sizes_that_disagree(ranks: RankPool) -> None:
     for message in ranks.run(PP, sizes_disagree):
         assert "rank 0: 2, None and 1, rank 1: 4, None and 1" in message
+
+
+class CountingStore:
+    """Counts the requests to a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.num_requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_requests += name != "has_extended_api"
+        return getattr(self._store, name)
+
+
+def test_the_texts_of_all_ranks_take_few_requests() -> None:
+    """Each rank read the text of each other one by two requests: 2 p^2 in the first step of p ranks."""
+    num_ranks = 64
+    counting: Any = CountingStore(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+    watchdog: Any = SimpleNamespace(timeout=5.0, poll=lambda: None, check=lambda: None)
+    boxes = [Mailbox(InterruptibleStore(counting, r, num_ranks, lambda: None), watchdog) for r in range(num_ranks)]
+    for rank, box in enumerate(boxes):
+        box.post("shape", str(rank))
+    counting.num_requests = 0
+    assert boxes[0].collect("shape") == [str(rank) for rank in range(num_ranks)]
+    assert counting.num_requests == 2  # whether all are there, and what they say
