@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "Groups",
     "abort_gloo",
     "abort_process_groups",
+    "all_gather_json",
     "check_groups",
     "destroy_model_parallel",
     "find_groups",
@@ -293,9 +295,8 @@ def _check_uninitialized() -> None:
 def _check_sizes(world_size: int, pp_size: int, vp_size: int | None, ep_size: int) -> None:
     """Collective. Raises ValueError on all ranks."""
     sizes = (pp_size, vp_size, ep_size)
-    everybody: list[tuple[int, int | None, int]] = [sizes] * world_size
-    dist.all_gather_object(everybody, sizes)
-    if len(set(everybody)) > 1:
+    everybody = all_gather_json(sizes)
+    if any(theirs != everybody[0] for theirs in everybody):
         listed = ", ".join(f"rank {rank}: {pp}, {vp} and {ep}" for rank, (pp, vp, ep) in enumerate(everybody))
         raise ValueError(
             "the ranks disagree on pipeline_model_parallel_size, virtual_pipeline_model_parallel_size and "
@@ -378,3 +379,26 @@ def _existing_groups() -> Groups:
             "megapipe.parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) on every rank."
         )
     return groups
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks of a group, by rank. Collective.
+
+    Read as JSON, they cannot run code here, as those of torch's `all_gather_object` can, which are pickled.
+
+    Args:
+        value: which JSON can hold. Tuples come as lists.
+        group: None for all ranks of torch.distributed.
+    """
+    config = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
+    device = "cpu" if "cpu:" in config else config.partition(":")[0]
+    own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    num_ranks = dist.get_world_size(group)
+    sizes = list(torch.empty(num_ranks, 1, dtype=torch.int64, device=device))
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group)
+    num_bytes = [int(size) for size in sizes]
+    padded = torch.zeros(max(num_bytes), dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    texts = list(torch.empty(num_ranks, max(num_bytes), dtype=torch.uint8, device=device))
+    dist.all_gather(texts, padded, group)
+    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, num_bytes)]

@@ -6,14 +6,14 @@ import platform
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..plan import plan_of
-from ..runtime import Clock, HostClock, RankStep, StepRecord, clock_of
+from ..plan import Action, Span, plan_of
+from ..runtime import Clock, HostClock, RankStep, StepRecord, Wait, clock_of
 from .clocks import align
 from .timeline import Timeline
 
@@ -27,6 +27,27 @@ class RankRecord(NamedTuple):
     name: str
     steps: dict[int, RankStep]
     """By their number."""
+
+    def as_lists(self) -> list[Any]:
+        """As it travels."""
+        return [self.clock, self.name, [[n, s.begin, s.end, s.spans, s.waits] for n, s in self.steps.items()]]
+
+    @classmethod
+    def read(cls, clock: str, name: str, steps: Sequence[Any]) -> RankRecord:
+        """The record that was described by `as_lists`."""
+        return cls(
+            clock,
+            name,
+            {
+                number: RankStep(
+                    begin,
+                    end,
+                    [Span(Action(*action), *times) for action, *times in spans],
+                    [Wait(action and Action(*action), *times) for action, *times in waits],
+                )
+                for number, begin, end, spans, waits in steps
+            },
+        )
 
 
 class TimelineRecorder:
@@ -75,8 +96,7 @@ class TimelineRecorder:
         ranks = [own]
         if dist.is_initialized():
             group = group or parallel_state.get_pipeline_model_parallel_group()
-            ranks = [own] * group.size()
-            dist.all_gather_object(ranks, own, group)
+            ranks = [RankRecord.read(*record) for record in parallel_state.all_gather_json(own.as_lists(), group)]
         return merge(ranks)
 
     def save(self, path: str | Path, group: dist.ProcessGroup | None = None) -> Timeline:

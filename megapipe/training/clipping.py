@@ -178,6 +178,4 @@ def _describe_nonfinite(models: Sequence[nn.Module], norm: Tensor, group: dist.P
 
 
 def _gather(own: list[str], group: dist.ProcessGroup) -> list[str]:
-    everybody: list[list[str]] = [[]] * group.size()
-    dist.all_gather_object(everybody, own, group)
-    return [name for one in everybody for name in one]
+    return [name for one in parallel_state.all_gather_json(own, group) for name in one]

@@ -207,8 +207,7 @@ def _check_same_on_replicas(chunks: Sequence[nn.Module], group: dist.ProcessGrou
         for number, chunk in enumerate(chunks)
         for name, p in named_parameters(chunk)
     ]
-    everybody: list[Any] = [None] * group.size()
-    dist.all_gather_object(everybody, own, group=group)
+    everybody = parallel_state.all_gather_json(own, group)
     for replica, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             first, other = dict(everybody[0]), dict(theirs)

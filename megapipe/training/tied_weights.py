@@ -56,12 +56,11 @@ class TiedWeights:
         self._names = {parameter: name for name, parameter in found}
         group = group or parallel_state.find_pipeline_group()
         rank = 0 if group is None else group.rank()
-        own = [_Copy(name, rank, tuple(parameter.shape), _kind_of(parameter)) for name, parameter in found]
+        own = [_Copy(name, rank, list(parameter.shape), _kind_of(parameter)) for name, parameter in found]
         everywhere = [own]
         if group is not None:
-            everywhere = [[]] * group.size()
-            dist.all_gather_object(everywhere, own, group)
-        copies = [copy for one in everywhere for copy in one]
+            everywhere = parallel_state.all_gather_json(own, group)
+        copies = [_Copy(*copy) for one in everywhere for copy in one]
         _check(copies, names)
         holders = sorted({copy.rank for copy in copies})
         self._group = None if group is None else _group_of(holders, group)
@@ -110,11 +109,11 @@ class TiedWeights:
 class _Copy(NamedTuple):
     name: str
     rank: int
-    shape: tuple[int, ...]
+    shape: list[int]
     kind: str
 
     def __str__(self) -> str:
-        return f"{self.name} is {self.kind}{list(self.shape)} on pipeline rank {self.rank}"
+        return f"{self.name} is {self.kind}{self.shape} on pipeline rank {self.rank}"
 
 
 def _kind_of(parameter: nn.Parameter) -> str:
@@ -133,15 +132,14 @@ def _check(copies: list[_Copy], names: Sequence[str]) -> None:
                 f"the tied parameter {name!r} is {where}, but should be on one: give the names that parameters have in "
                 "the whole model."
             )
-    if len({copy[2:] for copy in copies}) > 1:
+    if any(copy[2:] != copies[0][2:] for copy in copies):
         raise ValueError(f"tied parameters must be alike, but {'; '.join(map(str, copies))}.")
 
 
 def _group_of(holders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """The holders of this pipeline, on them. Torch wants every process to make every group, so replicas tell."""
     ranks = [dist.get_global_rank(group, holder) for holder in holders]
-    everybody: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everybody, ranks)
+    everybody = parallel_state.all_gather_json(ranks)
     own = None
     for members in sorted({tuple(one) for one in everybody}):
         if len(members) > 1:

@@ -40,8 +40,9 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Entry:
-        return cls(name, tensor.dtype, tuple(tensor.shape))
+    def read(cls, name: str, dtype: str, shape: Sequence[int]) -> Entry:
+        """The entry that another rank has described by texts and numbers."""
+        return cls(name, getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
 
     @property
     def num_bytes(self) -> int:

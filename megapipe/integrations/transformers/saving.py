@@ -59,19 +59,16 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
 
 def _entries_by_stage(chunks: Sequence[Any], group: Any) -> list[list[Entry]]:
     own = [
-        (chunk.stage.index, [Entry.of(name, tensor) for name, tensor in _to_save(chunk, on_meta=True)])
+        [chunk.stage.index, [[name, str(t.dtype), list(t.shape)] for name, t in _to_save(chunk, on_meta=True)]]
         for chunk in chunks
     ]
-    return [entries for _, entries in sorted(one for of_rank in _gather(own, group) for one in of_rank)]
+    by_stage = sorted((one for of_rank in _gather(own, group) for one in of_rank), key=lambda one: one[0])
+    return [[Entry.read(*entry) for entry in entries] for _, entries in by_stage]
 
 
 def _gather(value: Any, group: Any) -> list[Any]:
     """Of all ranks of the pipeline, which wait for each other."""
-    values = [value]
-    if group is not None:
-        values = [None] * group.size()
-        dist.all_gather_object(values, value, group)
-    return values
+    return [value] if group is None else parallel_state.all_gather_json(value, group)
 
 
 def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: bool, group: Any) -> None:
@@ -142,7 +139,8 @@ def _adapter_config(chunk: Any) -> Any:
 
 
 def _targets(chunk: Any) -> Any:
-    return _adapter_config(chunk).target_modules
+    targets = _adapter_config(chunk).target_modules
+    return sorted(targets) if isinstance(targets, set) else targets
 
 
 def _save_adapter_config(chunk: Any, targets: Sequence[Any], folder: Path) -> None:
