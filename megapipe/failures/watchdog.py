@@ -129,6 +129,8 @@ class Watchdog:
         """Raise the error that this rank should show for `error`, once the other ranks know of it."""
         if isinstance(error, ConnectionLostError):
             error = NoResponseError(f"rank {self._rank} lost its connection at {self.progress.action} ({error})")
+            if self._world is not None:
+                self._world.look()  # the other end may have raised a failure of another pipeline
         elif self._world is not None and is_connection_error(error):
             self._world.learn_reason(error, f"{self.progress.action}")
             error = PipelineError(str(error))
