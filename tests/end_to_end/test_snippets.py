@@ -12,7 +12,6 @@ import copy
 import doctest
 import io
 import os
-import random
 import re
 import shlex
 import warnings
@@ -29,7 +28,8 @@ from megapipe.analysis import cli
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+README = ROOT / "README.md"  # test_readme.py runs its script
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
 MEGATRON = find_spec("megatron") is not None, "make test installs megatron-core"
 NEEDS = {  # whether it is there, and where it comes from
@@ -65,18 +65,14 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def snippets_of(page: Path) -> list[Block]:
-    """The blocks that run one after the other: no whole scripts, no doctests, no definitions shown from the sources.
-    test_readme.py runs the README's script."""
-    if page.parent == ROOT:
-        return []
+    """The blocks that run one after the other: no whole scripts, no doctests, no definitions shown from the sources."""
     others = scripts_of(page) + doctests_of(page)
     sources = [block for block in blocks_of(page) if block.text.startswith("def F(pipe: Verbs")]  # see test_readme.py
     return [block for block in blocks_of(page) if block.language == "python" and block not in others + sources]
 
 
 def scripts_of(page: Path) -> list[Block]:
-    is_readme = page.parent == ROOT
-    return [block for block in blocks_of(page) if "dist.destroy_process_group()" in block.text and not is_readme]
+    return [block for block in blocks_of(page) if "dist.destroy_process_group()" in block.text]
 
 
 def doctests_of(page: Path) -> list[Block]:
@@ -96,16 +92,12 @@ def pages_with(select: Callable[[Path], Any]) -> Iterator[Any]:
 
 def setup() -> Block:
     """The script of the ten steps, up to its loop."""
-    page = ROOT / "docs/tutorials/ten_steps.md"
-    (script,) = scripts_of(page)
+    (script,) = scripts_of(ROOT / "docs/tutorials/ten_steps.md")
     return script._replace(text=script.text.partition("\nfor step")[0])
 
 
 def run_on_rank(rank: int, blocks: list[Block], page: str, folder: Path) -> list[str]:
     """What each block prints. The process group is the worker's."""
-    import numpy as np
-    import torch
-
     import megapipe
     from megapipe.plan import registry
 
@@ -124,9 +116,6 @@ def run_on_rank(rank: int, blocks: list[Block], page: str, folder: Path) -> list
     finally:
         registry._schedules.clear()
         registry._schedules.update(known)
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
     return outputs
 
 
@@ -174,7 +163,7 @@ def test_prompts_answer_as_shown(page: Path) -> None:
 
 def commands() -> Iterator[Any]:
     """Commands in the text and in blocks, each on one line."""
-    for page in PAGES:
+    for page in [README, *PAGES]:
         shells = "".join(block.text for block in blocks_of(page) if not block.language).replace("\\\n", " ")
         lines = [line.removeprefix("$ ") for line in shells.splitlines()]
         in_text = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", page.read_text())
