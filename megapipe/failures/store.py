@@ -71,7 +71,9 @@ class InterruptibleStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of keys that are there: one request, however many they are."""
         with self._open() as store:
-            return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+            if store.has_extended_api():  # type: ignore[attr-defined]  # missing in torch's stubs
+                return store.multi_get(keys)
+            return [store.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         end = time.monotonic() + (timeout or TIMEOUT).total_seconds()
