@@ -71,9 +71,8 @@ class InterruptibleStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of keys that are there: one request, however many they are."""
         with self._open() as store:
-            if store.has_extended_api():  # type: ignore[attr-defined]  # missing in torch's stubs
-                return store.multi_get(keys)
-            return [store.get(key) for key in keys]
+            reads_many = store.has_extended_api()  # type: ignore[attr-defined]
+            return store.multi_get(keys) if reads_many else [store.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         end = time.monotonic() + (timeout or TIMEOUT).total_seconds()
