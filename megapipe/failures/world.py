@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
@@ -121,13 +121,22 @@ class World:
         if _current is None or _current._group is not group:
             _current = cls(group)
         elif _current._has_ended:
-            if _current.has_aborted:
-                raise PipelineError(
-                    f"the process groups of this process were aborted after a failure ({_current.failure}): start all "
-                    "processes again."
-                )
-            _current = cls(group)
+            before, _current = _current, cls(group)
+            if before.has_aborted:
+                _current._refuse(str(before.failure))
         return _current
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Go no further, and let nobody wait for this rank."""
+        self.has_aborted = True
+        text = (
+            f"the process groups of global rank {self.rank} were aborted after a failure ({reason}): start all "
+            "processes again."
+        )
+        self.publish(Failure(text, []))
+        self.failure = PipelineError(reason)
+        self.end()
+        raise PipelineError(text)
 
     # Main thread
 
