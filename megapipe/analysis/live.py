@@ -83,9 +83,7 @@ class LiveView:
         timeline = self._recorder.gather()
         memory = [_peak_memory(self._device)]
         if dist.is_initialized():
-            group = parallel_state.get_pipeline_model_parallel_group()
-            memory *= group.size()
-            dist.all_gather_object(memory, memory[0], group)
+            memory = parallel_state.all_gather_json(memory[0], parallel_state.get_pipeline_model_parallel_group())
         if self._draws:
             self._live.update(panel_of(timeline, memory, self._tokens_per_step, step, figures or {}), refresh=True)
 
