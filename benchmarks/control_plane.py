@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from megapipe.failures.watchdog import TICK
+from megapipe.failures.helper_thread import TICK
 
 from .tables import FOLDER, save_table
 
