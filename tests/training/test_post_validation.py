@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -358,16 +359,13 @@ def test_a_step_that_not_all_ranks_have_made_is_rolled_back(rank: int) -> None:
 
 
 def tuned_and_rolled_back(rank: int) -> int:
-    original = weight_tuning.WeightTuner.choose
-
     def choose(schedule: Any, pp_size: int, m: int, chunks: int, settings: Any, costs: Any, num_slices: int) -> Any:
         settings = dataclasses.replace(settings, max_in_flight=2.0)  # other than the config says
         plan = make_plan(schedule, pp_size, m, chunks, settings=settings)
         return weight_tuning.Choice(settings, place_weights(plan, costs, 6.0), 1.0, 2.0)
 
-    weight_tuning.WeightTuner.choose = staticmethod(choose)
     weights = []
-    try:
+    with mock.patch.object(weight_tuning.WeightTuner, "choose", staticmethod(choose)):
         for is_ordinary in (True, False):
             calls = 0
 
@@ -391,8 +389,6 @@ def tuned_and_rolled_back(rank: int) -> int:
                     optimizer.zero_grad()
             optimizer.finalize()
             weights.append(weights_of(chunks))
-    finally:
-        weight_tuning.WeightTuner.choose = original
     assert same(*weights)
     return len(restarts)
 
