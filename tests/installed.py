@@ -23,7 +23,7 @@ def run(*command: str) -> str:
 
 def main() -> None:
     package = Path(megapipe.__file__).parent
-    assert ROOT not in package.parents, f"{package} is the source, not an installation"
+    assert package != ROOT / "megapipe", f"{package} is the source, not an installation"
     assert (package / "py.typed").exists()
     assert importlib.metadata.version("megapipe") == megapipe.__version__
     command = str(Path(sys.executable).parent / "megapipe")
