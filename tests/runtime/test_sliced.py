@@ -186,15 +186,16 @@ def test_gradients_are_those_of_whole_sequences(rank: int, num_ranks: int) -> No
 
 @pytest.mark.soak
 @pytest.mark.parametrize("num_slices", range(1, 9))
+@pytest.mark.parametrize("num_microbatches", range(1, 10))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @on_ranks()
-def test_gradients_of_every_size(rank: int, num_ranks: int, num_slices: int) -> None:
-    for m in range(1, 10):
-        for lengths in ([2] * num_slices, [1 + (3 * k + m) % 4 for k in range(num_slices)]):
-            for schedule in ("seq1f1b", "seq_zb1p"):
-                assert_right(schedule, m, lengths)
-            if num_ranks <= 2:
-                assert_right("seq_interleaved_1f1b", m, lengths, 2)
+def test_gradients_of_every_size(rank: int, num_ranks: int, num_microbatches: int, num_slices: int) -> None:
+    m = num_microbatches
+    for lengths in ([2] * num_slices, [1 + (3 * k + m) % 4 for k in range(num_slices)]):
+        for schedule in ("seq1f1b", "seq_zb1p"):
+            assert_right(schedule, m, lengths)
+        if num_ranks <= 2:
+            assert_right("seq_interleaved_1f1b", m, lengths, 2)
 
 
 @on_ranks(2)
