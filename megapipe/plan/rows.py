@@ -6,6 +6,7 @@ An `Event` or `Action` is made where it is looked at.
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
@@ -18,9 +19,9 @@ T = TypeVar("T", bound=tuple[Any, ...])
 class LazySequence(Sequence[T]):
     """A sequence whose items are made anew each time. Equal to any other of equal items, as a list is to a list."""
 
+    @abstractmethod
     def at(self, index: int) -> T:
         """The item at an index from 0 on."""
-        raise NotImplementedError
 
     @overload
     def __getitem__(self, index: int) -> T: ...
