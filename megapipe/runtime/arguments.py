@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import find_attribute, iter_wrapped, tensors_of
+from ..chunks import find_attribute, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..plan import Placement, Schedule, StageInfo
 from ..slices import SequenceSlice
@@ -146,7 +146,6 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
                 "in megapipe.PipelineStage, which calls it with its input, or give it one that keeps the input for the "
                 "next forward."
             )
-    _check_replicas(step, stages)
     if not callable(step.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
     is_pipelined = len(stages) < stages[0].num_stages
@@ -172,20 +171,6 @@ def _check_capture(step: StepArguments, pp_size: int) -> None:
     for name in ("record_timeline", "timers"):
         if getattr(step.config, name) is not None:
             raise ValueError(f"config.{name} cannot measure a step that is captured as a CUDA graph: unset it.")
-
-
-def _check_replicas(step: StepArguments, stages: Sequence[StageInfo]) -> None:
-    """torch's DistributedDataParallel prepares its reduction in the last forward, for the next backward to make."""
-    has_others_between = stages[0].num_stages > 1 or step.config.num_sequence_slices > 1
-    if step.forward_only or not has_others_between:
-        return
-    for inner in itertools.chain.from_iterable(iter_wrapped(model) for model in step.models):
-        if isinstance(inner, nn.parallel.DistributedDataParallel) and inner.process_group.size() > 1:
-            raise ValueError(
-                f"torch's DistributedDataParallel would not reduce the gradients of its {inner.process_group.size()} "
-                "replicas, since other backwards come between its last forward and its last backward: take "
-                "megapipe.training.GradientReducer or fully_shard instead."
-            )
 
 
 def remote_ends(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: int) -> tuple[bool, bool]:

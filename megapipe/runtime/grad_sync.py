@@ -7,6 +7,7 @@ The names are Megatron's: `no_sync_func` holds synchronisation back, `grad_sync_
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -14,11 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..chunks import iter_wrapped
 from ..config import PipelineConfig
 from ..sharding import ShardedChunks
 from ..weight_grad import visit_gradient_nodes
+from .plans import PlanKey
 
-__all__ = ["GradientSync", "finalize_gradients"]
+__all__ = ["GradientSync", "check_replicas", "finalize_gradients"]
+
+
+def check_replicas(models: Sequence[nn.Module], key: PlanKey) -> None:
+    """torch's DistributedDataParallel prepares its reduction in a forward, for the next backward to make.
+
+    Raises:
+        ValueError: a model is wrapped in it, and the plan has anything between a forward and its backward.
+    """
+    for inner in itertools.chain.from_iterable(iter_wrapped(model) for model in models):
+        if not isinstance(inner, nn.parallel.DistributedDataParallel) or inner.process_group.size() == 1:
+            continue
+        is_alternating = key.pp_size * key.num_chunks == 1 and all(
+            action.kind == ("BW" if number % 2 else "F") for number, action in enumerate(key.plan.actions[0])
+        )
+        if not is_alternating:
+            raise ValueError(
+                f"torch's DistributedDataParallel would not reduce the gradients of its {inner.process_group.size()} "
+                "replicas, since this schedule runs other forwards, backwards or weight-gradient passes between a "
+                "forward and its backward: take megapipe.training.GradientReducer or fully_shard instead."
+            )
 
 
 class GradientSync(AbstractContextManager["GradientSync"]):

@@ -37,7 +37,7 @@ from .boundary import Above, Below, boundaries_around
 from .first_step import end_first_steps, make_stages
 from .found_shapes import FoundShapes, Specs, UndescribedMessages
 from .garbage import collector
-from .grad_sync import GradientSync, finalize_gradients
+from .grad_sync import GradientSync, check_replicas, finalize_gradients
 from .hooks import StepEnd
 from .monitor import Monitor
 from .pipeline import Chunk, Pipeline
@@ -186,6 +186,8 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
     key = PlanKey(schedule, pp_size, step.num_microbatches, len(stages), config.settings, config.num_sequence_slices)
     if config.max_in_flight is not None:
         key.plan  # noqa: B018  # refuses a limit that the schedule cannot keep to
+    if not step.forward_only:
+        check_replicas(step.models, key)
     is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
     sharded = ShardedChunks.find(step.models, step.forward_only, is_reduced)
     ends = [remote_ends(stage, schedule.placement, pp_rank, pp_size) for stage in stages]

@@ -99,6 +99,18 @@ def test_torchs_data_parallelism_in_a_pipeline_is_refused(rank: int) -> None:
     run("zbv", wrapped, 3, forward_only=True)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb1p"])
+@on_ranks(2)
+def test_torchs_data_parallelism_on_one_rank_is_refused(rank: int, schedule: str) -> None:
+    """A pipeline of one rank was trusted. Under schedules with other passes between a forward and its backward the
+    replicas drifted apart there too."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    (chunk,) = build(schedule, 1, 2, deferred=True)
+    wrapped = torch.nn.parallel.DistributedDataParallel(chunk)
+    with pytest.raises(ValueError, match=r"would not reduce the gradients of its 2 replicas, .*GradientReducer"):
+        run(schedule, wrapped, 3)
+
+
 @on_ranks(1)
 def test_a_chunk_without_trainable_parameters_under_no_sync(rank: int) -> None:
     """After a chunk's last W autograd passes by its parameters once more, for those who watch its nodes. With nothing
