@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from ranks import on_ranks
 
 import megapipe
 from megapipe.parallel_state import all_gather_json
-from megapipe.runtime.sharing import _build
+from megapipe.runtime.sharing import _Described
 
 PACKAGE = Path(megapipe.__file__).parent
 PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text()
@@ -101,7 +100,7 @@ def test_values_of_all_ranks_are_gathered(rank: int) -> None:
         assert all_gather_json(rank, pair) == [0, 2]
 
 
-@pytest.mark.parametrize("text", ['["Tensor", [1], "load", ["/etc/passwd"]]', '["Tensor", [1], "none", [1]]'])
-def test_a_report_that_names_a_function_is_refused(text: str) -> None:
+@pytest.mark.parametrize("fields", [([1], "load", ["/etc/passwd"]), ([1], "none", [1])])
+def test_a_report_that_names_a_function_is_refused(fields: tuple[list[int], str, list[object]]) -> None:
     with pytest.raises((TypeError, AttributeError)):
-        _build(json.loads(text), torch.device("cpu"), [])
+        _Described(*fields).build(torch.device("cpu"))

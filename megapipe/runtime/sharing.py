@@ -7,12 +7,13 @@ are broadcast, one message for each dtype. The host never waits for the device.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import trees
 from ..failures import Mailbox
 
 __all__ = ["share"]
@@ -41,14 +42,19 @@ def share(
         PipelineError: a rank failed before it came here.
     """
     name = f"{what} of step {step}"
-    tensors: list[Tensor] = []
     if group.rank() == source:
-        mailbox.post(name, _describe_all(value, device, tensors))
+        structure, tensors = _describe(value)
+        described = [_Described.of(tensor, device) for tensor in tensors]
+        mailbox.post(name, json.dumps([structure, described]))
         mailbox.withdraw(f"{what} of step {step - 1}")  # each has begun this step since
     else:
-        value = _build(json.loads(mailbox.collect_from(source, name)), device, tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        structure, fields = json.loads(mailbox.collect_from(source, name))
+        described = [_Described(*each) for each in fields]
+        tensors = [each.build(device) for each in described]
+        (value,) = trees.rebuild(structure, tensors)
+    to_broadcast = [tensor.detach() for tensor, each in zip(tensors, described) if each.values is None]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in to_broadcast):
+        alike = [tensor for tensor in to_broadcast if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         dist.broadcast(flat, dist.get_global_rank(group, source), group)
         if group.rank() != source:
@@ -57,48 +63,32 @@ def share(
     return value
 
 
-def _describe_all(value: Any, device: torch.device, tensors: list[Tensor]) -> str:
+def _describe(value: Any) -> tuple[str, list[Tensor]]:
     try:
-        return json.dumps(_describe(value, device, tensors))
-    except (TypeError, ValueError, RecursionError) as error:
+        return trees.describe([value])  # in a list, since a message is no plain value
+    except (TypeError, RecursionError) as error:
         raise TypeError(
             f"what the loss function reports goes to another rank, but cannot be sent there ({error}): let it "
             "return numbers, texts and tensors, in dicts, lists or tuples."
         ) from None
 
 
-def _describe(value: Any, device: torch.device, tensors: list[Tensor]) -> Any:
-    """The value as JSON can hold it: numbers and texts as they are, all else a list that begins with its type. Tensors
-    on `device` are left out, and put into `tensors`."""
-    if isinstance(value, Tensor):
-        is_apart = value.device.type == device.type
-        if is_apart:
-            tensors.append(value.detach())
-        values = None if is_apart else value.tolist()
-        return ["Tensor", list(value.shape), str(value.dtype).removeprefix("torch."), values]
-    if type(value) in (type(None), bool, int, float, str):
-        return value
-    if type(value) in (list, tuple):
-        return [type(value).__name__, *(_describe(item, device, tensors) for item in value)]
-    if type(value) is dict:
-        items = value.items()
-        return ["dict", *([_describe(key, device, tensors), _describe(item, device, tensors)] for key, item in items)]
-    raise TypeError(f"it holds a {type(value).__name__}")
+class _Described(NamedTuple):
+    """A tensor, as JSON can hold it."""
 
+    shape: list[int]
+    dtype: str
+    values: Any
+    """None of one on the device, which is broadcast."""
 
-def _build(described: Any, device: torch.device, tensors: list[Tensor]) -> Any:
-    """The value again, with empty tensors where some were left out."""
-    if not isinstance(described, list):
-        return described
-    kind, *items = described
-    if kind == "Tensor":
-        shape, name, values = items
-        dtype = getattr(torch, name)
-        if values is not None:
-            return torch.tensor(values, dtype=dtype).view(shape)
-        tensors.append(torch.empty(shape, dtype=dtype, device=device))
-        return tensors[-1]
-    if kind == "dict":
-        return {_build(key, device, tensors): _build(item, device, tensors) for key, item in items}
-    values = [_build(item, device, tensors) for item in items]
-    return tuple(values) if kind == "tuple" else values
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device) -> _Described:
+        values = None if tensor.device.type == device.type else tensor.tolist()
+        return cls(list(tensor.shape), str(tensor.dtype).removeprefix("torch."), values)
+
+    def build(self, device: torch.device) -> Tensor:
+        """The tensor again; an empty one where it is broadcast."""
+        dtype = getattr(torch, self.dtype)
+        if self.values is None:
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        return torch.tensor(self.values, dtype=dtype).view(self.shape)
