@@ -226,10 +226,14 @@ def undescribed_messages(
     )
 
 
-def to_agree_on(schedule: Schedule, step: StepArguments, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
-    """The arguments that ranks must agree on, with their values. Both ends of a boundary tell its message."""
+def to_agree_on(called: str, step: StepArguments, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
+    """The arguments that ranks must agree on, with their values. Both ends of a boundary tell its message.
+
+    Args:
+        called: the schedule.
+    """
     arguments = {
-        "the schedule": schedule.name,
+        "the schedule": called,
         "the number of chunks per rank": str(len(stages)),
         "num_microbatches": str(step.num_microbatches),
         "the slices of a sequence": str([part.length for part in step.slices] or "none"),

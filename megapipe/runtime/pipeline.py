@@ -27,7 +27,7 @@ from .plans import PlanKey
 from .rollback import Speculation
 from .stage import NOTHING, SavedForward, Stage
 
-__all__ = ["Chunk", "Pipeline"]
+__all__ = ["Chunk", "Pipeline", "checkpoint_arguments"]
 
 RunBackward = Callable[[SavedForward, "list[Tensor] | None", "DeferredGrads | None"], "list[Tensor]"]
 """Called with the saved forward, the gradients of its outputs (None on the last stage), and where to put weight
@@ -116,7 +116,7 @@ class Pipeline(Verbs):
         self._speculation = speculation
         self._weight_counts = None if weight_counts is None else iter(weight_counts)
         self._deferred_in: deque[int] = deque()  # the chunks whose Ws are to be run, in the order of the Bs
-        self._checkpoint_arguments = _checkpoint_arguments(key, pp_rank, step)
+        self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
         self._has_waited = False
 
     # Messages
@@ -310,7 +310,7 @@ class Pipeline(Verbs):
         return self._monitor.wait(transfer, f"{what} of {unit}", peer)
 
 
-def _checkpoint_arguments(key: PlanKey, pp_rank: int, step: StepArguments) -> Iterator[tuple[bool, ...]]:
+def checkpoint_arguments(key: PlanKey, pp_rank: int, step: StepArguments) -> Iterator[tuple[bool, ...]]:
     """For each forward of this rank the third argument of forward_step_func, whether to recompute all activations, or
     none where the config asks for nothing: of those in flight at a time the first few recompute only in part."""
     num_partial = step.config.num_microbatches_with_partial_activation_checkpoints

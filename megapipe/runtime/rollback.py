@@ -20,7 +20,14 @@ from ..plan import Event, Plan
 from .arguments import StepArguments
 from .plans import PlanKey
 
-__all__ = ["RollbackRequired", "Speculation", "speculate", "validation_points"]
+__all__ = [
+    "RollbackRequired",
+    "Speculation",
+    "restores_of_buffers",
+    "restores_of_random_states",
+    "speculate",
+    "validation_points",
+]
 
 
 class RollbackRequired(Exception):  # noqa: N818  # no error: the step is run again
@@ -105,7 +112,7 @@ class Speculation:
         self._is_validated = False
         self._iterators = {id(it): _Recorded(it) for it in step.data_iterators if it is not None}
         step.data_iterators = [None if it is None else self._iterators[id(it)] for it in step.data_iterators]
-        self._restore = [*_random_states(step.device), *_buffers(step.models)]
+        self._restore = [*restores_of_random_states(step.device), *restores_of_buffers(step.models)]
 
     def before_recv_forward(self) -> None:
         """Raises RollbackRequired where this input is behind the point, and the optimizer step was rolled back."""
@@ -160,15 +167,16 @@ class _Recorded(Iterator[Any]):
         self._seen = None
 
 
-def _random_states(device: torch.device) -> Iterator[Callable[[], None]]:
+def restores_of_random_states(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Functions that bring torch's random numbers to where they are now."""
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
     if device.type != "cpu":
         module = torch.get_device_module(device)
         yield functools.partial(module.set_rng_state, module.get_rng_state(device), device)
 
 
-def _buffers(models: list[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Statistics and counters that a forward moves on."""
+def restores_of_buffers(models: list[nn.Module]) -> Iterator[Callable[[], None]]:
+    """The same for statistics and counters that a forward moves on."""
     for model in models:
         for module in model.modules():
             for name, buffer in module._buffers.items():

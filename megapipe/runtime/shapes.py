@@ -16,7 +16,7 @@ from ..plan import StageInfo
 from ..sharding import output_dtype
 from ..slices import SequenceSlice
 
-__all__ = ["ShapeArguments", "message_specs"]
+__all__ = ["ShapeArguments", "message_specs", "spec_of"]
 
 Shapes = list[tuple[int, ...]]
 
@@ -68,8 +68,8 @@ def message_specs(
         if received is None and sent is None:
             return None, None
         return (
-            _spec_of(received, "infer_stage_inputs_from_pipeline_inputs", stage.is_first),
-            _spec_of(sent, "infer_stage_outputs_from_pipeline_inputs", stage.is_last),
+            spec_of(received, "infer_stage_inputs_from_pipeline_inputs must return", stage.is_first),
+            spec_of(sent, "infer_stage_outputs_from_pipeline_inputs must return", stage.is_last),
         )
     shape = None if find_attribute(model, "finds_shapes") else _tensor_shape(arguments, config)
     if shape is None:
@@ -91,15 +91,19 @@ def _pipeline_inputs(arguments: ShapeArguments) -> Any:
     return {"input_ids": torch.empty(batch_size, arguments.seq_length, dtype=torch.long, device="meta")}
 
 
-def _spec_of(message: Any, source: str, is_end: bool) -> MessageSpec:
+def spec_of(message: Any, what_must: str, is_end: bool = False) -> MessageSpec:
+    """That of an example.
+
+    Args:
+        what_must: begins the error.
+        is_end: nothing travels there.
+    """
     try:
         structure, tensors = pack(message)
     except TypeError as error:
         if is_end:  # nothing travels there, so the model may say anything
             return MessageSpec("list", ())
-        raise TypeError(
-            f"{source} must return a tensor, or a list, tuple or dict of tensors on the meta device: {error}."
-        ) from None
+        raise TypeError(f"{what_must} a tensor, or a list, tuple or dict of tensors: {error}.") from None
     marked = any(t.requires_grad for t in tensors)
     return MessageSpec(
         structure,

@@ -119,7 +119,8 @@ class Stage:
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._received: Transfer | None = None
-        self._looks_for_none = step.device.type == "cpu" or self.module not in _all_given
+        self.looks_for_none = step.device.type == "cpu" or self.module not in _all_given
+        """Whether an output may have no gradient, which is no gradient of zeros."""
         self._around = [
             around
             for find in hooks.around_forwards
@@ -245,11 +246,11 @@ class Stage:
         grads = in_flight.output_grads if output_grads is None else output_grads
         assert grads is not None
         roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
-        if output_grads is None or not self._looks_for_none:
+        if output_grads is None or not self.looks_for_none:
             return roots
         given = [(edge, grad) for edge, grad in roots if not is_no_gradient(grad)]
         if len(given) == len(roots) and self._step.device.type != "cpu":
-            self._looks_for_none = False
+            self.looks_for_none = False
             _all_given.add(self.module)
         return given
 

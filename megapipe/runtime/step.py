@@ -218,20 +218,36 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
     watchdog, communicator, lookahead = None, None, Lookahead(0)
     if session is not None:
         watchdog = session.watchdog
-        watchdog.timeout = config.timeout
-        places = {"the places of the Ws": str(prepared.tuner)}
-        undescribed = prepared.undescribed.to_agree_on(prepared.specs)
-        session.agree(to_agree_on(key.schedule, step, prepared.stages, prepared.specs) | places | undescribed)
+        agree(prepared, session, key.schedule.name)
         start_together(step, session)
-        has_headers = config.variable_seq_lengths or bool(prepared.undescribed)
-        transport = (step.device, has_headers, config.p2p_transport)
-        communicator = session.communicator(key.schedule.placement, key.num_chunks, *transport)
+        communicator = open_channels(prepared, session)
         communicator.begin_step(lambda: key.plan, step.forward_only)
         if config.overlap_p2p_comm:
             ahead = config.p2p_lookahead
             lookahead = communicator.lookahead if ahead is None else Lookahead(ahead)
     boundaries = boundaries_around(key, prepared.pp_rank, prepared.specs, communicator, lookahead, step.forward_only)
     return Connection(watchdog, communicator, boundaries)
+
+
+def agree(prepared: PreparedStep, session: Session, called: str) -> None:
+    """Check that all ranks of the pipeline make the same call. Collective over the pipeline.
+
+    Args:
+        called: the schedule, and what is done with it.
+    """
+    step = prepared.arguments
+    session.watchdog.timeout = step.config.timeout
+    places = {"the places of the Ws": str(prepared.tuner)}
+    undescribed = prepared.undescribed.to_agree_on(prepared.specs)
+    session.agree(to_agree_on(called, step, prepared.stages, prepared.specs) | places | undescribed)
+
+
+def open_channels(prepared: PreparedStep, session: Session) -> Communicator:
+    """Collective over the pipeline at the first step, or the warm-up, that needs these channels."""
+    step, key = prepared.arguments, prepared.key
+    has_headers = step.config.variable_seq_lengths or bool(prepared.undescribed)
+    transport = (step.device, has_headers, step.config.p2p_transport)
+    return session.communicator(key.schedule.placement, key.num_chunks, *transport)
 
 
 def build(
