@@ -15,6 +15,7 @@ from .runtime import (
     UnsplitBackwardWarning,
     schedule,
     stages_for_rank,
+    warm_up,
 )
 from .schedules import get_forward_backward_func
 from .training import (
@@ -53,5 +54,6 @@ __all__ = [
     "schedules",
     "slices",
     "stages_for_rank",
+    "warm_up",
     "weight_grad",
 ]

@@ -5,6 +5,7 @@ from .pipeline import Pipeline
 from .pipeline_stage import PipelineStage
 from .step import ForwardBackward, schedule, stages_for_rank
 from .step_record import Clock, HostClock, RankStep, StepRecord, Wait, clock_of
+from .warming_up import warm_up
 
 __all__ = [
     "Clock",
@@ -21,4 +22,5 @@ __all__ = [
     "clock_of",
     "schedule",
     "stages_for_rank",
+    "warm_up",
 ]

@@ -1,0 +1,208 @@
+"""The first forward and the first backward of every stage, on all ranks at once and before the first step.
+
+What a stage does in its first run only (compile, load and tune kernels, ask for memory), it would do in the first step
+while the ranks behind it wait for their input: one after the other. Here no stage waits, since each is given random
+numbers for a message.
+
+Nothing of it remains but what was compiled. Stages run on stand-ins of their parameters, which share their values and
+have no gradients and no hooks; buffers and random numbers are put back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..chunks import iter_wrapped
+from ..failures import PipelineError, single_rank_step
+from ..messages import MessageSpec, TensorSpec, can_have_gradient
+from ..p2p_communication import Transfer
+from ..weight_grad import DeferredGrads
+from .arguments import StepArguments, chunks_of, config_of, device_of, pipeline_group
+from .first_step import KINDS
+from .pipeline import checkpoint_arguments
+from .rollback import restores_of_buffers, restores_of_random_states
+from .session import Session
+from .shapes import ShapeArguments, message_specs, spec_of
+from .stage import SavedForward, Stage
+from .step import ForwardBackward, PreparedStep, agree, open_channels, prepare
+
+__all__ = ["warm_up"]
+
+
+def warm_up(
+    schedule: ForwardBackward,
+    forward_step_func: Callable[..., Any],
+    microbatch: Any,
+    model: Any,
+    num_microbatches: int,
+    *,
+    received: Any = None,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    pipeline_inputs: Any = None,
+) -> None:
+    """Run each stage once on all ranks at the same time, so that what happens in a first run happens side by side.
+
+    Stages compile there (torch.compile, or captured with `compile="inductor"`), kernels are loaded and tuned, memory is
+    allocated, and the channels between the ranks are connected. In the first step, stages would do so one after the
+    other. Every rank of the pipeline calls it alike, at any time before a step; where models communicate by themselves
+    (tensor parallelism, experts) all replicas do.
+
+    It changes nothing: gradients (`main_grad` too), buffers and torch's random numbers are as before, hooks of
+    parameters are not called, and training goes on bit for bit as without it. A model's own attributes, if its forward
+    changes them, are its own matter. Memory for the gradients of a chunk is needed meanwhile.
+
+    Args:
+        schedule: what `get_forward_backward_func` returns. The other arguments are those of its steps, but for these:
+        microbatch: what `data_iterator` yields for one microbatch, on ranks that read data; otherwise None.
+            `forward_step_func` gets an iterator that yields it again and again, or None for None.
+        received: an example of the message that the chunks of this rank receive, as the stage before returns it: a
+            tensor, or tensors in a list, tuple or dict. Only shapes and dtypes matter. It is needed behind the first
+            stage where messages are described neither by the sizes below nor by the model
+            (`infer_stage_inputs_from_pipeline_inputs`), as those of a `PipelineStage`: for these, steps find shapes in
+            the first of them only, when stages have run.
+
+    Raises:
+        ValueError, TypeError: for wrong arguments; where a message is not described; for parameters that are sharded by
+            `fully_shard`, or wrapped in torch's DistributedDataParallel.
+        PipelineError: when another rank failed.
+    """
+    group = pipeline_group(pg_collection, p2p_communicator)
+    session = None if group is None or group.size() == 1 else Session.of(group)
+    try:
+        with session.step() if session is not None else single_rank_step():
+            models = chunks_of(model)
+            config = replace(config_of(schedule, models, pg_collection), timers=None, weight_grad_placement="static")
+            step = StepArguments(
+                forward_step_func=forward_step_func,
+                data_iterators=[None if microbatch is None else itertools.repeat(microbatch)] * len(models),
+                models=models,
+                num_microbatches=num_microbatches,
+                config=config,
+                device=device_of(models),
+                forward_only=schedule.forward_only,
+            )
+            lengths = (seq_length, micro_batch_size, decoder_seq_length)
+            shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
+            prepared = prepare(schedule, step, shapes, session)
+            _refuse_what_communicates(prepared)
+            inputs = _inputs(prepared, shapes, received)
+            if session is not None:
+                agree(prepared, session, f"{schedule.name}, in megapipe.warm_up")
+                open_channels(prepared, session)
+            with _without_a_trace(step):
+                for chunk, info in enumerate(prepared.stages):
+                    if session is not None:
+                        session.watchdog.check()
+                        session.watchdog.progress.action = f"the warm-up of stage {info.index}"
+                    _run(prepared, chunk, inputs[chunk])
+    except PipelineError as error:
+        raise error.with_traceback(None) from None  # another rank failed: our own calls have nothing to do with it
+
+
+def _refuse_what_communicates(prepared: PreparedStep) -> None:
+    models = prepared.arguments.models
+    is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in models for m in iter_wrapped(model))
+    if prepared.sharded is not None or is_ddp:
+        by = "DistributedDataParallel" if is_ddp else "fully_shard"
+        raise ValueError(
+            f"warm_up would start the communication of {by} between replicas: call it before {by}, or leave it out."
+        )
+
+
+def _inputs(prepared: PreparedStep, shapes: ShapeArguments, received: Any) -> list[list[MessageSpec | None]]:
+    """The messages that each chunk receives, one for each slice of a sequence; None on the first stage.
+
+    Raises:
+        ValueError: nobody has described one.
+    """
+    step = prepared.arguments
+    example = None if received is None else spec_of(received, "received must be")
+    inputs: list[list[MessageSpec | None]] = []
+    for model, stage in zip(step.models, prepared.stages):
+        parts = shapes.of_slices(step.slices)
+        described = [message_specs(model, stage, part, step.config)[0] or example for part in parts]
+        if stage.is_first:
+            described = [None] * len(described)
+        elif None in described:
+            raise ValueError(
+                f"the message from stage {stage.index - 1} to stage {stage.index} is described by nobody before the "
+                "first step, and without it the stage cannot run: pass warm_up received=, an example of it."
+            )
+        inputs.append(described)
+    return inputs
+
+
+@contextmanager
+def _without_a_trace(step: StepArguments) -> Iterator[None]:
+    with ExitStack() as after:
+        for restore in (*restores_of_random_states(step.device), *restores_of_buffers(step.models)):
+            after.callback(restore)
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+        for module in (module for model in step.models for module in model.modules()):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    if parameter not in stand_ins:
+                        stand_ins[parameter] = _stand_in(parameter)
+                    # As an attribute: by it some modules of older torch keep lists of their parameters up to date.
+                    after.callback(setattr, module, name, parameter)
+                    setattr(module, name, stand_ins[parameter])
+        with torch.set_grad_enabled(not step.forward_only):
+            yield
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter with the same values and attributes."""
+    stand_in = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        setattr(stand_in, name, torch.zeros_like(value) if name == "main_grad" and value is not None else value)
+    return stand_in
+
+
+def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None]) -> None:
+    """One chunk: a microbatch for each way of computing a backward that the schedule takes there."""
+    step = prepared.arguments
+    info, (_, sent) = prepared.stages[chunk], prepared.specs[chunk]
+    kinds = {action.kind for action in prepared.key.plan.actions[prepared.pp_rank] if action.stage == info.index}
+    stage = KINDS[False, bool(step.slices)](info, chunk, step, sent)
+    stage.looks_for_none = False  # these gradients say nothing of those to come
+    extra = next(checkpoint_arguments(prepared.key, prepared.pp_rank, step))
+    for kind in sorted(kinds & {"B", "BW"}) or ["F"]:
+        done = [stage.forward(_message(spec, step.device), 0, *extra) for spec in inputs]
+        while done:  # of slices, the last first
+            output, saved = done.pop()
+            if saved is not None:
+                _run_backward(stage, output, saved, kind == "B")
+    stage.forget_input()
+
+
+def _run_backward(stage: Stage, output: Transfer | None, saved: SavedForward, is_split: bool) -> None:
+    grads = None
+    if output is not None:
+        assert output.spec is not None
+        grads = [_random(spec, output.tensors[0].device) for spec in output.spec.gradient().tensors]
+    deferred = DeferredGrads() if is_split or saved.has_windows else None
+    stage.backward(saved, grads, deferred)
+    if deferred is not None:
+        stage.backward_weights(deferred)
+
+
+def _message(spec: MessageSpec | None, device: torch.device) -> Transfer | None:
+    return None if spec is None else Transfer(spec, [_random(tensor, device) for tensor in spec.tensors])
+
+
+def _random(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Normal numbers; zeros where the type has none."""
+    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return tensor.normal_() if can_have_gradient(spec.dtype) and spec.dtype.itemsize > 1 else tensor

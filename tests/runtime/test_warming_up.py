@@ -1,0 +1,241 @@
+"""The warm-up before the first step: it runs what a step runs, and nothing of it remains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_sliced
+import torch
+import torch.nn.functional as F
+from graphs import skip_without_tracer
+from models import seed_cpu
+from ranks import RankPool, on_ranks
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import PipelineConfig, PipelineStage, StageInfo, graph, parallel_state, stages_for_rank, weight_grad
+
+NUM_MICROBATCHES, BATCH, WIDTH = 4, 6, 8
+
+
+class Layers(nn.Module):
+    """With random numbers, statistics and a list of parameters that is not a module's."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        seed_cpu(info.index)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.num_runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_runs += 1
+        x = x + self.recurrent(x[:, None])[0][:, 0]
+        return F.dropout(self.norm(self.linear(x)), 0.3)
+
+
+class Graphed(nn.Module):
+    """The same without what a graph cannot have."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        seed_cpu(info.index)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.norm(self.linear(x)), 0.3)
+
+
+def forward_step(data_iterator: Iterator[Tensor], chunk: nn.Module) -> Any:
+    x = next(data_iterator)
+
+    def loss_func(output: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.mse_loss(output, x)
+        return loss, loss.detach()
+
+    return chunk(x), loss_func
+
+
+def make_chunks(schedule: str, way: str) -> list[PipelineStage]:
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(2)
+    chunks = []
+    for info in stages_for_rank(schedule, num_chunks=2 if schedule == "interleaved_1f1b" else None):
+        module: nn.Module = Layers(info)
+        if way == "captured":
+            module = graph.capture(Graphed(info), (torch.zeros(BATCH, WIDTH, requires_grad=not info.is_first),))
+        elif way == "deferred":
+            weight_grad.convert(module)
+        chunks.append(PipelineStage(module, info, PipelineConfig()))
+    return chunks
+
+
+def train(schedule: str, way: str, warm_up: bool) -> list[Any]:
+    """Everything that two steps leave, gradients added up."""
+    chunks = make_chunks(schedule, way)
+    step = megapipe.get_forward_backward_func(schedule)
+    seed_cpu(7)
+    left: list[Any] = []
+    for number in range(2):
+        if warm_up:
+            example = torch.zeros(BATCH, WIDTH)
+            megapipe.warm_up(step, forward_step, example, chunks, NUM_MICROBATCHES, received=example)
+        generator = torch.Generator().manual_seed(number)
+        data = torch.randn(NUM_MICROBATCHES, BATCH, WIDTH, generator=generator)
+        left += step(forward_step, iter(data), chunks, NUM_MICROBATCHES)
+    for chunk in chunks:
+        left += [*chunk.state_dict().values(), *(p.grad for p in chunk.parameters())]
+    return [*left, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("way", ["eager", "deferred", "captured"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
+@on_ranks(2)
+def test_training_is_the_same_bit_for_bit(rank: int, schedule: str, way: str) -> None:
+    if way == "captured":
+        skip_without_tracer()
+    with_it, without = train(schedule, way, True), train(schedule, way, False)
+    assert len(with_it) == len(without)
+    assert all(map(torch.equal, with_it, without))
+
+
+@pytest.mark.parametrize("compiler", ["dynamo", "capture"])
+@on_ranks(1)
+def test_the_first_step_compiles_nothing_more(rank: int, compiler: str) -> None:
+    parallel_state.initialize_model_parallel(1)
+    compiled: list[str] = []
+
+    def compile_graph(graph: Any, what: Any) -> Any:
+        compiled.append(str(what))
+        return graph.forward
+
+    info = StageInfo(0, 1)
+    if compiler == "capture":
+        skip_without_tracer()
+        mock.patch("megapipe.graph.function.compile_graph", compile_graph).start()
+        module: nn.Module = graph.capture(Graphed(info), (torch.zeros(BATCH, WIDTH),), compile="inductor")
+    else:
+        module = torch.compile(Graphed(info), backend=compile_graph)
+    chunk = PipelineStage(module, info)
+    data = torch.randn(3, BATCH, WIDTH)
+    for schedule in ("1f1b", "zb1p"):
+        step = megapipe.get_forward_backward_func(schedule)
+        megapipe.warm_up(step, forward_step, data[0], chunk, 3)
+        num_compiled = len(compiled)
+        assert num_compiled > 0
+        step(forward_step, iter(data), chunk, 3)
+        assert len(compiled) == num_compiled
+    mock.patch.stopall()
+
+
+def test_gradients_and_their_hooks_are_left_alone() -> None:
+    weight_grad.convert(module := Layers(StageInfo(0, 1)))
+    chunk = PipelineStage(module, StageInfo(0, 1))
+    called: list[str] = []
+    for name, parameter in chunk.named_parameters():
+        parameter.register_hook(lambda grad, name=name: called.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: called.append(name))
+    module.linear.weight.grad_added_to_main_grad = False
+    module.linear.weight.main_grad = main_grad = torch.ones(WIDTH, WIDTH)
+    module.linear.bias.grad = grad = torch.ones(WIDTH)
+    before = {name: (id(parameter), parameter._version) for name, parameter in chunk.named_parameters()}
+    for schedule in ("1f1b", "zb1p"):
+        step = megapipe.get_forward_backward_func(schedule)
+        megapipe.warm_up(step, forward_step, torch.randn(BATCH, WIDTH), chunk, 3)
+    assert module.num_runs == 2
+    assert not called
+    assert module.linear.weight.main_grad is main_grad
+    assert module.linear.bias.grad is grad
+    assert torch.equal(main_grad, torch.ones(WIDTH, WIDTH))
+    assert torch.equal(grad, torch.ones(WIDTH))
+    assert not module.linear.weight.grad_added_to_main_grad
+    assert all(p.grad is None for name, p in chunk.named_parameters() if name != "module.linear.bias")
+    assert {name: (id(parameter), parameter._version) for name, parameter in chunk.named_parameters()} == before
+
+
+def test_a_failure_leaves_no_trace_either() -> None:
+    def fail(data_iterator: Iterator[Tensor], chunk: nn.Module) -> Any:
+        chunk(next(data_iterator))
+        raise KeyError("x")
+
+    chunk = PipelineStage(Layers(StageInfo(0, 1)), StageInfo(0, 1))
+    before = [id(parameter) for parameter in chunk.parameters()]
+    state = {name: tensor.clone() for name, tensor in chunk.state_dict().items()}
+    example, random = torch.randn(BATCH, WIDTH), torch.get_rng_state()
+    with pytest.raises(KeyError):
+        megapipe.warm_up(megapipe.get_forward_backward_func("1f1b"), fail, example, chunk, 3)
+    assert [id(parameter) for parameter in chunk.parameters()] == before
+    assert all(torch.equal(tensor, state[name]) for name, tensor in chunk.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@on_ranks(2)
+def test_sizes_describe_messages_of_sliced_sequences(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2)
+    results = []
+    for warm_up in (True, False):
+        seed_cpu(3)
+        chunks = test_sliced.build("seq1f1b", num_sequence_slices=2)
+        sizes = {"num_microbatches": 2, "seq_length": 6, "micro_batch_size": test_sliced.BATCH}
+        if warm_up:
+            (batch,) = test_sliced.batches(1, 6, seed=1)
+            step = megapipe.get_forward_backward_func("seq1f1b")
+            megapipe.warm_up(step, test_sliced.forward_step, batch, chunks, **sizes)
+        losses = test_sliced.run("seq1f1b", chunks, 2, (3, 3))
+        results.append([*(loss["loss"] for loss in losses), *(p.grad for chunk in chunks for p in chunk.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_schedules_without_a_backward(ranks: RankPool) -> None:
+    ranks.run(2, forwards_only)
+
+
+def forwards_only(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2)
+    chunks = make_chunks("inference", "eager")
+    example = torch.zeros(BATCH, WIDTH)
+    megapipe.warm_up(
+        megapipe.get_forward_backward_func("inference"), forward_step, example, chunks, 1, received=example
+    )
+    assert [chunk.module.num_runs for chunk in chunks] == [1]
+
+
+def test_messages_that_nobody_has_described(ranks: RankPool) -> None:
+    for error in ranks.run(2, undescribed, errors=True):
+        assert "the message from stage 0 to stage 1 is described by nobody before the first step" in str(error)
+
+
+def test_a_warm_up_on_some_ranks_only(ranks: RankPool) -> None:
+    for error in ranks.run(2, on_rank_0_only, errors=True):
+        assert "disagree on the schedule: 1f1b, in megapipe.warm_up on rank 0; 1f1b on rank 1" in str(error)
+
+
+def undescribed(rank: int) -> None:
+    chunks = make_chunks("1f1b", "eager")
+    example = torch.zeros(BATCH, WIDTH)
+    megapipe.warm_up(megapipe.get_forward_backward_func("1f1b"), forward_step, example, chunks, 2)
+
+
+def on_rank_0_only(rank: int) -> None:
+    chunks, data = make_chunks("1f1b", "eager"), torch.zeros(2, BATCH, WIDTH)
+    step = megapipe.get_forward_backward_func("1f1b")
+    if rank == 0:
+        megapipe.warm_up(step, forward_step, data[0], chunks, 2)
+    step(forward_step, iter(data), chunks, 2)
+
+
+@pytest.mark.parametrize("by", ["DistributedDataParallel", "fully_shard"])
+@on_ranks(1)
+def test_replicas_that_communicate_by_themselves(rank: int, by: str) -> None:
+    parallel_state.initialize_model_parallel(1)
+    chunk: nn.Module = PipelineStage(Layers(StageInfo(0, 1)), StageInfo(0, 1))
+    if by == "fully_shard":
+        fsdp = pytest.importorskip("torch.distributed.fsdp")
+        fsdp.fully_shard(chunk, mesh=parallel_state.get_data_parallel_mesh())
+    else:
+        chunk = nn.parallel.DistributedDataParallel(chunk)
+    with pytest.raises(ValueError, match=f"call it before {by}"):
+        megapipe.warm_up(megapipe.get_forward_backward_func("1f1b"), forward_step, None, chunk, 1)
