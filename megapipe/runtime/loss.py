@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arguments import StepArguments
 
-__all__ = ["call_loss_func", "compute_loss", "describe", "divide_loss", "scale_loss"]
+__all__ = ["Loss", "call_loss_func", "compute_loss", "describe", "divide_loss", "scale_loss"]
 
 
-def compute_loss(step: StepArguments, output: Any, loss_func: Any) -> Tensor | None:
-    """Call the loss function and note its report in `step`.
+class Loss(NamedTuple):
+    """A loss to differentiate, and the gradient to begin with.
 
-    Returns:
-        The loss to differentiate, divided. None if there is none.
+    That is 1 / num_microbatches where the loss is still to be divided: the same numbers come back, and the graph of
+    each microbatch is shorter by a division.
     """
+
+    tensor: Tensor
+    gradient: float
+
+
+def compute_loss(step: StepArguments, output: Any, loss_func: Any) -> Loss | None:
+    """Call the loss function and note its report in `step`. Returns None if there is nothing to differentiate."""
     called = call_loss_func(step, output, loss_func)
     return None if called is None else divide_loss(step, *called)
 
@@ -58,16 +65,19 @@ def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Te
     return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss.device)
 
 
-def divide_loss(step: StepArguments, loss: Tensor, num_tokens: Tensor | None) -> Tensor:
+def divide_loss(step: StepArguments, loss: Tensor, num_tokens: Tensor | None) -> Loss:
     """As Megatron divides it: by the number of microbatches and, where there is one, by that of tokens."""
     if num_tokens is None:
         # Out of place: the report may share memory with the loss.
         if step.config.context_parallel_size > 1:
             loss = loss * step.config.context_parallel_size
-        return loss / step.num_microbatches
-    if step.config.calculate_per_token_loss:
-        return loss
-    return loss / torch.where(num_tokens > 0, num_tokens, 1) / step.num_microbatches
+    elif step.config.calculate_per_token_loss:
+        return Loss(loss, 1.0)
+    else:
+        loss = loss / torch.where(num_tokens > 0, num_tokens, 1)
+    if step.config.grad_scale_func is not None:  # which is given the loss as it is
+        return Loss(loss / step.num_microbatches, 1.0)
+    return Loss(loss, 1 / step.num_microbatches)
 
 
 def _add_tokens(step: StepArguments, num_tokens: Any, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from ..overlap import Segments, filling_windows, find_forward_segments
 from ..p2p_communication import Transfer
 from ..weight_grad import DeferredGrads, deferring
 from .edges import run_backward
+from .loss import Loss
 from .stage import SavedForward, Stage
 
 __all__ = ["Forward", "can_overlap", "has_hook", "run_alone", "run_pair", "run_pair_by_hook"]
@@ -68,7 +69,7 @@ class Forward:
     def end(self, output: Any, loss_func: Any) -> None:
         self._done(self.stage.end(self._inputs, output, loss_func, self.microbatch))
 
-    def save(self, output: Any, loss: Tensor | None) -> None:
+    def save(self, output: Any, loss: Loss | None) -> None:
         """Instead of `end`, where the loss has been computed."""
         self._done(self.stage.save(self._inputs, output, loss, self.microbatch))
 
@@ -143,11 +144,12 @@ def run_pair_by_hook(
             f"{type(stage.module).__name__}.{HOOK} takes the model's inputs in their order, so forward_step_func must "
             "give them without keywords: return in_segments(model, *inputs), loss_func."
         )
-    losses: list[Tensor | None] = []
+    losses: list[Loss | None] = []
 
     def criterion(*outputs: Any) -> Tensor:
-        losses.append(stage.compute_loss(_unpacked(outputs), loss_func))
-        return losses[0] if losses[0] is not None else torch.zeros(())
+        loss = stage.compute_loss(_unpacked(outputs), loss_func)
+        losses.append(loss)
+        return torch.zeros(()) if loss is None else loss.tensor
 
     roots = backward.roots(in_flight, output_grads)
     is_last = backward.info.is_last
@@ -162,7 +164,7 @@ def run_pair_by_hook(
             criterion if stage.info.is_last else None,
             [],
             backward.module,
-            _Loss(roots) if is_last else None,
+            _HookLoss(roots) if is_last else None,
             [] if is_last else [edge for edge, _ in roots],
             [] if is_last else [grad for _, grad in roots],
         )
@@ -194,7 +196,7 @@ class _InAutocast:
         return getattr(self._stage.module, name)
 
 
-class _Loss:
+class _HookLoss:
     """The methods of a loss that such a hook uses."""
 
     def __init__(self, roots: list[tuple[GradientEdge, Tensor]]) -> None:
@@ -204,5 +206,5 @@ class _Loss:
         if self._roots:
             run_backward(*zip(*self._roots))
 
-    def detach_(self) -> _Loss:
+    def detach_(self) -> _HookLoss:
         return self

@@ -22,7 +22,7 @@ from ..plan import Schedule
 from ..slices import CarriedState, SequenceSlice
 from ..weight_grad import DeferredGrads
 from .arguments import StepArguments
-from .loss import call_loss_func, divide_loss
+from .loss import Loss, call_loss_func, divide_loss
 from .shapes import ShapeArguments
 from .stage import SavedForward, Stage
 
@@ -152,7 +152,7 @@ class SlicedStage(Stage):
             in_flight = in_flight._replace(output_grads=grads)
         return super().roots(in_flight, output_grads) + microbatch.state.roots(this.index)
 
-    def compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
+    def compute_loss(self, output: Any, loss_func: Any) -> Loss | None:
         """The slice's part. Tokens that divide the loss are those of all slices, so that is left to the backward."""
         if not self.info.is_last:
             return None

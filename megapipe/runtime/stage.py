@@ -28,7 +28,7 @@ from . import hooks
 from .arguments import StepArguments
 from .delayed import DelayedGrads, find_delayed
 from .edges import edge_of, run_backward
-from .loss import compute_loss, describe, scale_loss
+from .loss import Loss, compute_loss, describe, scale_loss
 from .notices import NoGradientWarning, warn
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Stage:
         return self.save(inputs, output, self.compute_loss(output, loss_func), microbatch, has_windows)
 
     def save(
-        self, inputs: list[Tensor], output: Any, loss: Tensor | None, microbatch: int, has_windows: bool = False
+        self, inputs: list[Tensor], output: Any, loss: Loss | None, microbatch: int, has_windows: bool = False
     ) -> tuple[Transfer | None, SavedForward | None]:
         """Returns what `forward` returns, once the model and the loss function have been run."""
         for around in self._around:
@@ -372,19 +372,20 @@ class Stage:
 
     # Loss
 
-    def compute_loss(self, output: Any, loss_func: Any) -> Tensor | None:
+    def compute_loss(self, output: Any, loss_func: Any) -> Loss | None:
         """None where there is none to differentiate, as on all stages but the last."""
         return compute_loss(self._step, output, loss_func) if self._is_last else None
 
-    def _save_loss(self, inputs: list[Tensor], loss: Tensor | None, has_windows: bool) -> SavedForward | None:
+    def _save_loss(self, inputs: list[Tensor], loss: Loss | None, has_windows: bool) -> SavedForward | None:
         if self._step.forward_only:
             return None
         if loss is None:
             return SavedForward(self._received, inputs, [], [])
-        loss = scale_loss(self._step, loss)
-        if not loss.requires_grad:
+        tensor = scale_loss(self._step, loss.tensor)
+        if not tensor.requires_grad:
             self._warn_of_no_gradient("loss", inputs)
-        return SavedForward(self._received, inputs, [edge_of(loss)], [torch.ones_like(loss)], has_windows)
+        grad = torch.full_like(tensor, loss.gradient)
+        return SavedForward(self._received, inputs, [edge_of(tensor)], [grad], has_windows)
 
     # Warnings
 
