@@ -73,6 +73,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="eager",
         help="run stages as captured graphs, compiled or not (torch 2.9 or newer; not with experts)",
     )
+    parallel.add_argument(
+        "--warm-up", action="store_true", help="compile all stages side by side before the first step"
+    )
     parallel.add_argument("--expert-model-parallel-size", type=int, default=1, help="replicas that share out experts")
     parallel.add_argument("--data-parallel-shard-size", type=int, default=1, help="replicas that share out parameters")
     parallel.add_argument("--schedule", default=None, help=f"one of {', '.join(megapipe.schedule_names())}")
@@ -293,15 +296,20 @@ class Trainer:
             replica = parallel_state.get_data_parallel_rank()
             first_sample += replica * self.args.micro_batch_size
             batches = self.samples.batches(split, first_sample, self.num_microbatches, self.num_replicas)
-        return self.forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=self.chunks,
-            num_microbatches=self.num_microbatches,
-            seq_length=self.args.seq_length,
-            micro_batch_size=self.args.micro_batch_size,
-            forward_only=forward_only,
-        )
+        return self.forward_backward(data_iterator=batches, forward_only=forward_only, **self.step_arguments())
+
+    def warm_up(self) -> None:
+        microbatch = None if self.samples is None else next(self.samples.batches("train", 0, 1, 1))
+        megapipe.warm_up(self.forward_backward, microbatch=microbatch, **self.step_arguments())
+
+    def step_arguments(self) -> dict[str, Any]:
+        return {
+            "forward_step_func": forward_step,
+            "model": self.chunks,
+            "num_microbatches": self.num_microbatches,
+            "seq_length": self.args.seq_length,
+            "micro_batch_size": self.args.micro_batch_size,
+        }
 
     def mean_loss(self, reports: list[dict[str, Tensor]]) -> float:
         """Over microbatches and replicas, on every rank. Only the last stage's rank has reports."""
@@ -436,6 +444,8 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
         f"{args.seq_length} bytes"
     )
     first_iteration = trainer.load(console)
+    if args.warm_up:
+        trainer.warm_up()
     logged: list[float] = []
     started = time.perf_counter()
     tokens_per_step = args.global_batch_size * args.seq_length
