@@ -147,6 +147,8 @@ bench-all: bench
 	$(BENCH).latency
 	$(BENCH).growth
 	$(BENCH).saving
+	$(BENCH).first_step --pp 8
+	$(BENCH).control_plane
 	$(BENCH).document
 
 bench-gpu: $(INSTALLED)
