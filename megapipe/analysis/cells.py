@@ -24,7 +24,7 @@ class Cell(NamedTuple):
 
 
 def cells_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Cell]]:
-    """A row of cells per rank. Pairs are known of plans that were recorded, not of measured ones.
+    """A row of cells per rank.
 
     Args:
         ranks: the plan's actions of one or more steps, with start and end in any unit.

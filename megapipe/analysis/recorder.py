@@ -30,7 +30,7 @@ class RankRecord(NamedTuple):
 
     def as_lists(self) -> list[Any]:
         """As it travels."""
-        return [self.clock, self.name, [[n, s.begin, s.end, s.spans, s.waits] for n, s in self.steps.items()]]
+        return [self.clock, self.name, [[n, s.begin, s.end, s.spans, s.waits, s.pairs] for n, s in self.steps.items()]]
 
     @classmethod
     def read(cls, clock: str, name: str, steps: Sequence[Any]) -> RankRecord:
@@ -44,8 +44,9 @@ class RankRecord(NamedTuple):
                     end,
                     [Span(Action(*action), *times) for action, *times in spans],
                     [Wait(action and Action(*action), *times) for action, *times in waits],
+                    pairs,
                 )
-                for number, begin, end, spans, waits in steps
+                for number, begin, end, spans, waits, pairs in steps
             },
         )
 

@@ -50,7 +50,10 @@ class Timeline:
     @cached_property
     def plan(self) -> Plan:
         """The plan of every step."""
-        return plan_of(self.name, [[span.action for span in rank.spans] for rank in self.steps[0]])
+        ranks = self.steps[0]
+        return plan_of(
+            self.name, [[span.action for span in rank.spans] for rank in ranks], [rank.pairs for rank in ranks]
+        )
 
     @cached_property
     def typical_step(self) -> list[RankStep]:
@@ -165,6 +168,7 @@ class Timeline:
                         [*(action or (None, None, None, 0)), _rounded(start), _rounded(end)]
                         for action, start, end in rank.waits
                     ],
+                    "pairs": rank.pairs,
                 }
                 for rank in step
             ]
@@ -207,7 +211,10 @@ def _read_rank(rank: dict[str, Any]) -> RankStep:
         Wait(None if action[0] is None else _read_action(*action), *_read_times(start, end))
         for *action, start, end in rank["waits"]
     ]
-    return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits)
+    pairs = rank.get("pairs", [])  # older files have none
+    if any(tuple(span.action.kind for span in spans[at : at + 2]) != ("F", "BW") for at in pairs):
+        raise ValueError
+    return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits, pairs)
 
 
 def _read_action(stage: Any, kind: Any, microbatch: Any, part: Any = 0) -> Action:

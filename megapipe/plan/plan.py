@@ -25,7 +25,7 @@ from .registry import Schedule, find_schedule
 from .rows import Row
 from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, peak_activations, peak_held, simulate
-from .verbs import Action, Settings
+from .verbs import PAIR, Action, Settings
 
 __all__ = ["Plan", "make_plan", "plan_of"]
 
@@ -272,9 +272,12 @@ def _check_placement(placement: Placement, pp_size: int, num_chunks: int) -> Non
                 )
 
 
-def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
+def plan_of(name: str, actions: Sequence[Sequence[Action]], pairs: Sequence[Sequence[int]] | None = None) -> Plan:
     """The plan in which each rank runs these actions. Each receives its message just before, and sends its result just
     after.
+
+    Args:
+        pairs: per rank, the places of the forwards that are overlapped with the backward behind them.
 
     Raises:
         ValueError: the stages of the ranks are no placement.
@@ -288,7 +291,7 @@ def plan_of(name: str, actions: Sequence[Sequence[Action]]) -> Plan:
         1 + max(action.microbatch for row in actions for action in row),
         num_chunks,
         kinds == {"F"},
-        [[event for action in row for event in _events_around(action)] for row in actions],
+        list(map(_events_of, actions, pairs or [()] * len(actions))),
         1 + max(action.slice for row in actions for action in row),
     )
 
@@ -311,10 +314,15 @@ def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int
     )
 
 
-def _events_around(action: Action) -> list[Event]:
-    verb = {"F": "forward_step", "BW": "backward_step", "B": "backward_input_step", "W": "backward_weight_step"}[
-        action.kind
+def _events_of(row: Sequence[Action], pairs: Sequence[int]) -> list[Event]:
+    verbs = {"F": "forward_step", "BW": "backward_step", "B": "backward_input_step", "W": "backward_weight_step"}
+    halves = {at + half: PAIR[half] for at in pairs for half in (0, 1)}
+    return [
+        event for at, action in enumerate(row) for event in _events_around(action, halves.get(at, verbs[action.kind]))
     ]
+
+
+def _events_around(action: Action, verb: str) -> list[Event]:
     verbs = [verb]
     if action.kind != "W":
         direction = "forward" if action.kind == "F" else "backward"

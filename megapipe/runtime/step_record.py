@@ -34,12 +34,17 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step on one rank, in milliseconds. `spans` and `waits` are in order; an action starts behind its wait."""
+    """One step on one rank, in milliseconds. `spans` and `waits` are in order; an action starts behind its wait.
+
+    `pairs` has the places in `spans` of the forwards that ran at once with the backward behind them: of such a pair
+    only the sum of the two times means anything.
+    """
 
     begin: float
     end: float
     spans: list[Span]
     waits: list[Wait]
+    pairs: Sequence[int] = ()
 
     @property
     def busy(self) -> float:
@@ -72,7 +77,7 @@ class RankStep:
         """The same step on a clock that shows `offset` more."""
         spans = [Span(action, start + offset, end + offset) for action, start, end in self.spans]
         waits = [Wait(action, start + offset, end + offset) for action, start, end in self.waits]
-        return RankStep(self.begin + offset, self.end + offset, spans, waits)
+        return RankStep(self.begin + offset, self.end + offset, spans, waits, self.pairs)
 
 
 class Clock(Protocol):
@@ -214,17 +219,19 @@ class StepRecord:
 
     def has_same_plan(self, other: StepRecord) -> bool:
         actions, others = ([entry[0] for entry in record.entries] for record in (self, other))
-        return self.name == other.name and actions == others
+        return self.name == other.name and actions == others and self.overlapped == other.overlapped
 
     def read(self, time_of: Callable[[Any], float]) -> RankStep:
         """In milliseconds of the host's clock."""
+        spans = [
+            Span(action, time_of(start), time_of(end))
+            for action, is_wait, start, end in self.entries
+            if not is_wait and action is not None
+        ]
         return RankStep(
             time_of(self.begin),
             time_of(self.end),
-            [
-                Span(action, time_of(start), time_of(end))
-                for action, is_wait, start, end in self.entries
-                if not is_wait and action is not None
-            ],
+            spans,
             [Wait(action, time_of(start), time_of(end)) for action, is_wait, start, end in self.entries if is_wait],
+            [at for at, span in enumerate(spans) if span.action.kind == "F" and span.action in self.overlapped],
         )

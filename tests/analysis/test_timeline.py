@@ -343,6 +343,10 @@ def test_files_that_are_no_timelines(tmp_path: Path) -> None:
         path.write_text(json.dumps({**whole, "steps": [[{**whole["steps"][0][0], "actions": [part]}]]}))
         with pytest.raises(ValueError, match="does not hold a timeline as it was recorded"):
             load_timeline(path)
+    for pairs in ([0], [-1], "0", 0):
+        path.write_text(json.dumps({**whole, "steps": [[{**whole["steps"][0][0], "pairs": pairs}]]}))
+        with pytest.raises(ValueError, match="does not hold a timeline as it was recorded"):
+            load_timeline(path)
     path.write_text(json.dumps({**whole, "steps": [[{**whole["steps"][0][0], "actions": [[0, "F", 0, 1, 1]]}]]}))
     with pytest.raises(ValueError, match="holds a step that takes no time"):
         load_timeline(path)

@@ -1,7 +1,9 @@
 """A forward and a backward at once, on one thread, in the ways that a model may know."""
 
 import functools
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import megapipe
-from megapipe import parallel_state, stages_for_rank
+from megapipe import TimelineRecorder, parallel_state, stages_for_rank
+from megapipe.analysis import load_timeline
 from megapipe.overlap import fill_window, in_segments, run_segments
+from megapipe.plan import make_plan
 from megapipe.runtime import boundary, overlapped
 from megapipe.weight_grad import DeferredGrads
 
@@ -73,6 +77,28 @@ def test_equal_in_segments(rank: int, num_ranks: int) -> None:
         assert_same_gradients(chunks, expected)
         if rank == 0:
             assert [report["loss"] for report in reports] == losses
+
+
+@on_ranks(2)
+def test_a_timeline_tells_its_pairs(rank: int) -> None:
+    """A measured step showed the halves of a pair one after the other: a forward that took no time, and a backward as
+    long as both."""
+    planned = make_plan("dualpipev", 2, 8).program.pairs
+    for model, expected in ((InSegments, planned), (Stage, [{}, {}])):
+        build("dualpipev", 2, NUM_LAYERS)
+        chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
+        recorder = TimelineRecorder()
+        for chunk in chunks:
+            chunk.config.record_timeline = recorder
+        run("dualpipev", chunks, 8)
+        timeline = recorder.gather()
+        assert timeline.plan.program.pairs == expected
+        with tempfile.TemporaryDirectory() as folder:
+            timeline.save(Path(folder) / "timeline.json")
+            loaded = load_timeline(Path(folder) / "timeline.json")
+        assert loaded is not None
+        assert loaded.plan.program.pairs == expected
+    assert any(planned)
 
 
 def call_the_model(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> Any:
