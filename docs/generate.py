@@ -114,8 +114,8 @@ HEAD = f"""# Schedules
 
 Made by `make docs` from the schedules themselves; a test keeps this page up to date.
 
-[Which schedule](choosing.md) helps to choose one. [The gallery](gallery.md) draws them all for 2, 4 or 8 ranks and up to
-{GALLERY_MICROBATCHES} microbatches.
+[Which schedule](choosing.md) helps to choose one. [The gallery](gallery.md) draws them all for 2, 4 or 8 ranks and up
+to {GALLERY_MICROBATCHES} microbatches.
 
 {{table}}
 

@@ -97,8 +97,8 @@ def page_of(title: str, body: str, script: str = "") -> str:
         style = style.replace(name, _variables(scheme))
     functions = (HERE / "page.js").read_text() if script else ""
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
-        f"<title>{html.escape(title)}</title>\n"
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width">\n<title>{html.escape(title)}</title>\n'
         f"<style>\n{style}</style>\n{body}\n<script>\n{functions}{script}\n</script>\n</html>\n"
     )
 
