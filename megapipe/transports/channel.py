@@ -64,25 +64,20 @@ class BackendChannel(Channel):
 
     def start_sending(self, tensors: list[torch.Tensor]) -> Transfer:
         """Over gloo the transfer must be kept until it has completed, or the message is lost."""
-        try:
-            works = [self._backend.send([self._carried(tensor)], self._peer, self._tag) for tensor in tensors]
-        except RuntimeError as error:
-            raise ConnectionLostError.of(error) from error
-        return Transfer(None, tensors, works)
+        return Transfer(None, tensors, self._start(self._backend.send, tensors))
 
     def receive(self, spec: MessageSpec) -> Transfer:
         return self.receive_into([self._allocate(t.shape, t.dtype) for t in spec.tensors], spec)
 
     def receive_into(self, buffers: list[torch.Tensor], spec: MessageSpec) -> Transfer:
+        return Transfer(spec, buffers, self._start(self._backend.recv, buffers))
+
+    def _start(self, operation: Callable[..., Any], tensors: list[torch.Tensor]) -> list[Any]:
+        """Start it for each tensor. Returns what to wait for."""
         try:
-            works = [self._backend.recv([self._carried(buffer)], self._peer, self._tag) for buffer in buffers]
+            return [operation([tensor], self._peer, self._tag) for tensor in tensors]
         except RuntimeError as error:
             raise ConnectionLostError.of(error) from error
-        return Transfer(spec, buffers, works)
-
-    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, as the backend can carry it."""
-        return tensor
 
 
 def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
