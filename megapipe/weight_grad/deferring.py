@@ -150,8 +150,9 @@ class deferring:  # noqa: N801  # a context; a generator would take longer than 
         context.lock.acquire()
         self._before = context.deferred, context.dummy_grads
         context.deferred, context.dummy_grads = self._deferred, {}
-        self._thread = _this_thread()
-        self._thread.deferred = self._deferred
+        if self._deferred is not None:
+            self._thread = _this_thread()
+            self._before_on_thread, self._thread.deferred = self._thread.deferred, self._deferred
 
     def __exit__(self, *error: object) -> None:
         context = backward_context
@@ -159,8 +160,8 @@ class deferring:  # noqa: N801  # a context; a generator would take longer than 
             if context.dummy_grads:
                 remove_dummy_grads(context.dummy_grads)
             context.deferred, context.dummy_grads = self._before
-            self._thread.deferred = context.deferred
             if self._deferred is not None:
+                self._thread.deferred = self._before_on_thread
                 self._deferred.end_backward()
         finally:
             context.lock.release()
