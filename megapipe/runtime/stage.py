@@ -256,13 +256,21 @@ class Stage:
 
     def input_grads(self, in_flight: SavedForward, has_run: bool) -> list[Tensor]:
         """What goes to the previous stage after backward, if that has run."""
-        leaves = in_flight.inputs
-        if has_run and leaves and all(leaf.grad is None for leaf in leaves):
+        grads, num_missing = [], 0
+        for leaf in in_flight.inputs:
+            grad = leaf.grad
+            if grad is None:
+                num_missing += 1
+                grad = no_gradient(leaf)
+            elif is_shared(grad):  # then it may be written to before it has been sent (see `save_for_w`)
+                grad = grad.clone()
+            grads.append(grad)
+        if has_run and grads and num_missing == len(grads):
             self._warn(
                 f"stage {self.info.index} gives stage {self.info.index - 1} no gradient, since it does not use its "
                 "input, or detaches it"
             )
-        return [_gradient(leaf) for leaf in leaves]
+        return grads
 
     @_timed("backward-compute")
     def backward_weights(self, deferred: DeferredGrads) -> None:
@@ -282,12 +290,12 @@ class Stage:
         wanted: list[Tensor] = []
         if received is not None and not self._step.forward_only:
             assert received.spec is not None
-            # Leaves that are views: of other leaves autocast would keep the cast, and add up gradients in its dtype.
-            received.tensors = [
-                tensor.view_as(tensor).requires_grad_() if spec.differentiable else tensor
-                for tensor, spec in zip(received.tensors, received.spec.tensors)
-            ]
-            wanted = [tensor for tensor in received.tensors if tensor.requires_grad]
+            tensors = received.tensors
+            for index, spec in enumerate(received.spec.tensors):
+                if spec.differentiable:
+                    # A leaf that is a view: of another autocast would keep the cast, and add up gradients in its dtype.
+                    tensors[index] = tensors[index].view_as(tensors[index]).requires_grad_()
+                    wanted.append(tensors[index])
         self._received = received
         self._set_received()
         return wanted
@@ -422,14 +430,6 @@ def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
         if tensor.shape != shape or tensor.dtype != dtype or (tensor.requires_grad and not differentiable):
             return False
     return True
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    """To be sent, so a copy where others hold its memory (see `save_for_w`)."""
-    grad = leaf.grad
-    if grad is None:
-        return no_gradient(leaf)
-    return grad.clone() if is_shared(grad) else grad
 
 
 def _as_it_is_now(tensor: Tensor) -> Tensor:
