@@ -120,7 +120,10 @@ class Megapipe(Runner):
         how = "deferring" if self.splits else "whole"
         self.modules = [make_stage(info.index, info.num_stages, how, self.config) for info in infos]
         self._step = get_forward_backward_func(schedule)
-        self._forward_step = functools.partial(_forward_step, loss)
+        forward_step = _forward_slice if self.num_slices > 1 else _forward_step
+        if hasattr(self.modules[0], "forward_segments"):
+            forward_step = _forward_segments
+        self._forward_step = functools.partial(forward_step, loss)
 
     def step(self) -> None:
         self._step(
@@ -134,9 +137,16 @@ class Megapipe(Runner):
 
 
 def _forward_step(loss: Loss, data_iterator: Any, model: nn.Module) -> tuple[Any, Any]:
+    return model(), lambda output: (loss(output), {})
+
+
+def _forward_slice(loss: Loss, data_iterator: Any, model: nn.Module) -> tuple[Any, Any]:
     slices.current()  # whose length these stages have by themselves
-    output = in_segments(model) if hasattr(model, "forward_segments") else model()
-    return output, lambda output: (loss(output), {})
+    return _forward_step(loss, data_iterator, model)
+
+
+def _forward_segments(loss: Loss, data_iterator: Any, model: nn.Module) -> tuple[Any, Any]:
+    return in_segments(model), lambda output: (loss(output), {})
 
 
 class Torch(Runner):
