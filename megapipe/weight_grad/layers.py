@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from .accumulation import has_main_grad
 from .aliasing import SavedTensor, save_for_w
 from .deferring import defer, deferring_to, is_capturing
-from .products import add_weight_gradient, rows, weight_gradient
+from .products import add_weight_gradient, cast, rows, weight_gradient
 
 __all__ = ["conv1d", "conv2d", "embedding", "grouped_linear", "linear", "transposed_linear"]
 
@@ -196,7 +196,7 @@ class _Linear(_Layer):
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad
         grad_rows = rows(grad)
-        grad_x = grad_rows.mm(weight.to(x.dtype)).view(x.shape) if needs_x else None
+        grad_x = grad_rows.mm(cast(weight, x.dtype)).view(x.shape) if needs_x else None
         grad_bias = grad_rows.sum(0) if needs_bias else None
         both = SavedTensor(x.detach()), save_for_w(grad)  # without the graph behind it
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
@@ -218,7 +218,7 @@ class _TransposedLinear(_Layer):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad
-        grad_x = rows(grad).mm(weight.to(x.dtype).t()).view(x.shape) if needs_x else None
+        grad_x = rows(grad).mm(cast(weight, x.dtype).t()).view(x.shape) if needs_x else None
         both = save_for_w(grad), SavedTensor(x.detach())  # as a linear layer from the output to the input
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
         add_to = partial(_add, compute) if x.is_cpu else partial(_add_linear, *both)
@@ -226,7 +226,7 @@ class _TransposedLinear(_Layer):
 
 
 def _linear_gradient(x: SavedTensor, grad: SavedTensor, dtype: torch.dtype) -> Tensor:
-    return weight_gradient(rows(x.get()), rows(grad.get())).to(dtype)
+    return cast(weight_gradient(rows(x.get()), rows(grad.get())), dtype)
 
 
 def _add_linear(x: SavedTensor, grad: SavedTensor, target: Tensor) -> None:

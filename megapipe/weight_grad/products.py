@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_weight_gradient", "rows", "weight_gradient"]
+__all__ = ["add_weight_gradient", "cast", "rows", "weight_gradient"]
 
 _APEX_FUNCTIONS = {
     torch.float32: "wgrad_gemm_accum_fp32",
@@ -24,7 +24,14 @@ _APEX_FUNCTIONS = {
 
 def rows(tensor: Tensor) -> Tensor:
     """[..., n] as [tokens, n]; also if there are no tokens or no leading dimensions."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    if tensor.dim() == 1:
+        return tensor.unsqueeze(0)
+    return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which takes longer to find nothing to do than a small product."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
