@@ -119,7 +119,8 @@ class Stage:
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._received: Transfer | None = None
-        self.looks_for_none = step.device.type == "cpu" or self.module not in _all_given
+        self._is_on_cpu = step.device.type == "cpu"
+        self.looks_for_none = self._is_on_cpu or self.module not in _all_given
         """Whether an output may have no gradient, which is no gradient of zeros."""
         self._around = [
             around
@@ -245,14 +246,19 @@ class Stage:
         """Where backward begins, with which gradients. `output_grads` is None on the last stage."""
         grads = in_flight.output_grads if output_grads is None else output_grads
         assert grads is not None
-        roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
-        if output_grads is None or not self.looks_for_none:
-            return roots
-        given = [(edge, grad) for edge, grad in roots if not is_no_gradient(grad)]
-        if len(given) == len(roots) and self._step.device.type != "cpu":
+        looks_for_none = self.looks_for_none and output_grads is not None
+        roots, are_all_given = [], True
+        for edge, grad in zip(in_flight.outputs, grads):
+            if edge is None:
+                continue
+            if looks_for_none and is_no_gradient(grad):
+                are_all_given = False
+            else:
+                roots.append((edge, grad))
+        if looks_for_none and are_all_given and not self._is_on_cpu:
             self.looks_for_none = False
             _all_given.add(self.module)
-        return given
+        return roots
 
     def input_grads(self, in_flight: SavedForward, has_run: bool) -> list[Tensor]:
         """What goes to the previous stage after backward, if that has run."""
