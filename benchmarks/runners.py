@@ -241,7 +241,7 @@ class ByHand(Runner):
         self._rank, size = dist.get_rank(), dist.get_world_size()
         infos = stages_for_rank(schedule, self._rank, size)
         plan = make_plan(schedule, size, m, len(infos))
-        self._actions = plan.actions[self._rank]
+        self._actions = list(plan.actions[self._rank])
         self._rank_of = [plan.rank_of(stage) for stage in range(size * len(infos))]
         self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m
         self.splits = any(action.kind == "W" for action in self._actions)
