@@ -287,6 +287,16 @@ def test_a_shell_completes_the_command(capsys: pytest.CaptureFixture[str], shell
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_a_shell_completes_schedules_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    (tmp_path / "zb_measured.json").touch()
+    script = output_of(capsys, "completion", "bash")
+    script += 'COMP_WORDS=(megapipe show zb) COMP_CWORD=2\n_shtab_megapipe\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
+    shown = subprocess.run(["bash"], input=script, text=True, check=True, cwd=tmp_path, capture_output=True).stdout
+    assert set(shown.split()) == {"zb1p", "zb2p", "zbv", "zb_measured.json"}
+
+
 def test_without_shtab_the_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
