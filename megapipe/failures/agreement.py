@@ -47,8 +47,8 @@ class Agreement:
         """
         step = self._watchdog.progress.step
         with self._lock:
-            self._known_step = step
-            if arguments == self._history[-1][1]:
+            has_asked, self._known_step = self._known_step > 0, step
+            if has_asked and arguments == self._history[-1][1]:
                 return
             self._history = [self._history[-1], (step, arguments)]
             self._post(step)
@@ -62,9 +62,10 @@ class Agreement:
     def _answer(self) -> bool:
         """Post this rank's arguments where others have asked for them. Returns whether all have their answer."""
         with self._lock:
+            # Each rank asks in its first step, and nobody goes on from there before all have.
+            requests = self._mailbox.find_all("request") or []
             is_ahead = False
-            for rank in range(self._mailbox.pp_size):
-                step = int(self._mailbox.find(rank, "request") or 0)
+            for rank, step in enumerate(map(int, requests)):
                 last = self._answered.get(rank, 0)
                 if step > self._known_step:
                     is_ahead = True  # this rank has still to come to that step

@@ -36,10 +36,10 @@ class Mailbox:
         """Delete this rank's text, once no rank will ask for it."""
         self._store.delete_key(f"{name} {self._rank}")
 
-    def find(self, rank: int, name: str) -> str | None:
-        """That rank's text, if there is one by now."""
-        key = f"{name} {rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+    def find_all(self, name: str) -> list[str] | None:
+        """The texts of all ranks, by rank, if they are there by now. Two requests, however many ranks there are."""
+        keys = [f"{name} {rank}" for rank in range(self.pp_size)]
+        return self._read(keys) if self._store.check(keys) else None
 
     def collect(self, name: str, reached: str | None = None) -> list[str]:
         """Wait for the texts of all ranks, and return them by rank.
@@ -66,4 +66,7 @@ class Mailbox:
             ) from None
         self._watchdog.poll()
         self._watchdog.check()
+        return self._read(keys)
+
+    def _read(self, keys: list[str]) -> list[str]:
         return [text.decode() for text in self._store.multi_get(keys)]

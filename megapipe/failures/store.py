@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 __all__ = ["InterruptibleStore"]
 
 TIMEOUT = datetime.timedelta(minutes=5)  # as in torch's own stores
+PAUSE = 0.05  # seconds, at most, between two looks of a rank that waits
+PAUSE_PER_RANK = 5e-5  # in large jobs: the store answers 20,000 looks a second with a quarter of a core
 
 _lock = threading.RLock()  # not every store may be used by two threads at once
 
@@ -39,6 +42,8 @@ class InterruptibleStore(Store):
         self.pp_size = pp_size
         self._store = store
         self._check_failure = check_failure
+        num_ranks = dist.get_world_size() if dist.is_initialized() else pp_size
+        self._longest_pause = max(PAUSE, PAUSE_PER_RANK * num_ranks)
         self._keys: set[str] = set()  # written by this rank
         self._has_left = False
 
@@ -82,7 +87,7 @@ class InterruptibleStore(Store):
             if time.monotonic() > end:
                 raise DistStoreError(f"nobody has put {', '.join(keys)} into the store in time.")
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            pause = min(2 * pause, self._longest_pause)
 
     def leave(self) -> None:
         """This rank will not use it any more. The last one to leave deletes the keys of all."""

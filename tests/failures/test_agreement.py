@@ -1,5 +1,7 @@
 """Ranks that are called with different arguments."""
 
+import datetime
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import SEQUENCE, build, run
 from ranks import RankPool, on_ranks
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, helper_thread
@@ -179,3 +181,32 @@ def test_the_texts_of_all_ranks_take_few_requests() -> None:
     counting.num_requests = 0
     assert boxes[0].collect("shape") == [str(rank) for rank in range(num_ranks)]
     assert counting.num_requests == 2  # whether all are there, and what they say
+
+
+@pytest.mark.parametrize("pp_size", [2, 8])
+def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> None:
+    """In a first step each rank looked at the requests of each other, one by one, whenever one more had come. The store
+    of a job of 8,192 ranks was busy for many seconds by that."""
+    store: Any = CountingStore(HashStore())
+    watchdogs, threads = [], []
+    for rank in range(pp_size):
+        own = InterruptibleStore(store, rank, pp_size, check_failure=lambda: None)
+        watchdogs.append(Watchdog(own, Progress(step=1), abort=lambda: None, has_ended=lambda: False))
+        agreement = Agreement(Mailbox(own, watchdogs[-1]), watchdogs[-1])
+        threads.append(threading.Thread(target=agreement.agree, args=({"num_microbatches": "4"},)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    watchdogs[1].notify()
+    before = store.num_requests
+    watchdogs[0].poll()
+    assert store.num_requests == before + 4  # for notifications, a failure, and the requests of all: two
+
+
+def test_ranks_of_a_large_job_look_less_often() -> None:
+    """All ranks that waited asked 20 times a second, at 8,192 ranks twice as often as the store can answer."""
+    store: Any = CountingStore(HashStore())
+    own = InterruptibleStore(store, 0, 8192, check_failure=lambda: None)
+    with pytest.raises(DistStoreError):
+        own.wait(["never"], datetime.timedelta(seconds=1))
+    assert store.num_requests <= 13
