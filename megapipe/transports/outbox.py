@@ -76,7 +76,9 @@ class Outbox:
         Args:
             start: starts the send of one message, without waiting.
         """
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        num_bytes = 0
+        for tensor in tensors:
+            num_bytes += tensor.nbytes
         if num_bytes >= self.MIN_THREAD_BYTES or self._num_started < self._num_handed_over:  # it overtakes no other
             self.hand_over(partial(start, tensors))
             return
