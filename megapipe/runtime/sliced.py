@@ -164,7 +164,7 @@ class SlicedStage(Stage):
         if num_tokens is not None and not self._step.config.calculate_per_token_loss:
             before = self._microbatch.num_tokens
             self._microbatch.num_tokens = num_tokens.detach() if before is None else before + num_tokens.detach()
-            num_tokens = None
+            return Loss(loss / self._step.num_microbatches, 1.0)  # whose gradient is divided by tokens first
         return divide_loss(self._step, loss, num_tokens)
 
     def _add_report(self, are_outputs: bool) -> None:

@@ -299,7 +299,7 @@ class Stage:
             tensors = received.tensors
             for index, spec in enumerate(received.spec.tensors):
                 if spec.differentiable:
-                    # A leaf that is a view: of another autocast would keep the cast, and add up gradients in its dtype.
+                    # As a view: of other leaves autocast would keep the cast, and add up gradients in its dtype.
                     tensors[index] = tensors[index].view_as(tensors[index]).requires_grad_()
                     wanted.append(tensors[index])
         self._received = received
