@@ -88,7 +88,7 @@ def _parse_row(cells: Sequence[object]) -> list[Action]:
 
 
 def _parse_action(cell: object) -> Action:
-    match = re.fullmatch(r"([0-9]{1,18})([FBIW])([0-9]{1,18})(?:\.([0-9]{1,18}))?", str(cell))
+    match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", str(cell))
     if match is None:
         raise ValueError(f"{str(cell)[:40]!r} is not an action like 2F0, 2B0 or 2W0 (2F0.1 for a slice).")
     return Action(int(match[1]), _KINDS[match[2]], int(match[3]), int(match[4] or 0))

@@ -191,6 +191,7 @@ def test_a_placement_of_ones_own_comes_back(tmp_path: Path) -> None:
         ("0F0,0X0\n1F0,1B0\n", "'0X0' is not an action like 2F0, 2B0 or 2W0"),
         ("0F\u00b2\n", "'0F\u00b2' is not an action"),
         ("0F" + "1" * 5000, "'0F1{38}' is not an action"),
+        ("0F1234567890\n", "'0F1234567890' is not an action"),
         ("0F0,3F0\n1F0,5F0\n", r"the stages \[\[0, 3\], \[1, 5\]\] of the ranks are no placement: .* has 2 stages"),
         ("0F0,4F0\n1F0,5F0\n2F0,3F0\n", "are no placement: .* a permutation that is its own inverse"),
         ("0F0," + "x" * 200_000, "plan.csv holds no plan: field larger than field limit"),
