@@ -9,12 +9,12 @@ from __future__ import annotations
 import csv
 import json
 import operator
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
+
+import numpy as np
 
 from .check import check_channels
 from .occupancy import check_occupancy, peak_waiting
@@ -22,7 +22,7 @@ from .placement import Placement, loop, v_shape
 from .program import Program, compile_plan
 from .recorder import KINDS, ChannelName, Event, PlanRecorder
 from .registry import Schedule, find_schedule
-from .rows import Row
+from .rows import Row, column
 from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, peak_activations, peak_held, simulate
 from .verbs import PAIR, Action, Settings
@@ -248,10 +248,8 @@ def make_plan(
 
 def _computations(row: Row[Event]) -> Row[Action]:
     words = [(stage, KINDS.get(verb, "")) for verb, stage in row.words]
-    computes = [bool(kind) for _, kind in words]
-    units = row.units[:0]  # a column of the same type
-    units.extend(compress(row.units, map(computes.__getitem__, row.codes)))
-    codes = array("H", [code for code in row.codes if computes[code]])
+    computes = row.look_up([bool(kind) for _, kind in words], bool)
+    codes, units = (column(values.typecode, np.asarray(values)[computes]) for values in (row.codes, row.units))
     return Row(Action, words, codes, units, row.num_slices)
 
 

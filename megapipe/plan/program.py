@@ -6,17 +6,18 @@ all play plans here, so they judge by the same rules.
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise, repeat
-from typing import TYPE_CHECKING
+from itertools import pairwise, repeat
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .recorder import KINDS, Event
-from .rows import Row
+import numpy as np
+
+from .recorder import KINDS, MESSAGES, Event
+from .rows import Row, column
 from .verbs import PAIR
 
 if TYPE_CHECKING:
@@ -53,67 +54,40 @@ class Program:
 
 
 def compile_plan(plan: Plan) -> Program:
-    num_channels = 2 * plan.pp_size * plan.num_chunks
+    units = [np.asarray(row.units) for row in plan.rows]
     num_units = plan.num_microbatches * plan.num_slices
-    numbers = None if plan.is_recorded else _Numbers()  # a file may have few microbatches with large numbers
-    columns = [_compile_row(plan, row, num_units, numbers) for row in plan.rows]
+    if not plan.is_recorded:  # a file may have few microbatches with large numbers
+        distinct = np.unique(np.concatenate(units))
+        units, num_units = [np.searchsorted(distinct, row) for row in units], len(distinct)
+    columns = [_compile_row(plan, *row, num_units) for row in zip(plan.rows, units)]
     ranks = list(map(plan.rank_of, range(plan.pp_size * plan.num_chunks)))
-    crosses = [below != above for below, above in pairwise(ranks) for _ in range(2)] + [False, False]
-    names = [channel if crosses[channel] else -1 for channel in range(num_channels)]
-    if numbers is None:
-        channels = array("i", chain.from_iterable(map(repeat, names, repeat(num_units))))
-    else:
-        channels = array("i", [names[key // num_units] for key in numbers])
+    crosses = [below != above for below, above in pairwise(ranks) for _ in range(2)]
+    channels = [channel if crosses[channel] else -1 for channel in range(len(crosses))]
     sources, sent, sent_until, pairs = map(list, zip(*columns))
-    return Program(sources, sent, sent_until, pairs, channels, num_channels)
-
-
-class _Numbers(dict[int, int]):
-    """Numbers from 0 on, in the order in which their keys are met."""
-
-    def __missing__(self, key: int) -> int:
-        self[key] = len(self)
-        return self[key]
+    return Program(sources, sent, sent_until, pairs, column("i", np.repeat(channels, num_units)), len(channels))
 
 
 def _compile_row(
-    plan: Plan, row: Row[Event], num_units: int, numbers: _Numbers | None
+    plan: Plan, row: Row[Event], units: np.ndarray[Any, Any], num_units: int
 ) -> tuple[array[int], array[int], array[int], dict[int, int]]:
-    """The columns of a rank. A message's number, unless `numbers` says otherwise, is channel * num_units + unit."""
-    facts = [_facts(plan, Event(*word, 0)) for word in row.words]
-    computes = [fact[0] for fact in facts]
-    firsts = [fact[1] * num_units for fact in facts]  # below 0 for those of no message
-    sources, sent, sent_until, pairs = array("q"), array("q"), array("q"), {}
-    verbs = [verb for verb, _ in row.words]
-    is_half = [verb in PAIR for verb in verbs]
-    for code, unit in zip(row.codes, row.units):
-        first = firsts[code]
-        message = -1 if first < 0 else first + unit if numbers is None else numbers[first + unit]
-        if computes[code]:
-            if is_half[code]:
-                if verbs[code] == PAIR[0]:
-                    forward = len(sources)
-                else:
-                    pairs[forward] = len(sources)
-            if sources:
-                sent_until.append(len(sent))
-            sources.append(message)
-        elif message >= 0:
-            sent.append(message)
-    if sources:
-        sent_until.append(len(sent))
-    return sources, sent, sent_until, pairs
+    """The columns of a rank. Messages are numbered channel by channel, and in each by their units."""
+    channels = row.look_up([_channel(plan, *word) for word in row.words], int)
+    messages = np.where(channels < 0, -1, channels * num_units + units)
+    computes = row.look_up([verb in KINDS for verb, _ in row.words], bool)
+    sends = (messages >= 0) & ~computes
+    sent_before = np.append(sends.cumsum()[computes], sends.sum())
+    halves = (row.look_up([verb == half for verb, _ in row.words], bool)[computes] for half in PAIR)
+    pairs = dict(zip(*(np.flatnonzero(half).tolist() for half in halves)))
+    return column("q", messages[computes]), column("q", messages[sends]), column("q", sent_before[1:]), pairs
 
 
-def _facts(plan: Plan, event: Event) -> tuple[bool, int]:
-    """Whether a verb computes, and the number of the channel that it waits for or sends on; -1 for none."""
-    computes = event.verb in KINDS
-    send = plan.needs(event) if computes else event if event.sends else None
-    if send is None:
-        return computes, -1
-    kind, boundary = send.channel
-    exists = 0 <= boundary < plan.pp_size * plan.num_chunks - 1
-    return computes, 2 * boundary + (kind == "forward") if exists else -1
+def _channel(plan: Plan, verb: str, stage: int) -> int:
+    """The number of the channel that a computation waits for, or that a message is sent on; -1 for none."""
+    if verb not in MESSAGES or verb.startswith("recv"):
+        return -1
+    kind, boundary = MESSAGES[verb]
+    boundary += stage
+    return 2 * boundary + (kind == "forward") if 0 <= boundary < plan.pp_size * plan.num_chunks - 1 else -1
 
 
 def run(
@@ -140,54 +114,91 @@ def run(
     """
     if overlap:
         durations = [_overlapped(*rank, overlap) for rank in zip(durations, program.pairs)]
-    channels = program.channels
-    arrivals = [math.inf] * len(channels) + [-math.inf]  # the last for an action that needs no message: at -1
-    busy_until = [0.0] * program.num_channels
-    starts = [array("d") for _ in clocks]
-    ends = [array("d") for _ in clocks]
-    waiting: dict[int, int] = {}  # the rank that waits for a message
-    runnable = deque(range(len(clocks)))  # the rank that was woken first, so that it gets far: more has arrived by then
-    pairs_of = program.pairs if overlap else [{} for _ in clocks]
-    columns = list(zip(program.sources, durations, program.sent, program.sent_until, pairs_of, starts, ends))
-    while runnable:
-        rank = runnable.popleft()
-        clock = clocks[rank]
-        sources, times, sent, sent_until, pairs, starts_of, ends_of = columns[rank]
-        num_done = len(ends_of)
-        num_sent = sent_until[num_done - 1] if num_done else 0
-        for index in range(num_done, len(sources)):
-            source = sources[index]
-            arrival = arrivals[source]
-            if index in pairs and arrivals[sources[pairs[index]]] > arrival:
-                source = sources[pairs[index]]
-                arrival = arrivals[source]
-            if arrival == math.inf:
-                waiting[source] = rank
-                break
-            if begin is not None:
-                clock = begin(rank, index, clock, arrival)
-            if arrival > clock:
-                clock = arrival
-            starts_of.append(clock)
-            clock += times[index]
-            ends_of.append(clock)
-            while num_sent < sent_until[index]:
-                message_sent = sent[num_sent]
-                num_sent += 1
-                channel = channels[message_sent]
-                if channel < 0:
-                    arrivals[message_sent] = clock
-                else:
-                    busy_until[channel] = free_at = max(clock, busy_until[channel]) + message
-                    arrivals[message_sent] = free_at + p2p
-                if message_sent in waiting:
-                    runnable.append(waiting.pop(message_sent))
-        clocks[rank] = clock
+    never = len(program.channels)  # the message that a rank waits for at its end
+    arrivals = array("d", [inf]) * (never + 1)
+    arrivals.append(-inf)  # at -1: for an action that needs no message
+    transfers = _Transfers(program.channels, arrivals, [0.0] * program.num_channels, p2p, message)
+    starts, ends = ([array("d") for _ in clocks] for _ in range(2))
+    ranks = []
+    for rank, (clock, sources, times) in enumerate(zip(clocks, program.sources, durations)):
+        others = _others(sources, program.pairs[rank]) if overlap else repeat(-1)
+        actions = zip(sources, others, times, program.sent_until[rank])
+        ranks.append(_run_rank(rank, clock, actions, program.sent[rank], begin, starts[rank], ends[rank], transfers))
+    missing = [-1] * len(ranks)  # by rank, the message that it waits for
+    while ready := [rank for rank, number in enumerate(missing) if arrivals[number] < inf]:
+        for rank in ready:
+            missing[rank] = next(ranks[rank], never)
+    clocks[:] = [ends_of[-1] if ends_of else clock for ends_of, clock in zip(ends, clocks)]
     return starts, ends
 
 
-def _overlapped(durations: Sequence[float], pairs: dict[int, int], overlap: float) -> list[float]:
+class _Transfers(NamedTuple):
+    """The messages of a plan that is played."""
+
+    channels: array[int]
+    arrivals: array[float]
+    """By message; inf for those that are not sent yet."""
+    busy_until: list[float]
+    """By channel."""
+    p2p: float
+    message: float
+
+
+def _run_rank(
+    rank: int,
+    clock: float,
+    actions: Iterable[tuple[int, int, float, int]],
+    sent: array[int],
+    begin: Callable[[int, int, float, float], float] | None,
+    starts: array[float],
+    ends: array[float],
+    transfers: _Transfers,
+) -> Iterator[int]:
+    """Run a rank to its end. Yields each message that it has to wait for; to be resumed once that is sent."""
+    channels, arrivals, busy_until, p2p, message = transfers
+    num_sent = 0
+    for source, other, time, sent_until in actions:
+        arrival = arrivals[source]
+        if arrival == inf:
+            yield source
+            arrival = arrivals[source]
+        if other >= 0:
+            if arrivals[other] == inf:
+                yield other
+            arrival = max(arrival, arrivals[other])
+        if begin is not None:
+            clock = begin(rank, len(ends), clock, arrival)
+        if arrival > clock:
+            clock = arrival
+        starts.append(clock)
+        clock += time
+        ends.append(clock)
+        while num_sent < sent_until:
+            number = sent[num_sent]
+            num_sent += 1
+            channel = channels[number]
+            if channel < 0:
+                arrivals[number] = clock
+            else:
+                busy = busy_until[channel]
+                busy_until[channel] = free_at = (busy if busy > clock else clock) + message
+                arrivals[number] = free_at + p2p
+
+
+def _others(sources: array[int], pairs: dict[int, int]) -> Iterable[int]:
+    """By action, the message of the backward that an overlapped forward waits for as well; -1 for none."""
+    if not pairs:
+        return repeat(-1)
+    others = array("q", [-1]) * len(sources)
+    for forward, backward in pairs.items():
+        others[forward] = sources[backward]
+    return others
+
+
+def _overlapped(durations: Sequence[float], pairs: dict[int, int], overlap: float) -> Sequence[float]:
     """The longer action of a pair hides a share of the shorter one. Both shrink alike."""
+    if not pairs:
+        return durations
     shrunk = list(durations)
     for pair in pairs.items():
         times = [durations[index] for index in pair]

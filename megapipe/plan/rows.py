@@ -11,9 +11,16 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
-__all__ = ["LazySequence", "Row"]
+import numpy as np
+
+__all__ = ["LazySequence", "Row", "column"]
 
 T = TypeVar("T", bound=tuple[Any, ...])
+
+
+def column(typecode: str, values: np.ndarray[Any, Any]) -> array[Any]:
+    """An array of Python's own, whose items are Python's numbers."""
+    return array(typecode, values.astype(typecode).tobytes())
 
 
 class LazySequence(Sequence[T]):
@@ -59,7 +66,7 @@ class Row(LazySequence[T], Generic[T]):
         make: Callable[..., T],
         words: Sequence[tuple[Any, Any]],
         codes: array[int],
-        units: array[int] | list[int],
+        units: array[int],
         num_slices: int,
     ) -> None:
         self.make = make
@@ -72,8 +79,7 @@ class Row(LazySequence[T], Generic[T]):
     def of(cls, items: Iterable[T], num_slices: int) -> Row[T]:
         """The row of these events or actions."""
         numbers: dict[tuple[Any, Any], int] = {}
-        codes = array("H")
-        units: list[int] = []  # any size, as a file may have it
+        codes, units = array("H"), array("q")
         make: Any = tuple  # for a row of no items
         for item in items:
             make = type(item)
@@ -81,6 +87,11 @@ class Row(LazySequence[T], Generic[T]):
             codes.append(numbers.setdefault((first, second), len(numbers)))
             units.append(microbatch * num_slices + part)
         return cls(make, list(numbers), codes, units, num_slices)
+
+    def look_up(self, facts: Sequence[Any], type_: type) -> np.ndarray[Any, Any]:
+        """A fact of each item, from those of the words."""
+        found: np.ndarray[Any, Any] = np.array(facts, type_)[np.asarray(self.codes)]
+        return found
 
     def __len__(self) -> int:
         return len(self.codes)

@@ -11,11 +11,12 @@ import operator
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from .program import run
-from .rows import LazySequence, Row
+from .rows import LazySequence, Row, column
 from .verbs import Action
 
 if TYPE_CHECKING:
@@ -76,12 +77,12 @@ class Costs:
 
     def durations(self, plan: Plan) -> list[array[float]]:
         """By rank, the time of each action."""
-        times, shares = self.by_kind(plan), self.shares(plan.num_slices)
+        times, shares = self.by_kind(plan), np.array(self.shares(plan.num_slices))
         durations = []
         for row in plan.actions:
-            of_codes = [times[kind][stage] if kind else 0.0 for stage, kind in row.words]
-            units = zip(row.codes, row.units)
-            durations.append(array("d", [of_codes[code] * shares[unit % plan.num_slices] for code, unit in units]))
+            of_words = [times[kind][stage] if kind else 0.0 for stage, kind in row.words]
+            of_slices = shares[np.asarray(row.units) % plan.num_slices]
+            durations.append(column("d", row.look_up(of_words, float) * of_slices))
         return durations
 
     def shares(self, num_slices: int) -> list[float]:
@@ -237,7 +238,7 @@ def peak_held(actions: Row[Action], released_by: tuple[str, str]) -> int:
     """Most microbatches, or slices of them, that a rank holds at once, from their F to one of these kinds, each chunk
     counted by itself."""
     changes = [1 if kind == "F" else -(kind in released_by) for _, kind in actions.words]
-    return max(accumulate(map(changes.__getitem__, actions.codes), initial=0))
+    return int(actions.look_up(changes, int).cumsum().max(initial=0))
 
 
 def _lower_bound(plan: Plan, costs: Costs) -> float:

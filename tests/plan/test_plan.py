@@ -26,6 +26,7 @@ from megapipe.plan import (
     Verbs,
     find_schedule,
     load_plan,
+    loop,
     make_plan,
     v_shape,
 )
@@ -67,6 +68,21 @@ def test_messages_take_latency_and_bandwidth() -> None:
     # A message as long as two forwards: the channel and not the rank is what the next rank waits for.
     spans = plan.simulate(1.0, message=2.0).spans
     assert [span.start for span in spans[1][:4]] == [3, 5, 7, 9]
+
+
+def sends_late(pipe: Verbs) -> None:
+    for verb in (pipe.recv_forward, pipe.forward_step, pipe.send_forward):
+        for _ in range(pipe.num_microbatches):
+            verb()
+    return pipe.finish()
+
+
+def test_messages_sent_together_follow_each_other() -> None:
+    plan = make_plan(Schedule("late", sends_late, loop, forward_only=True), 2, 3)
+    plan.check()
+    spans = plan.simulate(1.0, p2p=0.5, message=2.0).spans
+    assert [span.start for span in spans[0]] == [0, 1, 2]
+    assert [span.start for span in spans[1]] == [3 + 2 + 0.5, 3 + 4 + 0.5, 3 + 6 + 0.5]
 
 
 def test_steps_overlap_unless_the_optimizer_waits_for_all() -> None:
