@@ -78,12 +78,14 @@ def _check_order(plan: Plan) -> None:
         if isinstance(events, Row):
             continue
         recorder = PlanRecorder(plan.placement, rank, *sizes, None, plan.num_slices)
-        for event in events:
-            getattr(recorder, verbs.get(event.verb, event.verb))(plan.chunk_of(event.stage))
-            expected = recorder.events[-1]
-            if (expected.microbatch, expected.slice) != (event.microbatch, event.slice):
-                raise ScheduleError(f"{plan.name} has {event} on rank {rank} where {expected} is next.")
-        recorder.finish()
+        try:
+            for event in events:
+                getattr(recorder, verbs.get(event.verb, event.verb))(plan.chunk_of(event.stage))
+            recorder.finish()
+        finally:  # a wrong unit comes before whatever follows from it
+            for event, expected in zip(events, recorder.events):
+                if (expected.microbatch, expected.slice) != (event.microbatch, event.slice):
+                    raise ScheduleError(f"{plan.name} has {event} on rank {rank} where {expected} is next.")
 
 
 def _check_waits(plan: Plan) -> None:

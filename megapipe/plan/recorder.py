@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .rows import Row
+import numpy as np
+
+from .rows import Row, column
 from .verbs import PAIR, Action, Verbs, unit_name
 
 __all__ = ["KINDS", "ChannelName", "Event", "PlanRecorder"]
@@ -92,76 +95,104 @@ class Event(NamedTuple):
         return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{unit}"
 
 
+# The verbs that count as another one, since a microbatch's forward or backward is one or the other.
+COUNTED_AS = {PAIR[0]: "forward_step", PAIR[1]: "backward_step", "backward_input_step": "backward_step"}
+
+
 def _recorded(verb: str) -> Any:
     """The method that writes down calls of `verb`."""
     is_backward = "backward" in verb
+    counted_as = COUNTED_AS.get(verb, verb)
 
     def write_down(self: PlanRecorder, chunk: int = 0) -> None:
-        if not (is_backward and self.forward_only):
-            self._numbers.append(self._advance(verb, chunk))  # as _write does, without its call: there are millions
-            self._codes.append(self._first_code[verb] + chunk)
+        if is_backward and self.forward_only:
+            return
+        # As `_advance` does, without its call: a large plan has millions.
+        before, own, first_code = self._books[verb]
+        number = own[chunk]
+        if before[chunk] - number < self.num_slices:
+            self._check_ready(counted_as, chunk)
+        own[chunk] = number + 1
+        self._codes.append(first_code + chunk)
 
     return write_down
 
 
 class PlanRecorder(Verbs):
-    """Writes down the calls of a schedule on one rank."""
+    """Writes down the calls of a schedule on one rank: only which they are, since their order tells their units."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `Verbs`."""
         super().__init__(*args, **kwargs)
-        self._codes, self._numbers = array("H"), array("i")
+        self._codes = array("H")
         self._first_code = {verb: k * self.num_chunks for k, verb in enumerate(WORDS)}
-        self._num_with_pair = -1
-        """How many calls had been written down after the last overlapped pair."""
+        self._books = {
+            verb: (*self._before_and_own[COUNTED_AS.get(verb, verb)], self._first_code[verb]) for verb in MESSAGES
+        }
+        self._pair_ends: list[int] = []
+        """How many calls had been written down after each overlapped pair."""
 
     @property
     def events(self) -> Row[Event]:
         """The calls so far."""
+        codes = self._codes
+        for end in self._pair_ends:  # what a pair's forward made is sent as soon as it is there
+            chunk = codes[end - 2] - self._first_code[PAIR[0]]
+            if end < len(codes) and codes[end] == self._first_code["send_forward"] + chunk:
+                codes[end - 1], codes[end] = codes[end], codes[end - 1]
         words = [(verb, info.index) for verb in WORDS for info in self.stages]
-        units = self._numbers
+        return Row(Event, words, codes, self._number(words), self.num_slices)
+
+    def _number(self, words: Sequence[tuple[str, int]]) -> array[int]:
+        """The units of all calls."""
+        codes = np.asarray(self._codes)
+        first = self._first_code
+        counted_as = [first[COUNTED_AS.get(verb, verb)] + chunk for verb in WORDS for chunk in range(self.num_chunks)]
+        numbers = _num_equal_before(np.array(counted_as)[codes])
+        for chunk in range(self.num_chunks):  # Ws come in the order of the Bs that deferred them
+            weights = np.flatnonzero(codes == first["backward_weight_step"] + chunk)
+            numbers[weights] = numbers[codes == first["backward_input_step"] + chunk][: len(weights)]
         if self.num_slices > 1:
-            verbs = [verb for verb, _ in words]
-            calls = (self._unit(verbs[code], number) for code, number in zip(self._codes, units))
-            units = array("i", [microbatch * self.num_slices + part for microbatch, part in calls])
-        return Row(Event, words, self._codes, units, self.num_slices)
+            for code, (verb, _) in enumerate(words):
+                microbatches, parts = self._unit(verb, numbers[codes == code])
+                numbers[codes == code] = microbatches * self.num_slices + parts
+        return column("i", numbers)
 
     recv_forward = _recorded("recv_forward")
     forward_step = _recorded("forward_step")
+    send_forward = _recorded("send_forward")
     recv_backward = _recorded("recv_backward")
+    backward_step = _recorded("backward_step")
     send_backward = _recorded("send_backward")
-
-    def send_forward(self, chunk: int = 0) -> None:
-        self._write("send_forward", chunk, self._advance("send_forward", chunk))
-        codes, numbers = self._codes, self._numbers
-        if len(codes) == self._num_with_pair + 1 and codes[-3] == self._first_code[PAIR[0]] + chunk:
-            for column in (codes, numbers):  # it is sent as soon as it is there
-                column[-2], column[-1] = column[-1], column[-2]
-
-    def backward_step(self, chunk: int = 0) -> None:
-        self._record_backward("backward_step", chunk, deferred=False)
+    _backward_input_step = _recorded("backward_input_step")
+    _overlapped_forward_step, _overlapped_backward_step = map(_recorded, PAIR)
 
     def backward_input_step(self, chunk: int = 0) -> None:
-        self._record_backward("backward_input_step", chunk, deferred=True)
+        self._backward_input_step(chunk)
+        if not self.forward_only:
+            self._deferred.append((chunk, self._counts["backward_step"][chunk] - 1))
 
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
         if not self.forward_only:
             self._check_ready("backward_step", backward_chunk)
-        self._write(PAIR[0], forward_chunk, self._advance("forward_step", forward_chunk))
-        self._record_backward(PAIR[1], backward_chunk, deferred=False)
-        self._num_with_pair = -1 if self.forward_only else len(self._codes)
+        self._overlapped_forward_step(forward_chunk)
+        self._overlapped_backward_step(backward_chunk)
+        if not self.forward_only:
+            self._pair_ends.append(len(self._codes))
 
     def backward_weight_step(self, chunk: int | None = None) -> None:
         if not self.forward_only:
-            self._write("backward_weight_step", *self._advance_weight(chunk))
+            chunk, _ = self._advance_weight(chunk)
+            self._codes.append(self._first_code["backward_weight_step"] + chunk)
 
     def finish(self) -> None:
         self._check_finished()
 
-    def _record_backward(self, verb: str, chunk: int, deferred: bool) -> None:
-        if not self.forward_only:
-            self._write(verb, chunk, self._advance_backward(chunk, deferred))
 
-    def _write(self, verb: str, chunk: int, number: int) -> None:
-        self._codes.append(self._first_code[verb] + chunk)
-        self._numbers.append(number)
+def _num_equal_before(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """By item, how many of those before it are equal to it."""
+    order = np.argsort(values, kind="stable")
+    sizes = np.bincount(values)
+    numbers = np.empty_like(order)
+    numbers[order] = np.arange(len(order)) - np.repeat(sizes.cumsum() - sizes, sizes)
+    return numbers
