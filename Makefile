@@ -149,6 +149,7 @@ bench-all: bench
 	$(BENCH).saving
 	$(BENCH).first_step --pp 8
 	$(BENCH).control_plane
+	$(BENCH).large_jobs
 	$(BENCH).document
 
 bench-gpu: $(INSTALLED)

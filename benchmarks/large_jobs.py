@@ -1,0 +1,178 @@
+"""What all ranks of a large job ask of its store: in their first step, while they compute, and when one fails.
+
+    python -m benchmarks.large_jobs --ranks 1024 8192
+
+Each rank has a connection, and does with it what a rank does: it agrees on the arguments of a step, looks for failures
+and gives signs of life. Ranks are threads of a few processes, which share the cores of this machine with the store: so
+wall time is mostly theirs. In a job they have cores of their own, and what they wait for is the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+from torch.distributed import PrefixStore, TCPStore
+
+from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, World
+from megapipe.failures.world import Failure
+
+from .control_plane import serve
+from .tables import FOLDER, save_table
+
+PIPELINE = 16
+"""Ranks of each."""
+HEADER = ["ranks", "all have agreed, s", "of that the store, s", "the store meanwhile", "all have heard, s"]
+HEADER += ["of that the store, s"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=10.0, help="between the first step and the failure")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    notes = (
+        f"Pipelines of {PIPELINE}. *agreed*: from the begin of the first step until all ranks know that all were "
+        "called alike. *heard*: from a rank's failure until all ranks know of it; each looks once a second. *the "
+        "store*: processor time of the process that holds it; *meanwhile*: its share of a core while all compute. "
+        f"{args.processes} processes play all ranks, on {os.cpu_count()} cores that they share with the store."
+    )
+    rows = [row(num_ranks, args.processes, args.seconds) for num_ranks in args.ranks]
+    save_table("large-jobs", "Large jobs: the first step, and a failure", HEADER, rows, notes, args.folder)
+
+
+def row(num_ranks: int, num_processes: int, seconds: float) -> list[str]:
+    context = multiprocessing.get_context("spawn")
+    clock, answers = multiprocessing.Pipe()
+    processes = [context.Process(target=serve, args=(answers,), daemon=True)]
+    processes[0].start()
+    port = clock.recv()
+    players = []
+    for first in range(num_processes):
+        player, end = multiprocessing.Pipe()
+        ranks = range(first, num_ranks, num_processes)
+        processes.append(context.Process(target=play, args=(end, port, ranks, num_ranks), daemon=True))
+        players.append(player)
+    for process in processes[1:]:
+        process.start()
+    collect(players)  # all are connected
+    agreed = timed(clock, lambda: collect(tell(players, "agree")))
+    idle = timed(clock, lambda: time.sleep(seconds))
+    heard = timed(clock, lambda: collect(tell(players, "fail")))
+    for process in processes:
+        process.kill()
+    times = [f"{agreed.wall:.2f}", f"{agreed.store:.2f}", f"{100 * idle.store / idle.wall:.0f} % of a core"]
+    return [str(num_ranks), *times, f"{heard.wall:.2f}", f"{heard.store:.2f}"]
+
+
+class Times(NamedTuple):
+    wall: float
+    store: float
+
+
+def timed(clock: Connection, function: Callable[[], None]) -> Times:
+    def store_time() -> float:
+        clock.send(None)
+        return float(clock.recv())
+
+    store, wall = store_time(), time.monotonic()
+    function()
+    return Times(time.monotonic() - wall, store_time() - store)
+
+
+def tell(players: list[Connection], what: str) -> list[Connection]:
+    for player in players:
+        player.send(what)
+    return players
+
+
+def collect(players: list[Connection]) -> None:
+    for player in players:
+        player.recv()
+
+
+def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> None:
+    """Some of the ranks of a job, in one process."""
+    threading.stack_size(256 * 1024)
+    job = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: num_ranks)
+    mock.patch("megapipe.failures.store.dist", job).start()
+    mock.patch("megapipe.failures.world._world", SimpleNamespace(pg_map=Everything())).start()
+    mock.patch("megapipe.failures.world.abort_process_groups").start()
+    with ThreadPoolExecutor(64) as pool:  # a slow name server makes some wait for seconds
+        stores = pool.map(lambda rank: TCPStore("127.0.0.1", port, wait_for_workers=False), ranks)
+        members = [Member(rank, num_ranks, store) for rank, store in zip(ranks, stores)]
+    connection.send(None)
+    connection.recv()
+    threads = [threading.Thread(target=member.begin_step) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    connection.send(None)
+    connection.recv()
+    if 0 in ranks:
+        members[0].world.publish(Failure("rank 0 failed", list(range(PIPELINE))))
+    while any(member.world.failure is None for member in members):
+        time.sleep(0.02)
+    connection.send(None)
+    with suppress(EOFError):
+        connection.recv()
+
+
+class Group(NamedTuple):
+    """Stands for torch's process group of all ranks."""
+
+    number: int
+    num_ranks: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
+class Everything:
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+class Member:
+    """What one rank has of megapipe, without torch.distributed around it."""
+
+    def __init__(self, rank: int, num_ranks: int, store: TCPStore) -> None:
+        pipeline, pp_rank = divmod(rank, PIPELINE)
+        with mock.patch("megapipe.failures.world._get_default_store", return_value=store):
+            self.world = World(Group(rank, num_ranks))  # type: ignore[arg-type]
+        part = PrefixStore(f"pipeline {pipeline}", store)
+        own = InterruptibleStore(part, pp_rank, PIPELINE, lambda: self._watchdog.check())
+        ranks = range(pipeline * PIPELINE, (pipeline + 1) * PIPELINE)
+        self._watchdog = Watchdog(own, Progress(), lambda: None, lambda: False, self.world, ranks)
+        self._mailbox = Mailbox(own, self._watchdog)
+        self._agreement = Agreement(self._mailbox, self._watchdog)
+
+    def begin_step(self) -> None:
+        """The part of it that all ranks make together: see `agree` and `start_together` in `runtime`."""
+        self._watchdog.progress.begin_step()
+        with self._watchdog.step():
+            self._agreement.agree({f"argument {number}": "as on the other ranks" for number in range(16)})
+            self._mailbox.post("progress, training", "[0, 0]")
+            self._mailbox.collect("progress, training")
+        self._watchdog.progress.end_step()
+
+
+if __name__ == "__main__":
+    main()
