@@ -24,6 +24,8 @@ MAX_RANKS = 4
 PATIENCE = 240  # seconds until a test counts as hung: many times what the slowest takes, as machines may be busy
 # torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
 IMPORTED_ONCE = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "megatron.core"]
+IMPORTED_WHERE_TESTED = {"transformers": "transformers.modeling_utils"}
+"""By a package that some of the tests at hand import."""
 
 
 class RankError(AssertionError):
@@ -86,7 +88,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED_ONCE)  # what is not installed is passed over
+        tested = [module for package, module in IMPORTED_WHERE_TESTED.items() if package in sys.modules]
+        context.set_forkserver_preload(IMPORTED_ONCE + tested)  # what is not installed is passed over
         for _ in range(self._size):
             jobs, jobs_end = context.Pipe()
             control, control_end = context.Pipe()
