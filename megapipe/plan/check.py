@@ -15,7 +15,7 @@ from .verbs import PAIR, ScheduleError, unit_in_words, unit_name
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["check_channels"]
+__all__ = ["check_channels", "check_ended"]
 
 
 def check_channels(plan: Plan) -> None:
@@ -92,6 +92,12 @@ def _check_waits(plan: Plan) -> None:
     """No rank waits for ever. An overlapped pair begins when both of its messages are there."""
     durations = [array("d", [1.0]) * len(actions) for actions in plan.actions]
     _, ends = run(plan.program, durations, [0.0] * plan.pp_size, overlap=1.0)
+    check_ended(plan, ends)
+
+
+def check_ended(plan: Plan, ends: Sequence[Sequence[float]]) -> None:
+    """Raises ScheduleError where ranks did not get through all of their actions when they were run, and says for what
+    they wait."""
     num_done = list(map(len, ends))
     waits = [_describe_wait(plan, rank, num_done) for rank, n in enumerate(num_done) if n < len(plan.actions[rank])]
     if waits:

@@ -171,6 +171,7 @@ class Plan:
         Raises:
             ValueError: a time is negative or not finite, a list of times has not one for each stage or slice, or
                 `num_steps` is less than 1.
+            ScheduleError: a rank waits for ever.
         """
         costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, overlap, slices)
         return simulate(self, costs, num_steps, synchronize)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .check import check_ended
 from .program import run
 from .rows import LazySequence, Row, column
 from .verbs import Action
@@ -184,6 +185,7 @@ def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = F
 
     Raises:
         ValueError: `num_steps` is less than 1, or a list of times has not one for each stage.
+        ScheduleError: a rank waits for ever.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
@@ -192,9 +194,11 @@ def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = F
     spans = list(map(Spans, plan.actions))
     step_ends = []
     for _ in range(num_steps):
-        for rank, starts, ends in zip(spans, *run(plan.program, durations, clocks, None, **of_messages)):
-            rank.starts += starts
-            rank.ends += ends
+        starts, ends = run(plan.program, durations, clocks, None, **of_messages)
+        check_ended(plan, ends)
+        for rank, starts_of, ends_of in zip(spans, starts, ends):
+            rank.starts += starts_of
+            rank.ends += ends_of
         if synchronize:
             clocks = [max(clocks)] * plan.pp_size
         clocks = [clock + costs.optimizer for clock in clocks]

@@ -265,6 +265,16 @@ def test_broken_plans_are_refused(text: str, message: str, tmp_path: Path) -> No
         load_plan(path).check()
 
 
+def test_a_plan_that_hangs_has_no_time(tmp_path: Path) -> None:
+    """A plan that hangs was simulated as far as it got: where each rank ran something, that came out as a makespan
+    shorter than the work, and else as an error about an index."""
+    path = tmp_path / "plan.csv"
+    for text in ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "0B0,0F0\n1F0,1B0\n"):
+        path.write_text(text)
+        with pytest.raises(ScheduleError, match="plan would hang: rank 0 waits at 0B0 for the output gradient"):
+            load_plan(path).simulate()
+
+
 # torch.distributed.pipelining
 
 
