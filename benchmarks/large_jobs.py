@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +51,8 @@ def main() -> None:
         "store*: processor time of the process that holds it; *meanwhile*: its share of a core while all compute. "
         f"{args.processes} processes play all ranks, on {os.cpu_count()} cores that they share with the store."
     )
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the store has a file for each connection
     rows = [row(num_ranks, args.processes, args.seconds) for num_ranks in args.ranks]
     save_table("large-jobs", "Large jobs: the first step, and a failure", HEADER, rows, notes, args.folder)
 
