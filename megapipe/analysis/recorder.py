@@ -44,7 +44,7 @@ class RankRecord(NamedTuple):
                     end,
                     [Span(Action(*action), *times) for action, *times in spans],
                     [Wait(action and Action(*action), *times) for action, *times in waits],
-                    pairs,
+                    tuple(pairs),
                 )
                 for number, begin, end, spans, waits, pairs in steps
             },

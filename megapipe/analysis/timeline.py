@@ -211,7 +211,7 @@ def _read_rank(rank: dict[str, Any]) -> RankStep:
         Wait(None if action[0] is None else _read_action(*action), *_read_times(start, end))
         for *action, start, end in rank["waits"]
     ]
-    pairs = rank.get("pairs", [])  # older files have none
+    pairs = tuple(rank.get("pairs", ()))  # older files have none
     if any(tuple(span.action.kind for span in spans[at : at + 2]) != ("F", "BW") for at in pairs):
         raise ValueError
     return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits, pairs)

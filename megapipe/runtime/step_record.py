@@ -44,7 +44,7 @@ class RankStep:
     end: float
     spans: list[Span]
     waits: list[Wait]
-    pairs: Sequence[int] = ()
+    pairs: tuple[int, ...] = ()
 
     @property
     def busy(self) -> float:
@@ -233,5 +233,5 @@ class StepRecord:
             time_of(self.end),
             spans,
             [Wait(action, time_of(start), time_of(end)) for action, is_wait, start, end in self.entries if is_wait],
-            [at for at, span in enumerate(spans) if span.action.kind == "F" and span.action in self.overlapped],
+            tuple(at for at, span in enumerate(spans) if span.action.kind == "F" and span.action in self.overlapped),
         )

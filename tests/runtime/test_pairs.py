@@ -98,6 +98,7 @@ def test_a_timeline_tells_its_pairs(rank: int) -> None:
             loaded = load_timeline(Path(folder) / "timeline.json")
         assert loaded is not None
         assert loaded.plan.program.pairs == expected
+        assert [rank.pairs for rank in loaded.steps[0]] == [rank.pairs for rank in timeline.steps[0]]
     assert any(planned)
 
 
