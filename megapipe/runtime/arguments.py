@@ -149,6 +149,8 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
     if not callable(step.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
     is_pipelined = len(stages) < stages[0].num_stages
+    if is_pipelined and not step.forward_only and step.config.post_validated_optimizer is not None:
+        _check_rereadable(step)
     if is_capturing(step.device):
         _check_capture(step, stages[0].num_stages // len(stages))
     if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
@@ -159,6 +161,15 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
                 "config.num_microbatches_with_partial_activation_checkpoints passes forward_step_func a third "
                 "argument, checkpoint_activations_microbatch: let it take one, or leave the setting None."
             ) from None
+
+
+def _check_rereadable(step: StepArguments) -> None:
+    for iterator in step.data_iterators:
+        if iterator is not None and not hasattr(iterator, "__next__"):
+            raise TypeError(
+                "with a PostValidatedOptimizer forwards may have to be run again, so data_iterator must be an iterator "
+                f"(or None), whose items can be kept, but it is a {type(iterator).__name__}: pass iter(...) of it."
+            )
 
 
 def _check_capture(step: StepArguments, pp_size: int) -> None:

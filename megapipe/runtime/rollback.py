@@ -65,9 +65,6 @@ def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdo
 
     Returns:
         None for a step whose weights are known to stand.
-
-    Raises:
-        TypeError: where data cannot be read again.
     """
     optimizer = step.config.post_validated_optimizer
     if optimizer is None:
@@ -75,12 +72,6 @@ def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdo
     if step.forward_only or watchdog is None:
         optimizer.finalize_everywhere()
         return None
-    for iterator in step.data_iterators:
-        if iterator is not None and not hasattr(iterator, "__next__"):
-            raise TypeError(
-                "with a PostValidatedOptimizer forwards may have to be run again, so data_iterator must be an iterator "
-                f"(or None), whose items can be kept, but it is a {type(iterator).__name__}: pass iter(...) of it."
-            )
     if not optimizer.has_pending_step:
         return None
 
