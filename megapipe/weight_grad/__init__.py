@@ -7,6 +7,7 @@ at once, and hands the computation of its weight's gradient to `defer`.
 from .accumulation import add_gradient
 from .aliasing import SavedTensor, is_shared, save_for_w
 from .context import backward_context
+from .convolution import conv1d, conv2d
 from .deferring import (
     DeferredGrads,
     capturing,
@@ -16,7 +17,7 @@ from .deferring import (
     is_capturing,
     visit_gradient_nodes,
 )
-from .layers import conv1d, conv2d, embedding, grouped_linear, linear, transposed_linear
+from .layers import embedding, grouped_linear, linear, transposed_linear
 from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import layers
+from . import convolution, layers
 
 __all__ = ["Conv1d", "Conv2d", "Embedding", "GroupedLinear", "Linear", "convert", "let_convert"]
 
@@ -41,7 +41,7 @@ class Conv1d(nn.Conv1d):
         padding = self.padding
         if self.padding_mode != "zeros":
             input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), (0,)
-        return layers.conv1d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return convolution.conv1d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
 class Conv2d(nn.Conv2d):
@@ -51,7 +51,7 @@ class Conv2d(nn.Conv2d):
         padding = self.padding
         if self.padding_mode != "zeros":
             input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), (0, 0)
-        return layers.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return convolution.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
 class GroupedLinear(nn.Module):

@@ -1,0 +1,96 @@
+"""What layers have in common whose backward returns the input's gradient at once and defers the weight's.
+
+Each is one autograd Function with the arithmetic of torch's own layer. It keeps the parameter itself, for `defer`, and
+saves what torch saves, except for the weight under autocast, which is cast again. A deferred computation refers to the
+layer's input and output gradient and to nothing else. Gradients of biases are sums, cheap beside the rest, so they are
+returned in B, except for those of convolutions, which torch computes together with the weight's.
+
+On CPU gradients are torch's to the bit: products are rounded before they are added. On other devices they are added in
+one go, which rounds once.
+
+Torch's layer runs where nothing can be deferred: the weight is frozen, or was computed from other tensors (weight norm,
+parametrizations, `functional_call`), to which autograd must carry its gradient on; it is complex, so its gradient takes
+conjugates; torch.compile or a transform of torch.func is at work; or a stage is being captured as a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable as torchs_once_differentiable
+
+from .accumulation import has_main_grad
+from .deferring import defer, deferring_to, is_capturing
+
+__all__ = ["Layer", "add", "as_autocast", "can_defer", "deferred_gradient", "once_differentiable"]
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own, used only where it has something to do: its contexts take longer than the backward of a small layer.
+    That is where the backward is to have a graph itself (`create_graph`)."""
+    with_graph = torchs_once_differentiable(backward)
+
+    def chosen(ctx: Any, grad: Tensor) -> Any:
+        return (with_graph if torch.is_grad_enabled() else backward)(ctx, grad)
+
+    return chosen
+
+
+class Layer(Function):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Without torch's own search for what transforms of torch.func have left behind, which takes longer than the
+        backward of a small layer. Where one is at work `can_defer` refuses."""
+        return super(Function, cls).apply(*args)  # type: ignore[misc]
+
+
+def add(compute: Callable[[], Tensor], target: Tensor) -> None:
+    target.add_(compute())
+
+
+def can_defer(weight: Tensor) -> bool:
+    if not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled() or weight.is_complex():
+        return False
+    return not is_capturing() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+def deferred_gradient(
+    ctx: Any, number: int, parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]
+) -> Tensor | None:
+    """Defer the gradient of a parameter, given with its number among the inputs. Returns it where autograd must have
+    it: hooks of the parameter see a gradient before it is added, and `torch.autograd.grad` may have asked for it. And
+    on CPU where nothing is deferred, since autograd adds up the contributions of one backward before it adds them to
+    the gradient; elsewhere each is added in place, without a temporary of its size."""
+    if parameter._backward_hooks or not parameter.is_leaf:
+        return compute()
+    deferred = deferring_to()
+    if deferred is None and parameter.is_cpu and not has_main_grad(parameter):
+        return compute()
+    try:
+        is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
+    except RuntimeError:  # torch.autograd.grad asked for it
+        return compute()
+    if not is_wanted:  # neither is it by torch.autograd.grad of other tensors
+        return None
+    if deferred is None:
+        defer(parameter, compute, add_to)
+    else:
+        deferred.add(parameter, compute, add_to)
+    return None
+
+
+def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands as torch.autocast casts them. Its own casts must not happen within a Function: it would remember the
+    cast weight, which is without a graph there, for other users of the weight."""
+    if not torch._C._is_any_autocast_enabled():
+        return x, weight, bias
+    device_type = x.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device_type)
+    x, weight = (tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in (x, weight))
+    return x, weight, bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
