@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .recorder import KINDS, MESSAGES, Event
+from .recorder import KINDS, Event
 from .rows import Row, column
 from .verbs import PAIR
 
@@ -71,7 +71,7 @@ def _compile_row(
     plan: Plan, row: Row[Event], units: np.ndarray[Any, Any], num_units: int
 ) -> tuple[array[int], array[int], array[int], dict[int, int]]:
     """The columns of a rank. Messages are numbered channel by channel, and in each by their units."""
-    channels = row.look_up([_channel(plan, *word) for word in row.words], int)
+    channels = row.look_up([_channel(plan, Event(*word, 0)) for word in row.words], int)
     messages = np.where(channels < 0, -1, channels * num_units + units)
     computes = row.look_up([verb in KINDS for verb, _ in row.words], bool)
     sends = (messages >= 0) & ~computes
@@ -81,12 +81,12 @@ def _compile_row(
     return column("q", messages[computes]), column("q", messages[sends]), column("q", sent_before[1:]), pairs
 
 
-def _channel(plan: Plan, verb: str, stage: int) -> int:
+def _channel(plan: Plan, event: Event) -> int:
     """The number of the channel that a computation waits for, or that a message is sent on; -1 for none."""
-    if verb not in MESSAGES or verb.startswith("recv"):
+    send = event if event.sends else plan.needs(event)
+    if send is None:
         return -1
-    kind, boundary = MESSAGES[verb]
-    boundary += stage
+    kind, boundary = send.channel
     return 2 * boundary + (kind == "forward") if 0 <= boundary < plan.pp_size * plan.num_chunks - 1 else -1
 
 
