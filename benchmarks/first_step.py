@@ -36,7 +36,7 @@ HEADER = ["schedule", "compiled by", "warm_up", "the warm-up, s", "first step, s
 def main() -> None:
     args = parse()
     slept = f"a sleep of {args.seconds:g} s each"
-    cases = [("1f1b", slept), ("zbv", slept), ("1f1b", "inductor")]
+    cases = [("1f1b", slept), ("zbv", slept), *[("1f1b", "inductor")] * args.inductor]
     rows = []
     for schedule, compiler in cases:
         for is_warmed_up in (False, True):
@@ -45,10 +45,14 @@ def main() -> None:
             rows.append([schedule, compiler, "yes" if is_warmed_up else "no", *(f"{t:.2f}" for t in times)])
     notes = (
         f"Forward and backward of a stage are compiled apart, on {args.pp} ranks with a stage each (zbv: two). Seconds "
-        "from the first rank's begin to the last one's end. Inductor's compilations, and the import of inductor before "
-        f"them, take turns on {os.cpu_count()} cores here; where ranks have cores of their own, the rows with a sleep "
-        "say what is gained."
+        "from the first rank's begin to the last one's end. The rows with a sleep say what is gained where ranks have "
+        "cores of their own."
     )
+    if args.inductor:
+        notes += (
+            " Inductor's compilations, and the import of inductor before them, take turns on the "
+            f"{os.cpu_count()} cores of this machine."
+        )
     title = f"Time to the first step, pp={args.pp}, m={args.microbatches}"
     save_table(f"first-step-pp{args.pp}-m{args.microbatches}", title, HEADER, rows, notes, args.folder)
 
@@ -58,6 +62,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=2.0, help="of an emulated compilation")
+    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True, help="compile with it too")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     return parser.parse_args(argv)
 
