@@ -362,10 +362,12 @@ def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: st
 
     counter = [0]
     is_over = threading.Event()
-    chunks = build("1f1b", 2, transport, timeout=1.0)
+    chunks = build("1f1b", 2, transport)
     with on_lazy_device(chunks) as lazy:
+        step("1f1b", chunks, lazy.device.to_device)  # which connects, without a time limit
         for chunk in chunks:
             chunk.disturb = stall
+            chunk.config.timeout = 1.0
 
         def steps() -> None:
             while True:
