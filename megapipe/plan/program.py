@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, repeat
 from math import inf
+from sys import float_info
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 __all__ = ["Program", "compile_plan", "run"]
+
+NOT_SENT = -float_info.max
+"""In place of the time at which a message arrives. That may be inf, where the times given are."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def run(
     if overlap:
         durations = [_overlapped(*rank, overlap) for rank in zip(durations, program.pairs)]
     never = len(program.channels)  # the message that a rank waits for at its end
-    arrivals = array("d", [inf]) * (never + 1)
+    arrivals = array("d", [NOT_SENT]) * (never + 1)
     arrivals.append(-inf)  # at -1: for an action that needs no message
     transfers = _Transfers(program.channels, arrivals, [0.0] * program.num_channels, p2p, message)
     starts, ends = ([array("d") for _ in clocks] for _ in range(2))
@@ -125,7 +129,7 @@ def run(
         actions = zip(sources, others, times, program.sent_until[rank])
         ranks.append(_run_rank(rank, clock, actions, program.sent[rank], begin, starts[rank], ends[rank], transfers))
     missing = [-1] * len(ranks)  # by rank, the message that it waits for
-    while ready := [rank for rank, number in enumerate(missing) if arrivals[number] < inf]:
+    while ready := [rank for rank, number in enumerate(missing) if arrivals[number] != NOT_SENT]:
         for rank in ready:
             missing[rank] = next(ranks[rank], never)
     clocks[:] = [ends_of[-1] if ends_of else clock for ends_of, clock in zip(ends, clocks)]
@@ -137,7 +141,7 @@ class _Transfers(NamedTuple):
 
     channels: array[int]
     arrivals: array[float]
-    """By message; inf for those that are not sent yet."""
+    """By message; NOT_SENT for those that are still to be sent."""
     busy_until: list[float]
     """By channel."""
     p2p: float
@@ -159,11 +163,11 @@ def _run_rank(
     num_sent = 0
     for source, other, time, sent_until in actions:
         arrival = arrivals[source]
-        if arrival == inf:
+        if arrival == NOT_SENT:
             yield source
             arrival = arrivals[source]
         if other >= 0:
-            if arrivals[other] == inf:
+            if arrivals[other] == NOT_SENT:
                 yield other
             arrival = max(arrival, arrivals[other])
         if begin is not None:
