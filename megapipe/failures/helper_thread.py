@@ -7,7 +7,7 @@ import atexit
 import threading
 from collections.abc import Callable
 
-__all__ = ["begin", "end"]
+__all__ = ["begin", "end", "is_current"]
 
 TICK = 0.25  # seconds between two calls of each task
 PATIENCE = 3.0  # seconds that the end of the process waits for the thread
@@ -31,6 +31,10 @@ def begin(task: Callable[[], None]) -> None:
 
 def end(task: Callable[[], None]) -> None:
     _tasks.discard(task)
+
+
+def is_current() -> bool:
+    return threading.current_thread() is _thread
 
 
 def _stop_running() -> None:
