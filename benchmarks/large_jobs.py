@@ -111,7 +111,7 @@ def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> Non
     """Some of the ranks of a job, in one process."""
     threading.stack_size(256 * 1024)
     job = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: num_ranks)
-    mock.patch("megapipe.failures.store.dist", job).start()
+    mock.patch("megapipe.failures.helper_thread.dist", job).start()
     mock.patch("megapipe.failures.world._world", SimpleNamespace(pg_map=Everything())).start()
     mock.patch("megapipe.failures.world.abort_process_groups").start()
     with ThreadPoolExecutor(64) as pool:  # a slow name server makes some wait for seconds

@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -206,7 +207,10 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
 def test_ranks_of_a_large_job_look_less_often() -> None:
     """All ranks that waited asked 20 times a second, at 8,192 ranks twice as often as the store can answer."""
     store: Any = CountingStore(HashStore())
-    own = InterruptibleStore(store, 0, 8192, check_failure=lambda: None)
+    job = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 8192)
+    with mock.patch.object(helper_thread, "dist", job):
+        assert 8192 / helper_thread.interval(helper_thread.TICK) <= 20_000
+        own = InterruptibleStore(store, 0, 8192, check_failure=lambda: None)
     with pytest.raises(DistStoreError):
         own.wait(["never"], datetime.timedelta(seconds=1))
     assert store.num_requests <= 13
