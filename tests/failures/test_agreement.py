@@ -198,6 +198,7 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
         threads[-1].start()
     for thread in threads:
         thread.join()
+    assert all(watchdog._num_read == 0 for watchdog in watchdogs)  # nobody had to be told
     watchdogs[1].notify()
     before = store.num_requests
     watchdogs[0].poll()
