@@ -106,7 +106,8 @@ class World:
         self._num_missed = 0
         self._has_ended = False
         self._lock = threading.RLock()
-        self._positions.set(POSITIONS.format("size"), str(self.size))
+        if self.rank == 0:
+            self._positions.set(POSITIONS.format("size"), str(self.size))
         self._store.add("ranks", 1)
         self._beat()  # from here on it is missed
         helper_thread.begin(self.watch)
