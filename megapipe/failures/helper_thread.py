@@ -12,7 +12,7 @@ import torch.distributed as dist
 __all__ = ["begin", "end", "interval", "is_current"]
 
 TICK = 0.25  # seconds between two calls of each task
-LOOKS_PER_SECOND = 20_000  # of all ranks of a job: torch.distributed's store answers them with a quarter of a core
+LOOKS_PER_SECOND = 20_000  # of all ranks of a job: torch.distributed's store answers them with less than half a core
 PATIENCE = 3.0  # seconds that the end of the process waits for the thread
 
 _tasks: set[Callable[[], None]] = set()
