@@ -10,7 +10,6 @@ import pytest
 import test_sliced
 import torch
 import torch.nn.functional as F
-from graphs import skip_without_tracer
 from models import seed_cpu
 from ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -19,6 +18,10 @@ import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, graph, parallel_state, stages_for_rank, weight_grad
 
 NUM_MICROBATCHES, BATCH, WIDTH = 4, 6, 8
+needs_graphs = pytest.mark.skipif(torch.__version__ < "2.9", reason="stages are captured from torch 2.9 on")
+needs_fsdp_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
+)
 
 
 class Layers(nn.Module):
@@ -91,18 +94,16 @@ def train(schedule: str, way: str, warm_up: bool) -> list[Any]:
     return [*left, torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("way", ["eager", "deferred", "captured"])
+@pytest.mark.parametrize("way", ["eager", "deferred", pytest.param("captured", marks=needs_graphs)])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
 @on_ranks(2)
 def test_training_is_the_same_bit_for_bit(rank: int, schedule: str, way: str) -> None:
-    if way == "captured":
-        skip_without_tracer()
     with_it, without = train(schedule, way, True), train(schedule, way, False)
     assert len(with_it) == len(without)
     assert all(map(torch.equal, with_it, without))
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", "capture"])
+@pytest.mark.parametrize("compiler", ["dynamo", pytest.param("capture", marks=needs_graphs)])
 @on_ranks(1)
 def test_the_first_step_compiles_nothing_more(rank: int, compiler: str) -> None:
     parallel_state.initialize_model_parallel(1)
@@ -114,7 +115,6 @@ def test_the_first_step_compiles_nothing_more(rank: int, compiler: str) -> None:
 
     info = StageInfo(0, 1)
     if compiler == "capture":
-        skip_without_tracer()
         mock.patch("megapipe.graph.function.compile_graph", compile_graph).start()
         module: nn.Module = graph.capture(Graphed(info), (torch.zeros(BATCH, WIDTH),), compile="inductor")
     else:
@@ -227,14 +227,15 @@ def on_rank_0_only(rank: int) -> None:
     step(forward_step, iter(data), chunks, 2)
 
 
-@pytest.mark.parametrize("by", ["DistributedDataParallel", "fully_shard"])
+@pytest.mark.parametrize("by", ["DistributedDataParallel", pytest.param("fully_shard", marks=needs_fsdp_on_cpu)])
 @on_ranks(1)
 def test_replicas_that_communicate_by_themselves(rank: int, by: str) -> None:
     parallel_state.initialize_model_parallel(1)
     chunk: nn.Module = PipelineStage(Layers(StageInfo(0, 1)), StageInfo(0, 1))
     if by == "fully_shard":
-        fsdp = pytest.importorskip("torch.distributed.fsdp")
-        fsdp.fully_shard(chunk, mesh=parallel_state.get_data_parallel_mesh())
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(chunk, mesh=parallel_state.get_data_parallel_mesh())
     else:
         chunk = nn.parallel.DistributedDataParallel(chunk)
     with pytest.raises(ValueError, match=f"call it before {by}"):
