@@ -23,7 +23,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 from unittest import mock
 
 from torch.distributed import PrefixStore, TCPStore
@@ -34,10 +34,8 @@ from megapipe.failures.world import Failure
 from .control_plane import serve
 from .tables import FOLDER, save_table
 
-Answer = TypeVar("Answer")
 PIPELINE = 16
 """Ranks of each."""
-lock = threading.Lock()
 HEADER = ["ranks", "all have agreed, s", "of that the store, s", "the store meanwhile", "all have heard, s"]
 HEADER += ["of that the store, s"]
 
@@ -116,12 +114,10 @@ def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> Non
     """Some of the ranks of a job, in one process."""
     threading.stack_size(256 * 1024)
     sys.stderr = io.StringIO()  # where each of them says that it aborts its process groups
-    job = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: num_ranks)
+    job = SimpleNamespace(group=SimpleNamespace(WORLD=Group(0, num_ranks)))
     mock.patch("megapipe.failures.helper_thread.dist", job).start()
     mock.patch("megapipe.failures.world._world", SimpleNamespace(pg_map=Everything())).start()
     mock.patch("megapipe.failures.world.abort_process_groups").start()
-    for module in ("store", "world"):
-        mock.patch(f"megapipe.failures.{module}.ask", ask).start()
     tasks: list[Callable[[], None]] = []
     begin_tasks = mock.patch.object(helper_thread, "begin", tasks.append)
     begin_tasks.start()
@@ -147,12 +143,6 @@ def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> Non
     connection.send(None)
     with suppress(EOFError):
         connection.recv()
-
-
-def ask(request: Callable[[], Answer], check_failure: Callable[[], None] = lambda: None) -> Answer:
-    """In place of the thread that each process has for its requests, and which all ranks of a process would share."""
-    with lock:
-        return request()
 
 
 class Group(NamedTuple):

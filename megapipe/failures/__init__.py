@@ -6,7 +6,6 @@ from .mailbox import Mailbox
 from .progress import Progress
 from .status import add_status_command
 from .store import InterruptibleStore
-from .store_thread import ask
 from .watchdog import Watchdog, check_failures, collective, single_rank_step
 from .world import World
 
@@ -19,7 +18,6 @@ __all__ = [
     "Watchdog",
     "World",
     "add_status_command",
-    "ask",
     "check_failures",
     "collective",
     "single_rank_step",

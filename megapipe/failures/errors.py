@@ -1,6 +1,6 @@
 """The errors of a failed step."""
 
-__all__ = ["DisagreementError", "NoResponseError", "PipelineError", "SilentStoreError"]
+__all__ = ["DisagreementError", "NoResponseError", "PipelineError"]
 
 
 class PipelineError(RuntimeError):
@@ -9,10 +9,6 @@ class PipelineError(RuntimeError):
 
 class NoResponseError(PipelineError):
     """A rank did not respond in time, or the connection to it broke. A report of where all ranks are is added to it."""
-
-
-class SilentStoreError(PipelineError):
-    """torch.distributed's store does not answer, although the connection to it has not broken."""
 
 
 class DisagreementError(ValueError):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-__all__ = ["begin", "end", "interval", "is_current"]
+__all__ = ["begin", "end", "interval"]
 
 TICK = 0.25  # seconds between two calls of each task
 LOOKS_PER_SECOND = 20_000  # of all ranks of a job: torch.distributed's store answers them with less than half a core
@@ -38,12 +38,8 @@ def end(task: Callable[[], None]) -> None:
 
 def interval(shortest: float) -> float:
     """Seconds from one look into the store to the next: in large jobs longer, since the store answers all ranks."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return max(shortest, num_ranks / LOOKS_PER_SECOND)
-
-
-def is_current() -> bool:
-    return threading.current_thread() is _thread
+    group = dist.group.WORLD  # read once: the main thread may shut torch.distributed down meanwhile
+    return max(shortest, (1 if group is None else group.size()) / LOOKS_PER_SECOND)
 
 
 def _stop_running() -> None:

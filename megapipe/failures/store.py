@@ -1,30 +1,30 @@
 """The ranks' part of the store that torch.distributed was set up with.
 
 A wait in it ends when the session fails, also that of a transport that looks for its peers here: torch's own waits end
-only when their time is up, and until then they block all other threads that use the store. Nor does any thread wait for
-a store that does not answer (see `store_thread`).
+only when their time is up, and until then they block all other threads that use the store.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import threading
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from . import helper_thread
-from .store_thread import ask
 
 __all__ = ["InterruptibleStore"]
 
 TIMEOUT = datetime.timedelta(minutes=5)  # as in torch's own stores
 PAUSE = 0.05  # seconds, at most, between two looks of a rank that waits; in large jobs more
 
-Answer = TypeVar("Answer")
+_lock = threading.RLock()  # not every store may be used by two threads at once
 
 
 class InterruptibleStore(Store):
@@ -47,33 +47,36 @@ class InterruptibleStore(Store):
         self._has_left = False
 
     def set(self, key: str, value: Any) -> None:
-        self._ask(lambda: self._store.set(key, value), key)
+        with self._open(key) as store:
+            store.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(lambda: self._store.add(key, amount), key)
+        with self._open(key) as store:
+            return store.add(key, amount)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._ask(lambda: self._store.compare_set(key, expected, desired), key)
+        with self._open(key) as store:
+            return store.compare_set(key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask(lambda: bool(self._store.check(keys)))
+        with self._open() as store:
+            return bool(store.check(keys))
 
     def delete_key(self, key: str) -> bool:
-        def delete() -> bool:
+        with self._open() as store:
             self._keys.discard(key)
-            return self._store.delete_key(key)
-
-        return self._ask(delete)
+            return store.delete_key(key)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._ask(lambda: self._store.get(key))
+        with self._open() as store:
+            return store.get(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of keys that are there: one request, however many they are."""
-        if self._store.has_extended_api():  # type: ignore[attr-defined]
-            return self._ask(lambda: self._store.multi_get(keys))
-        return self._ask(lambda: [self._store.get(key) for key in keys])
+        with self._open() as store:
+            reads_many = store.has_extended_api()  # type: ignore[attr-defined]
+            return store.multi_get(keys) if reads_many else [store.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         end = time.monotonic() + (timeout or TIMEOUT).total_seconds()
@@ -88,27 +91,18 @@ class InterruptibleStore(Store):
     def leave(self) -> None:
         """This rank will not use it any more. The last one to leave deletes the keys of all."""
         own, count = f"left behind by {self.pp_rank}", "number of ranks that left"
-
-        def leave() -> None:
-            self._store.set(own, json.dumps(sorted(self._keys)))
-            if self._store.add(count, 1) == self.pp_size:
-                left_behind = [json.loads(self._store.get(f"left behind by {rank}")) for rank in range(self.pp_size)]
+        with self._open(own, count) as store:
+            store.set(own, json.dumps(sorted(self._keys)))
+            if store.add(count, 1) == self.pp_size:
+                left_behind = [json.loads(store.get(f"left behind by {rank}")) for rank in range(self.pp_size)]
                 for key in {key for keys in left_behind for key in keys}:
-                    self._store.delete_key(key)
+                    store.delete_key(key)
             self._has_left = True
 
-        self._ask(leave, own, count)
-
-    def _ask(self, request: Callable[[], Answer], *keys: str) -> Answer:
-        """
-        Args:
-            keys: that the request writes.
-        """
-
-        def note_and_request() -> Answer:
+    @contextmanager
+    def _open(self, *keys: str) -> Iterator[Store]:
+        with _lock:
             if self._has_left:
                 raise DistStoreError("this rank has left the session.")
             self._keys.update(keys)
-            return request()
-
-        return ask(note_and_request, self._check_failure)
+            yield self._store

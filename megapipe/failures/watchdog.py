@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from ..p2p_communication import ConnectionLostError
 from . import helper_thread
-from .errors import DisagreementError, NoResponseError, PipelineError, SilentStoreError
+from .errors import DisagreementError, NoResponseError, PipelineError
 from .progress import DeviceWaits, Progress
 from .store import InterruptibleStore
 from .world import Failure, World, is_connection_error
@@ -202,8 +202,6 @@ class Watchdog:
                     message = progress.awaited if progress.peer is None else "a message"
                     text = f"rank {self._rank} waited longer than {self.timeout:g} s for {message}"
                     self._publish(NoResponseError(text))
-            except SilentStoreError:
-                pass  # the world gives it up, if this rank waits too
             except RuntimeError:
                 # The store is gone, and with it the process that held it: the main thread will find its connections
                 # closed.

@@ -30,10 +30,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from .. import parallel_state
 from ..parallel_state import abort_process_groups
 from . import helper_thread
-from .errors import PipelineError, SilentStoreError
+from .errors import PipelineError
 from .progress import Progress
 from .store import InterruptibleStore
-from .store_thread import LIMIT, ask, seconds_silent
 
 __all__ = ["BEAT", "POSITIONS", "Failure", "World", "is_connection_error", "join_ranks"]
 
@@ -92,11 +91,11 @@ class World:
         """Those that this rank is in."""
         self._group = group
         store = _get_default_store()
-        number = ask(lambda: store.add(f"megapipe worlds of {self.rank}", 1))
+        number = store.add(f"megapipe worlds of {self.rank}", 1)
         own = PrefixStore(f"megapipe world {number}", store)
         self._store = InterruptibleStore(own, self.rank, self.size, check_failure=self.check)
         self._name = self._store.compare_set("name", "", uuid.uuid4().hex).decode()  # the same on all ranks
-        self._positions = InterruptibleStore(_root(store), self.rank, self.size, check_failure=self.check)
+        self._positions = _root(store)
         self._num_beats = 0
         self._place: tuple[object, ...] = ()
         self._since = time.time()
@@ -207,18 +206,14 @@ class World:
         try:
             if now >= self._next_look:
                 self._next_look = now + helper_thread.interval(LOOK)
-                self._look()
+                self.look()
             if now >= self._next_beat:
                 self._next_beat = now + BEAT
                 self._beat()
                 self._watch_next()
-        except SilentStoreError as error:
-            if seconds_silent() >= LIMIT and self._waits_long() and self.failure is None:
-                self._hear(Failure(f"global rank {self.rank} waits, and {error}", []))
         except RuntimeError:
             # The store is gone, and with it the process that held it: whoever needs that finds its connections closed.
-            if self.failure is None:
-                helper_thread.end(self.watch)
+            helper_thread.end(self.watch)
         if self.failure is not None and not self.has_aborted and now > self._heard_at + PATIENCE:
             self.has_aborted = True
             print(f"megapipe: rank {self.rank} aborts its process groups: {self.failure}", file=sys.stderr, flush=True)
@@ -226,20 +221,14 @@ class World:
 
     def look(self) -> None:
         """For a failure. Either thread."""
-        with suppress(RuntimeError):  # the store is gone, or silent
-            self._look()
-
-    def _look(self) -> None:
-        with self._lock:
+        with self._lock, suppress(RuntimeError):  # the store is gone
             if self.failure is None and self._store.check(["failure"]):
-                self._hear(Failure(*json.loads(self._store.get("failure"))))
+                failure = Failure(*json.loads(self._store.get("failure")))
+                for pipeline in list(self.pipelines):
+                    pipeline.hear(failure)
+                self._heard_at = time.monotonic()
+                self.failure = PipelineError(str(failure))
                 self._store.add("heard", 1)
-
-    def _hear(self, failure: Failure) -> None:
-        for pipeline in list(self.pipelines):
-            pipeline.hear(failure)
-        self._heard_at = time.monotonic()
-        self.failure = PipelineError(str(failure))
 
     def _note_place(self) -> None:
         everywhere = [pipeline.current_progress() for pipeline in list(self.pipelines)]
@@ -276,7 +265,9 @@ class World:
             return  # left behind by an earlier start, or world: it has still to come to this one
         self._num_missed = self._num_missed + 1 if position["beat"] == self._last_seen else 0
         self._last_seen = position["beat"]
-        if self._num_missed >= NUM_MISSED and self._waits_long() and self.failure is None:
+        is_waiting = self.doing is not None or any(one.current_progress().action is not None for one in self.pipelines)
+        stands_still = time.time() > self._since + NUM_MISSED * BEAT
+        if self._num_missed >= NUM_MISSED and is_waiting and stands_still and self.failure is None:
             text = (
                 f"global rank {rank} on {position['host']} has given no sign of life for "
                 f"{NUM_MISSED * BEAT:g} s, and others wait: its process stands still or was killed, or its host or "
@@ -284,11 +275,6 @@ class World:
             )
             self.publish(Failure(text, []))
             self.look()
-
-    def _waits_long(self) -> bool:
-        """Whether the main thread, or the device, has stood still in a step or a collective of this package."""
-        is_busy = self.doing is not None or any(one.current_progress().action is not None for one in self.pipelines)
-        return is_busy and time.time() > self._since + NUM_MISSED * BEAT
 
 
 def is_connection_error(error: BaseException) -> bool:

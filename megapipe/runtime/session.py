@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
-from ..failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, World, ask
+from ..failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, World
 from ..p2p_communication import Communicator
 from ..plan import Placement
 from ..transports import Members, make_transport
@@ -46,7 +46,7 @@ class Session:
         name = f"megapipe {'-'.join(map(str, self.ranks))} {_number_of(group)}"
         store = _get_default_store()
         # Counted in the store, which may outlive this process group or have known others before.
-        number = ask(lambda: store.add(f"{name} sessions of {self.pp_rank}", 1))
+        number = store.add(f"{name} sessions of {self.pp_rank}", 1)
         self._torch_store = PrefixStore(f"{name} {number}", store)
         self._store = InterruptibleStore(
             self._torch_store, self.pp_rank, len(self.ranks), check_failure=lambda: self.watchdog.check()

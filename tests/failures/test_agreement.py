@@ -208,7 +208,7 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
 def test_ranks_of_a_large_job_look_less_often() -> None:
     """All ranks that waited asked 20 times a second, at 8,192 ranks twice as often as the store can answer."""
     store: Any = CountingStore(HashStore())
-    job = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 8192)
+    job = SimpleNamespace(group=SimpleNamespace(WORLD=SimpleNamespace(size=lambda: 8192)))
     with mock.patch.object(helper_thread, "dist", job):
         assert 8192 / helper_thread.interval(helper_thread.TICK) <= 20_000
         own = InterruptibleStore(store, 0, 8192, check_failure=lambda: None)
