@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_slices import run_by_slices
+from marks import needs_fsdp_on_cpu
 from models import seed_cpu
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -368,9 +369,7 @@ def test_gradients_are_exchanged_after_the_last_slice(rank: int) -> None:
     assert log == ["held", *["backward"] * 4, "released", "synced", "held", "released"]
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
-)
+@needs_fsdp_on_cpu
 @on_ranks(4)
 def test_slices_of_sharded_chunks(rank: int) -> None:
     """Both replicas have the same data, so that the mean of their gradients is that of either."""

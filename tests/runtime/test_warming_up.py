@@ -10,6 +10,7 @@ import pytest
 import test_sliced
 import torch
 import torch.nn.functional as F
+from marks import needs_fsdp_on_cpu
 from models import seed_cpu
 from ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -19,9 +20,6 @@ from megapipe import PipelineConfig, PipelineStage, StageInfo, graph, parallel_s
 
 NUM_MICROBATCHES, BATCH, WIDTH = 4, 6, 8
 needs_graphs = pytest.mark.skipif(torch.__version__ < "2.9", reason="stages are captured from torch 2.9 on")
-needs_fsdp_on_cpu = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
-)
 
 
 class Layers(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import needs_fsdp_on_cpu
 from models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, forward_step, loss_of, run
 from ranks import RankPool, on_ranks
 from replicas import (
@@ -43,9 +44,7 @@ from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
 from megapipe.runtime.stage import Stage as RunningStage
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
-)
+pytestmark = needs_fsdp_on_cpu
 
 BY_LAYER = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
 

@@ -1,0 +1,8 @@
+"""Marks of tests that some versions of torch cannot run."""
+
+import pytest
+import torch
+
+needs_fsdp_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
+)
