@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -29,18 +32,33 @@ class GlooTransport(Transport):
     def __init__(self, members: Members) -> None:
         self.outbox = Outbox()
         self._members = members
+        self._connected: Future[Any] = Future()
         self._backend: Any = None
         self._pools: list[ReceiveBufferPool] = []
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Gloo waits for all ranks that have given their addresses, also for one that has failed since, and nothing
+        ends that wait. So a thread connects, and is left to itself where this is aborted."""
+        threading.Thread(target=self._connect, name="megapipe-connect", daemon=True).start()
+        try:
+            self._backend = self._connected.result()
+        except CancelledError:
+            raise ConnectionLostError("aborted while it was connecting") from None
+        except RuntimeError as error:  # a rank has failed meanwhile, or cannot be reached
+            raise ConnectionLostError.of(error) from error
+
+    def _connect(self) -> None:
         store, _, pp_rank, ranks, timeout = self._members
         # Not `dist.new_group`, which names a group of some ranks only by how many groups the process is in already:
         # ranks that are in different numbers of groups then wait for each other for ever.
         limit = datetime.timedelta(seconds=timeout)
-        try:
-            self._backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, len(ranks), limit)
-        except RuntimeError as error:  # a rank has failed meanwhile, or cannot be reached
-            raise ConnectionLostError.of(error) from error
+        with suppress(InvalidStateError):  # aborted
+            try:
+                backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, len(ranks), limit)
+            except BaseException as error:
+                self._connected.set_exception(error)
+            else:
+                self._connected.set_result(backend)
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> BackendChannel:
         pool = ReceiveBufferPool()
@@ -54,8 +72,8 @@ class GlooTransport(Transport):
             pool.release()
 
     def abort(self) -> None:
-        if self._backend is not None:
-            abort_gloo(self._backend)
+        if not self._connected.cancel() and self._connected.exception() is None:
+            abort_gloo(self._connected.result())
 
     def close(self) -> None:
         self.outbox.close()

@@ -246,6 +246,30 @@ def test_a_rank_that_dies_while_connecting(ranks: RankPool) -> None:
     assert "rank 1 is silent: its process ended without a word" in message
 
 
+@pytest.mark.parametrize("failing_rank", range(2))
+@on_ranks(2)
+def test_a_rank_that_fails_within_its_connecting(rank: int, failing_rank: int) -> None:
+    """Gloo waits for each rank that has given its address, and nothing ended that wait: a rank that heard of another's
+    failure after it had given its own left the others there, until the transport gave up."""
+    chunks = build("1f1b", 2, 4)
+
+    patient_wait = InterruptibleStore.wait
+
+    def wait(self: InterruptibleStore, keys: list[str], *args: Any) -> None:
+        if any("host" in key for key in keys):
+            time.sleep(0.2)  # the other is past the store
+            raise KeyError("no such thing")
+        patient_wait(self, keys, *args)
+
+    with (
+        mock.patch.object(InterruptibleStore, "wait", wait if rank == failing_rank else patient_wait),
+        pytest.raises((PipelineError, KeyError), match="no such thing"),
+    ):
+        run("1f1b", chunks, 2)
+    run("1f1b", chunks, 2)
+    assert_same_gradients(chunks, reference(4, 2)[0])
+
+
 @on_ranks(2)
 def test_a_slow_rank_meets_the_others_again(rank: int) -> None:
     """A rank that was slower than the time limit came to sessions that the others had given up, found their arguments
