@@ -98,7 +98,7 @@ class World:
         self._place: tuple[object, ...] = ()
         self._since = time.time()
         self._next_look = self._next_beat = 0.0
-        self._heard_at = 0.0
+        self._patience = 0.0  # seconds left to the main thread, once there is a failure
         self._next_position: str | None = None
         self._num_missed: int | None = None  # signs of life of the next rank; None until it has given one
         self._has_ended = False
@@ -179,9 +179,10 @@ class World:
 
     def end(self) -> None:
         """The main thread has raised the failure, or another of the same step."""
-        if self._has_ended:
-            return
-        self._has_ended = True
+        with self._lock:  # the helper thread may be about to abort
+            if self._has_ended:
+                return
+            self._has_ended = True
         helper_thread.end(self.watch)
         with suppress(RuntimeError):
             if self.failure is None:
@@ -210,10 +211,19 @@ class World:
         except RuntimeError:
             # The store is gone, and with it the process that held it: whoever needs that finds its connections closed.
             helper_thread.end(self.watch)
-        if self.failure is not None and not self.has_aborted and now > self._heard_at + PATIENCE:
-            self.has_aborted = True
+        if self._has_run_out_of_patience():
             print(f"megapipe: rank {self.rank} aborts its process groups: {self.failure}", file=sys.stderr, flush=True)
             abort_process_groups()
+
+    def _has_run_out_of_patience(self) -> bool:
+        """Whether the main thread does not raise the failure that it was told of. Counted in calls of this, so that a
+        process that was stopped as a whole has time to raise when it goes on."""
+        with self._lock:  # the main thread may be raising
+            if self.failure is None or self._has_ended or self.has_aborted:
+                return False
+            self._patience -= helper_thread.TICK
+            self.has_aborted = self._patience < 0
+            return self.has_aborted
 
     def look(self) -> None:
         """For a failure. Either thread."""
@@ -222,7 +232,7 @@ class World:
                 failure = Failure(*json.loads(self._store.get("failure")))
                 for pipeline in list(self.pipelines):
                     pipeline.hear(failure)
-                self._heard_at = time.monotonic()
+                self._patience = PATIENCE
                 self.failure = PipelineError(str(failure))
                 self._store.add("heard", 1)
 

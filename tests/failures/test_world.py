@@ -5,6 +5,8 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,9 +15,11 @@ import torch
 import torch.distributed as dist
 from models import assert_same_gradients, build, forward_step, reference, run
 from ranks import RankPool, on_ranks
+from torch.distributed import HashStore
 
 from megapipe import PipelineError, TiedWeights, clip_grad_norm_
-from megapipe.failures import check_failures, world
+from megapipe.failures import World, check_failures, helper_thread, world
+from megapipe.failures.world import Failure
 from megapipe.training import GradientReducer
 
 
@@ -168,3 +172,41 @@ def test_a_rank_that_stands_still_is_given_up(ranks: RankPool) -> None:
     assert re.match(
         r"global rank 1 on \S+ has given no sign of life for [\d.]+ s, and others wait: its process", message
     )
+
+
+@pytest.fixture
+def heard() -> Iterator[World]:
+    """The world of a rank that has just heard of a failure. The test calls what the helper thread calls."""
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    with (
+        mock.patch.object(world, "_get_default_store", HashStore),
+        mock.patch.object(world, "_world", SimpleNamespace(pg_map=[group])),
+        mock.patch.object(world, "abort_process_groups"),
+        mock.patch.object(helper_thread, "begin"),
+    ):
+        one = World(group)
+        one.publish(Failure("rank 1 failed", []))
+        one.watch()
+        assert one.failure is not None
+        yield one
+
+
+def test_a_process_that_was_stopped_has_time_to_raise(heard: World) -> None:
+    """The three seconds of a rank that heard of a failure ran on while its whole process stood still: then its helper
+    thread aborted the process groups before the main thread came to raise."""
+    with mock.patch.object(time, "monotonic", return_value=time.monotonic() + 10):
+        heard.watch()
+        assert not heard.has_aborted
+    for _ in range(int(world.PATIENCE / helper_thread.TICK) + 1):
+        heard.watch()
+    assert heard.has_aborted
+
+
+def test_a_rank_that_has_raised_aborts_nothing(heard: World) -> None:
+    """The helper thread may be about to call `watch` when the main thread raises. It may have waited for something else
+    meanwhile, for as long as it has patience: then it aborted the process groups under a rank that went on."""
+    heard.end()
+    with mock.patch.object(time, "monotonic", return_value=time.monotonic() + 10):
+        for _ in range(int(world.PATIENCE / helper_thread.TICK) + 1):
+            heard.watch()
+    assert not heard.has_aborted
