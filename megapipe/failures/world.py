@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -93,18 +94,21 @@ class World:
         number = store.add(f"megapipe worlds of {self.rank}", 1)
         own = PrefixStore(f"megapipe world {number}", store)
         self._store = InterruptibleStore(own, self.rank, self.size, check_failure=self.check)
+        self._name = self._store.compare_set("name", "", uuid.uuid4().hex).decode()  # the same on all ranks
         self._positions = _root(store)
         self._num_beats = 0
         self._place: tuple[object, ...] = ()
         self._since = time.time()
-        self._next_look = self._next_beat = 0.0
+        self._next_look, self._next_beat = 0.0, time.monotonic() + BEAT
         self._patience = 0.0  # seconds left to the main thread, once there is a failure
-        self._next_position: str | None = None
-        self._num_missed: int | None = None  # signs of life of the next rank; None until it has given one
+        self._last_seen = 0  # the number of the next rank's last sign of life
+        self._num_missed = 0
         self._has_ended = False
         self._lock = threading.RLock()
-        self._positions.set(POSITIONS.format("size"), str(self.size))
+        if self.rank == 0:
+            self._positions.set(POSITIONS.format("size"), str(self.size))
         self._store.add("ranks", 1)
+        self._beat()  # from here on it is missed
         helper_thread.begin(self.watch)
 
     @classmethod
@@ -244,7 +248,8 @@ class World:
 
     def _beat(self) -> None:
         self._num_beats += 1
-        position: dict[str, Any] = {"beat": self._num_beats, "time": time.time(), "since": self._since}
+        position: dict[str, Any] = {"world": self._name, "beat": self._num_beats}
+        position |= {"time": time.time(), "since": self._since}
         position |= {"host": socket.gethostname(), "pid": os.getpid(), "at": self.doing}
         if parallel_state.model_parallel_is_initialized():
             position["replica"] = parallel_state.get_data_parallel_rank()
@@ -265,17 +270,16 @@ class World:
         key = POSITIONS.format(rank)
         if not self._positions.check([key]):
             return
-        position = self._positions.get(key).decode()
-        if position != self._next_position:
-            self._num_missed = None if self._next_position is None else 0  # it may be of an earlier start
-            self._next_position = position
-        elif self._num_missed is not None:
-            self._num_missed += 1
+        position = json.loads(self._positions.get(key))
+        if position["world"] != self._name:
+            return  # left behind by an earlier start, or world: it has still to come to this one
+        self._num_missed = self._num_missed + 1 if position["beat"] == self._last_seen else 0
+        self._last_seen = position["beat"]
         is_waiting = self.doing is not None or any(one.current_progress().action is not None for one in self.pipelines)
         stands_still = time.time() > self._since + NUM_MISSED * BEAT
-        if (self._num_missed or 0) >= NUM_MISSED and is_waiting and stands_still and self.failure is None:
+        if self._num_missed >= NUM_MISSED and is_waiting and stands_still and self.failure is None:
             text = (
-                f"global rank {rank} on {json.loads(position)['host']} has given no sign of life for "
+                f"global rank {rank} on {position['host']} has given no sign of life for "
                 f"{NUM_MISSED * BEAT:g} s, and others wait: its process stands still or was killed, or its host or "
                 "network is gone."
             )
