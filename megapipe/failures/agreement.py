@@ -51,11 +51,14 @@ class Agreement:
             if has_asked and arguments == self._history[-1][1]:
                 return
             self._history = [self._history[-1], (step, arguments)]
+            self._mailbox.post("request", str(step))  # all have answered the one before
             self._post(step)
-        self._mailbox.post("request", str(step))  # all have answered the one before
-        self._watchdog.notify()
+        if has_asked:  # in a first step all ask, and nobody has to be told
+            self._watchdog.notify()
         everybody = self._mailbox.collect(f"arguments {step}", f"began step {step}")
         with self._lock:
+            if not has_asked:
+                self._answered = dict.fromkeys(range(len(everybody)), step)
             self._withdraw(before=step)  # all ranks have come to this exchange
         _compare([json.loads(text) for text in everybody])
 
