@@ -10,9 +10,11 @@ wall time is mostly theirs. In a job they have cores of their own, and what they
 from __future__ import annotations
 
 import argparse
+import io
 import multiprocessing
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +28,7 @@ from unittest import mock
 
 from torch.distributed import PrefixStore, TCPStore
 
-from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, World
+from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, World, helper_thread
 from megapipe.failures.world import Failure
 
 from .control_plane import serve
@@ -47,8 +49,9 @@ def main() -> None:
     args = parser.parse_args()
     notes = (
         f"Pipelines of {PIPELINE}. *agreed*: from the begin of the first step until all ranks know that all were "
-        "called alike. *heard*: from a rank's failure until all ranks know of it; each looks once a second. *the "
-        "store*: processor time of the process that holds it; *meanwhile*: its share of a core while all compute. "
+        "called alike, without the looks of helper threads. *heard*: from a rank's failure until all ranks know of it; "
+        "each looks once a second. *the store*: processor time of the process that holds it; *meanwhile*: its share of "
+        "a core while all compute and look. "
         f"{args.processes} processes play all ranks, on {os.cpu_count()} cores that they share with the store."
     )
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -110,10 +113,14 @@ def collect(players: list[Connection]) -> None:
 def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> None:
     """Some of the ranks of a job, in one process."""
     threading.stack_size(256 * 1024)
-    job = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: num_ranks)
-    mock.patch("megapipe.failures.store.dist", job).start()
+    sys.stderr = io.StringIO()  # where each of them says that it aborts its process groups
+    job = SimpleNamespace(group=SimpleNamespace(WORLD=Group(0, num_ranks)))
+    mock.patch("megapipe.failures.helper_thread.dist", job).start()
     mock.patch("megapipe.failures.world._world", SimpleNamespace(pg_map=Everything())).start()
     mock.patch("megapipe.failures.world.abort_process_groups").start()
+    tasks: list[Callable[[], None]] = []
+    begin_tasks = mock.patch.object(helper_thread, "begin", tasks.append)
+    begin_tasks.start()
     with ThreadPoolExecutor(64) as pool:  # a slow name server makes some wait for seconds
         stores = pool.map(lambda rank: TCPStore("127.0.0.1", port, wait_for_workers=False), ranks)
         members = [Member(rank, num_ranks, store) for rank, store in zip(ranks, stores)]
@@ -125,6 +132,9 @@ def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> Non
     for thread in threads:
         thread.join()
     connection.send(None)
+    begin_tasks.stop()
+    for task in tasks:
+        helper_thread.begin(task)
     connection.recv()
     if 0 in ranks:
         members[0].world.publish(Failure("rank 0 failed", list(range(PIPELINE))))

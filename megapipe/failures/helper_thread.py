@@ -7,9 +7,12 @@ import atexit
 import threading
 from collections.abc import Callable
 
-__all__ = ["begin", "end"]
+import torch.distributed as dist
+
+__all__ = ["begin", "end", "interval"]
 
 TICK = 0.25  # seconds between two calls of each task
+LOOKS_PER_SECOND = 20_000  # of all ranks of a job: torch.distributed's store answers them with less than half a core
 PATIENCE = 3.0  # seconds that the end of the process waits for the thread
 
 _tasks: set[Callable[[], None]] = set()
@@ -19,7 +22,7 @@ _lock = threading.Lock()
 
 
 def begin(task: Callable[[], None]) -> None:
-    """Call a function every `TICK` seconds, until `end`."""
+    """Call a function every `TICK` seconds, in large jobs less often, until `end`."""
     global _thread
     with _lock:
         _tasks.add(task)
@@ -33,6 +36,12 @@ def end(task: Callable[[], None]) -> None:
     _tasks.discard(task)
 
 
+def interval(shortest: float) -> float:
+    """Seconds from one look into the store to the next: in large jobs longer, since the store answers all ranks."""
+    group = dist.group.WORLD  # read once: the main thread may shut torch.distributed down meanwhile
+    return max(shortest, (1 if group is None else group.size()) / LOOKS_PER_SECOND)
+
+
 def _stop_running() -> None:
     """A thread that is inside the store when the interpreter goes brings the process down with it."""
     assert _thread is not None
@@ -41,6 +50,6 @@ def _stop_running() -> None:
 
 
 def _run() -> None:
-    while not _stop.wait(TICK):
+    while not _stop.wait(interval(TICK)):
         for task in list(_tasks):
             task()

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
+
+from . import helper_thread
 
 __all__ = ["InterruptibleStore"]
 
 TIMEOUT = datetime.timedelta(minutes=5)  # as in torch's own stores
-PAUSE = 0.05  # seconds, at most, between two looks of a rank that waits
-PAUSE_PER_RANK = 5e-5  # in large jobs: the store answers 20,000 looks a second with a quarter of a core
+PAUSE = 0.05  # seconds, at most, between two looks of a rank that waits; in large jobs more
 
 _lock = threading.RLock()  # not every store may be used by two threads at once
 
@@ -42,8 +42,7 @@ class InterruptibleStore(Store):
         self.pp_size = pp_size
         self._store = store
         self._check_failure = check_failure
-        num_ranks = dist.get_world_size() if dist.is_initialized() else pp_size
-        self._longest_pause = max(PAUSE, PAUSE_PER_RANK * num_ranks)
+        self._longest_pause = helper_thread.interval(PAUSE)
         self._keys: set[str] = set()  # written by this rank
         self._has_left = False
 

@@ -36,7 +36,7 @@ from .store import InterruptibleStore
 
 __all__ = ["BEAT", "POSITIONS", "Failure", "World", "is_connection_error", "join_ranks"]
 
-LOOK = 1.0  # seconds between two looks for a failure
+LOOK = 1.0  # seconds between two looks for a failure; in large jobs more
 BEAT = 5.0  # seconds between two signs of life
 NUM_MISSED = 12  # signs of life that a rank leaves out until those that wait give it up
 PATIENCE = 3.0  # seconds given to the other ranks to hear of a failure, and to a main thread to raise it
@@ -206,7 +206,7 @@ class World:
         self._note_place()
         try:
             if now >= self._next_look:
-                self._next_look = now + LOOK
+                self._next_look = now + helper_thread.interval(LOOK)
                 self.look()
             if now >= self._next_beat:
                 self._next_beat = now + BEAT
@@ -225,7 +225,7 @@ class World:
         with self._lock:  # the main thread may be raising
             if self.failure is None or self._has_ended or self.has_aborted:
                 return False
-            self._patience -= helper_thread.TICK
+            self._patience -= helper_thread.interval(helper_thread.TICK)
             self.has_aborted = self._patience < 0
             return self.has_aborted
 

@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +198,7 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
         threads[-1].start()
     for thread in threads:
         thread.join()
+    assert all(watchdog._num_read == 0 for watchdog in watchdogs)  # nobody had to be told
     watchdogs[1].notify()
     before = store.num_requests
     watchdogs[0].poll()
@@ -206,7 +208,10 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
 def test_ranks_of_a_large_job_look_less_often() -> None:
     """All ranks that waited asked 20 times a second, at 8,192 ranks twice as often as the store can answer."""
     store: Any = CountingStore(HashStore())
-    own = InterruptibleStore(store, 0, 8192, check_failure=lambda: None)
+    job = SimpleNamespace(group=SimpleNamespace(WORLD=SimpleNamespace(size=lambda: 8192)))
+    with mock.patch.object(helper_thread, "dist", job):
+        assert 8192 / helper_thread.interval(helper_thread.TICK) <= 20_000
+        own = InterruptibleStore(store, 0, 8192, check_failure=lambda: None)
     with pytest.raises(DistStoreError):
         own.wait(["never"], datetime.timedelta(seconds=1))
     assert store.num_requests <= 13
