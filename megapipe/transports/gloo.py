@@ -32,8 +32,7 @@ class GlooTransport(Transport):
     def __init__(self, members: Members) -> None:
         self.outbox = Outbox()
         self._members = members
-        self._connected: Future[Any] = Future()
-        self._backend: Any = None
+        self._backend: Future[Any] = Future()
         self._pools: list[ReceiveBufferPool] = []
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
@@ -41,7 +40,7 @@ class GlooTransport(Transport):
         ends that wait. So a thread connects, and is left to itself where this is aborted."""
         threading.Thread(target=self._connect, name="megapipe-connect", daemon=True).start()
         try:
-            self._backend = self._connected.result()
+            self._backend.result()
         except CancelledError:
             raise ConnectionLostError("aborted while it was connecting") from None
         except RuntimeError as error:  # a rank has failed meanwhile, or cannot be reached
@@ -56,15 +55,15 @@ class GlooTransport(Transport):
             try:
                 backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, len(ranks), limit)
             except BaseException as error:
-                self._connected.set_exception(error)
+                self._backend.set_exception(error)
             else:
-                self._connected.set_result(backend)
+                self._backend.set_result(backend)
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> BackendChannel:
         pool = ReceiveBufferPool()
         self._pools.append(pool)
         tag = len(self.TAGS) * name.boundary + self.TAGS.index(name.kind)
-        return BackendChannel(self._backend, peer, tag, pool.allocate, self.outbox)
+        return BackendChannel(self._backend.result(), peer, tag, pool.allocate, self.outbox)
 
     def drain(self) -> None:
         self.outbox.drain()
@@ -72,8 +71,8 @@ class GlooTransport(Transport):
             pool.release()
 
     def abort(self) -> None:
-        if not self._connected.cancel() and self._connected.exception() is None:
-            abort_gloo(self._connected.result())
+        if not self._backend.cancel() and self._backend.exception() is None:
+            abort_gloo(self._backend.result())
 
     def close(self) -> None:
         self.outbox.close()

@@ -263,7 +263,7 @@ def test_a_rank_that_fails_within_its_connecting(rank: int, failing_rank: int) -
 
     with (
         mock.patch.object(InterruptibleStore, "wait", wait if rank == failing_rank else patient_wait),
-        pytest.raises((PipelineError, KeyError), match="no such thing"),
+        pytest.raises((PipelineError, KeyError)),
     ):
         run("1f1b", chunks, 2)
     run("1f1b", chunks, 2)
