@@ -118,6 +118,7 @@ def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> Non
     mock.patch("megapipe.failures.helper_thread.dist", job).start()
     mock.patch("megapipe.failures.world._world", SimpleNamespace(pg_map=Everything())).start()
     mock.patch("megapipe.failures.world.abort_process_groups").start()
+    mock.patch("megapipe.failures.world.StoreAlarm", NoAlarm).start()  # which is a thread of each rank's own process
     tasks: list[Callable[[], None]] = []
     begin_tasks = mock.patch.object(helper_thread, "begin", tasks.append)
     begin_tasks.start()
@@ -156,6 +157,14 @@ class Group(NamedTuple):
 
     def size(self) -> int:
         return self.num_ranks
+
+
+class NoAlarm:
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
 
 class Everything:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-__all__ = ["begin", "end", "interval"]
+__all__ = ["begin", "end", "interval", "seconds_busy"]
 
 TICK = 0.25  # seconds between two calls of each task
 LOOKS_PER_SECOND = 20_000  # of all ranks of a job: torch.distributed's store answers them with less than half a core
@@ -18,6 +19,7 @@ PATIENCE = 3.0  # seconds that the end of the process waits for the thread
 _tasks: set[Callable[[], None]] = set()
 _stop = threading.Event()
 _thread: threading.Thread | None = None
+_called_at: float | None = None  # since when it has been calling the tasks
 _lock = threading.Lock()
 
 
@@ -49,7 +51,18 @@ def _stop_running() -> None:
     _thread.join(PATIENCE)
 
 
+def seconds_busy() -> float:
+    """How long it has been calling the tasks: much longer than a moment, if the store does not answer."""
+    called_at = _called_at
+    return 0.0 if called_at is None else time.monotonic() - called_at
+
+
 def _run() -> None:
+    global _called_at
     while not _stop.wait(interval(TICK)):
-        for task in list(_tasks):
-            task()
+        _called_at = time.monotonic()
+        try:
+            for task in list(_tasks):
+                task()
+        finally:
+            _called_at = None

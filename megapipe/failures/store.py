@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from . import helper_thread
@@ -45,6 +45,7 @@ class InterruptibleStore(Store):
         self._longest_pause = helper_thread.interval(PAUSE)
         self._keys: set[str] = set()  # written by this rank
         self._has_left = False
+        self._lost: str | None = None  # why the connection was closed
 
     def set(self, key: str, value: Any) -> None:
         with self._open(key) as store:
@@ -104,5 +105,11 @@ class InterruptibleStore(Store):
         with _lock:
             if self._has_left:
                 raise DistStoreError("this rank has left the session.")
+            if self._lost is not None:  # torch does not connect again, and logs its own stack for each request
+                raise DistNetworkError(self._lost)
             self._keys.update(keys)
-            yield self._store
+            try:
+                yield self._store
+            except DistNetworkError as error:
+                self._lost = str(error)
+                raise

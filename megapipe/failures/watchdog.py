@@ -111,7 +111,7 @@ class Watchdog:
             self._fail(error)
 
     def check(self) -> None:
-        """Raise the failure of another rank, if there is one."""
+        """Raise the failure of another rank, if there is one. Also called by threads that connect for the main one."""
         if self.failure is not None:
             self._has_raised.set()
             self._leave_world()
@@ -204,8 +204,9 @@ class Watchdog:
                     self._publish(NoResponseError(text))
             except RuntimeError:
                 # The store is gone, and with it the process that held it: the main thread will find its connections
-                # closed.
-                self.close()
+                # closed, if it has not been told of a failure.
+                if self.failure is None:
+                    self.close()
 
     def _abort(self) -> None:
         if not self._has_aborted:

@@ -33,6 +33,7 @@ from . import helper_thread
 from .errors import PipelineError
 from .progress import Progress
 from .store import InterruptibleStore
+from .store_alarm import StoreAlarm
 
 __all__ = ["BEAT", "POSITIONS", "Failure", "World", "is_connection_error", "join_ranks"]
 
@@ -101,7 +102,7 @@ class World:
         self._since = time.time()
         self._next_look, self._next_beat = 0.0, time.monotonic() + BEAT
         self._patience = 0.0  # seconds left to the main thread, once there is a failure
-        self._last_seen = 0  # the number of the next rank's last sign of life
+        self._last_beat = 0  # the number of the next rank's last sign of life
         self._num_missed = 0
         self._has_ended = False
         self._lock = threading.RLock()
@@ -109,6 +110,7 @@ class World:
             self._positions.set(POSITIONS.format("size"), str(self.size))
         self._store.add("ranks", 1)
         self._beat()  # from here on it is missed
+        self._alarm = StoreAlarm(self._positions, self._gives_up_store)
         helper_thread.begin(self.watch)
 
     @classmethod
@@ -125,7 +127,14 @@ class World:
         if _current is None or _current._group is not group:
             _current = cls(group)
         elif _current._has_ended:
-            before, _current = _current, cls(group)
+            before = _current
+            try:
+                _current = cls(group)
+            except dist.DistNetworkError:
+                raise PipelineError(
+                    f"global rank {before.rank} has no connection to torch.distributed's store any more, after a "
+                    f"failure ({before.failure}): start all processes again."
+                ) from None
             if before.has_aborted:
                 _current._refuse(str(before.failure))
         return _current
@@ -194,13 +203,18 @@ class World:
             if self.failure is None:
                 self._store.add("heard", 1)
             self._store.leave()
+        self._alarm.end()
         self.pipelines.clear()
+
+    def _stop_watching(self) -> None:
+        helper_thread.end(self.watch)
+        self._alarm.end()
 
     # Helper thread
 
     def watch(self) -> None:
         if self._group not in _world.pg_map:
-            helper_thread.end(self.watch)
+            self._stop_watching()
             return
         now = time.monotonic()
         self._note_place()
@@ -208,13 +222,14 @@ class World:
             if now >= self._next_look:
                 self._next_look = now + helper_thread.interval(LOOK)
                 self.look()
-            if now >= self._next_beat:
+            if now >= self._next_beat and self.failure is None:
                 self._next_beat = now + BEAT
                 self._beat()
                 self._watch_next()
         except RuntimeError:
             # The store is gone, and with it the process that held it: whoever needs that finds its connections closed.
-            helper_thread.end(self.watch)
+            if self.failure is None:
+                self._stop_watching()
         if self._has_run_out_of_patience():
             print(f"megapipe: rank {self.rank} aborts its process groups: {self.failure}", file=sys.stderr, flush=True)
             abort_process_groups()
@@ -225,7 +240,7 @@ class World:
         with self._lock:  # the main thread may be raising
             if self.failure is None or self._has_ended or self.has_aborted:
                 return False
-            self._patience -= helper_thread.interval(helper_thread.TICK)
+            self._patience -= min(helper_thread.interval(helper_thread.TICK), LOOK)
             self.has_aborted = self._patience < 0
             return self.has_aborted
 
@@ -233,12 +248,14 @@ class World:
         """For a failure. Either thread."""
         with self._lock, suppress(RuntimeError):  # the store is gone
             if self.failure is None and self._store.check(["failure"]):
-                failure = Failure(*json.loads(self._store.get("failure")))
-                for pipeline in list(self.pipelines):
-                    pipeline.hear(failure)
-                self._patience = PATIENCE
-                self.failure = PipelineError(str(failure))
+                self._hear(Failure(*json.loads(self._store.get("failure"))))
                 self._store.add("heard", 1)
+
+    def _hear(self, failure: Failure) -> None:
+        for pipeline in list(self.pipelines):
+            pipeline.hear(failure)
+        self._patience = PATIENCE
+        self.failure = PipelineError(str(failure))
 
     def _note_place(self) -> None:
         everywhere = [pipeline.current_progress() for pipeline in list(self.pipelines)]
@@ -273,11 +290,9 @@ class World:
         position = json.loads(self._positions.get(key))
         if position["world"] != self._name:
             return  # left behind by an earlier start, or world: it has still to come to this one
-        self._num_missed = self._num_missed + 1 if position["beat"] == self._last_seen else 0
-        self._last_seen = position["beat"]
-        is_waiting = self.doing is not None or any(one.current_progress().action is not None for one in self.pipelines)
-        stands_still = time.time() > self._since + NUM_MISSED * BEAT
-        if self._num_missed >= NUM_MISSED and is_waiting and stands_still and self.failure is None:
+        self._num_missed = self._num_missed + 1 if position["beat"] == self._last_beat else 0
+        self._last_beat = position["beat"]
+        if self._num_missed >= NUM_MISSED and self._stands_still() and self.failure is None:
             text = (
                 f"global rank {rank} on {position['host']} has given no sign of life for "
                 f"{NUM_MISSED * BEAT:g} s, and others wait: its process stands still or was killed, or its host or "
@@ -285,6 +300,30 @@ class World:
             )
             self.publish(Failure(text, []))
             self.look()
+
+    def _stands_still(self) -> bool:
+        """Whether the main thread, or the device, has long been at one place in a step or a collective."""
+        is_busy = self.doing is not None or any(
+            one.current_progress().action is not None for one in list(self.pipelines)
+        )
+        return is_busy and time.time() > self._since + NUM_MISSED * BEAT
+
+    # Alarm's thread. The helper thread may wait for the store, with all locks.
+
+    def _gives_up_store(self, silence: float) -> bool:
+        self._note_place()
+        if silence < NUM_MISSED * BEAT:
+            return False
+        if self.failure is not None or self._has_ended or self._group not in _world.pg_map:
+            return True  # the store holds up only what is to come after this world
+        if not self._stands_still():
+            return False
+        text = (
+            f"global rank {self.rank} waits, and torch.distributed's store has not answered for {silence:.0f} s: the "
+            "process that holds it stands still, or its host or network is gone."
+        )
+        self._hear(Failure(text, []))
+        return True
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -315,6 +354,7 @@ def _tell_end() -> None:
     error = getattr(sys, "last_value", None)  # set where the interpreter has printed it
     world = _current
     if error is not None and world is not None and not world._has_ended and world._group in _world.pg_map:
+        world.doing = "its end"
         if world.failure is None:
             world.publish(Failure(f"global rank {world.rank} ended with {type(error).__name__}: {error}", []))
             world.await_others()

@@ -40,6 +40,7 @@ class Session:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        world = World.current()
         self._group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.pp_rank = group.rank()
@@ -52,7 +53,6 @@ class Session:
             self._torch_store, self.pp_rank, len(self.ranks), check_failure=lambda: self.watchdog.check()
         )
         self._progress = Progress()
-        world = World.current()
         self.watchdog = Watchdog(self._store, self._progress, self._abort, self.has_ended, world, self.ranks)
         self.mailbox = Mailbox(self._store, self.watchdog)
         self.agree = Agreement(self.mailbox, self.watchdog).agree

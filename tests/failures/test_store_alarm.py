@@ -1,0 +1,168 @@
+"""torch.distributed's store may fall silent: its process stands still, or its host or the network to it is gone."""
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from models import build, forward_step, run
+from ranks import RankPool
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megapipe import PipelineError, parallel_state
+from megapipe.failures import helper_thread, store_alarm, world
+from megapipe.failures.store_alarm import StoreAlarm
+
+LIMIT = 2.0
+"""In place of a minute."""
+
+
+class Cable:
+    """What a rank sends to the store, and what comes back, goes through here; it may be pulled out and put in again."""
+
+    def __init__(self, store: tuple[str, int]) -> None:
+        self._listener = socket.create_server(("localhost", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._store = store
+        self._is_in = threading.Event()
+        self._is_in.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def pull_out(self) -> None:
+        self._is_in.clear()
+
+    def put_in(self) -> None:
+        self._is_in.set()
+
+    def _accept(self) -> None:
+        while True:
+            here, _ = self._listener.accept()
+            there = socket.create_connection(self._store)
+            for source, target in ((here, there), (there, here)):
+                threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(65536):
+            self._is_in.wait()
+            target.sendall(data)
+        target.close()
+
+
+@contextmanager
+def connected_by_cable(rank: int) -> Iterator[Cable]:
+    """The process groups of two ranks anew, with a cable from each to the store."""
+    store: Any = _get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    cable = Cable((store.host, store.port))
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    by_cable = dist.TCPStore("localhost", cable.port, wait_for_workers=False)
+    name = f"by cable {by_cable.add(f'cables of {rank}', 1)}"
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, by_cable), rank=rank, world_size=2)
+    with (
+        mock.patch.multiple(world, BEAT=LIMIT / world.NUM_MISSED, PATIENCE=0.5),
+        mock.patch.object(store_alarm, "PAUSE", 0.2),
+    ):
+        try:
+            yield cable
+        finally:
+            cable.put_in()
+
+
+def a_rank_is_cut_off(rank: int, where: str, has_raised: Path) -> str:
+    def step(data_iterator: Any, model: Any) -> Any:
+        while where == "a message" and rank == 0 and not has_raised.exists():
+            time.sleep(0.05)
+        return forward_step(data_iterator, model)
+
+    with connected_by_cable(rank) as cable:
+        chunks = build("1f1b", 2, 4)
+        run("1f1b", chunks, 4)
+        if rank == 1:
+            cable.pull_out()
+        with pytest.raises(PipelineError) as caught:
+            # With other arguments than in the step before, a rank asks the store for those of the others.
+            run("1f1b", chunks, 2 if where == "the store" else 4, forward_step_func=step)
+        has_raised.touch()
+        if rank == 1:
+            with pytest.raises(
+                PipelineError, match=r"no connection to .* after a failure .*: start all processes again"
+            ):
+                run("1f1b", chunks, 4)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["a message", "the store"])
+def test_a_rank_that_is_cut_off_from_the_store_ends(ranks: RankPool, where: str, tmp_path: Path) -> None:
+    """The helper thread waited for the store, and so could not end the main thread's waits. Both waited until the
+    kernel gave up the connection, a quarter of an hour after a host had gone, and for ever for a process that stood
+    still."""
+    messages = ranks.run(2, a_rank_is_cut_off, where, tmp_path / "has raised")
+    assert re.fullmatch(
+        r"global rank 1 waits, and torch\.distributed's store has not answered for \d+ s: the process that holds it "
+        r"stands still, or its host or network is gone\.",
+        messages[1],
+    )
+    assert "rank 1" in messages[0]
+
+
+def the_store_comes_back(rank: int) -> None:
+    with connected_by_cable(rank) as cable:
+        chunks = build("1f1b", 2, 4)
+        run("1f1b", chunks, 4)
+        cable.pull_out()
+        end = time.monotonic() + 2 * LIMIT
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            run("1f1b", chunks, 4)
+        cable.put_in()
+        run("1f1b", chunks, 2)  # with other arguments: this asks the store
+
+
+def test_training_goes_on_while_the_store_is_silent(ranks: RankPool) -> None:
+    """Its process may have been stopped for a minute: nothing that trains needs it."""
+    ranks.run(2, the_store_comes_back)
+
+
+def torch_waits_in_the_store(rank: int) -> None:
+    with connected_by_cable(rank):
+        store = _get_default_store()
+        chunks = build("1f1b", 2, 4)
+        run("1f1b", chunks, 4)
+
+        def step(data_iterator: Any, model: Any) -> Any:
+            store.get("an id")  # as for a communicator of NCCL
+            return forward_step(data_iterator, model)
+
+        if rank == 1:
+            time.sleep(2 * LIMIT)
+            store.set("an id", "1")
+        run("1f1b", chunks, 4, forward_step_func=step)
+
+
+def test_a_store_in_which_torch_waits_is_not_silent(ranks: RankPool) -> None:
+    """torch has one connection to the store. While it waits there for a slow rank, nothing else is answered."""
+    ranks.run(2, torch_waits_in_the_store)
+
+
+def test_time_in_which_the_process_stood_still_is_no_silence() -> None:
+    """A job that was stopped as a whole, its store a moment before a rank, was given up when it went on: the rank's
+    clock had run meanwhile, and the answer was still to come."""
+    told: list[float] = []
+    alarm = StoreAlarm(HashStore(), lambda silence: told.append(silence) is not None)
+    with (
+        mock.patch.object(helper_thread, "seconds_busy", return_value=100.0),
+        mock.patch.object(alarm, "_ask"),
+        mock.patch.object(time, "monotonic", return_value=time.monotonic() + 100),
+    ):
+        alarm.look()
+    assert told == [store_alarm.PAUSE]
