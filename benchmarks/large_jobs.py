@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +118,7 @@ def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> Non
     mock.patch("megapipe.failures.helper_thread.dist", job).start()
     mock.patch("megapipe.failures.world._world", SimpleNamespace(pg_map=Everything())).start()
     mock.patch("megapipe.failures.world.abort_process_groups").start()
+    mock.patch("megapipe.failures.store._lock", nullcontext()).start()  # each rank has a connection of its own
     mock.patch("megapipe.failures.world.StoreAlarm", NoAlarm).start()  # which is a thread of each rank's own process
     tasks: list[Callable[[], None]] = []
     begin_tasks = mock.patch.object(helper_thread, "begin", tasks.append)
