@@ -118,7 +118,7 @@ class World:
         """None where torch.distributed is not in use.
 
         Raises:
-            PipelineError: the process groups were aborted after a failure.
+            PipelineError: the process groups were aborted after a failure, or the connection to the store is lost.
         """
         global _current
         group = dist.group.WORLD
