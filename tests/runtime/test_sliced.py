@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_slices import run_by_slices
-from marks import needs_fsdp_on_cpu
+from marks import needs_fsdp_on_cpu, needs_graphs
 from models import seed_cpu
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -470,7 +470,7 @@ def test_a_model_that_does_not_ask_for_its_slice_is_refused() -> None:
         run("seq1f1b", stage, 1, (3, 3), forward_step_func=step, data_iterator=iter(torch.ones(1, 6, 3)))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="stages cannot be captured")
+@needs_graphs
 def test_a_captured_stage_is_refused() -> None:
     """Its graph was made of one sequence, and would leave out what earlier slices kept."""
     from megapipe.graph import capture

@@ -10,7 +10,7 @@ import pytest
 import test_sliced
 import torch
 import torch.nn.functional as F
-from marks import needs_fsdp_on_cpu
+from marks import needs_fsdp_on_cpu, needs_graphs
 from models import seed_cpu
 from ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, graph, parallel_state, stages_for_rank, weight_grad
 
 NUM_MICROBATCHES, BATCH, WIDTH = 4, 6, 8
-needs_graphs = pytest.mark.skipif(torch.__version__ < "2.9", reason="stages are captured from torch 2.9 on")
 
 
 class Layers(nn.Module):

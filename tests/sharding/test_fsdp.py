@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import needs_fsdp_on_cpu
+from marks import needs_fsdp_on_cpu, needs_graphs
 from models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, forward_step, loss_of, run
 from ranks import RankPool, on_ranks
 from replicas import (
@@ -415,7 +415,7 @@ def plain_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
     return model(batch["tokens"]), loss_func
 
 
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="graphs need torch 2.9")
+@needs_graphs
 @on_ranks(2)
 def test_captured_stages(rank: int) -> None:
     use_mesh(pp=1, dp=2)
