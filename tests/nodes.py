@@ -194,6 +194,10 @@ def bad_links(network: Network, folder: Path, reference: Path) -> Iterator[Row]:
     yield Row("the link down for 5 s", "", f"5 s, and {waited:.1f} s until the next step", end)
 
 
+def has_failed(run: Run, node: str) -> bool:
+    return "PipelineError" in run.log(node).read_text()
+
+
 def lost_node(network: Network, folder: Path, reference: Path) -> Iterator[Row]:
     """All processes of a node are killed, and another torchrun takes its place."""
     run = Run(folder / "returns", OPTIONS, max_restarts=2)
@@ -235,10 +239,6 @@ def cut_node(network: Network, folder: Path, reference: Path) -> Iterator[Row]:
         "the steps since the last save",
         f"with the store: *{sentences[0]}* torchrun ended there after {ended:.0f} s; without it: *{sentences[1]}*",
     )
-
-
-def has_failed(run: Run, node: str) -> bool:
-    return "PipelineError" in run.log(node).read_text()
 
 
 FAULTS = {"links": bad_links, "a node lost": lost_node, "a node cut off": cut_node}

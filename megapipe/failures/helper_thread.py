@@ -44,17 +44,17 @@ def interval(shortest: float) -> float:
     return max(shortest, (1 if group is None else group.size()) / LOOKS_PER_SECOND)
 
 
+def seconds_busy() -> float:
+    """How long it has been calling the tasks: much longer than a moment, if the store does not answer."""
+    called_at = _called_at
+    return 0.0 if called_at is None else time.monotonic() - called_at
+
+
 def _stop_running() -> None:
     """A thread that is inside the store when the interpreter goes brings the process down with it."""
     assert _thread is not None
     _stop.set()
     _thread.join(PATIENCE)
-
-
-def seconds_busy() -> float:
-    """How long it has been calling the tasks: much longer than a moment, if the store does not answer."""
-    called_at = _called_at
-    return 0.0 if called_at is None else time.monotonic() - called_at
 
 
 def _run() -> None:

@@ -59,10 +59,8 @@ class Cable:
 @contextmanager
 def connected_by_cable(rank: int) -> Iterator[Cable]:
     """The process groups of two ranks anew, with a cable from each to the store."""
-    store: Any = _get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    cable = Cable((store.host, store.port))
+    root: Any = world._root(_get_default_store())
+    cable = Cable((root.host, root.port))
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     by_cable = dist.TCPStore("localhost", cable.port, wait_for_workers=False)

@@ -252,7 +252,6 @@ def test_a_rank_that_fails_within_its_connecting(rank: int, failing_rank: int) -
     """Gloo waits for each rank that has given its address, and nothing ended that wait: a rank that heard of another's
     failure after it had given its own left the others there, until the transport gave up."""
     chunks = build("1f1b", 2, 4)
-
     patient_wait = InterruptibleStore.wait
 
     def wait(self: InterruptibleStore, keys: list[str], *args: Any) -> None:
