@@ -28,7 +28,7 @@ from megapipe.overlap import start_all_to_all
 from megapipe.weight_grad import DeferredGrads, deferring
 
 from .launching import be_undisturbed, gather, launch
-from .memory import live_bytes
+from .memory import live_bytes, live_tensors
 from .tables import FOLDER, median_and_spread, save_table
 
 NUM_HEADS = 4
@@ -149,13 +149,13 @@ def saved_by_eager(stage: nn.Module, x: Tensor) -> int:
 def kept(stage: nn.Module, x: Tensor, grad: Tensor) -> tuple[int, int]:
     """By the forward, and between B and W: its input counts, as it does in eager, its output does not."""
     deferred = DeferredGrads()
-    before = live_bytes() - x.nbytes
+    before = [t for t in live_tensors() if t is not x]
     output = stage(x)
-    saved = live_bytes() - before - output.nbytes
+    saved = live_bytes(before) - output.nbytes
     with deferring(deferred):
         output.backward(grad)
     del output
-    held = live_bytes() - before - x.nbytes
+    held = live_bytes(before) - x.nbytes
     deferred.run()
     return saved, held
 

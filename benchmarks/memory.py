@@ -45,7 +45,14 @@ def memory_of(device: torch.device | str, function: Callable[[], Any]) -> Memory
     return Memory(max(totals) - before, totals[-1] - before)
 
 
-def live_bytes() -> int:
-    """Of all tensors on the CPU that Python knows, each storage once."""
-    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+def live_tensors() -> list[Tensor]:
+    """All tensors on the CPU that Python knows."""
+    return [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
+
+
+def live_bytes(before: list[Tensor]) -> int:
+    """Bytes of the live tensors whose storages are not those of `before`, each storage once. A caller that keeps the
+    `live_tensors` of an earlier moment does not count what others free meanwhile."""
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in live_tensors()}
+    known = {t.untyped_storage().data_ptr() for t in before}
+    return sum(size for pointer, size in sizes.items() if pointer not in known)

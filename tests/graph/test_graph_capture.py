@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.memory import live_bytes
+from benchmarks.memory import live_bytes, live_tensors
 from megapipe import graph, weight_grad
 from megapipe.weight_grad import DeferredGrads, deferring
 
@@ -273,19 +273,19 @@ def test_what_a_backward_keeps_for_the_weights() -> None:
     """Between B and W at most 1.15 of what the forward saved; nothing after W."""
     stage = graph.capture(nn.Sequential(Block(), Block()), (sequence(),))
     x, deferred = sequence(), DeferredGrads()
-    before = live_bytes()
+    before = live_tensors()
     output = stage(x)
-    saved = live_bytes() - before
+    saved = live_bytes(before)
     grad = torch.randn_like(output)
     with deferring(deferred):
         output.backward(grad)
-    between = live_bytes() - before
+    between = live_bytes(before)
     del output, grad
     x.grad = None
     gradients = sum(p.grad.nbytes for p in stage.parameters() if p.grad is not None)
     assert between - gradients < 1.15 * saved
     deferred.run()
-    assert live_bytes() - before == sum(p.nbytes for p in stage.parameters())
+    assert live_bytes(before) == sum(p.nbytes for p in stage.parameters())
     output = stage(x)
     output.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="run a second time"):
@@ -316,9 +316,9 @@ def test_recompute_saves_a_quarter_at_most() -> None:
         for deferred in (None, DeferredGrads()):
             again = x.detach().requires_grad_()
             torch.manual_seed(1)
-            before = live_bytes()
+            before = live_tensors()
             output = stage(again)
-            saved[name] = live_bytes() - before - output.nbytes
+            saved[name] = live_bytes(before) - output.nbytes
             drawn = torch.rand(1)
             with deferring(deferred):
                 output.backward(grad)
