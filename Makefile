@@ -4,11 +4,14 @@ PYTHON ?= python3
 NPROC ?= 4
 MINUTES ?= 10
 SEED ?=
+TESTS ?=
 ARGS ?= --pipeline-model-parallel-size $(NPROC)
 
-# TORCH=2.15.0 takes another torch than constraints.txt, in a virtual environment of its own.
+# TORCH=2.15.0 takes another torch than constraints.txt, PYTHON=python3.13 another Python than the machine's own, each in a
+# virtual environment of its own.
 TORCH ?=
-VENV := .venv$(addprefix -,$(TORCH))
+VERSION := $(if $(filter-out python3,$(PYTHON)),$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])'))
+VENV := .venv$(addprefix -,$(VERSION))$(addprefix -,$(TORCH))
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
@@ -19,7 +22,8 @@ SAVED := checkpoints/pretrain
 help:
 	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
 	@echo "make generate   let the model of the last \`make pretrain\` write, with $(NPROC) pipeline ranks"
-	@echo "make test       run the tests, and print the forty slowest; TORCH=2.15.0 does it (and all else) with that torch"
+	@echo "make test       run the tests, and print the forty slowest (TESTS=tests/plan for some of them)"
+	@echo "                with TORCH=2.15.0 or PYTHON=python3.13, as all else, in an environment of its own"
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
 	@echo "make test-nodes  run the example on two nodes of a network of its own, with faults (as root; ten minutes)"
@@ -54,7 +58,7 @@ generate: $(INSTALLED)
 # Two tests side by side, each with ranks of its own. Most of them wait for each other most of the time. Tests marked
 # `soak` are left out (pyproject.toml).
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n 2 $(TESTS)
 
 test-gpu: $(INSTALLED)
 	@if $(VENV)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
