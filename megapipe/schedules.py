@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from . import parallel_state
-from .plan import Verbs, find_schedule, loop
+from .plan import AnySchedule, Verbs, find_schedule, loop
 from .runtime import ForwardBackward, schedule
 
 __all__ = [
@@ -271,7 +271,7 @@ def extra_units(pipe: Verbs, default: int) -> int:
 
 
 def get_forward_backward_func(
-    name: str | int | None = None,
+    name: AnySchedule | int | None = None,
     vp_size: int | None = None,
     schedule_pg_collection: Any = None,
     *,
@@ -280,15 +280,17 @@ def get_forward_backward_func(
     """The function that runs one step of a schedule: forward and backward of all microbatches.
 
     Args:
-        name: one of the schedules' names. None takes the environment variable MEGAPIPE_SCHEDULE, and without it what
-            Megatron would take: no_pipelining on one rank, else interleaved_1f1b with virtual stages and 1f1b without.
-            A number is Megatron's first argument, `pp_size`.
+        name: one of the schedules' names, or a plan to run: a `Plan`, or a path to a file of one (.json, .csv, .txt;
+            see `megapipe.plan.find_schedule`). None takes the environment variable MEGAPIPE_SCHEDULE, and without it
+            what Megatron would take: no_pipelining on one rank, else interleaved_1f1b with virtual stages and 1f1b
+            without. A number is Megatron's first argument, `pp_size`.
         pp_size, vp_size: pipeline ranks and virtual stages to choose by, as in Megatron: where both are None they come
             from `parallel_state`, else each is taken as it is.
         schedule_pg_collection: the groups, as in Megatron, which looks only for pipelines of several models in it.
 
     Raises:
-        ValueError: there is no schedule of that name, or the groups are those of several models.
+        ValueError: there is no schedule of that name, a file holds no plan, or the groups are those of several models.
+        ScheduleError: the plan cannot run.
         TypeError: `pp_size` is given twice.
     """
     for check in parallel_state.check_groups:
@@ -307,6 +309,4 @@ def get_forward_backward_func(
             name = "no_pipelining"
         else:
             name = "1f1b" if vp_size is None else "interleaved_1f1b"
-    found = find_schedule(name)
-    assert isinstance(found, ForwardBackward)
-    return found
+    return ForwardBackward.of(find_schedule(name))

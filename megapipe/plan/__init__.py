@@ -2,16 +2,19 @@
 
 from .files import load_plan, parse_json, read_text
 from .layouts import distribute_layers
+from .making import make_plan
 from .placement import Placement, StageInfo, loop, v_shape
-from .plan import Plan, make_plan, plan_of
+from .plan import Plan, plan_of
+from .planned import AnySchedule, find_schedule
 from .recorder import ChannelName, Event
-from .registry import Schedule, find_schedule, register, schedule_names
+from .registry import Schedule, register, schedule_names
 from .simulation import Costs, Simulation, Span, play, simulate
 from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
 from .weight_placement import Counts, move_weights, place_weights
 
 __all__ = [
     "Action",
+    "AnySchedule",
     "ChannelName",
     "Costs",
     "Counts",

@@ -45,20 +45,22 @@ def parse_json(path: str | Path, text: str) -> Any:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """A plan from a file that `save_csv` or `save_json` wrote, or that torch.distributed.pipelining did.
+    """A plan from a file: JSON that `save_json` wrote, CSV of `save_csv` or of torch.distributed.pipelining
+    (`_dump_csv`), or text with a line for each rank, such as `0F0 0F1 0B0 0W0 0B1`.
 
-    The placement is what the actions say. Overlapped pairs are in no file: they come back as a forward and a backward.
+    The placement is the one that the actions tell. Sends, receives and collectives of torch's plans are left out: each
+    result is sent as soon as it is there.
 
     Raises:
         ValueError: the file does not hold a plan. Whether the plan works is for its `check` to say.
     """
     text = read_text(path)
     if not text.lstrip().startswith("{"):
-        return plan_of(Path(path).stem, _parse_rows(path, _read_csv(path, text)))
+        return plan_of(Path(path).stem, *_parse_rows(path, _read_csv(path, text)))
     content = parse_json(path, text)
     if not {"name", "actions"} <= content.keys():
         raise ValueError(f"{path} holds no plan: it lacks a name or actions.")
-    plan = plan_of(str(content["name"]), _parse_rows(path, content["actions"]))
+    plan = plan_of(str(content["name"]), *_parse_rows(path, content["actions"]))
     said = {**plan.sizes, **{size: content[size] for size in plan.sizes if size in content}}
     if said != plan.sizes:
         raise ValueError(
@@ -69,29 +71,45 @@ def load_plan(path: str | Path) -> Plan:
 
 def _read_csv(path: str | Path, text: str) -> list[list[str]]:
     try:
-        return [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.splitlines())]
+        return [" ".join(row).split() for row in csv.reader(text.splitlines())]
     except csv.Error as error:
         raise ValueError(f"{path} holds no plan: {error}.") from None
 
 
-def _parse_rows(path: str | Path, rows: Any) -> list[list[Action]]:
+def _parse_rows(path: str | Path, rows: Any) -> tuple[list[list[Action]], list[list[int]]]:
+    """By rank, its actions, and the places of overlapped forwards in them."""
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows) or not any(rows):
         raise ValueError(f"{path} holds no plan: it has no row of actions, like 2F0, for any rank.")
-    return [_parse_row(row) for row in rows if row]
+    actions, pairs = zip(*(_parse_row(row) for row in rows if row))
+    return list(actions), list(pairs)
 
 
-def _parse_row(cells: Sequence[object]) -> list[Action]:
-    """A backward is a whole one unless there is a W for it."""
-    row = [_parse_action(cell) for cell in cells]
+def _parse_row(cells: Sequence[object]) -> tuple[list[Action], list[int]]:
+    row: list[Action] = []
+    pairs = []
+    for cell in map(str, cells):
+        if pair := _PAIR.fullmatch(cell):
+            pairs.append(len(row))
+            row += map(_parse_action, pair.groups())
+        elif not _TORCHS_OWN.fullmatch(cell):
+            row.append(_parse_action(cell))
+    # A backward is a whole one unless there is a W for it.
     deferred = {action._replace(kind="BW") for action in row if action.kind == "W"}
-    return [action._replace(kind="B") if action in deferred else action for action in row]
+    row = [action._replace(kind="B") if action in deferred else action for action in row]
+    for at in pairs:
+        forward, backward = row[at : at + 2]
+        if (forward.kind, backward.kind) != ("F", "BW"):
+            raise ValueError(f"a forward is overlapped with a whole backward only, not {forward} with {backward}.")
+    return row, pairs
 
 
-def _parse_action(cell: object) -> Action:
-    match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", str(cell))
+def _parse_action(cell: str) -> Action:
+    match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", cell)
     if match is None:
-        raise ValueError(f"{str(cell)[:40]!r} is not an action like 2F0, 2B0 or 2W0 (2F0.1 for a slice).")
+        raise ValueError(f"{cell[:40]!r} is not an action like 2F0, 2B0 or 2W0 (2F0.1 for a slice).")
     return Action(int(match[1]), _KINDS[match[2]], int(match[3]), int(match[4] or 0))
 
 
 _KINDS = {"F": "F", "B": "BW", "I": "BW", "W": "W"}
+_PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
+_TORCHS_OWN = re.compile(r"[0-9]+(?:(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")

@@ -34,12 +34,13 @@ class StageInfo:
 class Placement:
     """How chunks are laid over ranks.
 
-    `position(rank, chunk, pp_size)` is the place of `rank` in the row of stages that the chunk makes up. It must be
-    its own inverse, so that it also tells which rank is at a place.
+    `position(rank, chunk, pp_size)` is the place of `rank` in the row of stages that the chunk makes up.
+    `inverse(place, chunk, pp_size)` is the rank at a place; None where the position is its own inverse.
     """
 
     name: str
     position: Callable[[int, int, int], int]
+    inverse: Callable[[int, int, int], int] | None = None
 
     def stage(self, rank: int, chunk: int, pp_size: int) -> int:
         """The number of the stage that is this chunk of this rank."""
@@ -48,7 +49,7 @@ class Placement:
     def rank(self, stage: int, pp_size: int) -> int:
         """The rank that holds a stage."""
         chunk, place = divmod(stage, pp_size)
-        return self.position(place, chunk, pp_size)
+        return (self.inverse or self.position)(place, chunk, pp_size)
 
     def stages(self, rank: int, pp_size: int, num_chunks: int) -> list[StageInfo]:
         """The stages of `rank`, one per chunk, in the order of the `model` argument."""

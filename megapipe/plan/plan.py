@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import csv
 import json
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -20,14 +20,13 @@ from .check import check_channels
 from .occupancy import check_occupancy, peak_waiting
 from .placement import Placement, loop, v_shape
 from .program import Program, compile_plan
-from .recorder import KINDS, ChannelName, Event, PlanRecorder
-from .registry import Schedule, find_schedule
+from .recorder import KINDS, ChannelName, Event
 from .rows import Row, column
 from .shared_communicator import check_shared_communicator
-from .simulation import Costs, PerStage, Simulation, peak_activations, peak_held, simulate
-from .verbs import PAIR, Action, Settings
+from .simulation import Costs, PerStage, Simulation, peak_held, simulate
+from .verbs import PAIR, Action
 
-__all__ = ["Plan", "make_plan", "plan_of"]
+__all__ = ["Plan", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -179,72 +178,24 @@ class Plan:
     # Files
 
     def save_csv(self, path: str | Path) -> None:
-        """Write one row per rank, one action per cell, in the form that torch.distributed.pipelining reads: it calls a
-        backward B only if that is a whole one, and the part for the input I."""
+        """Write one row per rank, one action or overlapped pair per cell, in the form that torch.distributed.pipelining
+        reads: it calls a backward B only if that is a whole one, and the part for the input I."""
         with open(path, "w", newline="") as file:
-            for actions in self.actions:
-                cells = [a._replace(kind="I") if a.kind == "B" else a for a in actions]
-                csv.writer(file).writerow(cells)
+            csv.writer(file).writerows(self.cells({"B": "I"}))
 
     def save_json(self, path: str | Path) -> None:
         """Write the name, the sizes, the name of the placement and the actions, for `load_plan`."""
         content = {"name": self.name, **self.sizes, "placement": self.placement.name}
-        content["actions"] = [[str(action) for action in rank] for rank in self.actions]
+        content["actions"] = self.cells()
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
-
-def make_plan(
-    schedule: str | Schedule,
-    pp_size: int,
-    num_microbatches: int,
-    num_chunks: int | None = None,
-    *,
-    num_slices: int = 1,
-    forward_only: bool = False,
-    settings: Settings | None = None,
-) -> Plan:
-    """Record `schedule` for every rank of a pipeline.
-
-    Args:
-        schedule: a name, or a function decorated with `@schedule`.
-        pp_size: ranks of the pipeline.
-        num_microbatches: microbatches per step.
-        num_chunks: stages per rank; None takes the schedule's own.
-        num_slices: slices that each sequence is cut into.
-        forward_only: record a step without backwards.
-        settings: other settings of the schedule.
-
-    Raises:
-        ValueError: there is no schedule of that name, the sizes are impossible, or the settings cannot be kept.
-        TypeError: a size is no whole number.
-        ScheduleError: the schedule is wrong in itself.
-    """
-    found = find_schedule(schedule)
-    pp_size, num_microbatches = _whole("pp_size", pp_size), _whole("num_microbatches", num_microbatches)
-    num_chunks = found.check(pp_size, None if num_chunks is None else _whole("num_chunks", num_chunks))
-    num_slices = _whole("num_slices", num_slices)
-    found.check_slices(num_slices)
-    if pp_size < 1 or num_microbatches < 1:
-        raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {pp_size} and {num_microbatches}.")
-    _check_placement(found.placement, pp_size, num_chunks)
-    forward_only = forward_only or found.forward_only
-    events = []
-    sizes = (pp_size, num_microbatches, num_chunks, forward_only)
-    for rank in range(pp_size):
-        recorder = PlanRecorder(found.placement, rank, *sizes, settings, num_slices)
-        found.loops(recorder)
-        recorder.finish()  # again, for a function that does not
-        events.append(recorder.events)
-    plan = Plan(found.name, found.placement, *sizes, events, num_slices)
-    if settings is not None and settings.max_in_flight is not None:
-        in_flight = max(peak_activations(plan))
-        if in_flight > settings.max_in_flight + 1e-9:
-            raise ValueError(
-                f"{found.name} has up to {in_flight:g} microbatches in flight on {pp_size} ranks, more than "
-                f"max_in_flight = {settings.max_in_flight:g}: allow more, or choose a schedule with "
-                "fewer, such as v_min or v_half."
-            )
-    return plan
+    def cells(self, kinds: Mapping[str, str] = MappingProxyType({})) -> list[list[str]]:
+        """By rank, its actions and overlapped pairs in words, with other names for some kinds."""
+        rows = [[str(a._replace(kind=kinds.get(a.kind, a.kind))) for a in actions] for actions in self.actions]
+        for row, pairs in zip(rows, self.program.pairs):
+            for forward, backward in sorted(pairs.items(), reverse=True):
+                row[forward : backward + 1] = [f"({row[forward]};{row[backward]})OVERLAP_F_B"]
+        return rows
 
 
 def _computations(row: Row[Event]) -> Row[Action]:
@@ -252,23 +203,6 @@ def _computations(row: Row[Event]) -> Row[Action]:
     computes = row.look_up([bool(kind) for _, kind in words], bool)
     codes, units = (column(values.typecode, np.asarray(values)[computes]) for values in (row.codes, row.units))
     return Row(Action, words, codes, units, row.num_slices)
-
-
-def _whole(name: str, size: int) -> int:
-    try:
-        return operator.index(size)
-    except TypeError:
-        raise TypeError(f"{name} is a whole number, got {size!r}, a {type(size).__name__}.") from None
-
-
-def _check_placement(placement: Placement, pp_size: int, num_chunks: int) -> None:
-    for rank in range(pp_size):
-        for info in placement.stages(rank, pp_size, num_chunks):
-            if (found := placement.rank(info.index, pp_size)) != rank:
-                raise ValueError(
-                    f"the placement {placement.name!r} is not its own inverse: on {pp_size} ranks stage {info.index} "
-                    f"is on rank {rank} by its position, but that of rank {found} by the inverse. See Placement."
-                )
 
 
 def plan_of(name: str, actions: Sequence[Sequence[Action]], pairs: Sequence[Sequence[int]] | None = None) -> Plan:
@@ -299,7 +233,12 @@ def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int
     held = [{action.stage for action in row} for row in actions]
     pp_size, num_chunks = len(held), max(map(len, held))
     places = {(stage // pp_size, rank): stage % pp_size for rank, stages in enumerate(held) for stage in stages}
-    as_written = Placement("as written", lambda rank, chunk, pp_size: places.get((chunk, rank), rank))
+    ranks = {(chunk, place): rank for (chunk, rank), place in places.items()}
+    as_written = Placement(
+        "as written",
+        lambda rank, chunk, pp_size: places.get((chunk, rank), rank),
+        lambda place, chunk, pp_size: ranks.get((chunk, place), place),
+    )
     for placement in (loop, v_shape, as_written):
         if all(
             {info.index for info in placement.stages(rank, pp_size, num_chunks)} == stages
@@ -309,21 +248,21 @@ def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int
             return placement, num_chunks
     raise ValueError(
         f"the stages {[sorted(stages) for stages in held]} of the ranks are no placement: a rank holds one stage of "
-        f"each chunk, which has {pp_size} stages, and their ranks are a permutation that is its own inverse."
+        f"each chunk, which has {pp_size} stages."
     )
 
 
 def _events_of(row: Sequence[Action], pairs: Sequence[int]) -> list[Event]:
     verbs = {"F": "forward_step", "BW": "backward_step", "B": "backward_input_step", "W": "backward_weight_step"}
-    halves = {at + half: PAIR[half] for at in pairs for half in (0, 1)}
-    return [
-        event for at, action in enumerate(row) for event in _events_around(action, halves.get(at, verbs[action.kind]))
-    ]
-
-
-def _events_around(action: Action, verb: str) -> list[Event]:
-    verbs = [verb]
-    if action.kind != "W":
+    events: list[Event] = []
+    for at, action in enumerate(row):
+        unit = action.stage, action.microbatch, action.slice
         direction = "forward" if action.kind == "F" else "backward"
-        verbs = [f"recv_{direction}", verb, f"send_{direction}"]
-    return [Event(verb, action.stage, action.microbatch, action.slice) for verb in verbs]
+        is_first, is_second = at in pairs, at - 1 in pairs
+        verb = PAIR[is_second] if is_first or is_second else verbs[action.kind]
+        messages = [] if action.kind == "W" else [Event(f"{way}_{direction}", *unit) for way in ("recv", "send")]
+        # Only sends come between the two halves of a pair.
+        before = len(events) - 2 * is_second
+        events[before:before] = messages[:1]
+        events += [Event(verb, *unit), *messages[1:]]
+    return events

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .placement import Placement
 from .rows import Row, column
 from .verbs import PAIR, Action, Verbs, unit_name
 
-__all__ = ["KINDS", "ChannelName", "Event", "PlanRecorder"]
+__all__ = ["KINDS", "ChannelName", "Event", "PlanRecorder", "record"]
 
 # What waits for what. The message that a verb sends, takes or needs goes forward or backward over a boundary, here
 # counted from that above the verb's stage: 0, or -1 for the boundary below it. A W needs no message.
@@ -187,6 +188,19 @@ class PlanRecorder(Verbs):
 
     def finish(self) -> None:
         self._check_finished()
+
+
+def record(loops: Callable[[Verbs], Any], placement: Placement, pp_size: int, *sizes: Any) -> list[Row[Event]]:
+    """The calls of a schedule's loops on each rank.
+
+    Args:
+        sizes: the arguments of `Verbs` behind `pp_size`.
+    """
+    recorders = [PlanRecorder(placement, rank, pp_size, *sizes) for rank in range(pp_size)]
+    for recorder in recorders:
+        loops(recorder)
+        recorder.finish()  # again, for loops that do not
+    return [recorder.events for recorder in recorders]
 
 
 def _num_equal_before(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

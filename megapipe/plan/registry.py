@@ -6,12 +6,18 @@ import difflib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .placement import Placement, StageInfo
 from .verbs import Verbs
 
-__all__ = ["Schedule", "find_schedule", "register", "schedule_names"]
+__all__ = ["PlanSizes", "Schedule", "register", "schedule_named", "schedule_names"]
+
+
+class PlanSizes(NamedTuple):
+    pp_size: int
+    num_microbatches: int
+    num_slices: int
 
 
 @dataclass(eq=False)
@@ -27,6 +33,7 @@ class Schedule:
         forward_only: it never goes backward.
         default_chunks: stages per rank where neither the schedule nor the caller decides.
         slices: it can cut sequences into slices.
+        sizes: those of the plan that it runs; None where it runs any.
     """
 
     name: str
@@ -37,6 +44,7 @@ class Schedule:
     forward_only: bool = False
     default_chunks: int = 1
     slices: bool = False
+    sizes: PlanSizes | None = None
 
     def __post_init__(self) -> None:
         self.default_chunks = self.num_chunks or self.default_chunks
@@ -53,6 +61,11 @@ class Schedule:
                 f"{self.name} runs on {self.max_pp_size} pipeline rank, got {pp_size}: choose another schedule, such "
                 "as 1f1b, or pipeline_model_parallel_size=1."
             )
+        if self.sizes is not None and pp_size != self.sizes.pp_size:
+            raise ValueError(
+                f"{self.name} is a plan for {self.sizes.pp_size} ranks, got {pp_size}: take a plan for these, or a "
+                "schedule by its name."
+            )
         if num_chunks is None:
             return self.default_chunks
         if num_chunks < 1 or self.num_chunks not in (None, num_chunks):
@@ -63,11 +76,18 @@ class Schedule:
             )
         return num_chunks
 
-    def check_slices(self, num_slices: int) -> None:
-        """Raises ValueError where sequences are cut and the schedule cannot do it."""
+    def check_units(self, num_microbatches: int, num_slices: int) -> None:
+        """Raises ValueError for other numbers than those of a plan, and where sequences are cut and the schedule cannot
+        do it."""
         if num_slices < 1:
             raise ValueError(f"a sequence is at least 1 slice, got num_slices={num_slices}.")
-        if num_slices > 1 and not self.slices:
+        if self.sizes is not None:
+            if self.sizes[1:] != (num_microbatches, num_slices):
+                raise ValueError(
+                    f"{self.name} is a plan of {self.sizes.num_microbatches} microbatches in {self.sizes.num_slices} "
+                    f"slice(s), got {num_microbatches} in {num_slices}: take a plan for these, or a schedule's name."
+                )
+        elif num_slices > 1 and not self.slices:
             able = [name for name, schedule in _schedules.items() if schedule.slices]
             raise ValueError(
                 f"{self.name} cannot cut sequences, got {num_slices} slices: choose {', '.join(able)}, or 1 slice."
@@ -91,17 +111,11 @@ def schedule_names() -> list[str]:
     return list(_schedules)
 
 
-def find_schedule(name: str | Schedule) -> Schedule:
-    """The schedule of that name; a schedule is returned as it is.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if isinstance(name, Schedule):
-        return name
+def schedule_named(name: str) -> Schedule:
+    """Raises ValueError where there is no schedule of that name."""
     if name not in _schedules:
         meant = {_letters(known): known for known in _schedules}
-        near = difflib.get_close_matches(_letters(str(name)), meant, n=1)
+        near = difflib.get_close_matches(_letters(name), meant, n=1)
         guess = f" (do you mean {meant[near[0]]!r}?)" if near else ""
         raise ValueError(f"there is no schedule {name!r}{guess}; choose one of {', '.join(_schedules)}.")
     return _schedules[name]

@@ -42,7 +42,7 @@ def sequence_slices(schedule: Schedule, step: StepArguments, shapes: ShapeArgume
             f"config.sequence_slice_lengths has {len(lengths)} lengths, but num_sequence_slices is {num_slices}: give "
             "one length for each slice."
         )
-    schedule.check_slices(num_slices)
+    schedule.check_units(step.num_microbatches, num_slices)
     if num_slices == 1:
         return []
     _check_others(step, shapes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from .. import parallel_state
@@ -17,7 +17,17 @@ from ..config import PipelineConfig
 from ..failures import PipelineError, Watchdog, single_rank_step
 from ..overlap import find_forward_segments
 from ..p2p_communication import Communicator, Lookahead
-from ..plan import Placement, Schedule, ScheduleError, StageInfo, Verbs, actions_of, find_schedule, register
+from ..plan import (
+    AnySchedule,
+    Placement,
+    Schedule,
+    ScheduleError,
+    StageInfo,
+    Verbs,
+    actions_of,
+    find_schedule,
+    register,
+)
 from ..sharding import ShardedChunks
 from . import hooks
 from .arguments import (
@@ -56,6 +66,14 @@ __all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
 
 class ForwardBackward(Schedule):
     """A schedule as its users see it: a function that runs one training or validation step."""
+
+    @classmethod
+    @functools.cache
+    def of(cls, schedule: Schedule) -> ForwardBackward:
+        """The schedule itself, or one like it that can be called: a plan that is read is a schedule without a call."""
+        if isinstance(schedule, cls):
+            return schedule
+        return cls(**{field.name: getattr(schedule, field.name) for field in fields(schedule)})
 
     def __call__(
         self,
@@ -403,11 +421,15 @@ def schedule(
 
 
 def stages_for_rank(
-    schedule: str | Schedule, pp_rank: int | None = None, pp_size: int | None = None, num_chunks: int | None = None
+    schedule: AnySchedule,
+    pp_rank: int | None = None,
+    pp_size: int | None = None,
+    num_chunks: int | None = None,
 ) -> list[StageInfo]:
     """The stages that a rank holds under `schedule`, one per chunk, in the order of the `model` argument.
 
     Args:
+        schedule: as `get_forward_backward_func` takes it: a name, a plan, or a path to a file of one.
         pp_rank, pp_size: None takes them from `parallel_state`.
         num_chunks: stages per rank; None takes the schedule's own number, or for schedules that leave it open the
             virtual pipeline size of `parallel_state`, or the schedule's default.

@@ -82,10 +82,10 @@ PUBLIC = "analysis checkpoint graph integrations.megatron integrations.transform
 PUBLIC += " training weight_grad"
 
 BETWEEN_ROOMS = {
-    "plan": "ChannelName Counts Event actions_of move_weights parse_json place_weights plan_of play read_text register "
+    "plan": "AnySchedule ChannelName Counts Event actions_of move_weights parse_json place_weights plan_of play read_text register "
     "unit_in_words",
     "weight_grad": "DeferredGrads SavedTensor add_gradient backward_context capturing deferring deferring_to "
-    "is_deferring is_shared save_for_w visit_gradient_nodes",
+    "is_shared save_for_w visit_gradient_nodes",
     "overlap": "Segments fill_window filling_windows find_forward_segments",
     "parallel_state": "Groups abort_gloo abort_process_groups all_gather_json check_groups find_groups "
     "find_pipeline_group",

@@ -19,7 +19,7 @@ from torch import nn
 
 from ... import parallel_state as own_parallel_state
 from ...chunks import find_attribute
-from ...plan import Schedule, StageInfo, find_schedule
+from ...plan import AnySchedule, StageInfo, find_schedule
 from .loaded import loaded
 
 __all__ = ["at_its_stage", "build_model_chunks", "copies_of_embedding", "without_embedding_group"]
@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def build_model_chunks(
-    model_provider: Callable[..., nn.Module], schedule: str | Schedule, config: Any = None, pg_collection: Any = None
+    model_provider: Callable[..., nn.Module], schedule: AnySchedule, config: Any = None, pg_collection: Any = None
 ) -> list[nn.Module]:
     """The chunks that this rank holds under `schedule`, made by a Megatron model provider.
 
@@ -60,7 +60,7 @@ def build_model_chunks(
     ]
 
 
-def at_its_stage(function: Function, schedule: str | Schedule) -> Function:
+def at_its_stage(function: Function, schedule: AnySchedule) -> Function:
     """Wrap `function` so that Megatron tells it the place of the chunk in question under `schedule`.
 
     For the functions of a Megatron trainer that ask Megatron where they are: its model provider, its
@@ -93,13 +93,13 @@ def at_its_stage(function: Function, schedule: str | Schedule) -> Function:
     return placed  # type: ignore[return-value]
 
 
-def has_last_stage_in_front(schedule: str | Schedule) -> bool:
+def has_last_stage_in_front(schedule: AnySchedule) -> bool:
     """Whether the last stage is on the first rank, as in a V, and not on the last one as in Megatron."""
     placement = find_schedule(schedule).placement
     return placement.rank(2 * 2 - 1, pp_size=2) == 0
 
 
-def _stages(schedule: str | Schedule, pg_collection: Any) -> list[StageInfo]:
+def _stages(schedule: AnySchedule, pg_collection: Any) -> list[StageInfo]:
     """As `stages_for_rank`, for the pipeline in `pg_collection` where there is one."""
     found = find_schedule(schedule)
     group = getattr(pg_collection, "pp", None) or own_parallel_state.get_pipeline_model_parallel_group()
@@ -113,7 +113,7 @@ def _virtual_size(config: Any = None) -> int | None:
     return size
 
 
-def _check_virtual_size(schedule: str | Schedule, num_chunks: int, config: Any) -> None:
+def _check_virtual_size(schedule: AnySchedule, num_chunks: int, config: Any) -> None:
     virtual_size = _virtual_size(config) or 1
     if virtual_size != num_chunks:
         raise ValueError(

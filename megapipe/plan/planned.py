@@ -1,0 +1,102 @@
+"""Plans that run: a plan, or a file of one, is a schedule whose loops make the calls that are written down."""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .files import load_plan
+from .plan import Plan
+from .recorder import record
+from .registry import PlanSizes, Schedule, schedule_named
+from .verbs import PAIR, Verbs
+
+__all__ = ["AnySchedule", "find_schedule"]
+
+
+AnySchedule = str | os.PathLike[str] | Plan | Schedule
+"""A schedule, its name, a plan, or the path to a file of a plan."""
+
+
+def find_schedule(name: AnySchedule) -> Schedule:
+    """The schedule of that name, or the one that runs a plan.
+
+    The latter makes the calls that the plan has for each rank, and has the sizes of the plan only. Each chunk takes its
+    microbatches in order: the n-th forward of a stage is that of microbatch n, and so are its n-th B and W, whatever
+    their numbers in the plan. The name ends with a number made from all calls, so that ranks which are given different
+    plans do not agree on it. A step with `forward_only` leaves the backwards out.
+
+    Args:
+        name: of a schedule; or a plan, or a path to a file of one (.json, .csv, .txt), which `load_plan` reads. A
+            schedule is returned as it is.
+
+    Raises:
+        ValueError: there is no schedule of that name, or the file does not hold a plan.
+        ScheduleError: the plan cannot run, as `Plan.check` finds.
+    """
+    if isinstance(name, Schedule):
+        return name
+    if isinstance(name, Plan):
+        return _schedule_of(name)
+    path = Path(name)
+    if path.suffix not in (".json", ".csv", ".txt"):
+        return schedule_named(str(name))
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}: give that of a plan, or the name of a schedule.") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: Path, changed_at: int) -> Schedule:
+    """Once: trainers look their schedule up in every step."""
+    return _schedule_of(load_plan(path))
+
+
+def _schedule_of(plan: Plan) -> Schedule:
+    loops = functools.partial(_play, plan)
+    num_forwards = Counter(action.stage for row in plan.actions for action in row if action.kind == "F")
+    num_microbatches = max(num_forwards.values(), default=0) // plan.num_slices
+    sizes = (plan.pp_size, num_microbatches, plan.num_chunks, plan.forward_only)
+    events = record(loops, plan.placement, *sizes, None, plan.num_slices)
+    plan = replace(plan, num_microbatches=num_microbatches, events=events)
+    name = f"{plan.name} [{zlib.crc32(repr(list(map(list, plan.events))).encode()):08x}]"
+    if name not in _made:
+        plan.check()
+        only = PlanSizes(plan.pp_size, plan.num_microbatches, plan.num_slices)
+        _made[name] = Schedule(name, loops, plan.placement, plan.num_chunks, forward_only=plan.forward_only, sizes=only)
+    return _made[name]
+
+
+_made: dict[str, Schedule] = {}
+"""By name: a plan that is given again is the same schedule, for which everything has been found out already."""
+
+
+def _play(plan: Plan, pipe: Verbs) -> Any:
+    """The loops of a plan: its calls, one by one."""
+    for verb, *chunks in _calls(plan, pipe.pp_rank):
+        if verb == "forward_backward_step" or not (pipe.forward_only and "backward" in verb):
+            getattr(pipe, verb)(*chunks)
+    return pipe.finish()
+
+
+def _calls(plan: Plan, rank: int) -> Iterator[tuple[Any, ...]]:
+    """The verbs and their chunks. A pair is one call, made before the send that a plan has between its halves."""
+    begun: list[tuple[str, int]] = []  # the forward of a pair, and its send
+    for event in plan.events[rank]:
+        call = event.verb, plan.chunk_of(event.stage)
+        if event.verb == PAIR[0] or (begun and event.sends):
+            begun.append(call)
+        elif event.verb == PAIR[1]:
+            (_, forward), *sends = begun
+            yield "forward_backward_step", forward, call[1]
+            yield from sends
+            begun = []
+        else:
+            yield call

@@ -1,0 +1,143 @@
+"""Plans that run: those of schedules, of files, of torch and of anybody's search."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining.schedules as theirs
+from models import assert_same_gradients, assert_same_losses, build, reference, run
+from ranks import on_ranks
+
+from megapipe import PipelineError, get_forward_backward_func, schedule_names, stages_for_rank
+from megapipe.plan import ScheduleError, load_plan, make_plan
+
+TRAINING = [name for name in schedule_names() if name not in ("no_pipelining", "inference")]
+
+
+def write(folder: Path, rank: int, text: str, name: str = "mine.txt") -> Path:
+    """A file that only this rank writes."""
+    path = folder / str(rank) / name
+    path.parent.mkdir()
+    path.write_text(text)
+    return path
+
+
+def assert_trains(schedule: Any, pp_size: int, num_microbatches: int, **options: Any) -> None:
+    """One step: losses and gradients of the unpartitioned model, bit for bit."""
+    num_layers = 2 * pp_size
+    chunks = build(schedule, pp_size, num_layers, **options)
+    reports = run(schedule, chunks, num_microbatches)
+    model, losses = reference(num_layers, num_microbatches)
+    assert_same_losses(reports, losses, chunks)
+    assert_same_gradients(chunks, model)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@on_ranks(2)
+def test_the_plan_of_every_schedule_runs(rank: int, name: str, tmp_path: Path) -> None:
+    plan = make_plan(name, 2, 5)
+    assert_trains(plan, 2, 5, deferred=True)
+    path = write(tmp_path, rank, "", "plan.json")
+    plan.save_json(path)
+    assert load_plan(path).cells() == plan.cells()
+    assert_trains(path, 2, 5, deferred=True)
+
+
+@on_ranks(2)
+def test_orders_as_text(rank: int, tmp_path: Path) -> None:
+    """By hand: GPipe whose Ws of the first rank come first to last, those of the second last."""
+    schedule = str(write(tmp_path, rank, "0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1F1 1B0 1B1 1W0 1W1\n"))
+    assert_trains(schedule, 2, 2, deferred=True)
+    chunks = build(schedule, 2, 4, deferred=True)
+    reports = run(schedule, chunks, 2, forward_only=True)
+    assert_same_losses(reports, reference(4, 2)[1], chunks)
+    assert get_forward_backward_func(schedule) is get_forward_backward_func(schedule)
+    with pytest.raises(ValueError, match=r"mine \[\w+\] is a plan of 2 microbatches in 1 slice\(s\), got 3 in 1"):
+        run(schedule, chunks, 3)
+
+
+@on_ranks(3)
+def test_a_placement_that_is_not_its_own_inverse(rank: int, tmp_path: Path) -> None:
+    schedule = write(tmp_path, rank, "0F0,4F0,4B0,0B0\n1F0,5F0,5B0,1B0\n2F0,3F0,3B0,2B0\n")
+    chunks = build(schedule, 3, 6)
+    assert [info.index for info in stages_for_rank(schedule)] == [rank, 3 + (rank + 1) % 3]
+    run(schedule, chunks, 1)
+    assert_same_gradients(chunks, reference(6, 1)[0])
+
+
+@on_ranks(2)
+def test_ranks_with_different_plans(rank: int, tmp_path: Path) -> None:
+    path = write(tmp_path, rank, "", "plan.csv")
+    make_plan("1f1b" if rank else "gpipe", 2, 4).save_csv(path)
+    chunks = build(path, 2, 4)
+    with pytest.raises((ValueError, PipelineError), match=r"schedule.*plan \["):
+        run(path, chunks, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", "would hang: rank 0 waits at 0B0"),
+        ("0F0 0B0 0B1\n1F0 1F1 1B0 1B1", r"rank 0 calls recv_backward\(0\) for microbatch 1 before send_forward"),
+        ("0F0 0F1 0B0 0B1\n1F0 1B0", "rank 1 ended its step after 1 calls of recv_forward"),
+    ],
+)
+def test_plans_that_cannot_run_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.txt"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        get_forward_backward_func(path)
+
+
+def test_a_pair_of_halves_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_text("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0W0\n")
+    with pytest.raises(ValueError, match="overlapped with a whole backward only, not 0F2 with 0B0"):
+        load_plan(path)
+    with pytest.raises(ValueError, match=r"there is no file .*nowhere\.csv: give that of a plan"):
+        get_forward_backward_func(tmp_path / "nowhere.csv")
+
+
+# torch.distributed.pipelining
+
+TORCHS = {
+    "ScheduleGPipe": 1,
+    "Schedule1F1B": 1,
+    "ScheduleLoopedBFS": 2,
+    "ScheduleInterleaved1F1B": 2,
+    "ScheduleInterleavedZeroBubble": 2,
+    "ScheduleZBVZeroBubble": 2,
+    "ScheduleDualPipeV": 2,
+}
+
+
+def torchs_schedule(name: str, pp_size: int, num_microbatches: int) -> Any:
+    def stage(index: int) -> Any:
+        sizes = {"num_stages": pp_size * TORCHS[name], "group_size": pp_size, "group_rank": 0, "stage_index": index}
+        ends = {"is_first": index == 0, "is_last": index == pp_size * TORCHS[name] - 1, "has_backward": True}
+        return SimpleNamespace(**sizes, **ends, group=None, device="cpu", submod=None)
+
+    last = 2 * pp_size - 1 if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else pp_size
+    stages = [stage(0), stage(last)]
+    return getattr(theirs, name)(stages if TORCHS[name] == 2 else stages[0], num_microbatches)
+
+
+def save_torchs(name: str, pp_size: int, num_microbatches: int, path: Path) -> None:
+    schedule = torchs_schedule(name, pp_size, num_microbatches)
+    if TORCHS[name] == 2:
+        schedule._dump_csv(str(path))
+        return
+    order = schedule._get_pipeline_order()  # it writes no file for these
+    path.write_text("\n".join(",".join(str(one or "") for one in order[rank]) for rank in range(pp_size)))
+
+
+@pytest.mark.skipif(not hasattr(theirs, "ScheduleDualPipeV"), reason="this torch writes down fewer orders")
+@pytest.mark.parametrize("name", TORCHS)
+@on_ranks(4)
+def test_plans_that_torch_wrote(rank: int, name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, rank, "", "torch.csv")
+    save_torchs(name, 4, 8, path)
+    pairs = [cell for row in load_plan(path).cells() for cell in row if "OVERLAP" in cell]
+    assert bool(pairs) == (name == "ScheduleDualPipeV")
+    assert_trains(path, 4, 8, deferred=True)
