@@ -141,7 +141,7 @@ bench-all: bench
 	$(BENCH).schedules --pp 4 --microbatches 16 --rounds 3
 	$(BENCH).schedules --pp 8 --microbatches 16 --rounds 3
 	$(BENCH).schedules --pp 4 --microbatches 8 --rounds 2 --message-bytes 33554432 --runners $(LARGE)
-	$(BENCH).tuned --pp 4 --microbatches 8 --change
+	$(BENCH).tuned --pp 4 --microbatches 8
 	$(BENCH).tuned --pp 8 --microbatches 16 --schedules zbv
 	$(BENCH).prediction
 	$(BENCH).long_context

@@ -10,8 +10,7 @@ import resource
 import time
 from pathlib import Path
 
-from megapipe.plan import Costs, Settings, find_schedule, make_plan
-from megapipe.runtime.weight_tuning import choose
+from megapipe.plan import Costs, make_plan, place_weights
 
 from .tables import FOLDER, save_table
 
@@ -64,7 +63,7 @@ def row(name: str, pp_size: int, num_microbatches: int) -> list[str]:
     search = "-"
     if any(action.kind == "W" for action in plan.actions[0]) and pp_size <= SEARCHED and num_microbatches <= 256:
         costs = Costs(1.0, 1.4, 0.6, 0.05)
-        choose(find_schedule(name), pp_size, num_microbatches, plan.num_chunks, Settings(), costs)
+        place_weights(plan, costs)
         search = f"{time.process_time() - simulated:.2f}"
     return [
         name,

@@ -119,14 +119,14 @@ class Megapipe(Runner):
         self.splits = any(action.kind == "W" for row in actions for action in row)
         how = "deferring" if self.splits else "whole"
         self.modules = [make_stage(info.index, info.num_stages, how, self.config) for info in infos]
-        self._step = get_forward_backward_func(schedule)
+        self.function = get_forward_backward_func(schedule)
         forward_step = _forward_slice if self.num_slices > 1 else _forward_step
         if hasattr(self.modules[0], "forward_segments"):
             forward_step = _forward_segments
         self._forward_step = functools.partial(forward_step, loss)
 
     def step(self) -> None:
-        self._step(
+        self.function(
             forward_step_func=self._forward_step,
             data_iterator=None,
             model=self.modules,

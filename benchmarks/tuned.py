@@ -2,8 +2,8 @@
 
     python -m benchmarks.tuned --pp 4 --schedules zbv
 
-Every case is run both ways in turns, with the same random draws for both. A last run changes a stage's cost in the
-middle and shows when the tuner takes note, and what the step takes longer in which it searches.
+A few steps are recorded, their timeline places the Ws, and the schedule and this plan run in turns, with the same
+random draws for both.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megapipe.plan import Costs, Settings, make_plan, simulate
-from megapipe.runtime.session import _sessions
-from megapipe.runtime.weight_tuning import INTERVAL, WeightTuner, choose
+from megapipe import get_forward_backward_func
+from megapipe.analysis import TimelineRecorder
+from megapipe.plan import Costs, make_plan, place_weights, simulate
 
 from .emulation import Step
 from .launching import launch
@@ -26,7 +26,7 @@ from .tables import FOLDER, median_and_spread, save_table
 
 RATIOS = {"1 : 1.4 : 0.6": (1.0, 1.4, 0.6), "1 : 1.2 : 0.8": (1.0, 1.2, 0.8)}
 WARMUP = 8
-"""Steps before anything counts: the tuner decides before the sixth."""
+"""Steps before anything counts. The last of them are recorded."""
 
 HEADER = [
     "schedule",
@@ -59,14 +59,8 @@ def main() -> None:
         for stages in ("equal", "uneven")
     ]
     rows = launch(args.pp, measure, args, cases)
-    title = f"Tuned places of Ws, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms"
+    title = f"Ws placed by measured times, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms"
     save_table(f"tuned-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
-    if args.change:
-        header = ["steps", "what", "median step, ms", "longest, ms"]
-        title = f"A stage becomes 1.5 times as slow at step 30, zbv, pp={args.pp}, m={args.microbatches}"
-        notes = f"Times are exchanged every {INTERVAL} steps and decided on two steps later."
-        rows = launch(args.pp, change, args)
-        save_table(f"tuned-change-pp{args.pp}", title, header, rows, notes, args.folder)
 
 
 def parse() -> argparse.Namespace:
@@ -77,7 +71,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jitter", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--schedules", default="zbv,zb1p,interleaved_zb1p")
-    parser.add_argument("--change", action="store_true", help="also the run in which a cost changes")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     return parser.parse_args()
 
@@ -115,25 +108,20 @@ def measure(rank: int, args: argparse.Namespace, cases: list[Case]) -> list[list
 
 
 def compare(args: argparse.Namespace, case: Case) -> list[str]:
-    num_chunks = make_plan(case.schedule, args.pp, args.microbatches).num_chunks
-    costs = stage_costs(case, args.pp, num_chunks, args.milliseconds)
-    forget_tuners()
-    both = [
-        Emulated(
-            f"megapipe {case.schedule}",
-            args.microbatches,
-            seconds_with_jitter(costs, args.jitter, str(case)),
-            16,
-            weight_grad_placement=placement,
-        )
-        for placement in ("static", "tuned")
-    ]
-    static, tuned = (_milliseconds(steps) for steps in take_turns(both, args.rounds, WARMUP, block=2))
     plan = make_plan(case.schedule, args.pp, args.microbatches)
-    settings = Settings()
-    chunks = (args.pp, args.microbatches, num_chunks)
-    choice = choose(_schedule(case.schedule), *chunks, settings, costs)
-    bound = simulate(plan, costs).lower_bound
+    costs = stage_costs(case, args.pp, plan.num_chunks, args.milliseconds)
+    seconds = [seconds_with_jitter(costs, args.jitter, str(case)) for _ in range(2)]
+    recorder = TimelineRecorder(WARMUP - 2)
+    name = f"megapipe {case.schedule}"
+    own = Emulated(name, args.microbatches, seconds[0], 16, record_timeline=recorder)
+    for _ in range(WARMUP):
+        own.step()
+    placed = Emulated(name, args.microbatches, seconds[1], 16)
+    placed.runner.function = get_forward_backward_func(recorder.gather().tuned_plan())
+    own = Emulated(name, args.microbatches, seconds_with_jitter(costs, args.jitter, str(case)), 16)
+    static, tuned = (_milliseconds(steps) for steps in take_turns([own, placed], args.rounds, WARMUP, block=2))
+    simulation = simulate(plan, costs)
+    bound = simulation.lower_bound
     return [
         case.schedule,
         case.ratio,
@@ -141,57 +129,10 @@ def compare(args: argparse.Namespace, case: Case) -> list[str]:
         median_and_spread(static, "{:.0f}"),
         median_and_spread(tuned, "{:.0f}"),
         f"{median(tuned) / median(static):.3f}",
-        f"{choice.makespan / choice.own_makespan:.3f}",
+        f"{simulate(place_weights(plan, costs), costs).makespan / simulation.makespan:.3f}",
         f"{median(static) / bound:.3f}",
         f"{median(tuned) / bound:.3f}",
     ]
-
-
-def change(rank: int, args: argparse.Namespace) -> list[list[str]]:
-    """60 steps, of which a stage is slower in the second half."""
-    case = Case("zbv", "1 : 1.4 : 0.6", "equal")
-    costs = stage_costs(case, args.pp, 2, args.milliseconds)
-    drawn = seconds_with_jitter(costs, args.jitter, "change")
-    forget_tuners()
-    is_late = False
-
-    def seconds(kind: str, stage: int) -> float:
-        return drawn(kind, stage) * (1.5 if is_late and stage == 2 * args.pp // 3 else 1.0)
-
-    one = Emulated("megapipe zbv", args.microbatches, seconds, 16, weight_grad_placement="tuned")
-    chosen: list[str] = []
-    for number in range(1, 61):
-        is_late = number >= 30
-        one.step()
-        chosen.append(str(tuner_in_use()))
-    times = [end - begin for begin, end, _ in one.steps]
-    changes = [k for k in range(1, 60) if chosen[k] != chosen[k - 1]]
-    rows = []
-    for begin, end in zip([0, *sorted({*changes, 29})], [*sorted({*changes, 29}), 60]):
-        what = "slower" if begin >= 29 else "equal"
-        what += ", the schedule's places" if chosen[begin] == "the schedule's" else f", places {chosen[begin]}"
-        span = [1000 * time for time in times[begin:end]]
-        longest = f"{max(span):.0f} (step {begin + span.index(max(span)) + 1})"
-        rows.append([f"{begin + 1}-{end}", what, f"{median(span):.0f}", longest])
-    return rows
-
-
-def tuner_in_use() -> WeightTuner:
-    (session,) = _sessions.values()
-    (tuner,) = session._tuners.values()
-    return tuner
-
-
-def forget_tuners() -> None:
-    """Each case begins without knowing anything: a session keeps a tuner for each kind of step."""
-    for session in _sessions.values():
-        session._tuners.clear()
-
-
-def _schedule(name: str) -> Any:
-    from megapipe.plan import find_schedule
-
-    return find_schedule(name)
 
 
 def _milliseconds(steps: list[Step]) -> list[float]:

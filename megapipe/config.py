@@ -70,10 +70,6 @@ class PipelineConfig:
         delay_wgrad_compute: Modules with a method `backward_dw()`, such as transformer-engine's built with this
             setting, defer their weight gradients by themselves: it is called in W, or at the end of a backward that is
             not split. Default: True.
-        weight_grad_placement: Where schedules with a split backward run their weight-gradient passes (W). "static":
-            where the schedule says. "tuned": where the times measured in the last steps say that a step becomes
-            shortest; gradients stay the same to the bit. Then a rank may hold a quarter of a pipeline's microbatches
-            more than by the schedule, or `max_in_flight` where that is set. Default: 'static'.
         gc_interval: Steps between two collections of Python's garbage. A pause of one rank is a pause of all, so
             there is none within a step. The first follows the first step, and freezes what is there (`gc.freeze()`,
             unless you have frozen something); the others follow every so many steps. Where you have disabled
@@ -134,7 +130,6 @@ class PipelineConfig:
     microbatch_group_size_per_vp_stage: int | None = None
     max_in_flight: float | None = None
     delay_wgrad_compute: bool = True
-    weight_grad_placement: str = "static"
     gc_interval: int | None = 100
 
     # Loss, gradients and weights
@@ -224,7 +219,6 @@ CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]
     (_SIZES, ValueError, lambda value: is_whole_number(value, 1), "a whole number from 1 on"),
     (_COUNTS, ValueError, _is_count_or_none, "a whole number from 1 on, or None"),
     (("sequence_slice_lengths",), ValueError, _are_lengths, "a sequence of whole numbers from 1 on, or None"),
-    (("weight_grad_placement",), ValueError, lambda value: value in ("static", "tuned"), "'static' or 'tuned'"),
     (_FUNCTIONS, TypeError, callable, "a function, or None"),
     (
         ("post_validated_optimizer",),

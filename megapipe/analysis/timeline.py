@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median, median_low
 from typing import Any, NamedTuple
 
-from ..plan import Action, Costs, Event, Plan, Simulation, Span, parse_json, plan_of, read_text, simulate
+from ..plan import Action, Costs, Event, Plan, Simulation, Span, parse_json, place_weights, plan_of, read_text, simulate
 from ..runtime import RankStep, Wait
 
 __all__ = ["MeasuredMessage", "Timeline", "first_start", "load_timeline", "measured_messages", "step_time"]
@@ -107,6 +107,17 @@ class Timeline:
             self.latency,
             slices=self._mean_slices,
         )
+
+    def tuned_plan(self, max_in_flight: float | None = None) -> Plan:
+        """The measured plan with its weight-gradient passes (W) where these times make a step shortest; the plan itself
+        where they are well placed. The same on all ranks that have gathered the timeline, so it can be run at once:
+        `get_forward_backward_func(timeline.tuned_plan())`.
+
+        Args:
+            max_in_flight: most microbatches of a whole rank that a rank may hold, from F to W. None for a quarter of
+                the number of ranks more than was measured.
+        """
+        return place_weights(self.plan, self.costs(), max_in_flight)
 
     def layer_costs(self, num_layers: Sequence[int]) -> tuple[list[float], float, float]:
         """The time of a microbatch in each layer, in the embedding and in the head, in ms: for `distribute_layers`.

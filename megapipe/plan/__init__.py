@@ -10,14 +10,13 @@ from .recorder import ChannelName, Event
 from .registry import Schedule, register, schedule_names
 from .simulation import Costs, Simulation, Span, play, simulate
 from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
-from .weight_placement import Counts, move_weights, place_weights
+from .weight_placement import place_weights
 
 __all__ = [
     "Action",
     "AnySchedule",
     "ChannelName",
     "Costs",
-    "Counts",
     "Event",
     "Placement",
     "Plan",
@@ -34,7 +33,6 @@ __all__ = [
     "load_plan",
     "loop",
     "make_plan",
-    "move_weights",
     "parse_json",
     "place_weights",
     "plan_of",

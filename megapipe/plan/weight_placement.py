@@ -14,10 +14,10 @@ from dataclasses import replace
 from .plan import Plan
 from .program import run
 from .recorder import Event
-from .simulation import Costs
+from .simulation import Costs, simulate
 from .verbs import Action
 
-__all__ = ["Counts", "count_weights", "move_weights", "place_weights"]
+__all__ = ["place_weights"]
 
 Counts = list[list[int]]
 """Per rank, how many Ws run before each of its Fs and Bs, and after the last."""
@@ -27,7 +27,31 @@ FILLS = (1.0, 0.75, 0.5, 0.25, 0.0)
 wait; the search goes on from the best."""
 
 BUDGET = 300_000
-"""How many Fs and Bs the search may play: about a third of a second, which every rank spends in a step of training."""
+"""How many Fs and Bs the search may play: about a third of a second."""
+
+GAIN = 0.005
+"""Share of the makespan that other places must gain. Less than that disappears in the noise of measured steps
+(docs/benchmarks.md)."""
+
+SLACK = 1 / 4
+"""Without a limit, how much more a rank may hold than by the schedule: this share of a pipeline's microbatches."""
+
+
+def place_weights(plan: Plan, costs: Costs, max_held: float | None = None) -> Plan:
+    """`plan` with its Ws where they make one step as short as the search finds; `plan` itself where that gains less
+    than half a percent. The same arguments give the same places.
+
+    Args:
+        plan: a plan that can run.
+        costs: the times to judge by, those of `simulate`.
+        max_held: most microbatches of a whole rank that a rank may have in flight, from F to W. None for a quarter of
+            the number of ranks more than in `plan`.
+    """
+    own = simulate(plan, costs)
+    if max_held is None:
+        max_held = max(own.peak_activations) + SLACK * plan.pp_size
+    placed = move_weights(plan, find_counts(plan, costs, max_held))
+    return placed if simulate(placed, costs).makespan < (1 - GAIN) * own.makespan else plan
 
 
 def count_weights(plan: Plan) -> Counts:
@@ -65,17 +89,8 @@ def _merge(others: list[Event], weights: Iterator[Event], row: list[int]) -> Ite
     yield from weights
 
 
-def place_weights(plan: Plan, costs: Costs, max_held: float) -> Counts:
-    """Places for the Ws of `plan` that make one step as short as the search finds, and never longer than it was.
-
-    Args:
-        plan: a plan that can run.
-        costs: the times to judge by, those of `simulate`.
-        max_held: most microbatches of a whole rank that a rank may have in flight, from F to W.
-
-    Returns:
-        The counts for `move_weights`. The same arguments give the same counts.
-    """
+def find_counts(plan: Plan, costs: Costs, max_held: float) -> Counts:
+    """Places for the Ws of `plan`, for `move_weights`. A step is never longer than it was."""
     unmoved = count_weights(plan)
     if not any(map(sum, unmoved)):
         return unmoved

@@ -252,7 +252,6 @@ def to_agree_on(called: str, step: StepArguments, stages: Sequence[StageInfo], s
         "variable_seq_lengths": str(step.config.variable_seq_lengths),
         "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
         "max_in_flight": str(step.config.max_in_flight),
-        "weight_grad_placement": step.config.weight_grad_placement,
         "the type of device": step.device.type,
         "p2p_transport": str(step.config.p2p_transport),
         "timeout": str(step.config.timeout),

@@ -133,7 +133,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         else:
             yield
         self._complete.add(chunk)
-        # From the last chunk to the first, as backwards end: replicas whose Ws were tuned apart may complete them in
+        # From the last chunk to the first, as backwards end: replicas that run different plans may complete them in
         # different orders, but must reduce in the same.
         while self._to_release and self._to_release[-1] in self._complete:
             self._release(self._to_release.pop())

@@ -93,8 +93,6 @@ class Pipeline(Verbs):
         key: of the plan that the schedule follows.
         sync: told when gradients become complete.
         speculation: told before forwards and backwards whose weights may not stand; None where they all do.
-        weight_counts: how many Ws to run before each F and B, in the order of the Bs, wherever the schedule has them;
-            the rest at the end. None for the schedule's own places.
     """
 
     def __init__(
@@ -106,7 +104,6 @@ class Pipeline(Verbs):
         sync: GradientSync,
         monitor: Monitor,
         speculation: Speculation | None = None,
-        weight_counts: Sequence[int] | None = None,
     ) -> None:
         super().__init__(key.schedule.placement, pp_rank, *key[1:4], step.forward_only, key.settings, key.num_slices)
         self._chunks = chunks
@@ -114,8 +111,6 @@ class Pipeline(Verbs):
         self._sync = sync
         self._monitor = monitor
         self._speculation = speculation
-        self._weight_counts = None if weight_counts is None else iter(weight_counts)
-        self._deferred_in: deque[int] = deque()  # the chunks whose Ws are to be run, in the order of the Bs
         self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
         self._has_waited = False
 
@@ -152,7 +147,6 @@ class Pipeline(Verbs):
     # Computations
 
     def forward_step(self, chunk: int = 0) -> None:
-        self._run_weights_due()
         number = self._advance("forward_step", chunk)
         this = self._chunks[chunk]
         action = this.actions["F"][number]
@@ -162,7 +156,6 @@ class Pipeline(Verbs):
 
     def backward_step(self, chunk: int = 0) -> None:
         if not self.forward_only:
-            self._run_weights_due()
             this = self._chunks[chunk]
             if this.in_flight and this.in_flight[0].has_windows:
                 self._run_backward(chunk, "BW", partial(run_alone, this.stage), DeferredGrads())
@@ -171,10 +164,7 @@ class Pipeline(Verbs):
 
     def backward_input_step(self, chunk: int = 0) -> None:
         if not self.forward_only:
-            self._run_weights_due()
             self._run_backward(chunk, "B", self._chunks[chunk].stage.backward, DeferredGrads())
-            if self._weight_counts is not None:
-                self._deferred_in.append(chunk)
 
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
         forward, backward = self._chunks[forward_chunk], self._chunks[backward_chunk]
@@ -183,8 +173,6 @@ class Pipeline(Verbs):
             forward.send_output(self.num_units - self.num_forwards_left(forward_chunk) - 1)
             self.backward_step(backward_chunk)
             return
-        for _ in range(2):  # the places before either
-            self._run_weights_due()
         begun = self._begin_overlapped_forward(forward_chunk)
         if has_hook(forward.stage, backward.stage):
             action = self._run_backward(
@@ -198,14 +186,11 @@ class Pipeline(Verbs):
     def backward_weight_step(self, chunk: int | None = None) -> None:
         if not self.forward_only:
             chunk, _ = self._advance_weight(chunk)
-            if self._weight_counts is None:
-                self._run_weights(chunk)
+            self._run_weights(chunk)
 
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
         self._check_finished()
-        while self._deferred_in:
-            self._run_weights(self._deferred_in.popleft())
         assert all(chunk.is_empty() for chunk in self._chunks), "the schedule ended with work left in its queues"
         for chunk in self._chunks:
             chunk.stage.forget_input()
@@ -276,12 +261,6 @@ class Pipeline(Verbs):
                 this.send_input_grads(number)
                 self._compute_deferred(chunk, deferred)
         return action
-
-    def _run_weights_due(self) -> None:
-        """The Ws that have been given their place before the next F or B."""
-        if self._weight_counts is not None:
-            for _ in range(next(self._weight_counts)):
-                self._run_weights(self._deferred_in.popleft())
 
     def _run_weights(self, chunk: int) -> None:
         this = self._chunks[chunk]

@@ -20,9 +20,7 @@ from ..p2p_communication import Communicator
 from ..plan import Placement
 from ..transports import Members, make_transport
 from .found_shapes import FoundShapes
-from .plans import PlanKey
 from .sharing import share
-from .weight_tuning import WeightTuner
 
 __all__ = ["Session"]
 
@@ -60,7 +58,6 @@ class Session:
         self._exchanged: set[str] = set()
         self._is_device_shared = False
         self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
-        self._tuners: dict[PlanKey, WeightTuner] = {}
         self.found_shapes = FoundShapes()
 
     @classmethod
@@ -154,12 +151,6 @@ class Session:
         if devices is not None:
             self._is_device_shared = len(set(devices)) < len(devices)
         return self._is_device_shared
-
-    def tuner(self, key: PlanKey) -> WeightTuner:
-        """Places the weight-gradient passes (W) of such steps by the times measured in earlier ones."""
-        if key not in self._tuners:
-            self._tuners[key] = WeightTuner(self.mailbox, self.pp_rank, key)
-        return self._tuners[key]
 
     def share(self, value: Any, source: int, device: torch.device, what: str = "results") -> Any:
         """Rank `source`'s value, on every rank. All call it at the end of a step, once for each `what`."""

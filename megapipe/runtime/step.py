@@ -58,8 +58,7 @@ from .session import Session
 from .shapes import ShapeArguments
 from .sliced import sequence_slices
 from .stage import Stage
-from .step_record import StepRecord, clock_of
-from .weight_tuning import WeightTuner
+from .step_record import StepRecord
 
 __all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
 
@@ -175,12 +174,10 @@ class PreparedStep:
     """A step whose arguments have been checked on this rank.
 
     Attributes:
-        key: of the plan that the schedule follows; with a tuner it has the tuner's settings.
+        key: of the plan that the schedule follows.
         specs: per stage the messages that it receives and sends, where known.
         undescribed: the messages that are known only since the first step, or not yet.
         sharded: the chunks that are sharded by torch's FSDP2, if any.
-        tuner: chooses the places of the Ws; None where the schedule does.
-        weight_counts: the tuner's choice for this rank.
     """
 
     arguments: StepArguments
@@ -190,8 +187,6 @@ class PreparedStep:
     specs: Specs
     undescribed: UndescribedMessages
     sharded: ShardedChunks | None
-    tuner: WeightTuner | None
-    weight_counts: list[int] | None
 
 
 def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, session: Session | None) -> PreparedStep:
@@ -213,11 +208,7 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
     found = FoundShapes() if session is None else session.found_shapes
     undescribed = undescribed_messages(step, shapes, stages, ends, specs, found)
     undescribed.fill_in(specs)
-    tuner = _tuner(step, key, session)
-    counts = None
-    if tuner is not None:
-        key, counts = tuner.begin_step()
-    return PreparedStep(step, key, pp_rank, stages, specs, undescribed, sharded, tuner, counts)
+    return PreparedStep(step, key, pp_rank, stages, specs, undescribed, sharded)
 
 
 class Connection(NamedTuple):
@@ -255,9 +246,8 @@ def agree(prepared: PreparedStep, session: Session, called: str) -> None:
     """
     step = prepared.arguments
     session.watchdog.timeout = step.config.timeout
-    places = {"the places of the Ws": str(prepared.tuner)}
     undescribed = prepared.undescribed.to_agree_on(prepared.specs)
-    session.agree(to_agree_on(called, step, prepared.stages, prepared.specs) | places | undescribed)
+    session.agree(to_agree_on(called, step, prepared.stages, prepared.specs) | undescribed)
 
 
 def open_channels(prepared: PreparedStep, session: Session) -> Communicator:
@@ -283,12 +273,12 @@ def build(
         Chunk(stage, below, above, actions_of(stage.info.index, step.num_microbatches, step.num_slices))
         for stage, (below, above) in zip(stages, connection.boundaries)
     ]
-    return Pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, speculation, prepared.weight_counts)
+    return Pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, speculation)
 
 
 def run(prepared: PreparedStep, connection: Connection) -> None:
     """Run the loops, again after a rollback of the last optimizer step. The results are in the arguments."""
-    step, schedule, tuner = prepared.arguments, prepared.key.schedule, prepared.tuner
+    step, schedule = prepared.arguments, prepared.key.schedule
     sync = _gradient_sync(prepared)
     speculation = speculate(step, prepared.key, prepared.pp_rank, connection.watchdog)
     while True:
@@ -310,34 +300,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
     end_first_steps(stages, step, prepared.key, prepared.undescribed, is_sharded=prepared.sharded is not None)
     if record is not None:
         record.finish()
-        if step.config.record_timeline is not None:
-            step.config.record_timeline.keep(record)
-        if tuner is not None:
-            tuner.end_step(record)
-
-
-def _tuner(step: StepArguments, key: PlanKey, session: Session | None) -> WeightTuner | None:
-    """None where the schedule's own places are kept. Raises ValueError where pipelines that exchange data with each
-    other could be tuned apart."""
-    if step.config.weight_grad_placement == "static" or session is None or step.forward_only:
-        return None
-    if not key.splits_backward:
-        return None
-    if step.config.max_in_flight is not None and (num_peers := _num_peers(step.config)) > 1:
-        # Ws may be anywhere, but in forwards and backwards these pipelines exchange data with each other.
-        raise ValueError(
-            f"with max_in_flight, weight_grad_placement='tuned' may start each of the {num_peers} pipelines that "
-            "share tensors, sequences or experts in an order of its own: leave one of the two unset."
-        )
-    return session.tuner(key)
-
-
-def _num_peers(config: PipelineConfig) -> int:
-    """How many pipelines communicate with each other within a forward or backward."""
-    num_experts = config.expert_model_parallel_size
-    if parallel_state.model_parallel_is_initialized():
-        num_experts = max(num_experts, parallel_state.get_expert_model_parallel_world_size())
-    return num_experts * config.tensor_model_parallel_size * config.context_parallel_size
+        step.config.record_timeline.keep(record)
 
 
 def _gradient_sync(prepared: PreparedStep) -> GradientSync:
@@ -353,12 +316,10 @@ def _gradient_sync(prepared: PreparedStep) -> GradientSync:
 def _begin_record(prepared: PreparedStep) -> StepRecord | None:
     """Where the times of this step are written down; None for nowhere."""
     step, schedule = prepared.arguments, prepared.key.schedule
-    if step.forward_only and not schedule.forward_only:
+    if step.config.record_timeline is None or (step.forward_only and not schedule.forward_only):
         return None
-    if step.config.record_timeline is not None:
-        record: StepRecord = step.config.record_timeline.begin(schedule.name, step.device)
-        return record
-    return None if prepared.tuner is None else StepRecord(schedule.name, 0, clock_of(step.device))
+    record: StepRecord = step.config.record_timeline.begin(schedule.name, step.device)
+    return record
 
 
 @contextmanager

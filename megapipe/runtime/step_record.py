@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -206,16 +206,6 @@ class StepRecord:
     def finish(self) -> None:
         """The step has succeeded."""
         self.end = self._now()
-
-    def durations(self) -> Iterator[tuple[Action, float]]:
-        """Each action with its time in milliseconds, but for overlapped pairs."""
-        for action, is_wait, start, end in self.entries:
-            if action is not None and not is_wait and action not in self.overlapped:
-                yield action, self._clock.elapsed(start, end)
-
-    def duration(self) -> float:
-        """Of the whole step, in milliseconds."""
-        return self._clock.elapsed(self.begin, self.end)
 
     def has_same_plan(self, other: StepRecord) -> bool:
         actions, others = ([entry[0] for entry in record.entries] for record in (self, other))

@@ -83,7 +83,7 @@ def warm_up(
     try:
         with session.step() if session is not None else single_rank_step():
             models = chunks_of(model)
-            config = replace(config_of(schedule, models, pg_collection), timers=None, weight_grad_placement="static")
+            config = replace(config_of(schedule, models, pg_collection), timers=None)
             step = StepArguments(
                 forward_step_func=forward_step_func,
                 data_iterators=[None if microbatch is None else itertools.repeat(microbatch)] * len(models),

@@ -18,7 +18,7 @@ from megapipe.analysis.cells import cells_of
 from megapipe.analysis.cli import main
 from megapipe.analysis.palette import COLOURS
 from megapipe.analysis.text import text_rows
-from megapipe.plan import make_plan
+from megapipe.plan import find_schedule, make_plan
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -209,6 +209,14 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
     assert out[-1].startswith("recommended: zbv with 2 chunks per rank (4 stages), 131 ms")
     out = output_of(capsys, "tune", recorded, "--microbatches", "8", "--memory-limit", "2").splitlines()
     assert out[-1].startswith("recommended: zbv with 2 chunks per rank (4 stages), ")
+    for ending in ("json", "csv"):
+        plan = str(tmp_path / f"plan.{ending}")
+        out = output_of(capsys, "tune", recorded, "--chunks", "2", "--save", plan).splitlines()
+        assert out[-2].startswith("recommended: zbv")
+        assert out[-1].startswith(f"saved: {plan}, ")
+        assert find_schedule(plan).num_chunks == 2
+    assert main(["tune", recorded, "--save", "plan.txt"]) == 2
+    assert "--save plan.txt: a plan is saved to a file that ends with .json or .csv" in capsys.readouterr().err
     assert main(["tune", recorded, "--memory-limit", "1"]) == 2
     assert "no schedule fits 1 microbatches of a whole rank: the smallest needs 2" in capsys.readouterr().err
     out = output_of(capsys, "tune", recorded, "--slices", "1", "2", "4", "--memory-limit", "1.5").splitlines()

@@ -319,16 +319,6 @@ def test_groups(rank: int) -> None:
     assert parallel_state.get_expert_data_parallel_group() is parallel_state.get_data_parallel_group()
 
 
-@on_ranks(4)
-def test_pipelines_that_share_experts_keep_one_order(rank: int) -> None:
-    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
-    chunks = build(megapipe.stages_for_rank("zb2p"), 4, weight_grad_placement="tuned", max_in_flight=3)
-    with pytest.raises(
-        ValueError, match="each of the 2 pipelines that share tensors, sequences or experts in an order of its own"
-    ):
-        run("zb2p", chunks, rank % 2, 4)
-
-
 # transformer-engine
 
 

@@ -101,9 +101,10 @@ def test_room_in_memory_is_used() -> None:
 def test_weights_are_placed_among_slices() -> None:
     plan = make_plan("seq_zb1p", 4, 4, num_slices=2)
     costs = Costs(1.0, 1.4, 0.6, slices=(1.0, 1.5))
-    counts = place_weights(plan, costs, max_held=3.0)
-    assert all(sum(row) == plan.num_microbatches * plan.num_slices for row in counts)
-    assert simulate(plan, costs).lower_bound <= simulate(plan, costs).makespan
+    placed = place_weights(plan, costs, max_held=3.0)
+    placed.check()
+    assert simulate(placed, costs).makespan < simulate(plan, costs).makespan
+    assert max(simulate(placed, costs).peak_activations) <= 3.0
 
 
 def test_slices_share_out_the_times_of_a_microbatch() -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import megapipe
 from megapipe import StageInfo, distribute_layers, parallel_state, slices, stages_for_rank, weight_grad
 from megapipe.analysis import load_timeline
-from megapipe.plan import Action
+from megapipe.plan import Action, Costs, make_plan, place_weights
 from megapipe.training import GradientReducer
 
 HIDDEN, HEADS, VOCABULARY, BATCH = 8, 2, 11, 2
@@ -419,13 +419,13 @@ def test_replicas_of_sliced_pipelines(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_weights_of_slices_can_be_tuned(rank: int) -> None:
-    chunks = build("seq_zb1p", weight_grad_placement="tuned")
-    for _ in range(9):
-        for chunk in chunks:
-            chunk.zero_grad()
-        run("seq_zb1p", chunks, 3, (3, 2))
+def test_a_plan_of_slices_runs(rank: int) -> None:
+    chunks = build("seq_zb1p")
+    plan = place_weights(make_plan("seq_zb1p", 2, 3, num_slices=2), Costs(1.0, 3.0, 0.5), 100)
+    run(plan, chunks, 3, (3, 2))
     assert_same(chunks, reference(3, (3, 2), by_slices=True))
+    with pytest.raises(ValueError, match=r"is a plan of 3 microbatches in 2 slice\(s\), got 2 in 2"):
+        run(plan, chunks, 2, (3, 2))
 
 
 REFUSED = [

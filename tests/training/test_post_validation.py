@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import math
 import random
@@ -12,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -34,8 +32,7 @@ from megapipe import (
     clip_grad_norm_,
     parallel_state,
 )
-from megapipe.plan import make_plan, place_weights
-from megapipe.runtime import weight_tuning
+from megapipe.plan import make_plan
 from megapipe.runtime.rollback import validation_points
 from megapipe.runtime.session import _sessions
 
@@ -356,47 +353,6 @@ def test_a_step_that_not_all_ranks_have_made_is_rolled_back(rank: int) -> None:
     optimizer.step()
     optimizer.finalize()
     assert optimizer.num_steps == 1
-
-
-def tuned_and_rolled_back(rank: int) -> int:
-    def choose(schedule: Any, pp_size: int, m: int, chunks: int, settings: Any, costs: Any, num_slices: int) -> Any:
-        settings = dataclasses.replace(settings, max_in_flight=2.0)  # other than the config says
-        plan = make_plan(schedule, pp_size, m, chunks, settings=settings)
-        return weight_tuning.Choice(settings, place_weights(plan, costs, 6.0), 1.0, 2.0)
-
-    weights = []
-    with mock.patch.object(weight_tuning.WeightTuner, "choose", staticmethod(choose)):
-        for is_ordinary in (True, False):
-            calls = 0
-
-            def finalize(models: Any, tokens: Any) -> None:
-                nonlocal calls
-                calls += 1
-                for parameter in (p for model in models for p in model.parameters()):
-                    parameter.grad *= 100 if calls == 10 else 0.05
-
-            options = {"weight_grad_placement": "tuned", "max_in_flight": 6, "timeout": 15}
-            chunks = build("zb1p", 2, 4, deferred=True, finalize_model_grads_func=finalize, **options)
-            optimizer = PipelinedOptimizer(chunks, sgd)
-            if not is_ordinary:
-                optimizer = validated(PostValidatedOptimizer(chunks, sgd, 0.5), chunks)
-            with counting_restarts() as restarts:
-                for step in range(12):
-                    run("zb1p", chunks, 8, seed=step)
-                    if is_ordinary:
-                        clip_grad_norm_(chunks, 0.5)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            optimizer.finalize()
-            weights.append(weights_of(chunks))
-    assert same(*weights)
-    return len(restarts)
-
-
-def test_a_tuned_step_that_is_rolled_back(ranks: RankPool) -> None:
-    """Where to stop was read from the plan of the config, though the tuner had chosen another warmup. The ranks then
-    waited for messages that were never to come."""
-    assert ranks.run(2, tuned_and_rolled_back) == [1, 1]
 
 
 class CountingInGroups(torch.optim.SGD):

@@ -6,10 +6,8 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +17,10 @@ from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
-import megapipe.runtime.weight_tuning as tuning
 from megapipe import PipelineError, StageInfo, stages_for_rank, weight_grad
-from megapipe.plan import Costs, make_plan
-from megapipe.plan.weight_placement import _Search, count_weights
-from megapipe.runtime.session import _sessions
+from megapipe.analysis import TimelineRecorder
+from megapipe.plan import Costs, Plan, make_plan
+from megapipe.plan.weight_placement import _Search, move_weights
 
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 SEED = random.randrange(2**32)
@@ -293,49 +290,31 @@ class Slow(Stage):
         return out
 
 
-def eager(*arguments: Any) -> tuning.Choice:
-    """A W wherever a rank would wait with these costs, whether it pays or not: with those measured on a busy machine
-    it might be where the schedule has it."""
-    choice = tuning.choose(*arguments)
-    plan = make_plan(*arguments[:4], settings=choice.settings)
-    return replace(choice, counts=_Search(plan, Costs(1.0, 3.0, 0.5), 1000).fill(0.0))
-
-
-def tuned(rank: int, schedule: str, m: int, max_in_flight: float | None) -> tuning.Choice:
-    build(schedule, 4, 8)
-    infos = stages_for_rank(schedule)
+def placed(rank: int, schedule: str, m: int) -> list[list[str]]:
     grads = []
-    with (
-        mock.patch.object(tuning, "FIRST", 4),
-        mock.patch.object(tuning, "INTERVAL", 4),
-        mock.patch.object(tuning.WeightTuner, "choose", staticmethod(eager)),
-    ):
-        for placement in ("static", "tuned"):
-            options = {"weight_grad_placement": placement, "max_in_flight": max_in_flight}
-            chunks = [Slow(info, 8, deferred=True, **options) for info in infos]
-            for step in range(8):
-                run(schedule, chunks, m, seed=step)
-            grads.append([p.grad for chunk in chunks for p in chunk.parameters()])
+    recorder = TimelineRecorder()
+    build(schedule, 4, 8)
+    chunks = [Slow(info, 8, deferred=True, record_timeline=recorder) for info in stages_for_rank(schedule)]
+    plan: Any = schedule
+    for step in (0, 1):
+        for chunk in chunks:
+            chunk.zero_grad()
+        run(plan, chunks, m)
+        grads.append([p.grad for chunk in chunks for p in chunk.parameters()])
+        if step == 0:
+            measured = recorder.gather()
+            assert isinstance(measured.tuned_plan(), Plan)
+            # A W wherever a rank would wait with other times: those of a busy machine may want it where it was.
+            plan = move_weights(measured.plan, _Search(measured.plan, Costs(1.0, 3.0, 0.5), 1000).fill(0.0))
     assert all(map(torch.equal, *grads))
-    (tuner,) = [tuner for session in _sessions.values() for tuner in session._tuners.values()]
-    return tuner.choice
+    return plan.cells()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "max_in_flight"), [("zbv", None), ("zb1p", 6), ("dualpipev", None), ("v_min", None)]
-)
-def test_measured_placement_changes_no_gradient(ranks: RankPool, schedule: str, max_in_flight: float | None) -> None:
-    choices = ranks.run(4, tuned, schedule, 6, max_in_flight)
-    assert all(choice == choices[0] for choice in choices)  # the ranks agree
-    plan = make_plan(schedule, 4, 6, settings=choices[0].settings)
-    assert choices[0].counts != count_weights(plan)
-
-
-@on_ranks(2)
-def test_an_unknown_placement_is_refused(rank: int) -> None:
-    chunks = build("zbv", 2, 4, weight_grad_placement="best")
-    with pytest.raises(ValueError, match="must be 'static' or 'tuned', got 'best'"):
-        run("zbv", chunks, 2)
+@pytest.mark.parametrize("schedule", ["zbv", "zb1p", "dualpipev", "v_min"])
+def test_placed_weights_change_no_gradient(ranks: RankPool, schedule: str) -> None:
+    cells = ranks.run(4, placed, schedule, 6)
+    assert all(rank == cells[0] for rank in cells)
+    assert cells[0] != make_plan(schedule, 4, 6).cells()
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...plan import Costs, Plan, ScheduleError, Simulation, find_schedule, schedule_names, simulate
+from ...plan import Costs, Plan, ScheduleError, Simulation, find_schedule, place_weights, schedule_names, simulate
 from ..bubble import split_bubble
 from ..comparison import save_comparison
 from ..pages import save_comparison_html
@@ -60,6 +60,12 @@ def add_tune(commands: Any) -> None:
         help="slices of equal cost per sequence to try, for models that know slices; default: as measured",
     )
     add_unsplit(tune)
+    tune.add_argument(
+        "--save",
+        metavar="FILE",
+        help="write the recommended plan, its Ws placed by the measured times, for get_forward_backward_func(FILE); "
+        "FILE ends with .json or .csv",
+    )
     _add_choice(tune)
     tune.set_defaults(run=_tune)
 
@@ -105,10 +111,24 @@ def _tune(args: argparse.Namespace) -> None:
     rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs, args.slices or [plan.num_slices])
     _show_rows(rows, args, unit="ms")
     say(UNITS)
-    _recommend(rows, args.memory_limit, may_split=not args.unsplit)
+    plan = _recommend(rows, args.memory_limit, may_split=not args.unsplit)
+    if args.save:
+        _save_placed(plan, costs, args.memory_limit, args.save)
 
 
-def _recommend(rows: Rows, limit: float | None, may_split: bool) -> None:
+def _save_placed(plan: Plan, costs: Costs, limit: float | None, path: str) -> None:
+    placed = place_weights(plan, costs, limit)
+    if path.endswith(".json"):
+        placed.save_json(path)
+    elif path.endswith(".csv"):
+        placed.save_csv(path)
+    else:
+        raise ValueError(f"--save {path}: a plan is saved to a file that ends with .json or .csv.")
+    moved = "as the schedule has it" if placed is plan else "Ws placed by the measured times"
+    say(f"saved: {path}, {simulate(placed, costs).makespan:.4g} ms per step ({moved})")
+
+
+def _recommend(rows: Rows, limit: float | None, may_split: bool) -> Plan:
     """Of the fastest within the limit the one that needs least memory, then fewest messages."""
     fitting = [row for row in rows if limit is None or max(row[1].peak_activations) <= limit]
     if not fitting:
@@ -130,6 +150,7 @@ def _recommend(rows: Rows, limit: float | None, may_split: bool) -> None:
     choice = plan.name + " with " * bool(sizes) + " and ".join(sizes)
     needed = ", where layers defer their weight gradients" if may_split and _splits(plan) else ""
     say(f"recommended: {choice}, {simulation.makespan:.4g} ms per step{needed}")
+    return plan
 
 
 def _splits(plan: Plan) -> bool:
