@@ -197,9 +197,12 @@ def forward_backward_seq_interleaved_1f1b(pipe: Verbs) -> Any:
     return forward_backward_pipelining_with_interleaving.loops(pipe)
 
 
-def interleaved_order(pipe: Verbs) -> tuple[list[int], list[int], int]:
+def interleaved_order(pipe: Verbs, num_per_rank: int = 2) -> tuple[list[int], list[int], int]:
     """The order of an interleaved schedule, as in Megatron-LM (get_schedule_table, get_pp_rank_microbatches), of slices
     where sequences are cut.
+
+    Args:
+        num_per_rank: warmup forwards for each rank behind this one.
 
     Returns:
         The chunk of each forward, the chunk of each backward, and how many of the forwards are the warmup.
@@ -210,7 +213,8 @@ def interleaved_order(pipe: Verbs) -> tuple[list[int], list[int], int]:
     backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
     # The first group has to reach the last chunk; then two more forwards for each rank behind this one, since the first
     # backward comes back through all of them; and it is that of the first microbatch's last slice.
-    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, 2) * (pipe.pp_size - pipe.pp_rank - 1)
+    num_behind = pipe.pp_size - pipe.pp_rank - 1
+    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, num_per_rank) * num_behind
     return forwards, backwards, min(num_warmup + pipe.num_slices - 1, len(forwards))
 
 

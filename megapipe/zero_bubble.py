@@ -76,8 +76,15 @@ def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
 
 @schedule("interleaved_zb1p", placement=loop, num_chunks=None, default_chunks=2)
 def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
-    """Interleaved 1F1B with its Ws deferred. With one chunk it is ZB-H1."""
+    """Interleaved 1F1B with its Ws deferred. With one chunk it is ZB-H1.
+
+    Where `max_in_flight` is too small for two warmup forwards per rank, there is one: as many microbatches in flight as
+    ranks, and a step that is shorter than ZB-V's for as long as messages are fast.
+    """
     forwards, backwards, num_warmup = interleaved_order(pipe)
+    limit, num_in_flight = pipe.settings.max_in_flight, num_warmup + 2 * pipe.pp_rank + 1  # on the first rank
+    if limit is not None and min(num_in_flight, len(forwards)) > limit * pipe.num_chunks + 1e-9:
+        forwards, backwards, num_warmup = interleaved_order(pipe, num_per_rank=1)
     # One W per rank before this one: work for the time in which those ranks do their last Bs.
     num_deferred = pipe.pp_rank
 

@@ -145,6 +145,19 @@ def test_any_limit_in_flight_works(name: str) -> None:
                 make_plan(name, p, m, settings=Settings(max_in_flight=limit)).check()
 
 
+@pytest.mark.parametrize("num_chunks", [2, 3, 4])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_interleaved_zb1p_holds_no_more_than_zbv_where_it_must(p: int, num_chunks: int) -> None:
+    """A limit below two warmup forwards per rank was refused, though one is enough."""
+    for m in (p, 2 * p, 4 * p):
+        plan = make_plan("interleaved_zb1p", p, m, num_chunks, settings=Settings(max_in_flight=p))
+        plan.check()
+        assert max(plan.simulate().peak_activations) <= p
+        if num_chunks == 4:
+            costs = {"forward": 1.0, "backward_input": 1.3, "backward_weight": 0.5, "p2p": 0.05}
+            assert plan.simulate(**costs).makespan <= 1.001 * make_plan("zbv", p, m).simulate(**costs).makespan
+
+
 def test_a_limit_that_cannot_be_kept_is_refused() -> None:
     with pytest.raises(
         ValueError, match="zbv has up to 4 microbatches in flight on 4 ranks, more than max_in_flight = 3"
