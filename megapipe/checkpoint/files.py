@@ -52,7 +52,6 @@ __all__ = [
     "find_checkpoint",
     "find_checkpoints",
     "is_name_of_run",
-    "latest_checkpoint",
     "name_of_run",
     "remove_incomplete",
     "serialise",
@@ -80,11 +79,6 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
 def step_of(checkpoint: Path) -> int:
     """Of one that `checkpoints_in` has found."""
     return int(checkpoint.name.removeprefix("step_"))
-
-
-def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint with the highest step in a run's folder; None where there is none."""
-    return next(reversed(checkpoints_in(folder).values()), None)
 
 
 def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -417,4 +411,4 @@ def serialise(value: Any, what: str) -> Tensor:
 
 
 def deserialise(tensor: Tensor) -> Any:
-    return torch.load(io.BytesIO(bytes(tensor.tolist())), weights_only=True)
+    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)

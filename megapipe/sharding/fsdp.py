@@ -183,7 +183,7 @@ def _make_root(module: nn.Module, forward_only: bool) -> Root:
     except AttributeError as error:
         raise RuntimeError(
             f"fully_shard of torch {torch.__version__} is not as megapipe knows it ({error}): use torch 2.15, one from "
-            "2.6 to 2.14, or megapipe.data_parallel.GradientReducer."
+            "2.6 to 2.14, or megapipe.training.GradientReducer."
         ) from error
 
 
@@ -204,5 +204,5 @@ def _check_all_reduced(number: int, model: nn.Module, roots: Sequence[Root]) -> 
             raise ValueError(
                 f"{name} of chunk {number} is in no module of fully_shard, though others are, so its gradient is not "
                 "averaged over the replicas: call fully_shard on the chunk too, or set config.grad_sync_func or "
-                "config.finalize_model_grads_func (see megapipe.data_parallel)."
+                "config.finalize_model_grads_func (see megapipe.training)."
             )

@@ -28,7 +28,7 @@ class PrivateRoot(Root):
         if self._device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise RuntimeError(
                 f"fully_shard of torch {torch.__version__} does not run on CPU: use a newer torch, or "
-                "megapipe.data_parallel.GradientReducer."
+                "megapipe.training.GradientReducer."
             )
 
     def check(self, roots: Iterable[Root]) -> None:
