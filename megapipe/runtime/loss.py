@@ -33,8 +33,8 @@ def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Te
     """Call the loss function and note its report in `step`.
 
     Returns:
-        The loss as it is, and the number of tokens where `loss_func` returns one, without dimensions. None if there is
-        no loss to differentiate.
+        The loss as it is, and the number of tokens where `loss_func` returns one, without dimensions. None where
+        nothing is differentiated: there neither is looked at.
 
     Raises:
         TypeError: `loss_func` cannot be called, or returned something else than Megatron's loss functions do.
@@ -55,13 +55,15 @@ def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Te
         raise TypeError(
             f"loss_func must return (loss, report) or (loss, num_tokens, report), but it returned {describe(returned)}."
         )
-    loss, report = returned[0], returned[-1]
+    step.results.append(returned[-1])
+    if step.forward_only:
+        return None
+    loss = returned[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
             f"the loss, which loss_func returns first, must be a tensor of one element, but it is {describe(loss)}: "
             "take the mean or the sum of a larger one, and leave out .item()."
         )
-    step.results.append(report)
     return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss.device)
 
 

@@ -157,7 +157,7 @@ class SlicedStage(Stage):
         if not self.info.is_last:
             return None
         called = call_loss_func(self._step, output, loss_func)
-        self._add_report(are_outputs=called is None)
+        self._add_report(are_outputs=loss_func is None or self._step.collect_non_loss_data)
         if called is None:
             return None
         loss, num_tokens = called

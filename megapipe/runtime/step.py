@@ -113,9 +113,10 @@ class ForwardBackward(Schedule):
             seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
                 as in Megatron. Where they are not passed, nor the model computes its shapes, shapes are found in the
                 first step, and stay so in all steps that are given the same sizes.
-            decoder_seq_length: takes the place of `seq_length`.
-            forward_only: no gradients; nothing is kept for a backward. On the last stage `loss_func` may then be
-                None, and the outputs are returned.
+            decoder_seq_length: takes the place of `seq_length` where a rank has one chunk. With several it is ignored,
+                as by Megatron's interleaved schedule.
+            forward_only: no gradients; nothing is kept for a backward. Nobody looks at the loss then, so it may be a
+                plain number. On the last stage `loss_func` may be None, and the outputs are returned.
             collect_non_loss_data: call `loss_func(output, non_loss_data=True)` and return what it returns.
             first_val_step: with `forward_only`, whether to call the model's `set_is_first_microbatch`.
             adjust_tensor_shapes_fn: takes and returns the lists of shapes received and sent.
@@ -195,6 +196,8 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
     pp_rank, pp_size = (0, 1) if session is None else (session.pp_rank, len(session.ranks))
     stages = schedule.stages(pp_rank, pp_size, len(step.models))
     check_arguments(step, stages)
+    if len(stages) > 1:
+        shapes.decoder_seq_length = None
     step.slices = sequence_slices(schedule, step, shapes)
     key = PlanKey(schedule, pp_size, step.num_microbatches, len(stages), config.settings, config.num_sequence_slices)
     if config.max_in_flight is not None:

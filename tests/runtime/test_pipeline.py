@@ -384,6 +384,19 @@ def test_set_is_first_microbatch(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_validation_does_not_look_at_the_loss(rank: int) -> None:
+    """Megatron's own tests report a plain number as the loss where nothing is differentiated; it was refused."""
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        output, loss_func = forward_step(data_iterator, model)
+        return output, lambda output: ("no tensor", float(loss_func(output)[0]))
+
+    chunks = build("zbv", 2, 4)
+    reports = run("zbv", chunks, 2, forward_step_func=step, forward_only=True)
+    assert reports == [float(loss) for loss in reference(4, 2)[1] if rank == 0]
+
+
+@on_ranks(2)
 def test_collect_non_loss_data(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
 
@@ -598,6 +611,16 @@ def test_shapes_adjusted_by_the_caller(rank: int) -> None:
         decoder_seq_length=7,
     )
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@on_ranks(2)
+def test_a_decoder_length_counts_where_a_rank_has_one_chunk(rank: int) -> None:
+    """Megatron's interleaved schedule ignores it, as its own tests have it. Here the messages took it, and the step
+    failed with the shape of the first."""
+    for schedule in ("interleaved_1f1b", "zbv"):
+        chunks = build(schedule, 2, 4)
+        run(schedule, chunks, 3, decoder_seq_length=SEQUENCE + 1)
+        assert_same_gradients(chunks, reference(4, 3)[0])
 
 
 @on_ranks(2)

@@ -316,7 +316,12 @@ def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None
     def without_loss(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, None]:
         return model(next(data_iterator)["tokens"]), None
 
+    def with_reports_only(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+        return model(next(data_iterator)["tokens"]), lambda output: (0, None, len(output))
+
     outputs = run("seq1f1b", chunk, 3, (4, 2), forward_only=True, forward_step_func=without_loss)
+    lengths = run("seq1f1b", chunk, 3, (4, 2), forward_only=True, forward_step_func=with_reports_only)
+    assert lengths == ([6, 6, 6] if chunk.info.is_last else [])
     assert all(parameter.grad is None for parameter in chunk.parameters())
     if chunk.info.is_last:
         model = Chunk(StageInfo(0, 1))
