@@ -6,6 +6,7 @@ MINUTES ?= 10
 SEED ?=
 TESTS ?=
 ARGS ?= --pipeline-model-parallel-size $(NPROC)
+MEGATRON ?=
 
 # TORCH=2.15.0 takes another torch than constraints.txt, PYTHON=python3.13 another Python than the machine's own, each in a
 # virtual environment of its own.
@@ -16,8 +17,8 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models test-nodes wheel fuzz soak lint docs site bench bench-all bench-peers \
-	bench-packages bench-gpu format clean
+.PHONY: help pretrain generate test test-gpu test-models test-megatron test-nodes wheel fuzz soak lint docs site bench \
+	bench-all bench-peers bench-packages bench-gpu format clean
 
 help:
 	@echo "make pretrain   train a small GPT, afresh, with $(NPROC) pipeline ranks on this machine (ARGS=... for other settings)"
@@ -26,6 +27,7 @@ help:
 	@echo "                with TORCH=2.15.0 or PYTHON=python3.13, as all else, in an environment of its own"
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
+	@echo "make test-megatron  run Megatron's tests of its schedules, on ours; MEGATRON=... is a checkout of Megatron-LM (a minute)"
 	@echo "make test-nodes  run the example on two nodes of a network of its own, with faults (as root; ten minutes)"
 	@echo "make wheel      build the wheel and the sdist, and try the wheel where nothing else is installed"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
@@ -72,6 +74,15 @@ test-models: $(INSTALLED)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[models]'
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest tests/integrations/test_transformers.py \
 		tests/integrations/models_of_transformers.py tests/integrations/finetuning.py
+
+# All of Megatron that they import is the checkout's, which imports triton from 0.18 on.
+CHECKOUT := $(wildcard $(MEGATRON)/tests/unit_tests/pipeline_parallel/test_schedules.py)
+test-megatron: $(if $(CHECKOUT),$(INSTALLED))
+	$(if $(CHECKOUT),,$(error pass the folder of a checkout of Megatron-LM: make test-megatron MEGATRON=../Megatron-LM))
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) einops pytest-mock
+	$(if $(wildcard $(MEGATRON)/megatron/core/transformer/moe/paged_stash.py),$(VENV)/bin/pip install --quiet \
+		--disable-pip-version-check triton)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 8 tests/integrations/megatron_own.py $(MEGATRON)
 
 # Its table goes into docs/reliability.md.
 test-nodes: $(INSTALLED)
