@@ -149,8 +149,10 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
     if not callable(step.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
     is_pipelined = len(stages) < stages[0].num_stages
-    if is_pipelined and not step.forward_only and step.config.post_validated_optimizer is not None:
-        _check_rereadable(step)
+    if is_pipelined and not step.forward_only:
+        _check_scaler(step.config.grad_scale_func)
+        if step.config.post_validated_optimizer is not None:
+            _check_rereadable(step)
     if is_capturing(step.device):
         _check_capture(step, stages[0].num_stages // len(stages))
     if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
@@ -161,6 +163,17 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
                 "config.num_microbatches_with_partial_activation_checkpoints passes forward_step_func a third "
                 "argument, checkpoint_activations_microbatch: let it take one, or leave the setting None."
             ) from None
+
+
+def _check_scaler(grad_scale_func: Callable[..., Any] | None) -> None:
+    scaler = getattr(grad_scale_func, "__self__", None)
+    if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+        return
+    if type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_:  # others tell each other what they find
+        raise ValueError(
+            f"config.grad_scale_func is that of torch's {type(scaler).__name__}, which skips a step only on the rank "
+            "that finds an Inf, and knows no scale on ranks without the loss: take a megapipe.PipelinedGradScaler."
+        )
 
 
 def _check_rereadable(step: StepArguments) -> None:

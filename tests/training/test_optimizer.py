@@ -130,6 +130,18 @@ def test_with_a_scaler(ranks: RankPool) -> None:
         assert rates == [1e-2 * (1 / n) for n in (2, 3, 3, 4, 5)]
 
 
+@on_ranks(2)
+def test_torchs_own_scaler_is_refused(rank: int) -> None:
+    """On the rank without the loss torch asked for scaler.scale(...). Where that was called everywhere, an Inf on one
+    rank made that one skip the step and halve the scale, and the others went on."""
+    chunks = build("1f1b", 2, 4)
+    chunks[0].config.grad_scale_func = torch.amp.GradScaler("cpu").scale
+    with pytest.raises(ValueError, match=r"only on the rank that finds an Inf, .* take a megapipe.PipelinedGradScaler"):
+        run("1f1b", chunks, 2)
+    chunks[0].config.grad_scale_func = torch.amp.GradScaler("cpu", enabled=False).scale
+    run("1f1b", chunks, 2)
+
+
 def test_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="there is nothing to optimize"):
         PipelinedOptimizer(nn.Linear(1, 1).requires_grad_(False), adamw)
