@@ -44,7 +44,7 @@ class Forward:
 
     Args:
         received: the input, arrived; None on the first stage.
-        done: called with what `Stage.forward` returns, as soon as the forward is done.
+        done: to be called with what `end` returns, as soon as the output is held no more: else it is copied.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Forward:
         self.stage = stage
         self.microbatch = microbatch
         self.received = received
+        self.done = done
         self._extra = extra
         self._inputs = stage.take_input(received)
-        self._done = done
 
     def begin(self) -> tuple[Any, Any]:
         """Returns what `Stage.begin` returns."""
         return self.stage.begin(self.microbatch, *self._extra)
 
-    def end(self, output: Any, loss_func: Any) -> None:
-        self._done(self.stage.end(self._inputs, output, loss_func, self.microbatch))
+    def end(self, output: Any, loss_func: Any) -> Made:
+        return self.stage.end(self._inputs, output, loss_func, self.microbatch)
 
-    def save(self, output: Any, loss: Loss | None) -> None:
+    def save(self, output: Any, loss: Loss | None) -> Made:
         """Instead of `end`, where the loss has been computed."""
-        self._done(self.stage.save(self._inputs, output, loss, self.microbatch))
+        return self.stage.save(self._inputs, output, loss, self.microbatch)
 
 
 def run_pair(
@@ -89,26 +89,29 @@ def run_pair(
         output_grads: gradients of the backward's outputs that want one; None on the last stage.
     """
     output, loss_func = forward.begin()
-    is_done = not isinstance(output, Segments)
-    if is_done:
-        forward.end(output, loss_func)
+
+    def end() -> None:
+        nonlocal output
+        made, output = forward.end(output, loss_func), None
+        forward.done(made)
+
+    if not isinstance(output, Segments):
+        end()
 
     def advance() -> None:
-        nonlocal is_done
-        if is_done:
+        if output is None:
             deferred.compute()
             return
         before = forward.stage.hand_over(forward.received)  # the backward may be of the same chunk
         if not output.advance():
-            is_done = True
             with torch.enable_grad():  # this may be inside of the backward
-                forward.end(output, loss_func)
+                end()
         forward.stage.hand_over(before)
 
     # The forward begins in the backward's first window, so one computes whenever the other's data is on its way.
     with filling_windows(advance):
         input_grads = backward.backward(in_flight, output_grads, deferred)
-    while not is_done:
+    while output is not None:
         advance()
     return input_grads
 
@@ -137,7 +140,7 @@ def run_pair_by_hook(
     stage = forward.stage
     call, loss_func = forward.begin()
     if not isinstance(call, Segments):
-        forward.end(call, loss_func)
+        forward.done(forward.end(call, loss_func))
         return backward.backward(in_flight, output_grads)
     if call.kwargs:
         raise TypeError(
@@ -171,7 +174,9 @@ def run_pair_by_hook(
     if backward is not stage:
         backward.hand_over(before)
     output = _unpacked(outputs)
-    forward.save(output, losses[0] if losses else stage.compute_loss(output, loss_func))
+    made = forward.save(output, losses[0] if losses else stage.compute_loss(output, loss_func))
+    del output, outputs
+    forward.done(made)
     if delayed is not None:
         delayed.end_backward(bool(roots))
         delayed.compute()

@@ -25,7 +25,7 @@ from .monitor import Monitor
 from .overlapped import Forward, can_overlap, has_hook, run_alone, run_pair, run_pair_by_hook
 from .plans import PlanKey
 from .rollback import Speculation
-from .stage import NOTHING, SavedForward, Stage
+from .stage import NOTHING, SavedForward, Stage, unshared
 
 __all__ = ["Chunk", "Pipeline", "checkpoint_arguments"]
 
@@ -59,6 +59,8 @@ class Chunk:
     def keep(self, made: tuple[Transfer | None, SavedForward | None]) -> None:
         """What a forward has made: to be sent, and for its backward."""
         output, in_flight = made
+        if output is not None:  # which the forward itself no longer holds
+            output.tensors = [unshared(tensor) for tensor in output.tensors]
         self.outputs.append(output)
         if in_flight is not None:
             self.in_flight.append(in_flight)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..slices import SequenceSlice
     from .sliced import Microbatch
 
-__all__ = ["NOTHING", "SavedForward", "Stage"]
+__all__ = ["NOTHING", "SavedForward", "Stage", "unshared"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
@@ -197,7 +197,7 @@ class Stage:
         spec = self._output_spec
         if spec is None or not _fits(structure, tensors, spec):
             spec = self._check_output(structure, tensors, microbatch)
-        sent = Transfer(spec, [_as_it_is_now(tensor) for tensor in tensors])
+        sent = Transfer(spec, [_without_graph(tensor) for tensor in tensors])
         if self._step.forward_only:
             return sent, None
         outputs = [edge_of(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
@@ -264,13 +264,13 @@ class Stage:
         """What goes to the previous stage after backward, if that has run."""
         grads, num_missing = [], 0
         for leaf in in_flight.inputs:
-            grad = leaf.grad
-            if grad is None:
+            if leaf.grad is None:
                 num_missing += 1
-                grad = no_gradient(leaf)
-            elif is_shared(grad):  # then it may be written to before it has been sent (see `save_for_w`)
-                grad = grad.clone()
-            grads.append(grad)
+                grads.append(no_gradient(leaf))
+            else:
+                # Off the leaf, so that whoever else still holds its memory may write to it.
+                grad, leaf.grad = leaf.grad.detach(), None
+                grads.append(unshared(grad))
         if has_run and grads and num_missing == len(grads):
             self._warn(
                 f"stage {self.info.index} gives stage {self.info.index - 1} no gradient, since it does not use its "
@@ -438,9 +438,12 @@ def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
     return True
 
 
-def _as_it_is_now(tensor: Tensor) -> Tensor:
-    """Without its graph, and a copy if it may be written to before it has been sent or used. That is if autograd has
-    not made it, so it may be a buffer, a parameter or the input, and if others hold its memory, as a Function that uses
-    it again."""
-    is_ours = tensor.grad_fn is not None and not is_shared(tensor)
-    return tensor.detach() if is_ours else tensor.detach().clone()
+def _without_graph(tensor: Tensor) -> Tensor:
+    """A copy if autograd has not made it: it may be a buffer, a parameter, the input, or memory that is not torch's."""
+    return tensor.detach() if tensor.grad_fn is not None else tensor.detach().clone()
+
+
+def unshared(tensor: Tensor) -> Tensor:
+    """A copy if others hold its memory: they may write to it before it has been sent or used. A Function may, that uses
+    its result again, or a model that keeps its output."""
+    return tensor.clone() if is_shared(tensor) else tensor

@@ -52,8 +52,8 @@ def copy_shared(saved: Iterable[weakref[SavedTensor]]) -> None:
     """Copy those of the tensors still in use whose memory others hold too."""
     by_storage: dict[int, tuple[torch.UntypedStorage, list[SavedTensor]]] = {}
     for tensor in filter(None, [reference() for reference in saved]):
-        storage = tensor.get().untyped_storage()
-        if _may_be_shared(storage):
+        if is_shared(tensor.get()):
+            storage = tensor.get().untyped_storage()
             by_storage.setdefault(storage._cdata, (storage, []))[1].append(tensor)
     for storage, tensors in by_storage.values():
         if _is_shared(storage, [tensor.get() for tensor in tensors]):
@@ -62,14 +62,8 @@ def copy_shared(saved: Iterable[weakref[SavedTensor]]) -> None:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether others hold its memory, and may write to it (see `save_for_w`)."""
+    """Whether others hold its memory, and may write to it (see `save_for_w`). One of them is the base of a view."""
     storage = tensor.untyped_storage()
-    num_ours = 2 if tensor._base is None else 3  # one is `storage`
-    return torch._C._storage_Use_Count(storage._cdata) > num_ours
-
-
-def _may_be_shared(storage: torch.UntypedStorage) -> bool:
-    """A quick test: False if a single tensor uses the memory."""
     return torch._C._storage_Use_Count(storage._cdata) > 2  # one is `storage`
 
 

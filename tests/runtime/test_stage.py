@@ -139,11 +139,22 @@ def from_a_function(layer: Layer, x: Any) -> Tensor:
     return output if layer.info.is_last else Reused.apply(layer.memory, output)
 
 
+def kept_and_cleared(layer: Layer, x: Any) -> Tensor:
+    if layer.info.is_last:
+        return first(x) @ layer.weight
+    with torch.no_grad():
+        getattr(layer, "kept", layer.memory).zero_()
+    layer.kept = first(x) @ layer.weight
+    return layer.kept
+
+
 @on_ranks(2)
 def test_what_is_sent_is_what_was_returned(rank: int) -> None:
     """A stage that sent a counter, or had a buffer of its own for its output, wrote the next microbatch's values there
-    before the last ones had left, or before the next stage of the same rank had used them."""
+    before the last ones had left, or before the next stage of the same rank had used them. So did a stage that kept its
+    output: autograd had made it, so it was sent without a copy."""
     for schedule in ("gpipe", "zbv"):
+        compare(schedule, kept_and_cleared)
         compare(schedule, with_counter)
         compare(schedule, into_a_buffer, forward_only=True)
         compare(schedule, from_a_function)
@@ -550,3 +561,14 @@ def test_an_input_gradient_shares_no_memory_with_a_parameters(rank: int) -> None
         (expected[1](x).square().sum() / 4).backward()
     for chunk, whole in zip(chunks, expected):
         assert torch.equal(chunk.weight.grad, whole.weight.grad)
+
+
+def test_an_input_gradient_is_not_what_a_hook_keeps() -> None:
+    """A hook that kept the gradient of its stage's input, and wrote to it for the next microbatch, as one that averages
+    them does, wrote to what had not been sent yet."""
+    leaf, kept = torch.ones(2, requires_grad=True), []
+    leaf.register_post_accumulate_grad_hook(lambda x: kept.append(x.grad))
+    in_flight = SavedForward(None, [leaf], [torch.autograd.graph.get_gradient_edge(leaf * 2)])
+    (grad,) = a_stage("cpu", nn.Identity()).backward(in_flight, [torch.ones(2)])
+    kept[0].zero_()
+    assert grad.tolist() == [2, 2]
