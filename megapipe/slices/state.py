@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..weight_grad import is_shared
+
 __all__ = ["CarriedState", "SequenceSlice", "current", "cut", "earlier", "keep", "positions"]
 
 
@@ -136,6 +138,8 @@ class _Kept:
             self.leaf.requires_grad_()
         elif not torch.is_grad_enabled() and tensor.is_floating_point():
             self.leaf.requires_grad_()  # it may get a graph in the backward, by reentrant checkpointing
+        if self.leaf.requires_grad:
+            self.leaf.register_post_accumulate_grad_hook(_own_gradient)  # type: ignore[no-untyped-call]
 
     def give_back(self, tensor: Tensor) -> None:
         """Add the gradient of later slices to that of `tensor`, which is this one computed again."""
@@ -146,6 +150,13 @@ class _Kept:
     def _add(self, grad: Tensor) -> Tensor:
         carried, self.leaf.grad = self.leaf.grad, None
         return grad if carried is None else grad + carried
+
+
+def _own_gradient(leaf: Tensor) -> None:
+    """Autograd may make views of the same memory the gradients of several leaves, as in `torch.stack(leaves).sum(0)`.
+    Those of the slices before are then added in place."""
+    if leaf.grad is not None and is_shared(leaf.grad):  # None where a Function returned none
+        leaf.grad = leaf.grad.clone()
 
 
 class CarriedState:

@@ -92,6 +92,44 @@ def test_weight_gradients_may_be_deferred(run: Run) -> None:
     torch.testing.assert_close([x.grad, *(p.grad for p in layers.parameters())], grads, rtol=1e-12, atol=1e-12)
 
 
+class Summing(nn.Module):
+    """A layer that adds up the states of all slices before it."""
+
+    def __init__(self, add: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.add = add
+        self.scale = nn.Parameter(torch.randn(HIDDEN))
+        self.shift = nn.Parameter(torch.randn(BATCH * HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = x * self.scale
+        before = self.add(self.shift.view(BATCH, HIDDEN), [state for (state,) in slices.earlier(self)])
+        slices.keep(self, states.sum(0))
+        return torch.tanh(states.cumsum(0) + before)
+
+
+def added_as_views(before: Tensor, states: list[Tensor]) -> Tensor:
+    return sum((state.view(BATCH, HIDDEN) for state in states), before)
+
+
+def added_from_a_stack(before: Tensor, states: list[Tensor]) -> Tensor:
+    return before + torch.stack(states).sum(0) if states else before
+
+
+@pytest.mark.parametrize("lengths", [[5, 4, 3], [1] * 12], ids=str)
+@pytest.mark.parametrize("add", [added_as_views, added_from_a_stack])
+def test_gradients_of_what_is_kept_share_no_memory(
+    add: Callable[[Tensor, list[Tensor]], Tensor], lengths: list[int]
+) -> None:
+    """Autograd may make views of the same memory the gradients of several kept tensors, and of a parameter. The
+    gradients of the slices before were then added to each of them in place: they were several times too large."""
+    torch.manual_seed(0)
+    layer, x = Summing(add).double(), torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    run_by_slices(lambda: layer(slices.cut(x, 0)).square().sum(), lengths)
+    torch.testing.assert_close([p.grad for p in layer.parameters()], list(expected), rtol=1e-12, atol=1e-12)
+
+
 def test_whole_sequences_keep_nothing() -> None:
     whole = torch.ones(3)
     assert slices.current() is None
