@@ -85,15 +85,19 @@ def earlier(key: Hashable) -> list[tuple[Tensor, ...]]:
     sequences are whole.
 
     Returns:
-        Tensors of the same values as those kept, which require gradients where those did. Do not change them in place.
+        Tensors of the same values as those kept, which require gradients where those did.
+
+    Raises:
+        RuntimeError: if one of them has been changed in place since.
     """
     running = _asked()
     return [] if running is None else running.state.kept_before(running.slice.index, key)
 
 
 def keep(key: Hashable, *tensors: Tensor) -> None:
-    """Let later slices of this microbatch have `tensors`; gradients flow back from there. Does nothing where sequences
-    are whole, and where a part of the model is computed again in the backward.
+    """Let later slices of this microbatch have `tensors`; gradients flow back from there. They must not be changed in
+    place afterwards. Does nothing where sequences are whole, and where a part of the model is computed again in the
+    backward.
 
     Args:
         key: whose they are, such as the layer (`self`): once in each slice.
@@ -130,16 +134,23 @@ class _Kept:
     def __init__(self, tensor: Tensor, needs_grad: bool) -> None:
         self.edge: GradientEdge | None = None
         self.leaf = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
         if not needs_grad:
             return
         if tensor.requires_grad:
             with torch.enable_grad():  # of a view, since a Python Function's node goes with its outputs
-                self.edge = get_gradient_edge(tensor.view_as(tensor))
+                edge = get_gradient_edge(tensor.view_as(tensor))
+            if edge.node.next_functions[0][0] is not None:  # it leads nowhere from a view made under no_grad
+                self.edge = edge
             self.leaf.requires_grad_()
         elif not torch.is_grad_enabled() and tensor.is_floating_point():
             self.leaf.requires_grad_()  # it may get a graph in the backward, by reentrant checkpointing
         if self.leaf.requires_grad:
             self.leaf.register_post_accumulate_grad_hook(_own_gradient)  # type: ignore[no-untyped-call]
+
+    def has_changed(self) -> bool:
+        """Whether its memory was written to since. Of tensors made in inference mode torch does not know."""
+        return self._version is not None and self.leaf._version != self._version
 
     def give_back(self, tensor: Tensor) -> None:
         """Add the gradient of later slices to that of `tensor`, which is this one computed again."""
@@ -208,8 +219,15 @@ class CarriedState:
         return [(one.edge, one.leaf.grad) for one in ends if one.edge is not None and one.leaf.grad is not None]
 
     def kept_before(self, index: int, key: Hashable) -> list[tuple[Tensor, ...]]:
-        slices = [self._kept[earlier] for earlier in range(index)]
-        return [tuple(one.leaf for one in kept[key] if one is not None) for kept in slices if key in kept]
+        slices = [(earlier, self._kept[earlier][key]) for earlier in range(index) if key in self._kept[earlier]]
+        for earlier, kept in slices:
+            for one in kept:
+                if one is not None and one.has_changed():
+                    raise RuntimeError(
+                        f"a tensor of shape {list(one.leaf.shape)}, kept under {_name(key)} by slice {earlier}, was "
+                        "changed in place since: keep a clone() of it."
+                    )
+        return [tuple(one.leaf for one in kept if one is not None) for _, kept in slices]
 
     def keep(self, running: _Running, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
         this = running.slice

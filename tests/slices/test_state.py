@@ -212,6 +212,58 @@ def test_gradients_that_cannot_be_returned_are_an_error() -> None:
         pass
 
 
+class Tail(nn.Module):
+    """Reads the last positions before it, as a convolution over the sequence does."""
+
+    def __init__(self, records: bool) -> None:
+        super().__init__()
+        self.records = records
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = [tail for (tail,) in slices.earlier(self)] or [torch.zeros_like(x[:2])]
+        with torch.set_grad_enabled(self.records and torch.is_grad_enabled()):
+            tail = x[-2:]
+        slices.keep(self, tail)
+        joined = torch.cat([before[-1], x])
+        return torch.tanh(self.mix(joined[:-2] + joined[1:-1]) + x)
+
+
+@pytest.mark.parametrize(("records", "run"), [(False, plain), (True, recomputed_reentrant)])
+def test_views_made_without_gradients_are_refused(records: bool, run: Run) -> None:
+    """A view made under no_grad, as by a layer that reentrant checkpointing runs, says that it requires a gradient and
+    hands none on. So what later slices gave back was lost, without a word."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), Tail(records)]).double()
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="the key of a Tail without a graph, so that gradients of later slices"):
+        run_by_slices(lambda: run(layers[1], layers[0](slices.cut(x, 0))).square().sum(), [6, 6])
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_what_is_kept_does_not_change(needs_grad: bool) -> None:
+    """Later slices read what the layer had made of a kept tensor in place since."""
+    state, (first, second) = CarriedState(needs_grad), make_slices([1, 1])
+    kept = torch.ones(2, requires_grad=needs_grad) * 1
+    with state.forward(first):
+        slices.keep("key", kept)
+    kept.mul_(2)
+    with (
+        state.forward(second),
+        pytest.raises(RuntimeError, match=r"shape \[2\], kept under the key 'key' by slice 0, was changed in place"),
+    ):
+        slices.earlier("key")
+
+
+def test_slices_of_inference_keep_too() -> None:
+    state = CarriedState(needs_grad=False)
+    with torch.inference_mode():
+        for this in make_slices([1, 1]):
+            with state.forward(this):
+                assert len(slices.earlier("key")) == this.index
+                slices.keep("key", torch.ones(2))
+
+
 def test_the_documentation_shows_this_layer() -> None:
     page = (Path(__file__).parents[2] / "docs" / "long_context.md").read_text()
     assert inspect.getsource(Recurrent) in page
