@@ -7,6 +7,7 @@ messages but for what is in the tensors. It names classes, and only those that t
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import sys
@@ -139,7 +140,8 @@ def _rebuild(node: Any, tensors: Iterator[Any]) -> Any:
     kind = _class_of(name)
     if _is_namedtuple(kind):
         return kind(*children)
-    return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+    own = copy.deepcopy(context) if isinstance(context, (list, dict)) else context
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, own)
 
 
 def _show(node: Any, texts: Iterator[str]) -> str:

@@ -27,6 +27,15 @@ pytree.register_pytree_node(
     Output, lambda one: ([one.hidden, one.rest], ["hidden", "rest"]), lambda v, k: Output(**dict(zip(k, v)))
 )
 
+
+@dataclasses.dataclass
+class Counted:
+    hidden: Tensor
+    counts: Any
+
+
+pytree.register_pytree_node(Counted, lambda one: ([one.hidden], one.counts), lambda v, counts: Counted(*v, counts))
+
 X, Y = torch.ones(2), torch.zeros(3)
 
 NESTED = [
@@ -67,6 +76,15 @@ def test_a_message_is_shown_with_its_containers() -> None:
     structure, tensors = pack({"states": (X, [Y]), "pair": Pair(None, X)})
     spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, True) for t in tensors))
     assert str(spec) == "{'states': (float32[2], [float32[3]]), 'pair': Pair(None, float32[2])}"
+
+
+def test_each_message_has_containers_of_its_own() -> None:
+    """What a class kept besides its tensors was one object for all messages of a kind: a stage that wrote there changed
+    the messages to come."""
+    structure, tensors = pack(Counted(X, {"layers": [1]}))
+    first, second = (unpack(structure, tensors) for _ in range(2))
+    first.counts["layers"].append(2)
+    assert second.counts == unpack(structure, tensors).counts == {"layers": [1]}
 
 
 def test_what_cannot_be_described_is_refused() -> None:
