@@ -71,17 +71,22 @@ def _take_apart(node: Any, parent: Any) -> tuple[str, Any, Sequence[Any]]:
         return _name_of(kind), None, node
     if kind not in CONTAINERS.values() and kind in pytree.SUPPORTED_NODES:
         children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
-        if not _survives_json(context):
+        if not _is_plain(context):
             raise TypeError(f"it holds a {kind.__name__}, whose {context!r} cannot be written down for another rank")
         return _name_of(kind), context, children
-    if isinstance(node, dict):
+    if kind is dict:
         for key in node:
             if not isinstance(key, (str, int)):
                 raise TypeError(f"it is a dict with the key {key!r}, which is neither a string nor a whole number")
         return "dict", list(node), list(node.values())
-    for name, container in (("list", list), ("tuple", tuple)):
-        if isinstance(node, container):
+    for name, container in CONTAINERS.items():
+        if kind is container:
             return name, None, node
+        if isinstance(node, container):
+            raise TypeError(
+                f"it holds a {kind.__name__}, a {name} that torch's pytrees do not know: make a plain {name} of it, or "
+                "register its class with them"
+            )
     _refuse(node, parent)
 
 
@@ -90,11 +95,11 @@ def _refuse(node: Any, parent: Any) -> NoReturn:
     raise TypeError(f"it is a {inside}{type(node).__name__}")
 
 
-def _survives_json(context: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(context)) == context)
-    except TypeError:
-        return False
+def _is_plain(context: Any) -> bool:
+    """Whether it comes back from JSON as it is."""
+    if type(context) is dict:
+        return all(type(key) is str for key in context) and all(map(_is_plain, context.values()))
+    return all(map(_is_plain, context)) if type(context) is list else type(context) in PLAIN
 
 
 def _name_of(kind: type) -> str:

@@ -88,6 +88,8 @@ def test_each_message_has_containers_of_its_own() -> None:
 
 
 def test_what_cannot_be_described_is_refused() -> None:
+    """Containers of other classes arrived as plain ones, without their methods and attributes."""
+
     class Local(NamedTuple):
         x: Any
 
@@ -99,7 +101,14 @@ def test_what_cannot_be_described_is_refused() -> None:
         "it is a tuple that holds a dtype": ([X], (torch.float32,)),
         r"it is a dict with the key \(0, 1\), which is neither a string nor": {"a": {(0, 1): X}},
         "it holds a Local, which other ranks do not find by its name": Local(X),
+        r"it holds a Counted, whose OrderedDict\(.* cannot be written down": Counted(X, OrderedDict(a=1)),
+        r"it holds a Counted, whose \(1, 2\) cannot be written down": Counted(X, (1, 2)),
+        r"it holds a Counted, whose {1: 2} cannot be written down": Counted(X, {1: 2}),
     }
+    for plain in (dict, list, tuple):
+        name, kind = f"My{plain.__name__}", plain.__name__
+        text = f"it holds a {name}, a {kind} that torch's pytrees do not know: make a plain {kind} of it, or register"
+        refused[text] = [type(name, (plain,), {})()]
     for text, message in refused.items():
         with pytest.raises(TypeError, match=text):
             pack(message)
