@@ -24,6 +24,7 @@ __all__ = [
     "no_gradient",
     "pack",
     "unpack",
+    "zeros_if_none",
 ]
 
 # Of tensors alone, in one container at most: "tensor", "list", "tuple", or the keys of a dict. Of anything else: its
@@ -179,16 +180,20 @@ def _parse_header(text: bytes) -> MessageSpec:
     )
 
 
-# A missing gradient (None) travels as zeros with a pattern of signs. So its message is as long as any, whether its
-# receive is posted ahead or not, and a receiver that does not look at the signs adds zeros.
+# A missing gradient (None) travels in a message as long as any, whether its receive is posted ahead or not. A long one
+# is zeros with a pattern of signs: a receiver that does not look at these adds zeros. A gradient of few elements may be
+# such zeros itself. So a short one is NaNs with bits that no arithmetic makes: a receiver that does not look replaces
+# them.
 
 SIGNS = f"{0xB7E151628AED2A6A:b}"  # digits of e, as good as random: a gradient of zeros has these once in 2**64
 
 
 def no_gradient(like: torch.Tensor) -> torch.Tensor:
-    """The message for a missing gradient of `like`: zeros of its shape and dtype."""
+    """The message for a missing gradient of `like`, of its shape and dtype."""
+    if like.numel() < len(SIGNS):
+        return _nans(like.dtype, like.numel(), like.device).clone().view(like.shape)
     zeros = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    zeros.view(-1)[: len(SIGNS)].copy_(_signed_zeros(like.dtype, min(like.numel(), len(SIGNS))))
+    zeros.view(-1)[: len(SIGNS)].copy_(_signed_zeros(like.dtype))
     return zeros
 
 
@@ -199,18 +204,39 @@ def is_no_gradient(tensor: torch.Tensor) -> bool:
         return False
     head = tensor if tensor.is_cpu else tensor.view(-1)[:count].cpu()
     # Memory as it is: comparing tensors would take longer than a small backward, and zeros are equal.
-    memory, signed = _memory_of_signed_zeros(tensor.dtype, count)
-    return bool(memory.from_address(head.data_ptr()).raw == signed)
+    memory, expected = _memory_of_no_gradient(tensor.dtype, count)
+    return bool(memory.from_address(head.data_ptr()).raw == expected)
+
+
+def zeros_if_none(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros instead of a message made by `no_gradient`. The host does not wait for a device."""
+    if tensor.numel() >= len(SIGNS) or not tensor.is_contiguous():
+        return tensor
+    bits = tensor.view(-1).view(torch.uint8)
+    is_none = bits.eq(_nans(tensor.dtype, tensor.numel(), tensor.device).view(torch.uint8)).all()
+    return bits.masked_fill(is_none, 0).view(tensor.dtype).view(tensor.shape)
 
 
 @functools.cache
-def _signed_zeros(dtype: torch.dtype, count: int) -> torch.Tensor:
-    return torch.tensor([-0.0 if sign == "1" else 0.0 for sign in SIGNS[:count]], device="cpu").to(dtype)
+def _nans(dtype: torch.dtype, count: int, device: torch.device) -> torch.Tensor:
+    """Made on the device: a copy to it would wait for it. Types of one byte have one kind of NaN, or few."""
+    nans = torch.full((count,), math.nan, device=device).to(dtype)
+    size = dtype.to_real().itemsize
+    if size > 1:
+        bits = nans.view(torch.uint8)
+        bits.fill_(0xFF)
+        bits[::size] = 0xE1
+    return nans
 
 
 @functools.cache
-def _memory_of_signed_zeros(dtype: torch.dtype, count: int) -> tuple[Any, bytes]:
+def _signed_zeros(dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([-0.0 if sign == "1" else 0.0 for sign in SIGNS], device="cpu").to(dtype)
+
+
+@functools.cache
+def _memory_of_no_gradient(dtype: torch.dtype, count: int) -> tuple[Any, bytes]:
     """The ctypes type of that much memory, and its bytes."""
-    signed = _signed_zeros(dtype, count)
-    memory = ctypes.c_char * signed.nbytes
-    return memory, memory.from_address(signed.data_ptr()).raw
+    head = _signed_zeros(dtype) if count == len(SIGNS) else _nans(dtype, count, torch.device("cpu"))
+    memory = ctypes.c_char * head.nbytes
+    return memory, memory.from_address(head.data_ptr()).raw

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ..chunks import find_attribute
-from ..messages import MessageSpec, TensorSpec, check_sendable, is_no_gradient, no_gradient, pack, unpack
+from ..messages import (
+    MessageSpec,
+    TensorSpec,
+    check_sendable,
+    is_no_gradient,
+    no_gradient,
+    pack,
+    unpack,
+    zeros_if_none,
+)
 from ..overlap import Segments
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
@@ -246,19 +255,16 @@ class Stage:
         """Where backward begins, with which gradients. `output_grads` is None on the last stage."""
         grads = in_flight.output_grads if output_grads is None else output_grads
         assert grads is not None
-        looks_for_none = self.looks_for_none and output_grads is not None
-        roots, are_all_given = [], True
-        for edge, grad in zip(in_flight.outputs, grads):
-            if edge is None:
-                continue
-            if looks_for_none and is_no_gradient(grad):
-                are_all_given = False
-            else:
-                roots.append((edge, grad))
-        if looks_for_none and are_all_given and not self._is_on_cpu:
+        roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
+        if output_grads is None:
+            return roots
+        if not self.looks_for_none:
+            return [(edge, zeros_if_none(grad)) for edge, grad in roots]
+        given = [(edge, grad) for edge, grad in roots if not is_no_gradient(grad)]
+        if len(given) == len(roots) and not self._is_on_cpu:
             self.looks_for_none = False
             _all_given.add(self.module)
-        return roots
+        return given
 
     def input_grads(self, in_flight: SavedForward, has_run: bool) -> list[Tensor]:
         """What goes to the previous stage after backward, if that has run."""

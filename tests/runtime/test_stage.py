@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megapipe
 from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank
-from megapipe.messages import check_sendable, is_no_gradient, no_gradient
+from megapipe.messages import check_sendable, is_no_gradient, no_gradient, zeros_if_none
 from megapipe.overlap import in_segments, run_segments
 from megapipe.plan import Verbs, loop
 from megapipe.runtime import ForwardBackward
@@ -245,22 +245,27 @@ def test_wrappers_of_tensors_are_refused() -> None:
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e5m2]
 )
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 100)])
-def test_a_gradient_that_is_none_travels_as_zeros(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_gradient_that_is_none_is_told_from_every_other(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """That of one element was -0.0: a true gradient of it, of an auxiliary loss whose coefficient is 0, was none, and
+    AdamW let the weights of some ranks decay and not those of others."""
     like = torch.ones(shape).to(dtype)
     none = no_gradient(like)
-    assert none.shape == like.shape
-    assert none.dtype == dtype
-    assert not none.float().any() if not dtype.is_complex else not none.any()
-    assert is_no_gradient(none)
-    assert is_no_gradient(none.clone())
-    for other in (like, torch.zeros_like(like), torch.full(shape, float("nan")).to(dtype)):
+    assert (none.shape, none.dtype) == (like.shape, dtype)
+    for _ in range(2):
+        assert is_no_gradient(none)
+        assert torch.equal(zeros_if_none(none).to(torch.complex64), torch.zeros(shape, dtype=torch.complex64))
+        none = none.clone()
+    negative = torch.full(shape, -0.0).to(dtype)
+    nan = torch.full(shape, float("nan")).to(dtype)
+    for other in (like, torch.zeros_like(like), negative, *([nan] if dtype.itemsize > 1 else [])):
         assert not is_no_gradient(other)
+        assert zeros_if_none(other).view(-1).view(torch.uint8).equal(other.view(-1).view(torch.uint8))
 
 
 def test_what_is_no_sign_of_no_gradient() -> None:
-    assert not is_no_gradient(torch.empty(0, 3))
-    assert not is_no_gradient(torch.zeros(()).expand(1000, 1000))  # whose memory ends after the first
-    assert not is_no_gradient(-torch.zeros(5, 5))
+    for other in (torch.empty(0, 3), torch.zeros(()).expand(1000, 1000), torch.zeros(()).expand(5, 5)):
+        assert not is_no_gradient(other)  # their memory ends after the first element, or before it
+        assert zeros_if_none(other).shape == other.shape
 
 
 def detaching(layer: Layer, x: Any) -> Tensor:
@@ -309,7 +314,9 @@ def test_a_device_is_waited_for_once_where_all_have_gradients() -> None:
         stage = a_stage(device, module)
         assert stage.roots(in_flight, [grad]) == [(edge, grad)]
         for one in (stage, a_stage(device, module)):
-            assert (one.roots(in_flight, [none]) == []) is is_found_later
+            roots = one.roots(in_flight, [none])
+            assert (roots == []) is is_found_later
+            assert all(grad.tolist() == [0, 0] for _, grad in roots)
 
 
 class Delayed(Layer):
