@@ -64,7 +64,7 @@ def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Te
             f"the loss, which loss_func returns first, must be a tensor of one element, but it is {describe(loss)}: "
             "take the mean or the sum of a larger one, and leave out .item()."
         )
-    return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss.device)
+    return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss)
 
 
 def divide_loss(step: StepArguments, loss: Tensor, num_tokens: Tensor | None) -> Loss:
@@ -82,11 +82,12 @@ def divide_loss(step: StepArguments, loss: Tensor, num_tokens: Tensor | None) ->
     return Loss(loss, 1 / step.num_microbatches)
 
 
-def _add_tokens(step: StepArguments, num_tokens: Any, device: torch.device) -> Tensor:
+def _add_tokens(step: StepArguments, num_tokens: Any, loss: Tensor) -> Tensor:
     """Returns the number as a tensor without dimensions."""
     if isinstance(num_tokens, (int, float)):  # filled in on the device: a copy to it would wait for it
-        num_tokens = torch.full((), num_tokens, device=device)
-    tensor = torch.as_tensor(num_tokens, device=device)
+        dtype = torch.promote_types(loss.dtype, torch.float32) if isinstance(num_tokens, float) else torch.int64
+        num_tokens = torch.full((), num_tokens, dtype=dtype, device=loss.device)
+    tensor = torch.as_tensor(num_tokens, device=loss.device)
     if tensor.numel() != 1:
         raise TypeError(f"loss_func must return one number of tokens, but it is {describe(tensor)}.")
     tensor = tensor.reshape(())

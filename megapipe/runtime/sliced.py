@@ -147,8 +147,8 @@ class SlicedStage(Stage):
         microbatch, this = in_flight.part
         num_tokens = microbatch.num_tokens
         if in_flight.output_grads and num_tokens is not None:
-            of_token = 1 / torch.where(num_tokens > 0, num_tokens, 1)
-            grads = [grad * of_token.to(grad.dtype) for grad in in_flight.output_grads]
+            tokens = torch.where(num_tokens > 0, num_tokens, 1).double()
+            grads = [(grad / tokens).to(grad.dtype) for grad in in_flight.output_grads]
             in_flight = in_flight._replace(output_grads=grads)
         return super().roots(in_flight, output_grads) + microbatch.state.roots(this.index)
 
@@ -163,7 +163,7 @@ class SlicedStage(Stage):
         loss, num_tokens = called
         if num_tokens is not None and not self._step.config.calculate_per_token_loss:
             before = self._microbatch.num_tokens
-            self._microbatch.num_tokens = num_tokens.detach() if before is None else before + num_tokens.detach()
+            self._microbatch.num_tokens = (0 if before is None else before) + num_tokens.detach()  # a tensor of its own
             return Loss(loss / self._step.num_microbatches, 1.0)  # whose gradient is divided by tokens first
         return divide_loss(self._step, loss, num_tokens)
 

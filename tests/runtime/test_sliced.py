@@ -308,6 +308,27 @@ def test_a_loss_is_divided_by_the_tokens_of_all_slices(rank: int, per_token: boo
         assert not per_token or counted[0] == sum(one[1] for one in sums)
 
 
+@on_ranks(1)
+def test_tokens_divide_in_the_dtype_of_the_loss(rank: int) -> None:
+    """The weight of a token was computed in float32 where tokens are whole numbers or Python's: gradients in float64
+    were off by 3e-8. And a loss function that counts into the same tensor each time counted for all slices before."""
+    parallel_state.initialize_model_parallel(1)
+    (info,) = stages_for_rank("seq1f1b")
+    x, count = torch.randn(2, 8, 4, dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+    for count_by in (int, torch.tensor, count.fill_, lambda k: k * 1.1):
+
+        def step(data: Iterator[Tensor], model: nn.Module, count_by: Any = count_by) -> tuple[Tensor, Any]:
+            part = slices.cut(next(data), 1)
+            return model(part), lambda output: (output.square().sum(), count_by(part.shape[1] + 1), None)
+
+        config = megapipe.PipelineConfig(num_sequence_slices=3)
+        chunk = megapipe.PipelineStage(nn.Linear(4, 4).double(), info, config)
+        run("seq1f1b", [chunk], 1, (3, 3, 2), forward_step_func=step, data_iterator=iter([x]))
+        grad, chunk.module.weight.grad = chunk.module.weight.grad, None
+        (chunk(x).square().sum() / count_by(11)).backward()
+        torch.testing.assert_close(grad, chunk.module.weight.grad, rtol=1e-12, atol=1e-12)
+
+
 @on_ranks(2)
 def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None:
     (chunk,) = build("seq1f1b")
