@@ -82,6 +82,7 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
         assert not copied, "a copy is no alias"
         copied = tuple(aliases)
     drop_idle_views(exported.graph_module)
+    _let_views_copy(exported.graph_module)
     joint = _label(exported.graph_module, len(inputs), what)
     _check(joint, what)
     return joint
@@ -165,6 +166,13 @@ def _line_of_node(node: Node) -> str:
             if not file.startswith(ours):
                 found = f"{file}:{number} ({linecache.getline(file, int(number)).strip()})"
     return found
+
+
+def _let_views_copy(owner: GraphModule) -> None:
+    """A view copies where it must. The strides that the tracer goes by are not always those of the operators at work (a
+    batch norm of a transposed tensor), and no node writes, so that nothing goes by what shares memory."""
+    for node in owner.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
 
 
 def _label(owner: GraphModule, num_inputs: int, what: str) -> Joint:

@@ -84,6 +84,18 @@ class Normed(nn.Module):
         return self.norm(self.conv(x)).relu()
 
 
+class NormedAcross(nn.Module):
+    """A batch norm of a transposed tensor. The tracer takes the strides of its result for others than it has, so that a
+    view in the graph was none, and the first call failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
 class Outputs(nn.Module):
     """A dict, one output an integer, one no tensor, one a view of another, one the input itself."""
 
@@ -150,6 +162,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "tied": (Tied, lambda: (tokens(),)),
     "same gradient": (SameGradient, lambda: (sequence(),)),
     "batch norm": (Normed, lambda: (torch.randn(3, 2, 8, requires_grad=True),)),
+    "batch norm, transposed": (NormedAcross, lambda: (torch.randn(3, 8, H, requires_grad=True),)),
     "outputs": (Outputs, lambda: (sequence(), 3.0)),
     "custom Function, unused": (Custom, lambda: (sequence(),)),
 }
