@@ -23,11 +23,11 @@ class ListOfOne(NamedTuple):
 class PipelineStage(nn.Module):
     """A module that is a stage of a pipeline, and need not know.
 
-    The first stage calls `module(*batch)`, with what `forward_step_func` calls the stage with. Those behind it call
-    `module(received)`, with what the module of the stage before returned, whatever the batch: a tensor, or tensors,
-    numbers, texts and None in lists, tuples, dicts, named tuples and what else torch's pytrees know. Tensors of
-    floating point that require a gradient have one there too. Their shapes need not be said: they are found in the
-    first step. What later stages need of the batch, such as a mask, is a part of what the stages before return.
+    Where `forward_step_func` calls the stage with `(*batch, **options)`, the first stage calls `module(*batch,
+    **options)`. Those behind it call `module(received, **options)`: what the module of the stage before returned takes
+    the place of the batch. That is a tensor, or tensors, numbers, texts and None in lists, tuples, dicts, named tuples
+    and what else torch's pytrees know. Tensors of floating point that require a gradient have one there too. Their
+    shapes need not be said: they are found in the first step.
 
     `state_dict()` and `load_state_dict()` use the names of the module, and so does everything in megapipe.
 
@@ -85,15 +85,25 @@ class PipelineStage(nn.Module):
         return run
 
     def _call(self, function: Callable[..., Any], batch: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if self.info.is_first:
+        if not self.info.is_first:
+            if not self._received:
+                raise ValueError(
+                    f"stage {self.info.index} has received nothing: it is the schedule that calls forward_step_func "
+                    f"which hands it what stage {self.info.index - 1} returns. To run the module by itself, call "
+                    "stage.module."
+                )
+            batch = self._received
+        try:
             return function(*batch, **options)
-        if not self._received:
-            raise ValueError(
-                f"stage {self.info.index} has received nothing: it is the schedule that calls forward_step_func which "
-                "hands it what stage "
-                f"{self.info.index - 1} returns. To run the module by itself, call stage.module."
-            )
-        return function(*self._received)
+        except TypeError as error:
+            for name in options:
+                if f"argument '{name}'" in str(error):
+                    raise TypeError(
+                        f"the module of stage {self.info.index} cannot be called with the keyword {name}: {error}. "
+                        "Keywords reach the module of every stage: let it take this one, or pass what is for the first "
+                        "stage alone by position."
+                    ) from error
+            raise
 
     def _checked(self, output: Any) -> Any:
         is_sent = type(output) is list and len(output) == 1 and not self.info.is_last

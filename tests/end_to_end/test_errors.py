@@ -49,6 +49,14 @@ class Layers(nn.Module):
         return self.layer(x if self.received is None else self.received)
 
 
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(H, H)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
 class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x += 1
@@ -92,8 +100,8 @@ def with_loss(loss_func: Any) -> None:
     train(forward_step=lambda iterator, model: (model(next(iterator)), loss_func))
 
 
-def of_modules(*modules: Callable[[], nn.Module]) -> None:
-    train(model=[stage(info, modules[info.index]()) for info in stages_for_rank("1f1b")])
+def of_modules(*modules: Callable[[], nn.Module], **options: Any) -> None:
+    train(model=[stage(info, modules[info.index]()) for info in stages_for_rank("1f1b")], **options)
 
 
 def without_groups(function: Callable[[], object]) -> None:
@@ -255,6 +263,12 @@ def _() -> None:
 @mistake("set_input_tensor keeps the list")
 def _() -> None:
     train(model=Layers(lambda received: received), seq_length=3, micro_batch_size=1)
+
+
+@mistake("a keyword that the module of a stage does not take")
+def _() -> None:
+    modules: list[Callable[[], nn.Module]] = [Scaled, lambda: nn.Linear(H, H)]
+    of_modules(*modules, forward_step=lambda iterator, model: (model(next(iterator), scale=2.0), mean))
 
 
 @mistake("a stage changes its input in place")

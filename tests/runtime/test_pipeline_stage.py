@@ -42,22 +42,30 @@ def train(schedule: str, chunks: list[Any], data: list[Any], **options: Any) -> 
     return megapipe.get_forward_backward_func(schedule)(model=chunks, **{**arguments, **options})
 
 
-def whole(make: Make, num_stages: int, data: list[Any], num_steps: int = 1) -> tuple[list[nn.Module], list[Tensor]]:
+def whole(
+    make: Make, num_stages: int, data: list[Any], num_steps: int = 1, **keywords: Any
+) -> tuple[list[nn.Module], list[Tensor]]:
     """The same layers without a pipeline, with their gradients after some steps, and the losses of one."""
     modules = [make(StageInfo(index, num_stages)) for index in range(num_stages)]
     for _ in range(num_steps):
         losses = []
         for *inputs, target in data:
-            output = modules[0](*inputs)
+            output = modules[0](*inputs, **keywords)
             for module in modules[1:]:
-                output = module(output)
+                output = module(output, **keywords)
             loss = loss_of(output, target)
             losses.append(loss.detach())
             (loss / len(data)).backward()
     return modules, losses
 
 
-def compare(make: Make, data: list[Any], schedules: tuple[str, ...] = ("1f1b", "zbv"), **options: Any) -> None:
+def compare(
+    make: Make,
+    data: list[Any],
+    schedules: tuple[str, ...] = ("1f1b", "zbv"),
+    keywords: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """Train with every schedule; a second step begins with the shapes that the first has found."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
@@ -65,7 +73,7 @@ def compare(make: Make, data: list[Any], schedules: tuple[str, ...] = ("1f1b", "
         config = PipelineConfig()
         infos = stages_for_rank(schedule)
         chunks = [PipelineStage(make(info), info, config) for info in infos]
-        expected, losses = whole(make, infos[0].num_stages, data, num_steps=2)
+        expected, losses = whole(make, infos[0].num_stages, data, num_steps=2, **(keywords or {}))
         for _ in range(2):
             reports = train(schedule, chunks, data, **options)
             assert not reports or all(map(torch.equal, reports, losses))
@@ -123,6 +131,40 @@ class GPT(nn.Module):
 @on_ranks(2)
 def test_a_gpt_with_its_batch_first(rank: int) -> None:
     compare(GPT, [(tokens(k), tokens(k + 100)) for k in range(NUM_MICROBATCHES)])
+
+
+class Scaled(nn.Module):
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        seed_cpu(info.index)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        return self.layer(x) * scale
+
+    def forward_segments(self, x: Tensor, *, scale: Tensor) -> Iterator[None]:
+        x = Window.apply(self.layer(x))
+        yield
+        return x * scale
+
+
+@on_ranks(2)
+def test_keywords_reach_every_stage(rank: int) -> None:
+    """Behind the first stage they were dropped with the batch, and training went on without the mask."""
+    scale = random(BATCH, 1, seed=1)
+    data = [(random(BATCH, WIDTH, seed=k), random(BATCH, WIDTH, seed=k + 100)) for k in range(NUM_MICROBATCHES)]
+
+    def with_keyword(data_iterator: Iterator[Any], chunk: nn.Module) -> Any:
+        x, target = next(data_iterator)
+        return chunk(x, scale=scale), lambda output: (loss := loss_of(output, target), loss.detach())
+
+    def in_parts(data_iterator: Iterator[Any], chunk: nn.Module) -> Any:
+        x, target = next(data_iterator)
+        output = in_segments(chunk, x, scale=scale)
+        return output, lambda output: (loss := loss_of(output, target), loss.detach())
+
+    compare(Scaled, data, ("1f1b", "zbv"), keywords={"scale": scale}, forward_step_func=with_keyword)
+    compare(Scaled, data, ("1f1b", "dualpipev"), keywords={"scale": scale}, forward_step_func=in_parts)
 
 
 class State(NamedTuple):
