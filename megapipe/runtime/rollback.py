@@ -8,6 +8,8 @@ the plan, takes the messages that are still under way, and runs the step again w
 from __future__ import annotations
 
 import functools
+import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,7 +103,7 @@ class Speculation:
         self.num_sent = Counter(event.stage for events in before for event in events if event.verb == "send_forward")
         """By stage, the outputs that it sends before the point of its rank."""
         self._is_validated = False
-        self._iterators = {id(it): _Recorded(it) for it in step.data_iterators if it is not None}
+        self._iterators = {id(it): _Recorded(it, step.device) for it in step.data_iterators if it is not None}
         step.data_iterators = [None if it is None else self._iterators[id(it)] for it in step.data_iterators]
         self._restore = [*restores_of_random_states(step.device), *restores_of_buffers(step.models)]
 
@@ -133,19 +135,23 @@ class Speculation:
 
 
 class _Recorded(Iterator[Any]):
-    """An iterator that can begin again, until told to stop."""
+    """An iterator that can begin again, until told to stop. What it drew of random numbers is drawn then, too."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    def __init__(self, iterator: Iterator[Any], device: torch.device) -> None:
         self._iterator = iterator
-        self._seen: list[Any] | None = []
-        self._again: deque[Any] = deque()
+        self._device = device
+        self._seen: list[tuple[Any, list[Callable[[], None]]]] | None = []
+        self._again: deque[tuple[Any, list[Callable[[], None]]]] = deque()
 
     def __next__(self) -> Any:
         if self._again:
-            return self._again.popleft()
+            item, restores = self._again.popleft()
+            for restore in restores:
+                restore()
+            return item
         item = next(self._iterator)
         if self._seen is not None:
-            self._seen.append(item)
+            self._seen.append((item, [*restores_of_random_states(self._device)]))
         return item
 
     def __getattr__(self, name: str) -> Any:
@@ -159,22 +165,26 @@ class _Recorded(Iterator[Any]):
 
 
 def restores_of_random_states(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Functions that bring torch's random numbers to where they are now."""
+    """Functions that bring the random numbers of torch, Python and NumPy to where they are now."""
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
     if device.type != "cpu":
         module = torch.get_device_module(device)
         yield functools.partial(module.set_rng_state, module.get_rng_state(device), device)
+    yield functools.partial(random.setstate, random.getstate())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield functools.partial(numpy.random.set_state, numpy.random.get_state())
 
 
 def restores_of_buffers(models: list[nn.Module]) -> Iterator[Callable[[], None]]:
-    """The same for statistics and counters that a forward moves on."""
-    for model in models:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield functools.partial(_restore_buffer, module, name, buffer, buffer.clone())
+    """The same for statistics and counters that a forward moves on, and for buffers that it makes or replaces."""
+    for module in (module for model in models for module in model.modules()):
+        values = [(buffer, buffer.clone()) for buffer in module._buffers.values() if buffer is not None]
+        yield functools.partial(_restore_buffers, module, dict(module._buffers), values)
 
 
-def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, saved: Tensor) -> None:
+def _restore_buffers(module: nn.Module, buffers: dict[str, Tensor | None], values: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
-        module._buffers[name] = buffer.copy_(saved)
+        for buffer, value in values:
+            buffer.copy_(value)
+    module._buffers.clear()
+    module._buffers.update(buffers)

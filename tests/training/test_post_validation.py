@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,13 +45,22 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: Stage) -> tuple
     output = model(batch["tokens"], batch["seed"])  # which sets the seed
     torch.set_rng_state(state)
     model.count += 1
-    output = output * (1 + 0.01 * torch.rand(())) + 1e-4 * model.count
+    model.late = 1e-4 * torch.ones(()) if model.late is None else model.late + 1e-4
+    drawn = torch.rand(()) + random.random() + numpy.random.rand()
+    output = output * (1 + 0.01 * drawn) + 1e-4 * model.count + model.late
 
     def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss = loss_of(output, batch["labels"])
         return loss, torch.tensor(3), {"loss": loss.detach()}
 
     return output, loss_func
+
+
+def drawing(data: Iterator[Any]) -> Iterator[Any]:
+    """Data that draw from the streams of random numbers that the model draws from, as augmentations do."""
+    for item in data:
+        torch.rand(()), random.random(), numpy.random.rand()
+        yield item
 
 
 class Accident:
@@ -93,17 +103,20 @@ def train(
     chunks = build(schedule, pp_size, 2 * pp_size, deferred=True, **options)
     for chunk in chunks:
         chunk.register_buffer("count", torch.zeros(()))
+        chunk.register_buffer("late", None)
     if is_post_validated:
         optimizer: Any = validated(PostValidatedOptimizer(chunks, make, MAX_NORM, decay), chunks)
     else:
         optimizer = PipelinedOptimizer(chunks, make, decay)
     scheduler = PipelinedLRScheduler(optimizer, lambda optimizer: LambdaLR(optimizer, lambda n: 0.98**n))
     torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    numpy.random.seed(dist.get_rank())
     chance = random.Random(dist.get_rank())
     reports, rates = [], []
     for step in range(num_steps):
         m = (3, 3, 2)[step % 3]
-        arguments = {"forward_step_func": forward_step, "seed": step, "data_iterator": batches(m, step)}
+        arguments = {"forward_step_func": forward_step, "seed": step, "data_iterator": drawing(batches(m, step))}
         reports.append(run(schedule, chunks, m, **arguments))
         if disturb and step % 7 == 3:
             reports.append(
