@@ -5,7 +5,8 @@ while the ranks behind it wait for their input: one after the other. Here no sta
 numbers for a message.
 
 Nothing of it remains but what was compiled. Stages run on stand-ins of their parameters, which share their values and
-have no gradients and no hooks; buffers and random numbers are put back.
+have no gradients and no hooks; buffers and random numbers are put back. A parameter that a stage reaches by another way
+than its attribute is seen when it is about to get a gradient.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..chunks import iter_wrapped
+from ..chunks import iter_wrapped, named_parameters
 from ..failures import PipelineError, single_rank_step
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
@@ -59,9 +62,9 @@ def warm_up(
     other. Every rank of the pipeline calls it alike, at any time before a step; where models communicate by themselves
     (tensor parallelism, experts) all replicas do.
 
-    It changes nothing: gradients (`main_grad` too), buffers and torch's random numbers are as before, hooks of
-    parameters are not called, and training goes on bit for bit as without it. A model's own attributes, if its forward
-    changes them, are its own matter. Memory for the gradients of a chunk is needed meanwhile.
+    It changes nothing: gradients (`main_grad` too), buffers and random numbers (torch, Python, NumPy) are as before,
+    hooks of parameters are not called, and training goes on bit for bit as without it. A model's own attributes, if its
+    forward changes them, are its own matter. Memory for the gradients of a chunk is needed meanwhile.
 
     Args:
         schedule: what `get_forward_backward_func` returns. The other arguments are those of its steps, but for these:
@@ -75,7 +78,8 @@ def warm_up(
 
     Raises:
         ValueError, TypeError: for wrong arguments; where a message is not described; for parameters that are sharded by
-            `fully_shard`, or wrapped in torch's DistributedDataParallel.
+            `fully_shard`, wrapped in torch's DistributedDataParallel, without a shape yet (torch's lazy modules), or
+            reached by another way than their modules' attributes (a list, a closure).
         PipelineError: when another rank failed.
     """
     group = pipeline_group(pg_collection, p2p_communicator)
@@ -96,12 +100,12 @@ def warm_up(
             lengths = (seq_length, micro_batch_size, decoder_seq_length)
             shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
             prepared = prepare(schedule, step, shapes, session)
-            _refuse_what_communicates(prepared)
+            _refuse_what_cannot_be_left_alone(prepared)
             inputs = _inputs(prepared, shapes, received)
             if session is not None:
                 agree(prepared, session, f"{schedule.name}, in megapipe.warm_up")
                 open_channels(prepared, session)
-            with _without_a_trace(step):
+            with _without_a_trace(prepared):
                 for chunk, info in enumerate(prepared.stages):
                     if session is not None:
                         session.watchdog.check()
@@ -111,8 +115,15 @@ def warm_up(
         raise error.with_traceback(None) from None  # another rank failed: our own calls have nothing to do with it
 
 
-def _refuse_what_communicates(prepared: PreparedStep) -> None:
+def _refuse_what_cannot_be_left_alone(prepared: PreparedStep) -> None:
     models = prepared.arguments.models
+    for info, model in zip(prepared.stages, models):
+        for module in model.modules():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                raise ValueError(
+                    f"stage {info.index} holds a {type(module).__name__}, whose parameters its first forward makes, "
+                    "but warm_up leaves nothing behind: give it its sizes, run it once before, or leave warm_up out."
+                )
     is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in models for m in iter_wrapped(model))
     if prepared.sharded is not None or is_ddp:
         by = "DistributedDataParallel" if is_ddp else "fully_shard"
@@ -145,21 +156,42 @@ def _inputs(prepared: PreparedStep, shapes: ShapeArguments, received: Any) -> li
 
 
 @contextmanager
-def _without_a_trace(step: StepArguments) -> Iterator[None]:
+def _without_a_trace(prepared: PreparedStep) -> Iterator[None]:
+    step = prepared.arguments
     with ExitStack() as after:
         for restore in (*restores_of_random_states(step.device), *restores_of_buffers(step.models)):
             after.callback(restore)
+        for info, model in zip(prepared.stages, step.models):
+            for name, parameter in named_parameters(model):
+                if parameter.requires_grad:
+                    hook = parameter.register_hook(partial(_refuse_gradient, name, info.index))  # type: ignore[no-untyped-call]
+                    after.callback(hook.remove)
         stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
         for module in (module for model in step.models for module in model.modules()):
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    if parameter not in stand_ins:
-                        stand_ins[parameter] = _stand_in(parameter)
-                    # As an attribute: by it some modules of older torch keep lists of their parameters up to date.
-                    after.callback(setattr, module, name, parameter)
-                    setattr(module, name, stand_ins[parameter])
+            parameters: dict[str, nn.Parameter | None] = dict(module._parameters)
+            after.callback(_put_back, module, parameters)
+            for name, own in parameters.items():
+                if own is not None:
+                    if own not in stand_ins:
+                        stand_ins[own] = _stand_in(own)
+                    setattr(module, name, stand_ins[own])
         with torch.set_grad_enabled(not step.forward_only):
             yield
+
+
+def _refuse_gradient(name: str, stage: int, grad: Tensor) -> NoReturn:
+    raise ValueError(
+        f"warm_up would leave a gradient in {name}, which stage {stage} reaches by another way than the attribute of "
+        "its module (a list, a closure, a functools.partial): use the attribute, or leave warm_up out."
+    )
+
+
+def _put_back(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """As attributes: by them some modules of older torch keep lists of their parameters up to date."""
+    for name in module._parameters.keys() - parameters.keys():  # made by a forward
+        delattr(module, name)
+    for name, parameter in parameters.items():
+        setattr(module, name, parameter)
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import test_sliced
 import torch
@@ -22,7 +24,7 @@ NUM_MICROBATCHES, BATCH, WIDTH = 4, 6, 8
 
 
 class Layers(nn.Module):
-    """With random numbers, statistics and a list of parameters that is not a module's."""
+    """With random numbers of all kinds, statistics, late buffers, and a list of parameters that is not a module's."""
 
     def __init__(self, info: StageInfo) -> None:
         super().__init__()
@@ -30,9 +32,15 @@ class Layers(nn.Module):
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
         self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.num_runs = 0
+        self.register_buffer("mean", None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_runs += 1
+        self.mean = x.detach().mean() if self.mean is None else 0.9 * self.mean
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.rand(()))
+        self.late += 1
+        x = x * (self.late + random.random() + numpy.random.rand()) - self.mean
         x = x + self.recurrent(x[:, None])[0][:, 0]
         return F.dropout(self.norm(self.linear(x)), 0.3)
 
@@ -78,6 +86,8 @@ def train(schedule: str, way: str, warm_up: bool) -> list[Any]:
     chunks = make_chunks(schedule, way)
     step = megapipe.get_forward_backward_func(schedule)
     seed_cpu(7)
+    random.seed(7)
+    numpy.random.seed(7)
     left: list[Any] = []
     for number in range(2):
         if warm_up:
@@ -88,7 +98,7 @@ def train(schedule: str, way: str, warm_up: bool) -> list[Any]:
         left += step(forward_step, iter(data), chunks, NUM_MICROBATCHES)
     for chunk in chunks:
         left += [*chunk.state_dict().values(), *(p.grad for p in chunk.parameters())]
-    return [*left, torch.get_rng_state()]
+    return [*left, torch.get_rng_state(), torch.tensor(random.random()), torch.tensor(numpy.random.rand())]
 
 
 @pytest.mark.parametrize("way", ["eager", "deferred", pytest.param("captured", marks=needs_graphs)])
@@ -161,12 +171,38 @@ def test_a_failure_leaves_no_trace_either() -> None:
     chunk = PipelineStage(Layers(StageInfo(0, 1)), StageInfo(0, 1))
     before = [id(parameter) for parameter in chunk.parameters()]
     state = {name: tensor.clone() for name, tensor in chunk.state_dict().items()}
-    example, random = torch.randn(BATCH, WIDTH), torch.get_rng_state()
+    example, random_state = torch.randn(BATCH, WIDTH), torch.get_rng_state()
     with pytest.raises(KeyError):
         megapipe.warm_up(megapipe.get_forward_backward_func("1f1b"), fail, example, chunk, 3)
     assert [id(parameter) for parameter in chunk.parameters()] == before
     assert all(torch.equal(tensor, state[name]) for name, tensor in chunk.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+class InList(nn.Module):
+    """One of its parameters is reached by a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weights = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.weights, self.linear.bias)
+
+
+def test_what_would_leave_a_trace() -> None:
+    """A parameter reached by a list kept the gradient of random numbers, which the first step added to; a lazy module
+    failed with an error of torch's."""
+    step, example = megapipe.get_forward_backward_func("1f1b"), torch.randn(BATCH, WIDTH)
+    for module, message in (
+        (InList(), r"leave a gradient in linear\.weight, which stage 0 reaches by another way"),
+        (nn.LazyLinear(WIDTH), "stage 0 holds a LazyLinear, whose parameters its first forward makes"),
+    ):
+        chunk = PipelineStage(module, StageInfo(0, 1))
+        with pytest.raises(ValueError, match=message):
+            megapipe.warm_up(step, forward_step, example, chunk, 3)
+        assert all(parameter.grad is None for parameter in chunk.parameters())
 
 
 @on_ranks(2)
