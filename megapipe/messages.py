@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .trees import describe, rebuild, show
+from .trees import describe, holds_values, rebuild, show
 
 __all__ = [
     "HEADER",
@@ -64,9 +64,19 @@ class MessageSpec(NamedTuple):
         """The message that goes back for this one."""
         return MessageSpec("list", tuple(t for t in self.tensors if t.differentiable))
 
+    def may_change(self, forward_only: bool) -> bool:
+        """Whether another message of the same sizes may have a gradient where this has none, or hold other values."""
+        without = any(can_have_gradient(t.dtype) and not t.differentiable for t in self.tensors)
+        return (without and not forward_only) or (isinstance(self.structure, str) and holds_values(self.structure))
+
     def matches(self, other: MessageSpec) -> bool:
         """Same structure, shapes and dtypes."""
-        return self.structure == other.structure and [t[:2] for t in self.tensors] == [t[:2] for t in other.tensors]
+        return self.structure == other.structure and self.sizes == other.sizes
+
+    @property
+    def sizes(self) -> list[tuple[Any, ...]]:
+        """The shapes and dtypes of its tensors."""
+        return [tensor[:2] for tensor in self.tensors]
 
     def __str__(self) -> str:
         tensors = [str(t) for t in self.tensors]

@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .messages import MessageSpec, decode_header
+from .messages import HEADER, MessageSpec, decode_header
 from .plan import ChannelName, Placement, Plan
 
 __all__ = [
+    "HEADERS_AHEAD",
     "Channel",
     "Communicator",
     "ConnectionLostError",
+    "DescribedInbox",
     "Inbox",
     "Lookahead",
     "Transfer",
@@ -96,6 +98,24 @@ class LateTransfer(Transfer):
         return self._posted.has_arrived()
 
 
+class DescribedTransfer(Transfer):
+    """A message whose receive was posted by its sizes, and whose header says what else it is."""
+
+    __slots__ = ("_header", "_message")
+
+    def __init__(self, header: Transfer, message: Transfer) -> None:
+        super().__init__(None, [])
+        self._header, self._message = header, message
+
+    def wait(self) -> list[torch.Tensor]:
+        self.spec = decode_header(*self._header.wait())
+        self.tensors = self._message.wait()
+        return self.tensors
+
+    def has_arrived(self) -> bool:
+        return self._message.has_arrived()
+
+
 class Channel(ABC):
     """One way from this rank to a peer, or from the peer to this rank."""
 
@@ -126,7 +146,7 @@ class Lookahead(NamedTuple):
 
 
 HEADERS_AHEAD = Lookahead(2)
-"""For headers of messages that are not posted ahead themselves: as many as gloo's channels have by default."""
+"""For headers, whose messages may not be posted ahead themselves: as many as gloo's channels have by default."""
 
 
 class Inbox(ABC):
@@ -196,6 +216,31 @@ class DynamicShapesInbox(PostedInbox):
     def take(self) -> Transfer:
         header = super().take()
         return LateTransfer(lambda: self._messages.receive(decode_header(*header.wait())))
+
+
+class DescribedInbox(Inbox):
+    """The sizes of messages are known, and headers precede them with what may change besides: both are posted ahead."""
+
+    def __init__(self, headers: Inbox, messages: Inbox) -> None:
+        self._headers, self._messages = headers, messages
+
+    def expect(self, spec: MessageSpec, count: int = 1) -> None:
+        self._headers.expect(HEADER, count)
+        self._messages.expect(spec, count)
+
+    def is_empty(self) -> bool:
+        return self._headers.is_empty() and self._messages.is_empty()
+
+    def take(self) -> Transfer:
+        return DescribedTransfer(self._headers.take(), self._messages.take())
+
+    def post_ahead(self) -> None:
+        self._headers.post_ahead()
+        self._messages.post_ahead()
+
+    def post_all(self) -> None:
+        self._headers.post_ahead()
+        self._messages.post_all()
 
 
 class Arrivals:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["describe", "rebuild", "show"]
+__all__ = ["describe", "holds_values", "rebuild", "show"]
 
 TENSOR = "tensor"
 VALUE = "value"
@@ -41,6 +41,11 @@ def describe(message: object) -> tuple[str, list[torch.Tensor]]:
 def rebuild(description: str, tensors: Sequence[Any]) -> Any:
     """The message again. Raises ValueError where this process lacks a class that is named."""
     return _rebuild(_parse(description), iter(tensors))
+
+
+def holds_values(description: str) -> bool:
+    """Whether there are plain values between the tensors. (A dict whose keys begin with "value" counts as one.)"""
+    return f'["{VALUE}",' in description
 
 
 def show(description: str, tensors: Sequence[object]) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..messages import HEADER, MessageSpec, encode_header
-from ..p2p_communication import Communicator, Inbox, Lookahead, Transfer
+from ..p2p_communication import HEADERS_AHEAD, Communicator, DescribedInbox, Inbox, Lookahead, Transfer
 from ..plan import ChannelName, StageInfo
-from .found_shapes import Specs
+from .found_shapes import Specs, UndescribedMessages
 from .plans import PlanKey
 
 __all__ = [
@@ -140,9 +140,10 @@ class RemoteBelow(_Remote, Below):
 
     Args:
         index: the boundary's number, that of the stage below it.
-        specs: the message that comes, or that of each slice; None with dynamic shapes, where a header precedes each.
+        specs: the message that comes, or that of each slice; None with dynamic shapes.
         num_inputs: how many will come of each slice.
         num_slices: of a sequence.
+        has_headers: a header precedes each message, as always with dynamic shapes.
     """
 
     def __init__(
@@ -154,10 +155,14 @@ class RemoteBelow(_Remote, Below):
         num_inputs: int,
         num_slices: int,
         lookahead: Lookahead,
+        has_headers: bool,
     ) -> None:
         self.peer = peer
         self._backward = communicator.outgoing(ChannelName("backward", index), peer)
         self._inbox = communicator.incoming(ChannelName("forward", index), peer, lookahead, has_headers=specs is None)
+        if has_headers and specs is not None:
+            headers = communicator.incoming(ChannelName("header", index), peer, HEADERS_AHEAD, has_headers=False)
+            self._inbox = DescribedInbox(headers, self._inbox)
         self._specs = specs or [HEADER] * num_slices
         _expect(self._inbox, self._specs, num_inputs)
         self._inbox.post_ahead()
@@ -183,10 +188,11 @@ class RemoteAbove(_Remote, Above):
 
     Args:
         index: the boundary's number, that of the stage below it.
-        specs: the message that is sent, or that of each slice; None with dynamic shapes, where a header precedes each.
+        specs: the message that is sent, or that of each slice; None with dynamic shapes.
         num_outputs: how many of each slice are sent in a step.
         num_slices: of a sequence. Its gradients come back in the reverse order.
         forward_only: no gradients come back.
+        has_headers: a header precedes each message, as always with dynamic shapes.
     """
 
     def __init__(
@@ -199,6 +205,7 @@ class RemoteAbove(_Remote, Above):
         num_slices: int,
         lookahead: Lookahead,
         forward_only: bool,
+        has_headers: bool,
     ) -> None:
         self.peer = peer
         self._forward = communicator.outgoing(ChannelName("forward", index), peer)
@@ -209,11 +216,11 @@ class RemoteAbove(_Remote, Above):
         self._num_expected = num_outputs * num_slices
         self._num_slices = num_slices
         self._described: list[MessageSpec] = []  # of a microbatch whose last slice has still to be sent
-        if specs is None:
+        if has_headers:
             self._headers = communicator.outgoing(ChannelName("header", index), peer)
             if not forward_only:
-                self._num_expected = 0  # until their shapes are known
-        elif not forward_only:
+                self._num_expected = 0  # until it is known which there are
+        elif specs is not None and not forward_only:
             _expect(self._inbox, [spec.gradient() for spec in reversed(specs)], num_outputs)
 
     def send_output(self, output: Transfer | None) -> None:
@@ -255,6 +262,7 @@ def boundaries_around(
     communicator: Communicator | None,
     lookahead: Lookahead,
     forward_only: bool,
+    undescribed: UndescribedMessages,
 ) -> list[tuple[Below, Above]]:
     """For each of a rank's stages, the boundary below it and the one above.
 
@@ -265,7 +273,7 @@ def boundaries_around(
     placement, num_messages = key.schedule.placement, (key.num_microbatches, key.num_slices)
     local: defaultdict[int, LocalBoundary] = defaultdict(LocalBoundary)  # by the number of the stage below
 
-    def below(stage: StageInfo, received: Sequence[MessageSpec] | None) -> Below:
+    def below(chunk: int, stage: StageInfo, received: Sequence[MessageSpec] | None) -> Below:
         if stage.is_first:
             return NoBoundary()
         index = stage.index - 1
@@ -273,16 +281,21 @@ def boundaries_around(
         if peer == pp_rank:
             return local[index]
         assert communicator is not None
-        return RemoteBelow(communicator, index, peer, received, *num_messages, lookahead)
+        has_headers = undescribed.have_headers(chunk, received)
+        return RemoteBelow(communicator, index, peer, received, *num_messages, lookahead, has_headers)
 
-    def above(stage: StageInfo, sent: Sequence[MessageSpec] | None) -> Above:
+    def above(chunk: int, stage: StageInfo, sent: Sequence[MessageSpec] | None) -> Above:
         if stage.is_last:
             return NoBoundary()
         peer = placement.rank(stage.index + 1, key.pp_size)
         if peer == pp_rank:
             return local[stage.index]
         assert communicator is not None
-        return RemoteAbove(communicator, stage.index, peer, sent, *num_messages, lookahead, forward_only)
+        has_headers = undescribed.have_headers(chunk, sent)
+        return RemoteAbove(communicator, stage.index, peer, sent, *num_messages, lookahead, forward_only, has_headers)
 
     stages = placement.stages(pp_rank, key.pp_size, key.num_chunks)
-    return [(below(stage, received), above(stage, sent)) for stage, (received, sent) in zip(stages, specs)]
+    return [
+        (below(chunk, stage, received), above(chunk, stage, sent))
+        for chunk, (stage, (received, sent)) in enumerate(zip(stages, specs))
+    ]

@@ -35,7 +35,7 @@ def make_stages(
         is_untrained = not step.forward_only and step.models[chunk] not in _trained
         is_first = is_untrained or undescribed.is_first(chunk)
         kind = KINDS[is_first, bool(step.slices)]
-        stages.append(kind(info, chunk, step, sent, is_found=chunk in undescribed))
+        stages.append(kind(info, chunk, step, sent, chunk in undescribed, undescribed.have_headers(chunk, sent)))
     return stages
 
 

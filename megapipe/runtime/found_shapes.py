@@ -3,6 +3,9 @@ expected to be the same from then on.
 
 Both ends of a boundary see the same messages in the same step, so they come to the same conclusion: one description for
 all of them, or, where they differ within the first step, a header in each step.
+
+Only its sizes are sure to hold in later steps: a stage may be unfrozen, of which no other rank knows, or a plain value
+may be another one. So a message keeps its header where it holds plain values, or floating point without a gradient.
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ class UndescribedMessages:
         self._stages = stages
         self._ends = ends
         self._sizes = arguments.seq_length, arguments.micro_batch_size, arguments.decoder_seq_length
+        self._forward_only = forward_only
         situation = (forward_only, *self._sizes, *(part.length for part in slices))
         self._found = {n: (found.of(models[n]), (stages[n], situation)) for n in ends}
 
@@ -104,6 +108,14 @@ class UndescribedMessages:
         for chunk, (seen, situation) in self._found.items():
             if situation in seen:
                 specs[chunk] = seen[situation].received.only(), seen[situation].sent.only()
+
+    def have_headers(self, chunk: int, specs: Sequence[MessageSpec] | None) -> bool:
+        """Whether a header precedes each message over a boundary of the chunk.
+
+        Args:
+            specs: of what is received, or of what is sent.
+        """
+        return specs is None or (chunk in self and any(spec.may_change(self._forward_only) for spec in specs))
 
     def keep(self, chunk: int, seen: Seen) -> None:
         """After a whole step."""

@@ -104,6 +104,7 @@ class Stage:
         output_specs: of the message that the next stage expects, or of that of each slice; None if its shapes are
             dynamic.
         is_found: the next stage expects what this one returned in its first step.
+        has_headers: it expects the sizes only, and is told the rest with each message.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Stage:
         step: StepArguments,
         output_specs: Sequence[MessageSpec] | None,
         is_found: bool = False,
+        has_headers: bool = False,
     ) -> None:
         self.info = info
         self._is_last = info.is_last
@@ -124,7 +126,7 @@ class Stage:
             self._forward_step_func = _autocast(step)(step.forward_step_func)
         self._output_specs = output_specs
         self._output_spec = None if output_specs is None else output_specs[0]
-        self._is_found = is_found
+        self._is_found, self._has_headers = is_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._received: Transfer | None = None
@@ -372,10 +374,10 @@ class Stage:
             ) from None
 
     def _check_output(self, structure: Any, tensors: list[Tensor], microbatch: int) -> MessageSpec:
-        """Its spec, if shapes are dynamic."""
+        """Its spec, if the next stage is told."""
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         expected = self._output_spec
-        if expected is None:
+        if expected is None or (self._has_headers and spec.sizes == expected.sizes):
             return spec
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
         if self._is_found:

@@ -237,7 +237,9 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
         if config.overlap_p2p_comm:
             ahead = config.p2p_lookahead
             lookahead = communicator.lookahead if ahead is None else Lookahead(ahead)
-    boundaries = boundaries_around(key, prepared.pp_rank, prepared.specs, communicator, lookahead, step.forward_only)
+    specs, undescribed = prepared.specs, prepared.undescribed
+    ways = (communicator, lookahead, step.forward_only)
+    boundaries = boundaries_around(key, prepared.pp_rank, specs, *ways, undescribed)
     return Connection(watchdog, communicator, boundaries)
 
 

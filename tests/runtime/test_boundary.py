@@ -41,7 +41,8 @@ def communicator(inbox: Expecting) -> Any:
 @pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
 def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bool) -> None:
     """Also where two of three outputs were sent before the rollback, and are sent again."""
-    above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, spec and [spec], 3, 1, Lookahead(0), forward_only)
+    options = (Lookahead(0), forward_only, spec is None)
+    above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, spec and [spec], 3, 1, *options)
     for _ in range(2):
         above.send_output(Transfer(SPEC, [torch.zeros(2)]))
     above.discard_outputs()
@@ -56,7 +57,7 @@ def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bo
 @pytest.mark.parametrize("spec", [SPEC, None], ids=["known", "with headers"])
 def test_discarded_inputs_come_again(spec: MessageSpec | None) -> None:
     """Of the two that the stage below sends before the rollback, this one has taken one."""
-    below = RemoteBelow(communicator(inbox := Expecting()), 0, 0, spec and [spec], 3, 1, Lookahead(0))
+    below = RemoteBelow(communicator(inbox := Expecting()), 0, 0, spec and [spec], 3, 1, Lookahead(0), spec is None)
     below.take_input()
     assert len(below.discard_inputs(2)) == 1
     assert inbox.expected == [spec or HEADER] * 3
@@ -70,9 +71,9 @@ def test_messages_of_slices_come_in_their_order_and_gradients_in_reverse(is_know
     """A slice of another length has another shape, and a receive is posted with the shape of what comes next."""
     long, short = (MessageSpec("tensor", (TensorSpec((length,), torch.float32, True),)) for length in (3, 2))
     specs = [long, short] if is_known else None
-    RemoteBelow(communicator(inbox := Expecting()), 0, 0, specs, 2, 2, Lookahead(0))
+    RemoteBelow(communicator(inbox := Expecting()), 0, 0, specs, 2, 2, Lookahead(0), not is_known)
     assert inbox.expected == (specs or [HEADER] * 2) * 2
-    above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, specs, 2, 2, Lookahead(0), forward_only=False)
+    above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, specs, 2, 2, Lookahead(0), False, not is_known)
     for spec in (long, short, long, short):
         above.send_output(Transfer(spec, [torch.zeros(spec.tensors[0].shape)]))
     assert inbox.expected == [spec.gradient() for spec in (short, long, short, long)]

@@ -324,21 +324,51 @@ def test_other_shapes_after_the_first_step(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_stage_that_is_trained_only_later(rank: int) -> None:
-    """In the first step nobody sent gradients back to it, so all ranks are told, and find anew who wants them."""
+def test_stages_that_are_trained_only_later(rank: int) -> None:
+    """In the first step nobody sent gradients back to them, and only their own ranks know when they are unfrozen: the
+    next step failed on every rank."""
     parallel_state.initialize_model_parallel(2)
-    (info,) = stages_for_rank("1f1b")
-    chunk = PipelineStage(mlp(info), info, PipelineConfig(timeout=20.0))
-    chunk.requires_grad_(not info.is_first)
-    train("1f1b", [chunk], of_sizes(4, 4))
-    chunk.requires_grad_()
-    with pytest.raises((ValueError, megapipe.PipelineError), match=r"stage 1 expects float32\[4, 8\] without gradient"):
-        train("1f1b", [chunk], of_sizes(4, 4))
-    chunk.zero_grad()
-    train("1f1b", [chunk], of_sizes(4, 4))
-    expected, _ = whole(mlp, 2, of_sizes(4, 4))
-    for mine, theirs in zip(chunk.parameters(), expected[rank].parameters()):
-        assert torch.equal(mine.grad, theirs.grad)
+    for schedule in ("1f1b", "zbv", "interleaved_1f1b"):
+        infos = stages_for_rank(schedule)
+        chunks = [PipelineStage(mlp(info), info) for info in infos]
+        expected = [mlp(StageInfo(index, infos[0].num_stages)) for index in range(infos[0].num_stages)]
+        for num_frozen in (len(expected) - 1, len(expected) - 1, 1, 0, 1, 0):
+            for index, module in [*enumerate(expected), *((info.index, c) for info, c in zip(infos, chunks))]:
+                module.requires_grad_(index >= num_frozen)
+                module.zero_grad()
+            train(schedule, chunks, of_sizes(4, 4, 4))
+            for x, target in of_sizes(4, 4, 4):
+                (loss_of(nn.Sequential(*expected)(x), target) / 3).backward()
+            for chunk, info in zip(chunks, infos):
+                for mine, theirs in zip(chunk.parameters(), expected[info.index].parameters(), strict=True):
+                    assert (mine.grad is None) == (theirs.grad is None) == (info.index < num_frozen)
+                    assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+class Counting(nn.Module):
+    """Hands on a number and a text that change from call to call, from the second step on."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        seed_cpu(info.index)
+        self.info, self.layer, self.num_calls = info, nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Any) -> Any:
+        self.num_calls += 1
+        number = max(self.num_calls - NUM_MICROBATCHES, 0)
+        values = {"number": number, "text": "x" * number, "rest": (number / 2, number > 2)}
+        if not self.info.is_first:
+            x, received = x
+            assert received == values
+        x = self.layer(x)
+        return x if self.info.is_last else (x, values)
+
+
+@on_ranks(2)
+def test_plain_values_that_change(rank: int) -> None:
+    """Every second step failed: those of the first were expected from then on."""
+    data = [(random(BATCH, WIDTH, seed=k), random(BATCH, WIDTH, seed=k + 100)) for k in range(NUM_MICROBATCHES)]
+    compare(Counting, data, ("1f1b", "interleaved_1f1b", "zbv"))
 
 
 @on_ranks(2)

@@ -110,7 +110,8 @@ def step(
 def build(schedule: str, pp_size: int, transport: str, **config: Any) -> list[Stage]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pp_size)
-    settings = PipelineConfig(hidden_size=WIDTH, pipeline_dtype=torch.float64, p2p_transport=transport, **config)
+    config = {"hidden_size": WIDTH, "pipeline_dtype": torch.float64, "p2p_transport": transport, **config}
+    settings = PipelineConfig(**config)
     return [Stage(settings, info) for info in stages_for_rank(schedule)]
 
 
@@ -414,6 +415,22 @@ def test_messages_with_headers_keep_their_order(rank: int, transport: str) -> No
         chunks = build(schedule, 2, transport, variable_seq_lengths=True)
         with on_lazy_device(chunks) as lazy:
             step(schedule, chunks, lazy.device.to_device)
+            for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
+                assert torch.equal(mine, theirs), schedule
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_headers_of_messages_whose_sizes_are_known_keep_their_order(rank: int, transport: str) -> None:
+    """Those of a frozen stage, found in a first step: it may be unfrozen."""
+    for schedule in KINDS:
+        expected, chunks = build(schedule, 2, transport), build(schedule, 2, transport, hidden_size=None)
+        with on_lazy_device(chunks) as lazy:
+            for is_trained in (False, False, True, True):
+                for chunk in (*expected, *chunks):
+                    chunk.requires_grad_(is_trained or chunk.info.index > 1)
+                step(schedule, expected, lambda x: x)
+                step(schedule, chunks, lazy.device.to_device)
             for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
                 assert torch.equal(mine, theirs), schedule
 
