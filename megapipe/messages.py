@@ -170,9 +170,13 @@ def encode_header(spec: MessageSpec) -> torch.Tensor:
     text = json.dumps([spec.structure, tensors], separators=(",", ":")).encode()
     (size,) = HEADER.tensors[0].shape
     if len(text) > size:
+        num_bytes = len(json.dumps(spec.structure))
+        remedy = "send fewer tensors, as with torch.stack"
+        if 2 * num_bytes > len(text):
+            remedy = "shorten its keys, and send long texts and many numbers as a tensor"
         raise ValueError(
-            f"a message of {len(tensors)} tensors takes {len(text)} bytes to describe, more than the {size} there are "
-            "in the header that precedes it: send fewer tensors, or name them shorter."
+            f"a message is described in {size} bytes, but the containers, keys, texts and numbers of this one take "
+            f"{num_bytes}, and the shapes of its {len(tensors)} tensor(s) {len(text) - num_bytes}: {remedy}."
         )
     return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
 

@@ -96,6 +96,8 @@ def _take_apart(node: Any, parent: Any) -> tuple[str, Any, Sequence[Any]]:
 
 
 def _refuse(node: Any, parent: Any) -> NoReturn:
+    if node is None:
+        raise TypeError("it is None, which is what a function without a return gives")
     inside = "" if parent is None else f"{type(parent).__name__} that holds a "
     raise TypeError(f"it is a {inside}{type(node).__name__}")
 

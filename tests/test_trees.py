@@ -94,7 +94,7 @@ def test_what_cannot_be_described_is_refused() -> None:
         x: Any
 
     refused = {
-        "it is a NoneType": None,
+        "it is None, which is what a function without a return gives": None,
         "it is a float": 1.0,
         "it is a set": {1},
         "it is a list that holds a set": [X, {1}],

@@ -370,7 +370,7 @@ class Stage:
         except TypeError as error:
             raise TypeError(
                 f"the output of stage {self.info.index} for microbatch {microbatch} cannot be sent on: {error}. Return "
-                "tensors, numbers, texts and None, in lists, tuples and dicts."
+                "a tensor, or tensors, numbers, texts and None in lists, tuples and dicts."
             ) from None
 
     def _check_output(self, structure: Any, tensors: list[Tensor], microbatch: int) -> MessageSpec:

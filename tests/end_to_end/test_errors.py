@@ -63,6 +63,15 @@ class InPlace(nn.Module):
         return x
 
 
+class Returning(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
+
+
 def stage(info: megapipe.StageInfo, module: nn.Module | None = None, **config: Any) -> PipelineStage:
     return PipelineStage(nn.Linear(H, H) if module is None else module, info, PipelineConfig(timeout=8.0, **config))
 
@@ -278,11 +287,17 @@ def _() -> None:
 
 @mistake("an output that cannot be sent")
 def _() -> None:
-    class Opaque(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return SimpleNamespace(x=x)
+    of_modules(lambda: Returning(lambda x: SimpleNamespace(x=x)), lambda: nn.Linear(H, H))
 
-    of_modules(Opaque, lambda: nn.Linear(H, H))
+
+@mistake("a stage that returns nothing")
+def _() -> None:
+    of_modules(lambda: Returning(lambda x: None), lambda: nn.Linear(H, H))
+
+
+@mistake("a text of 1200 letters in a message")
+def _() -> None:
+    of_modules(lambda: Returning(lambda x: {"x": x, "text": "." * 1200}), lambda: nn.Linear(H, H))
 
 
 # Ranks that differ or fail

@@ -71,7 +71,7 @@ def test_structure(message: Any, structure: Any) -> None:
 
 @pytest.mark.parametrize("message", [None, 3, [{TENSOR}], {"a": object()}])
 def test_what_cannot_be_sent(message: Any) -> None:
-    with pytest.raises(TypeError, match="it is a"):
+    with pytest.raises(TypeError, match=r"it is (a|None)"):
         pack(message)
 
 
@@ -84,7 +84,7 @@ def test_headers_hold_a_whole_spec(structure: Any) -> None:
 
 
 def test_a_header_that_is_too_long() -> None:
-    with pytest.raises(ValueError, match="100 tensors takes"):
+    with pytest.raises(ValueError, match=r"take 6, and the shapes of its 100 tensor\(s\) 2304: send fewer tensors"):
         encode_header(MessageSpec("list", (TensorSpec((2, 3), torch.float32, True),) * 100))
 
 
