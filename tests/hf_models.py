@@ -22,7 +22,7 @@ transformers.utils.logging.disable_progress_bar()
 
 VOCABULARY, SEQUENCE, BATCH, LAYERS = 61, 12, 2, 8
 
-_BASE = {
+BASE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -63,12 +63,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("Llama4TextConfig", {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48,
         "attention_chunk_size": 4, "interleave_moe_layer_step": 2}),
 }  # fmt: skip
-"""The class of the config, and what differs from `_BASE`."""
+"""The class of the config, and what differs from `BASE`."""
 
 
 def make_config(name: str, **changes: Any) -> Any:
     kind, own = CONFIGS[name]
-    return getattr(transformers, kind)(**{**_BASE, **own, **changes})
+    return getattr(transformers, kind)(**{**BASE, **own, **changes})
 
 
 def make_model(name: str, seed: int = 0, **changes: Any) -> Any:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...plan import StageInfo, distribute_layers
 from ...runtime import stages_for_rank
+from .check import check_cut
 from .config import ChunkConfig
 from .conv1d import let_convert_conv1d
-from .cut import CannotCutError, check_cut, cut, find_parts
 from .sliced import IMPLEMENTATION, register
-from .stage import as_stage, find_routers
+from .stage import as_stage
 from .step import tie_weights
+from .whole import allocate, check_kind, initialise, make_meta_model
 
-__all__ = ["build_chunks", "make_meta_model"]
+__all__ = ["build_chunks"]
 
 
 def build_chunks(
@@ -64,6 +63,7 @@ def build_chunks(
     """
     let_convert_conv1d()
     config = copy.deepcopy(_read_config(model))  # transformers writes into it
+    check_kind(config)
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
     chunk_config = ChunkConfig(config, **settings)
@@ -71,11 +71,15 @@ def build_chunks(
         register()
         attn_implementation = IMPLEMENTATION
     ends = num_virtual_layers_pre, num_virtual_layers_post
+    own = stages_for_rank(schedule, num_chunks=num_chunks)
+    stages = [StageInfo(index, own[0].num_stages) for index in range(own[0].num_stages)]
+    num_layers = config.num_hidden_layers
+    layers = [distribute_layers(num_layers, stage, *ends, layout=layout, costs=costs) for stage in stages]
+    check_cut(config, layers)
     chunks = []
-    for stage in stages_for_rank(schedule, num_chunks=num_chunks):
+    for stage in own:
         whole = make_meta_model(config, dtype, attn_implementation)
-        layers = distribute_layers(config.num_hidden_layers, stage, *ends, layout=layout, costs=costs)
-        chunk = _make_chunk(whole, stage, layers, device or _default_device(), seed)
+        chunk = _make_chunk(whole, stage, layers[stage.index], device or _default_device(), seed)
         chunk.config = chunk_config
         chunks.append(chunk)
     tied = tie_weights(chunks)
@@ -90,24 +94,6 @@ def _read_config(model: Any) -> Any:
     return model
 
 
-def make_meta_model(config: Any, dtype: torch.dtype, attn_implementation: str | None = None) -> Any:
-    """The whole model, on the meta device. Raises CannotCutError where the config is of no decoder with a head."""
-    transformers: Any = importlib.import_module("transformers")
-    name = type(config).__name__.removesuffix("Config")
-    if config.is_encoder_decoder:
-        raise CannotCutError(f"{name} cannot be cut into stages: it has an encoder besides its decoder.")
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
-    if config.get_text_config(decoder=True) is not config:
-        raise CannotCutError(
-            f"{name} cannot be cut into stages: it has towers for other things than text. Take its text model, whose "
-            "config is config.get_text_config()."
-        )
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-
-
 def _default_device() -> torch.device:
     if torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
@@ -115,36 +101,11 @@ def _default_device() -> torch.device:
 
 
 def _make_chunk(model: Any, stage: StageInfo, layers: range, device: torch.device | str, seed: int | None) -> Any:
-    parts, dtype = find_parts(model), model.dtype
-    routers = find_routers(parts, parts.decoder_of(model), layers)
-    cut(model, parts, stage, layers)
-    model.to_empty(device=device)
-    if stage.is_first and stage.is_last:
-        model.tie_weights()
-    _initialise(model, seed)
-    has_weights = any(True for _ in model.parameters())
-    stands_in = None if has_weights else torch.empty(0, dtype=dtype, device=device)
-    as_stage(model, stage, layers, parts, routers, stands_in)
-    if not stage.is_first:
-        check_cut(model, parts)
-    if routers is not None:
+    as_stage(model, stage, layers)
+    allocate(model, device)
+    initialise(model, seed)
+    if model.routers is not None:
         # Now, and not in the first forward: that may be one of several by which a graph is made.
         recording: Any = importlib.import_module("transformers.utils.output_capturing")
-        recording.maybe_install_capturing_hooks(parts.decoder_of(model))
+        recording.maybe_install_capturing_hooks(model.parts.decoder_of(model))
     return model.train()
-
-
-def _initialise(model: Any, seed: int | None) -> None:
-    """As the model does it by itself, module by module, each with its own seed; without a seed only its buffers."""
-    for tensor in model.parameters():
-        tensor._is_hf_initialized = seed is None  # which transformers then leaves alone
-    with torch.random.fork_rng(devices=_devices(model)), torch.no_grad():
-        for name, module in reversed(list(model.named_modules())):  # those within a module come first
-            torch.manual_seed(((seed or 0) + zlib.crc32(name.encode())) % 2**63)
-            model._init_weights(module)
-    for tensor in model.parameters():
-        del tensor._is_hf_initialized
-
-
-def _devices(model: nn.Module) -> list[torch.device]:
-    return [p.device for p in model.parameters() if p.device.type == "cuda"][:1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...plan import StageInfo
 
-__all__ = ["Absent", "CannotCutError", "Parts", "check_cut", "cut", "find_parts"]
+__all__ = ["Absent", "CannotCutError", "Parts", "cut", "find_parts"]
 
 MULTIPLIERS = ("embedding_multiplier",)
 """Numbers by which decoders multiply embeddings, also those that they are given."""
@@ -111,29 +111,3 @@ def cut(model: Any, parts: Parts, stage: StageInfo, layers: range, keep_embeddin
         for owner, names in ((decoder, parts.behind), (model, parts.heads)):
             for name in names:
                 setattr(owner, name, Absent())
-
-
-def check_cut(model: Any, parts: Parts) -> None:
-    """Try whether the decoder hands on what it receives, but for its layers and the norm behind them.
-
-    Raises CannotCutError where it does not: then it cannot stand behind the first stage.
-    """
-    decoder = parts.decoder_of(model)
-    hidden = torch.linspace(-1, 1, 2 * decoder.config.hidden_size, device=model.device, dtype=model.dtype)
-    kept = {name: getattr(decoder, name) for name in (parts.layers, *parts.behind)}
-    for name in parts.behind:
-        setattr(decoder, name, Absent())
-    setattr(decoder, parts.layers, nn.ModuleList(Absent() for _ in kept[parts.layers]))
-    why = "it changes hidden states outside its layers"
-    try:
-        with torch.no_grad():
-            after = decoder(inputs_embeds=hidden.view(1, 2, -1), use_cache=False).last_hidden_state
-        is_same = torch.equal(after.flatten(), hidden)
-    except Exception as error:
-        is_same, why = False, f"behind the first stage it fails with {type(error).__name__}: {error}"
-    for name, child in kept.items():
-        setattr(decoder, name, child)
-    # transformers has looked for routers to record, and would not look again.
-    decoder.__dict__.pop("_output_capturing_hooks_installed", None)
-    if not is_same:
-        raise CannotCutError(f"{type(model).__name__} cannot be cut into stages: {why}.")

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .build import make_meta_model
 from .cut import cut
 from .step import tied_names
+from .whole import make_meta_model
 
 __all__ = ["load_weights"]
 
@@ -85,9 +85,9 @@ def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
                     missing.discard(name)
             del loaded
             model.to("meta")
-    if chunk.stage.is_first and chunk.stage.is_last:
-        missing -= tied_names(chunk).keys()
-    if missing:
+    parameters = dict(chunk.named_parameters(remove_duplicate=False))
+    filled = {parameters.get(name) for name in targets.keys() - missing}
+    if missing := {name for name in missing if name not in parameters or parameters[name] not in filled}:
         raise ValueError(f"{path} has no weights for {', '.join(sorted(missing))}.")
 
 

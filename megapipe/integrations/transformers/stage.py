@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...plan import StageInfo
 from .config import ChunkConfig
-from .cut import Absent, Parts
+from .cut import Absent, Parts, cut, find_parts
 from .sliced import of_slice
 
 __all__ = ["HuggingFaceStage", "Routers", "as_stage", "find_routers"]
@@ -212,20 +212,23 @@ def find_routers(parts: Parts, decoder: Any, own: range) -> Routers | None:
         return None
     num_before, num_own = (sum(len(routers[n]) for n in numbers) for numbers in (range(own.start), own))
     router: Any = found[0]
-    return Routers(num_before, num_own, len(router.weight))
+    return Routers(num_before, num_own, len(next(router.parameters())))
 
 
 _classes: dict[type, type] = {}
 
 
-def as_stage(
-    model: Any, stage: StageInfo, layers: range, parts: Parts, routers: Routers | None, stands_in: Tensor | None
-) -> None:
-    """Make `model`, which has been cut, a `HuggingFaceStage` too: its class is swapped for one derived from both, of
-    the same name, by which transformers finds things."""
+def as_stage(model: Any, stage: StageInfo, layers: range) -> None:
+    """Leave in a whole model what belongs to `stage`, and make it a `HuggingFaceStage` too: its class is swapped for
+    one derived from both, of the same name, by which transformers finds things."""
+    parts, dtype, device = find_parts(model), model.dtype, model.device
+    routers = find_routers(parts, parts.decoder_of(model), layers)
+    cut(model, parts, stage, layers)
     own = type(model)
     if own not in _classes:
         _classes[own] = type(own.__name__, (HuggingFaceStage, own), {"__module__": own.__module__})
+    has_weights = any(True for _ in model.parameters())
     model.__class__ = _classes[own]
     model.stage, model.layers, model.parts, model.routers = stage, layers, parts, routers
+    stands_in = None if has_weights else torch.empty(0, dtype=dtype, device=device)
     model.register_buffer("stands_in", stands_in, persistent=False)

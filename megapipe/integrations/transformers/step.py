@@ -72,7 +72,7 @@ def count_items(microbatches: Sequence[Batch], group: dist.ProcessGroup | None =
 
 def tied_names(model: Any) -> dict[str, str]:
     """The names of parameters that are tied, each with the one it is tied to."""
-    if not model.config.get_text_config().tie_word_embeddings:
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return {}
     return dict(model._tied_weights_keys or {})
 

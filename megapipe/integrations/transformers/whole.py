@@ -1,0 +1,114 @@
+"""The whole model, without memory or small."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import re
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cut import CannotCutError
+
+__all__ = ["allocate", "check_kind", "initialise", "make_meta_model", "make_small_config"]
+
+
+def check_kind(config: Any) -> None:
+    """Raises CannotCutError where the config is of no decoder with a head."""
+    transformers: Any = importlib.import_module("transformers")
+    name = type(config).__name__.removesuffix("Config")
+    if config.is_encoder_decoder:
+        raise CannotCutError(f"{name} cannot be cut into stages: it has an encoder besides its decoder.")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
+    if config.get_text_config(decoder=True) is not config:
+        raise CannotCutError(
+            f"{name} cannot be cut into stages: it has towers for other things than text. Take its text model, whose "
+            "config is config.get_text_config()."
+        )
+
+
+def make_meta_model(config: Any, dtype: torch.dtype, attn_implementation: str | None = None) -> Any:
+    """The whole model, on the meta device."""
+    transformers: Any = importlib.import_module("transformers")
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+
+
+def allocate(model: Any, device: torch.device | str) -> None:
+    """Memory for a model on the meta device, also for a part of one. Names of one parameter stay so."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    model.to_empty(device=device)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def initialise(model: Any, seed: int | None) -> None:
+    """As the model does it by itself, module by module, each with its own seed; without a seed only its buffers."""
+    for tensor in model.parameters():
+        tensor._is_hf_initialized = seed is None  # which transformers then leaves alone
+    with torch.random.fork_rng(devices=_devices(model)), torch.no_grad():
+        for name, module in reversed(list(model.named_modules())):  # those within a module come first
+            torch.manual_seed(((seed or 0) + zlib.crc32(name.encode())) % 2**63)
+            model._init_weights(module)
+    for tensor in model.parameters():
+        del tensor._is_hf_initialized
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
+
+
+COUNTS = re.compile(r"(^n_head|heads|groups|heads_per_layer)$")
+WIDTHS = re.compile(r"(^|_)hidden_size$|^d_model$|^n_embd$|^embedding_(size|dim)$|_width$|_d_ssm$|embed_proj_dim$")
+LARGEST = {
+    re.compile(r"vocab_size(_|$)"): 64,
+    re.compile(r"intermediate|ffn_?(hidden|dim)|n_inner|d_inner|^dff$|dim_ff|feed_forward|_rank$|hidden_size_per"): 32,
+    re.compile(r"chunk_size$"): 8,
+    re.compile(r"experts$|expert_num$"): 4,
+    re.compile(r"_per_tok|top_?k$|_k$|_per_token$"): 2,
+    re.compile(r"n_group$|topk_group|expert_group"): 1,
+}
+"""By the names of a config's fields: how large they may be in a small one."""
+
+
+def make_small_config(config: Any) -> Any:
+    """A config of the same kind with the same layers, but two heads, whose size is kept, and few experts.
+
+    Configs bind their numbers to each other: the width is often that of all heads, and other sorts of heads may have to
+    fill it too. So numbers of heads and widths are divided by the same number.
+    """
+    fields = config.to_dict()
+    heads = fields.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"), fields.get("num_heads"))
+    if heads is None:
+        divisor = max(1, config.hidden_size // 64)
+    else:
+        divisor = heads if heads % 2 else heads // 2
+
+    def fewer(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [fewer(name, one) for one in value]
+        if type(value) is not int or not value or "layers" in name:
+            return value
+        if COUNTS.search(name):
+            return max(1, value // divisor)
+        if WIDTHS.search(name):
+            return math.ceil(value / divisor / 8) * 8  # kernels ask for rows of 16 bytes
+        return min([value, *(most for names, most in LARGEST.items() if names.search(name))])
+
+    small = copy.deepcopy(config)
+    for name, value in fields.items():
+        if (less := fewer(name, value)) != value:
+            setattr(small, name, less)
+    if getattr(small, "pad_token_id", None) is not None:
+        small.pad_token_id = 0
+    return small
