@@ -7,7 +7,7 @@
     checkpointer.save(step, data={"consumed_samples": consumed})
 
 The idea: everything is saved under the name of its parameter in the whole model (see `full_state`), and appears at
-once or not at all (see `files`). Ranks agree on every step of it over a group of their own (see `agreement`): an error
+once or not at all (see `files`). Ranks agree on every step of it over a group of their own (see `AllRanks`): an error
 on one is the same error on all. Between two saves to the disk, copies in memory are cheaper (see `memory`).
 """
 
@@ -27,9 +27,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import parallel_state
 from ..chunks import as_list, find_attribute
+from ..failures import AllRanks
 from ..training import PostValidatedOptimizer, load_scheduler
-from .agreement import Agreement
 from .files import (
+    EXCHANGE,
     DamagedError,
     Reader,
     RunWriter,
@@ -118,9 +119,9 @@ class Checkpointer:
         self._copying: Future[None] | None = None
         self._damaged: list[Path] = []  # checkpoints that `load` has passed over
         self._lock: FolderLock | None = None  # rank 0's
-        self._agreement = Agreement()
+        self._agreement = AllRanks(EXCHANGE)
         # What happens in the background has groups of its own, and disturbs no other communication.
-        self._background = Agreement() if asynchronous else self._agreement
+        self._background = AllRanks(EXCHANGE) if asynchronous else self._agreement
         self._memory = None if memory is None else MemoryCopies(memory)
         self._threads = ThreadPoolExecutor(2, "megapipe-checkpoint")
 

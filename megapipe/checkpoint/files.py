@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..failures import collective
-from .agreement import EXCHANGE
 
 __all__ = [
+    "EXCHANGE",
     "DamagedError",
     "Reader",
     "RunWriter",
@@ -60,6 +60,7 @@ __all__ = [
     "write_tensors",
 ]
 
+EXCHANGE = "the saving or loading of a checkpoint"
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
 

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Agreement
+from ..failures import AllRanks
 from .files import (
+    EXCHANGE,
     INCOMPLETE,
     DamagedError,
     Reader,
@@ -57,7 +58,7 @@ class MemoryCopies:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.agreement = Agreement()
+        self.agreement = AllRanks(EXCHANGE)
         self.folder = Path(folder)
         self._lock: FolderLock | None = None
         place = ("", 0, 0)

@@ -1,6 +1,7 @@
 """One failure anywhere becomes one clear error everywhere."""
 
 from .agreement import Agreement
+from .all_ranks import AllRanks
 from .errors import PipelineError
 from .mailbox import Mailbox
 from .progress import Progress
@@ -11,6 +12,7 @@ from .world import World
 
 __all__ = [
     "Agreement",
+    "AllRanks",
     "InterruptibleStore",
     "Mailbox",
     "PipelineError",

@@ -1,4 +1,4 @@
-"""Ranks that save and load together: an error on one rank is the same error on all, so that none waits for it."""
+"""Ranks that do something together, as saving: an error on one is the same error on all, so that none waits for it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..failures import collective
+from .watchdog import collective
 
-__all__ = ["EXCHANGE", "Agreement"]
+__all__ = ["AllRanks"]
 
 T = TypeVar("T")
 
-EXCHANGE = "the saving or loading of a checkpoint"
 
-
-class Agreement:
-    """All ranks of torch.distributed, over a group of their own; this process alone where that is not in use.
+class AllRanks:
+    """All ranks of torch.distributed; this process alone where that is not in use.
 
     Every rank makes one, and calls its methods in the same order.
+
+    Args:
+        what: they do, for those who ask where a rank is.
+        group: of all of them; None makes one for them, over gloo.
     """
 
-    def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    def __init__(self, what: str, group: dist.ProcessGroup | None = None) -> None:
+        self.what = what
+        self.group = dist.new_group(backend="gloo") if group is None and dist.is_initialized() else group
         self.rank = 0 if self.group is None else self.group.rank()
         self.num_ranks = 1 if self.group is None else self.group.size()
 
@@ -62,14 +65,14 @@ class Agreement:
         """One rank's value, on all ranks."""
         values = [value]
         if self.group is not None:
-            with collective(EXCHANGE):
+            with collective(self.what):
                 dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
     def _gather(self, value: Any) -> list[Any]:
         values = [value] * self.num_ranks if self.rank == 0 else []
         if self.group is not None:
-            with collective(EXCHANGE):
+            with collective(self.what):
                 dist.gather_object(value, values or None, dst=0, group=self.group)
         return values
 
