@@ -9,7 +9,6 @@ end, where torch does not read.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import pickle
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..failures import collective
+from ..failures import collective, is_disk_full
 
 __all__ = [
     "EXCHANGE",
@@ -230,10 +229,9 @@ def write_tensors(writer: Writer, tensors: dict[str, Tensor], group: dist.Proces
                 save(tensors, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
             rank, (failure, _) = next(iter(error.failures.items()))
-            is_full = isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = (
                 " The disk, or what you may use of it, is full: make room, or keep fewer with keep_last."
-                if is_full
+                if is_disk_full(failure)
                 else ""
             )
             raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from .agreement import Agreement
 from .all_ranks import AllRanks
-from .errors import PipelineError
+from .errors import PipelineError, is_disk_full
 from .mailbox import Mailbox
 from .progress import Progress
 from .status import add_status_command
@@ -22,5 +22,6 @@ __all__ = [
     "add_status_command",
     "check_failures",
     "collective",
+    "is_disk_full",
     "single_rank_step",
 ]

@@ -1,6 +1,8 @@
-"""The errors of a failed step."""
+"""The errors of a failed step, and what a system's error means."""
 
-__all__ = ["DisagreementError", "NoResponseError", "PipelineError"]
+import errno
+
+__all__ = ["DisagreementError", "NoResponseError", "PipelineError", "is_disk_full"]
 
 
 class PipelineError(RuntimeError):
@@ -13,3 +15,8 @@ class NoResponseError(PipelineError):
 
 class DisagreementError(ValueError):
     """The ranks of a pipeline were called with different arguments."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the disk is full, or what the user may have of it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

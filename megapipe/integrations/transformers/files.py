@@ -86,11 +86,15 @@ class SafetensorsFile:
         values = tensor.cpu().contiguous().flatten().view(torch.uint8)
         with open(self._unfinished, "r+b") as file:
             file.seek(len(self._start) + self._places[name])
-            values.numpy().tofile(file)
+            file.write(values.numpy().data)  # NumPy's own writing does not say that the disk is full
 
     def finish(self) -> None:
         """One rank does so, when all have written."""
         self._unfinished.replace(self.path)
+
+    def discard(self) -> None:
+        """One rank does so, where writing failed."""
+        self._unfinished.unlink(missing_ok=True)
 
 
 def share_out(stages: Sequence[Sequence[Entry]], max_size: float, path: Path) -> list[SafetensorsFile]:

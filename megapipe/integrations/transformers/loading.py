@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ...failures import AllRanks
 from .cut import cut
 from .step import tied_names
 from .whole import make_meta_model
@@ -29,16 +31,23 @@ INDEX = "model.safetensors.index.json"
 def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
     """Read the weights of this rank's chunks from a folder of transformers' safetensors files.
 
-    Only tensors of this rank are read; dtypes become those of the chunks. Each rank calls it by itself, before adapters
-    are added and before `fully_shard`.
+    Only tensors of this rank are read; dtypes become those of the chunks. Every rank calls it, before adapters are
+    added and before `fully_shard`. The folder's settings of generation, which `save_pretrained` writes again, are read
+    too.
 
-    Raises ValueError where something is missing, or of another shape; FileNotFoundError where there are no such files.
+    Raises:
+        ValueError: on every rank, where something is missing, or of another shape, or a head is not the embedding that
+            the config ties it to.
+        FileNotFoundError: on every rank, where there are no such files.
     """
     path = Path(path)
-    files = _files_of(path)
-    with _no_progress_bars():
+    with AllRanks("the loading of a model", dist.group.WORLD).same_errors(), _no_progress_bars():
+        files = _files_of(path)
         for chunk in chunks:
             _load_chunk(chunk, files, path)
+            if (path / "generation_config.json").exists() and chunk.can_generate():
+                transformers: Any = importlib.import_module("transformers")
+                chunk.generation_config = transformers.GenerationConfig.from_pretrained(path)
 
 
 def _files_of(path: Path) -> dict[str, str]:
@@ -79,6 +88,12 @@ def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
                 name, got, expected = next(iter(info.mismatched_keys))
                 raise ValueError(f"{name} in {path} has the shape {list(got)}, but the model {list(expected)}.")
             loaded = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+            for name, source in tied_names(chunk).items():
+                if name in loaded and source in loaded and not torch.equal(loaded[name], loaded[source]):
+                    raise ValueError(
+                        f"{path} has other values for {name} than for {source}, which its config ties: set "
+                        "tie_word_embeddings to false in its config.json."
+                    )
             for name, source in [*((name, name) for name in loaded), *ties.items()]:
                 if source in loaded and name in targets:
                     targets[name].copy_(loaded[source])

@@ -12,6 +12,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import parallel_state
+from ...failures import AllRanks, is_disk_full
 from .files import Entry, SafetensorsFile, share_out
 from .step import tied_names
 
@@ -34,36 +36,79 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
 
     Args:
         max_file_size: bytes. A larger tensor has a file of its own.
+
+    Raises:
+        ValueError: on every rank, where chunks are missing, or have not the same adapter.
+        RuntimeError: on every rank, where one cannot write.
     """
-    folder, is_of_adapters = Path(folder), has_adapters(chunks[0])
-    group = parallel_state.find_pipeline_group()
+    folder, group = Path(folder), parallel_state.find_pipeline_group()
+    ranks = AllRanks("the saving of a model", dist.group.WORLD)
+    own: list[Any] = []
+    with ranks.same_errors():
+        own += map(_described, chunks)
+    stages = sorted(one for of_rank in _gather(own, group) for one in of_rank)
+    with ranks.same_errors():
+        _check_complete(stages)
+    is_of_adapters = has_adapters(chunks[0])
     name = "adapter_model" if is_of_adapters else "model"
-    files = share_out(_entries_by_stage(chunks, group), math.inf if is_of_adapters else max_file_size, folder / name)
+    entries = [[Entry.read(*entry) for entry in stage[-1]] for stage in stages]
+    files = share_out(entries, math.inf if is_of_adapters else max_file_size, folder / name)
     targets = _gather([_targets(chunk) for chunk in chunks] if is_of_adapters else [], group)
     is_writer = not dist.is_initialized() or parallel_state.get_data_parallel_rank() == 0
     is_first = is_writer and (group is None or group.rank() == 0)
-    if is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            file.create()
-    _write(chunks, files, is_writer, group)
-    if is_first:
-        _finish(folder, name, files)
-        if is_of_adapters:
-            _save_adapter_config(chunks[0], [one for of_rank in targets for one in of_rank], folder)
-        else:
-            _save_config(chunks[0], folder)
-    if dist.is_initialized():
-        dist.barrier()  # replicas too find all there
+    try:
+        with ranks.same_errors(), _telling(folder, ranks.rank):
+            if is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file in files:
+                    file.create()
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        for turn in range(size if len(files) == 1 else 1):  # several are written all at once, each by one rank
+            with ranks.same_errors(), _telling(folder, ranks.rank):
+                if turn == rank or len(files) > 1:
+                    _write(chunks, files, is_writer)
+        with ranks.same_errors(), _telling(folder, ranks.rank):
+            if is_first:
+                _finish(folder, name, files)
+                if is_of_adapters:
+                    _save_adapter_config(chunks[0], [one for of_rank in targets for one in of_rank], folder)
+                else:
+                    _save_config(chunks[0], folder)
+    except BaseException:
+        if is_first:
+            for file in files:
+                file.discard()
+        raise
 
 
-def _entries_by_stage(chunks: Sequence[Any], group: Any) -> list[list[Entry]]:
-    own = [
-        [chunk.stage.index, [[name, str(t.dtype), list(t.shape)] for name, t in _to_save(chunk, on_meta=True)]]
-        for chunk in chunks
-    ]
-    by_stage = sorted((one for of_rank in _gather(own, group) for one in of_rank), key=lambda one: one[0])
-    return [[Entry.read(*entry) for entry in entries] for _, entries in by_stage]
+def _described(chunk: Any) -> list[Any]:
+    """Its stage, of how many, the adapters to be saved, and the names, dtypes and shapes of tensors."""
+    entries = [[name, str(t.dtype), list(t.shape)] for name, t in _to_save(chunk, on_meta=True)]
+    return [chunk.stage.index, chunk.stage.num_stages, chunk.active_adapters() if has_adapters(chunk) else [], entries]
+
+
+def _check_complete(stages: Sequence[Any]) -> None:
+    numbers = [number for number, *_ in stages]
+    num_stages = stages[0][1] if stages else 1
+    if numbers != list(range(num_stages)):
+        raise ValueError(
+            f"save_pretrained needs each of {num_stages} stages once, and was given {numbers}: pass all chunks of each "
+            "rank."
+        )
+
+
+@contextmanager
+def _telling(folder: Path, rank: int) -> Iterator[None]:
+    """Tell the user what the system says."""
+    try:
+        yield
+    except OSError as error:
+        remedy = ""
+        if is_disk_full(error):
+            remedy = " The disk, or what you may use of it, is full: make room."
+        elif isinstance(error, FileNotFoundError):
+            remedy = " All ranks need the same folder."
+        raise RuntimeError(f"saving to {folder} failed on rank {rank} ({error}).{remedy}") from error
 
 
 def _gather(value: Any, group: Any) -> list[Any]:
@@ -71,18 +116,19 @@ def _gather(value: Any, group: Any) -> list[Any]:
     return [value] if group is None else parallel_state.all_gather_json(value, group)
 
 
-def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: bool, group: Any) -> None:
-    """Into a single file one rank after the other, into several all at once, as no two have the same ones."""
+def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: bool) -> None:
+    """Shards are gathered to the end, where they are, as all who have them take part in it."""
     places = {entry.name: file for file in files for entry in file.entries}
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    for turn in range(size if len(files) == 1 else 1):
-        _gather(None, group)
-        if turn == rank or len(files) > 1:
-            for chunk in chunks:
-                for name, tensor in _to_save(chunk):
-                    if is_writer:
-                        places[name].write(name, tensor)
-    _gather(None, group)
+    failure: OSError | None = None
+    for chunk in chunks:
+        for name, tensor in _to_save(chunk):
+            if is_writer and failure is None:
+                try:
+                    places[name].write(name, tensor)
+                except OSError as error:
+                    failure = error
+    if failure is not None:
+        raise failure
 
 
 def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -121,13 +167,16 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _finish(folder: Path, name: str, files: Sequence[SafetensorsFile]) -> None:
-    """Give all files their names, remove what an earlier model left, and write the index."""
+    """Give all files their names, remove what an earlier model or a killed process left, and write the index."""
     for file in files:
         file.finish()
     index = folder / f"{name}.safetensors.index.json"
-    for earlier in {index, *folder.glob(f"{name}.safetensors"), *folder.glob(f"{name}-*-of-*.safetensors")}:
-        if earlier not in {file.path for file in files}:
-            earlier.unlink(missing_ok=True)
+    patterns = [f"{name}{part}.{ending}" for part in ("", "-*-of-*") for ending in ("safetensors", "incomplete")]
+    if name == "model":  # on which from_pretrained would put an adapter that it finds
+        patterns += ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+    earlier = {index, *(path for pattern in patterns for path in folder.glob(pattern))}
+    for path in earlier - {file.path for file in files}:
+        path.unlink(missing_ok=True)
     if len(files) > 1:
         where = {entry.name: file.path.name for file in files for entry in file.entries}
         total = sum(entry.num_bytes for file in files for entry in file.entries)

@@ -1,0 +1,124 @@
+"""Files of transformers' models, written and read by several ranks: an error is the same on all, and what is found in a
+folder is what was saved last."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from ranks import RankPool, on_ranks
+
+pytest.importorskip("transformers")
+
+import hf_models
+import torch
+import torch.distributed as dist
+import transformers
+
+from megapipe.failures import is_disk_full
+from megapipe.integrations.transformers import build_chunks, load_weights, save_pretrained
+from megapipe.integrations.transformers.files import Entry, SafetensorsFile
+
+
+def build(name: str = "llama", **options: Any) -> list[Any]:
+    hf_models.initialise(dist.get_world_size())
+    return build_chunks(hf_models.make_config(name), "zbv", **options)
+
+
+def save_on_a_full_disk(rank: int, folder: Path) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    chunks = build()
+    save_pretrained(chunks, folder)
+    with mock.patch.object(SafetensorsFile, "write", fail) if rank == 1 else mock.MagicMock():
+        save_pretrained(chunks, folder)
+
+
+def save_without_a_chunk(rank: int, folder: Path) -> None:
+    save_pretrained(build()[: 1 + rank], folder)
+
+
+def save_into_two_folders(rank: int, folder: Path) -> None:
+    save_pretrained(build(), folder / str(rank), max_file_size=20_000)
+
+
+def load_without_a_file(rank: int, folder: Path) -> None:
+    chunks = build(seed=None)
+    hf_models.save_on_first(hf_models.make_model("llama"), folder)
+    load_weights(chunks, folder / "nothing here" if rank else folder)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            save_on_a_full_disk,
+            r"saving to .* failed on rank 1 \(.*No space left on device\)\. The disk, .*full: make room",
+        ),
+        (save_without_a_chunk, r"needs each of 4 stages once, and was given \[0, 1, 2\]: pass all chunks of each rank"),
+        (save_into_two_folders, r"failed on rank 1 \(.*No such file or directory.*\)\. All ranks need the same folder"),
+        (load_without_a_file, r"nothing here has no model.safetensors"),
+    ],
+)
+def test_errors_are_told_to_all_ranks(ranks: RankPool, function: Any, message: str, tmp_path: Path) -> None:
+    """The others waited for as long as the failed rank lived, and a file without contents stayed. A save without all
+    chunks was called saved."""
+    errors = ranks.run(2, function, tmp_path, errors=True)
+    assert type(errors[0]) is type(errors[1])
+    assert str(errors[0]) == str(errors[1])
+    with pytest.raises(type(errors[0]), match=message):
+        raise errors[0]
+    assert list(tmp_path.rglob("*.incomplete")) == []
+    if function is save_on_a_full_disk:
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)  # what was there
+
+
+def test_a_full_disk_is_told_by_the_system(tmp_path: Path) -> None:
+    """NumPy's own writing says how much it wrote, and not why."""
+    file = SafetensorsFile(tmp_path / "model.safetensors", [Entry("weight", torch.float32, (10_000,))])
+    file._unfinished = Path("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        file.write("weight", torch.ones(10_000))
+    assert is_disk_full(caught.value)
+
+
+@on_ranks(2)
+def test_a_folder_has_nothing_else_than_the_model(rank: int, tmp_path: Path) -> None:
+    """from_pretrained put an adapter that lay there on the model."""
+    chunks = build()
+    earlier = ["adapter_config.json", "adapter_model.safetensors", "model-00001-of-00003.incomplete"]
+    for name in [*earlier, "model_of_others.safetensors"] if rank == 0 else []:
+        (tmp_path / name).write_text("{}")
+    save_pretrained(chunks, tmp_path)
+    expected = {"config.json", "generation_config.json", "model.safetensors", "model_of_others.safetensors"}
+    assert hf_models.files_of(tmp_path) == expected
+
+
+@on_ranks(2)
+def test_settings_of_generation_are_kept(rank: int, tmp_path: Path) -> None:
+    """Those of the model's folder were lost: of two tokens that end a text, one was left."""
+    model = hf_models.make_model("qwen2")
+    model.generation_config = transformers.GenerationConfig(eos_token_id=[2, 5], do_sample=True, temperature=0.3)
+    hf_models.save_on_first(model, tmp_path / "given")
+    save_pretrained(hf_models.load_chunks(tmp_path / "given", "1f1b"), tmp_path / "saved")
+    saved, given = (transformers.GenerationConfig.from_pretrained(tmp_path / name) for name in ("saved", "given"))
+    assert saved.to_diff_dict() == given.to_diff_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_head_of_its_own_that_the_config_ties_is_refused(ranks: RankPool, num_ranks: int, tmp_path: Path) -> None:
+    """It was overwritten with the embedding. transformers leaves it, and does not tie the two."""
+    model = hf_models.make_model("llama")
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path)
+    for error in ranks.run(num_ranks, load, tmp_path, errors=True):
+        with pytest.raises(ValueError, match=r"other values for lm_head\.weight than for model\.embed_tokens\.weight"):
+            raise error
+
+
+def load(rank: int, folder: Path) -> None:
+    hf_models.load_chunks(folder, "1f1b")
