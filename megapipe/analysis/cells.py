@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..plan import Action, Plan, Span
+from ..plan import KINDS, Action, Plan, Span
 
 __all__ = ["Cell", "Level", "cells_of", "levels_of"]
 
@@ -57,8 +57,8 @@ def levels_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Level]]:
     rows = []
     share = 1 / (plan.num_chunks * plan.num_slices)
     for spans in ranks:
-        changes = [(start, 1) for action, start, _ in spans if action.kind == "F"]
-        changes += [(end, -1) for action, _, end in spans if action.kind in ("W", "BW")]
+        holds = [(KINDS[action.kind].held, start, end) for action, start, end in spans]
+        changes = [(start if change > 0 else end, change) for change, start, end in holds if change]
         row: list[Level] = []
         held, before = 0, spans[0].start
         for time, change in sorted(changes):

@@ -12,7 +12,7 @@ from ..runtime import RankStep
 from .cells import cells_of, levels_of
 from .extras import import_extra
 from .fold import Cut, find_cut
-from .palette import COLOURS, DARK, KINDS, LIGHT, ink_on
+from .palette import COLOURS, DARK, LABELS, LIGHT, ink_on
 
 __all__ = ["TITLES", "save_figure", "save_picture", "svg_of"]
 
@@ -152,8 +152,8 @@ def _draw_legend(figure: Any, plan: Plan, cut: Cut | None) -> None:
 
     shades = min(plan.num_chunks, 2)
     entries = {
-        KINDS[kind]: patches(*COLOURS[kind][:shades])
-        for kind in KINDS
+        LABELS[kind]: patches(*COLOURS[kind][:shades])
+        for kind in LABELS
         if any(action.kind == kind for action in plan.actions[0])
     }
     if any(plan.program.pairs):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..plan import Plan, Simulation
 from .charts import save_figure
 from .extras import import_extra
-from .palette import COLOURS, LIGHT, LIMIT_COLOUR
+from .palette import ACCENT, LIGHT, LIMIT_COLOUR
 
 __all__ = ["axis_names", "draw_comparison", "points_of", "save_comparison"]
 
@@ -49,7 +49,7 @@ def draw_comparison(rows: Sequence[tuple[Plan, Simulation]], memory_limit: float
     points = points_of(rows, memory_limit)
     figure = Figure(figsize=(8, 5), layout="constrained", facecolor=LIGHT.page)
     axes = figure.subplots()
-    for fits, colour in ((True, COLOURS["F"][1]), (False, LIGHT.faint)):
+    for fits, colour in ((True, ACCENT), (False, LIGHT.faint)):
         shown = [point for point in points if point.fits == fits]
         axes.scatter([p.time for p in shown], [p.memory for p in shown], s=42, color=colour, zorder=3)
     axes.margins(x=0.15, y=0.12)

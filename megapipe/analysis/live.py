@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .. import parallel_state
 from .bubble import split_bubble
 from .extras import import_extra
-from .palette import COLOURS
+from .palette import ACCENT
 from .recorder import TimelineRecorder
 from .timeline import Timeline, step_time
 
@@ -124,7 +124,7 @@ def panel_of(timeline: Timeline, memory: list[float], tokens_per_step: int, step
 def _bar(share: float) -> Any:
     from rich.text import Text
 
-    return Text("█" * round(BAR * min(1.0, max(0.0, share))), style=COLOURS["F"][1])
+    return Text("█" * round(BAR * min(1.0, max(0.0, share))), style=ACCENT)
 
 
 def _period(timeline: Timeline) -> float:

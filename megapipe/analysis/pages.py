@@ -12,7 +12,7 @@ from ..plan import Plan, Simulation, Span
 from ..runtime import RankStep
 from .charts import TITLES, svg_of
 from .comparison import axis_names, draw_comparison
-from .palette import COLOURS, DARK, KINDS, LIGHT, Scheme, ink_on
+from .palette import COLOURS, DARK, LABELS, LIGHT, Scheme, ink_on
 
 __all__ = ["compact", "look", "page_of", "save_comparison_html", "save_html"]
 
@@ -82,7 +82,7 @@ def _short(time: float) -> float:
 def look() -> dict[str, Any]:
     """The colours and names that page.js draws with."""
     inks = {kind: list(map(ink_on, colours)) for kind, colours in COLOURS.items()}
-    return {"colours": COLOURS, "inks": inks, "kinds": KINDS}
+    return {"colours": COLOURS, "inks": inks, "kinds": LABELS}
 
 
 def compact(data: Any) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["COLOURS", "DARK", "KINDS", "LIGHT", "LIMIT_COLOUR", "Scheme", "ink_on"]
+from ..plan import KINDS
 
-COLOURS = {
-    "F": ("#acd0f5", "#2d66b0"),
-    "BW": ("#e46e46", "#943012"),
-    "B": ("#e46e46", "#943012"),
-    "W": ("#f8e690", "#d0ae2a"),
-}
-"""Per kind of action, the colours of even and odd chunks: blue, vermilion and yellow, each as bright as no other."""
+__all__ = ["ACCENT", "COLOURS", "DARK", "LABELS", "LIGHT", "LIMIT_COLOUR", "Scheme", "ink_on"]
 
-KINDS = {"F": "forward", "BW": "backward", "B": "input gradient", "W": "weight gradient"}
+COLOURS = {name: kind.colours for name, kind in KINDS.items()}
+"""By the kind of an action, the colours of even and odd chunks."""
+
+LABELS = {name: kind.label for name, kind in KINDS.items()}
 """By the kind of an action, its name in words."""
+
+ACCENT = KINDS["F"].colours[1]
+"""The colour of what is good, beside actions."""
 
 LIMIT_COLOUR = "#c0504d"
 

@@ -16,7 +16,21 @@ from pathlib import Path
 from statistics import fmean, median, median_low
 from typing import Any, NamedTuple
 
-from ..plan import Action, Costs, Event, Plan, Simulation, Span, parse_json, place_weights, plan_of, read_text, simulate
+from ..plan import (
+    KINDS,
+    PAIR,
+    Action,
+    Costs,
+    Event,
+    Plan,
+    Simulation,
+    Span,
+    parse_json,
+    place_weights,
+    plan_of,
+    read_text,
+    simulate,
+)
 from ..runtime import RankStep, Wait
 
 __all__ = ["MeasuredMessage", "Timeline", "first_start", "load_timeline", "measured_messages", "step_time"]
@@ -77,7 +91,8 @@ class Timeline:
         num_stages = self.plan.pp_size * self.plan.num_chunks
         return {
             kind: [fmean(times.get((kind, stage), [0.0])) for stage in range(num_stages)]
-            for kind in sorted({kind for kind, _ in times}, key=lambda kind: (kind != "F", kind))
+            for kind in KINDS
+            if any(kind == found for found, _ in times)
         }
 
     @cached_property
@@ -95,18 +110,18 @@ class Timeline:
     def costs(self) -> Costs:
         """The mean times of each stage, of each slice beside the others, and the latency, in ms. Where backwards were
         measured only as a whole (BW), half of each counts as B and half as W."""
+        forward, inputs, weights = map(self._times_of, ("forward", "backward_input", "backward_weight"))
+        return Costs(forward, inputs, weights, self.latency, slices=self._mean_slices)
+
+    def _times_of(self, cost: str) -> list[float]:
+        """By stage: of the kind of action that has this cost alone, else its even share in another kind's."""
+        kinds = [kind for kind in KINDS.values() if cost in kind.costs and kind.name in self.mean_times]
+        shares = [
+            [self.plan.num_slices * mean / len(kind.costs) for mean in self.mean_times[kind.name]]
+            for kind in sorted(kinds, key=lambda kind: len(kind.costs))
+        ]
         nothing = [0.0] * self.plan.pp_size * self.plan.num_chunks
-        forward, whole, inputs, weights = (
-            [self.plan.num_slices * time for time in self.mean_times.get(kind, nothing)]
-            for kind in ("F", "BW", "B", "W")
-        )
-        return Costs(
-            forward,
-            [part or both / 2 for part, both in zip(inputs, whole)],
-            [part or both / 2 for part, both in zip(weights, whole)],
-            self.latency,
-            slices=self._mean_slices,
-        )
+        return [next(filter(None, times), 0.0) for times in zip(*shares, nothing)]
 
     def tuned_plan(self, max_in_flight: float | None = None) -> Plan:
         """The measured plan with its weight-gradient passes (W) where these times make a step shortest; the plan itself
@@ -223,13 +238,13 @@ def _read_rank(rank: dict[str, Any]) -> RankStep:
         for *action, start, end in rank["waits"]
     ]
     pairs = tuple(rank.get("pairs", ()))  # older files have none
-    if any(tuple(span.action.kind for span in spans[at : at + 2]) != ("F", "BW") for at in pairs):
+    if any(tuple(span.action.kind for span in spans[at : at + 2]) != tuple(PAIR.values()) for at in pairs):
         raise ValueError
     return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits, pairs)
 
 
 def _read_action(stage: Any, kind: Any, microbatch: Any, part: Any = 0) -> Action:
-    if kind not in ("F", "BW", "B", "W") or not all(isinstance(number, int) for number in (stage, microbatch, part)):
+    if kind not in KINDS or not all(isinstance(number, int) for number in (stage, microbatch, part)):
         raise ValueError
     return Action(stage, kind, microbatch, part)
 

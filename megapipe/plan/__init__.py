@@ -1,6 +1,7 @@
 """A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
 
 from .files import load_plan, parse_json, read_text
+from .kinds import KINDS, PAIR
 from .layouts import distribute_layers
 from .making import make_plan
 from .placement import Placement, StageInfo, loop, v_shape
@@ -13,6 +14,8 @@ from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_w
 from .weight_placement import place_weights
 
 __all__ = [
+    "KINDS",
+    "PAIR",
     "Action",
     "AnySchedule",
     "ChannelName",

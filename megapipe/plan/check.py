@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .kinds import KINDS, PAIR
 from .program import run
 from .recorder import ChannelName, PlanRecorder
 from .rows import Row
-from .verbs import PAIR, ScheduleError, unit_in_words, unit_name
+from .verbs import ScheduleError, unit_in_words, unit_name
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -72,7 +73,7 @@ def _check_order(plan: Plan) -> None:
     """Each rank does everything once, each step after the one before it, and one microbatch after the other: a slice
     goes forward after those before it, whose keys and values it needs, and backward after those behind it, which have
     added to the gradients of its own. A schedule that was recorded does; a file may not."""
-    verbs = {PAIR[0]: "forward_step", PAIR[1]: "backward_step"}
+    verbs = {half: KINDS[name].verb for half, name in PAIR.items()}
     sizes = (plan.pp_size, plan.num_microbatches, plan.num_chunks, plan.forward_only)
     for rank, events in enumerate(plan.events):
         if isinstance(events, Row):
@@ -112,7 +113,7 @@ def _describe_wait(plan: Plan, rank: int, num_done: list[int]) -> str:
         if source >= 0 and sent_after >= num_done[peer]:
             break
     action = plan.actions[rank][waiting]
-    what = "forward input" if action.kind == "F" else "output gradient"
+    what = "forward input" if KINDS[action.kind].is_forward else "output gradient"
     others = plan.actions[peer]
     place = f"waits at {others[num_done[peer]]}" if num_done[peer] < len(others) else "has ended its step"
     what += f" of {unit_in_words(action.microbatch, action.slice, plan.num_slices)}"

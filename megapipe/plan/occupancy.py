@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .verbs import PAIR, ScheduleError
+from .recorder import SECOND_HALF
+from .verbs import ScheduleError
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -23,7 +24,7 @@ def peak_waiting(plan: Plan, rank: int) -> int:
     most = 0
     senders: set[int] = set()
     for event in plan.events[rank]:
-        if event.verb != PAIR[1]:  # which waits together with its forward
+        if event.verb != SECOND_HALF:  # which waits together with its forward
             senders = set()
         needed = plan.needs(event)
         if needed is not None and (sender := plan.rank_of(needed.stage)) != rank:

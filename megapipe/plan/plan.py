@@ -17,14 +17,15 @@ from types import MappingProxyType
 import numpy as np
 
 from .check import check_channels
+from .kinds import KINDS, PAIR, kind_of
 from .occupancy import check_occupancy, peak_waiting
 from .placement import Placement, loop, v_shape
 from .program import Program, compile_plan
-from .recorder import KINDS, ChannelName, Event
+from .recorder import ChannelName, Event
 from .rows import Row, column
 from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, peak_held, simulate
-from .verbs import PAIR, Action
+from .verbs import Action
 
 __all__ = ["Plan", "plan_of"]
 
@@ -95,7 +96,7 @@ class Plan:
     def peak_in_flight(self, rank: int) -> int:
         """Most microbatches, or slices of them, that `rank` holds between their F and their B at once, each chunk
         counted by itself."""
-        return peak_held(self.actions[rank], ("B", "BW"))
+        return peak_held(self.actions[rank], "in_flight")
 
     def peak_waiting(self, rank: int) -> int:
         """Most messages that occupy the device of `rank` at a time while they wait, as kernels of NCCL do: the receives
@@ -113,12 +114,18 @@ class Plan:
 
     def needs(self, event: Event) -> Event | None:
         """The send that a computation waits for, if any."""
-        if event.action is None or event.action.kind == "W":
+        computed = kind_of(event.verb)
+        if computed is None or computed.message is None:
             return None
         kind, boundary = event.channel
         if not 0 <= boundary < self.pp_size * self.num_chunks - 1:
             return None
         return Event(f"send_{kind}", boundary + (kind == "backward"), event.microbatch, event.slice)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs weight-gradient passes (W) by themselves."""
+        return any(KINDS[action.kind].after for action in self.actions[0])
 
     @cached_property
     def program(self) -> Program:
@@ -199,8 +206,9 @@ class Plan:
 
 
 def _computations(row: Row[Event]) -> Row[Action]:
-    words = [(stage, KINDS.get(verb, "")) for verb, stage in row.words]
-    computes = row.look_up([bool(kind) for _, kind in words], bool)
+    kinds = [kind_of(verb) for verb, _ in row.words]
+    words = [(stage, "" if kind is None else kind.name) for kind, (_, stage) in zip(kinds, row.words)]
+    computes = row.look_up([kind is not None for kind in kinds], bool)
     codes, units = (column(values.typecode, np.asarray(values)[computes]) for values in (row.codes, row.units))
     return Row(Action, words, codes, units, row.num_slices)
 
@@ -223,7 +231,7 @@ def plan_of(name: str, actions: Sequence[Sequence[Action]], pairs: Sequence[Sequ
         len(actions),
         1 + max(action.microbatch for row in actions for action in row),
         num_chunks,
-        kinds == {"F"},
+        all(KINDS[kind].is_forward for kind in kinds),
         list(map(_events_of, actions, pairs or [()] * len(actions))),
         1 + max(action.slice for row in actions for action in row),
     )
@@ -253,14 +261,13 @@ def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int
 
 
 def _events_of(row: Sequence[Action], pairs: Sequence[int]) -> list[Event]:
-    verbs = {"F": "forward_step", "BW": "backward_step", "B": "backward_input_step", "W": "backward_weight_step"}
+    halves = tuple(PAIR)
     events: list[Event] = []
     for at, action in enumerate(row):
-        unit = action.stage, action.microbatch, action.slice
-        direction = "forward" if action.kind == "F" else "backward"
+        unit, kind = (action.stage, action.microbatch, action.slice), KINDS[action.kind]
         is_first, is_second = at in pairs, at - 1 in pairs
-        verb = PAIR[is_second] if is_first or is_second else verbs[action.kind]
-        messages = [] if action.kind == "W" else [Event(f"{way}_{direction}", *unit) for way in ("recv", "send")]
+        verb = halves[is_second] if is_first or is_second else kind.verb
+        messages = [Event(f"{way}_{kind.message}", *unit) for way in ("recv", "send") if kind.message is not None]
         # Only sends come between the two halves of a pair.
         before = len(events) - 2 * is_second
         events[before:before] = messages[:1]

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from .files import load_plan
+from .kinds import KINDS
 from .plan import Plan
-from .recorder import record
+from .recorder import FIRST_HALF, SECOND_HALF, record
 from .registry import PlanSizes, Schedule, schedule_named
-from .verbs import PAIR, Verbs
+from .verbs import Verbs
 
 __all__ = ["AnySchedule", "find_schedule"]
 
@@ -61,7 +62,7 @@ def _read(path: Path, changed_at: int) -> Schedule:
 
 def _schedule_of(plan: Plan) -> Schedule:
     loops = functools.partial(_play, plan)
-    num_forwards = Counter(action.stage for row in plan.actions for action in row if action.kind == "F")
+    num_forwards = Counter(action.stage for row in plan.actions for action in row if KINDS[action.kind].is_forward)
     num_microbatches = max(num_forwards.values(), default=0) // plan.num_slices
     sizes = (plan.pp_size, num_microbatches, plan.num_chunks, plan.forward_only)
     events = record(loops, plan.placement, *sizes, None, plan.num_slices)
@@ -91,9 +92,9 @@ def _calls(plan: Plan, rank: int) -> Iterator[tuple[Any, ...]]:
     begun: list[tuple[str, int]] = []  # the forward of a pair, and its send
     for event in plan.events[rank]:
         call = event.verb, plan.chunk_of(event.stage)
-        if event.verb == PAIR[0] or (begun and event.sends):
+        if event.verb == FIRST_HALF or (begun and event.sends):
             begun.append(call)
-        elif event.verb == PAIR[1]:
+        elif event.verb == SECOND_HALF:
             (_, forward), *sends = begun
             yield "forward_backward_step", forward, call[1]
             yield from sends

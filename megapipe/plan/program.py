@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .recorder import KINDS, Event
+from .kinds import PAIR, kind_of
+from .recorder import Event
 from .rows import Row, column
-from .verbs import PAIR
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -77,7 +77,7 @@ def _compile_row(
     """The columns of a rank. Messages are numbered channel by channel, and in each by their units."""
     channels = row.look_up([_channel(plan, Event(*word, 0)) for word in row.words], int)
     messages = np.where(channels < 0, -1, channels * num_units + units)
-    computes = row.look_up([verb in KINDS for verb, _ in row.words], bool)
+    computes = row.look_up([kind_of(verb) is not None for verb, _ in row.words], bool)
     sends = (messages >= 0) & ~computes
     sent_before = np.append(sends.cumsum()[computes], sends.sum())
     halves = (row.look_up([verb == half for verb, _ in row.words], bool)[computes] for half in PAIR)

@@ -8,37 +8,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .kinds import KINDS, PAIR, kind_of
 from .placement import Placement
 from .rows import Row, column
-from .verbs import PAIR, Action, Verbs, unit_name
+from .verbs import Action, Verbs, unit_name
 
-__all__ = ["KINDS", "ChannelName", "Event", "PlanRecorder", "record"]
+__all__ = ["ChannelName", "Event", "PlanRecorder", "record"]
 
 # What waits for what. The message that a verb sends, takes or needs goes forward or backward over a boundary, here
-# counted from that above the verb's stage: 0, or -1 for the boundary below it. A W needs no message.
+# counted from that above the verb's stage: 0, or -1 for the boundary below it.
+TAKEN, SENT = {"forward": -1, "backward": 0}, {"forward": 0, "backward": -1}
+VERBS = [*((kind.verb, kind) for kind in KINDS.values()), *((verb, KINDS[name]) for verb, name in PAIR.items())]
 MESSAGES = {
-    "recv_forward": ("forward", -1),
-    "forward_step": ("forward", -1),
-    PAIR[0]: ("forward", -1),
-    "send_forward": ("forward", 0),
-    "recv_backward": ("backward", 0),
-    "backward_step": ("backward", 0),
-    "backward_input_step": ("backward", 0),
-    PAIR[1]: ("backward", 0),
-    "send_backward": ("backward", -1),
+    **{f"recv_{way}": (way, boundary) for way, boundary in TAKEN.items()},
+    **{verb: (kind.message, TAKEN[kind.message]) for verb, kind in VERBS if kind.message is not None},
+    **{f"send_{way}": (way, boundary) for way, boundary in SENT.items()},
 }
 
-# The verbs that compute, and the kind of their action.
-KINDS = {
-    "forward_step": "F",
-    "backward_step": "BW",
-    "backward_input_step": "B",
-    "backward_weight_step": "W",
-    PAIR[0]: "F",
-    PAIR[1]: "BW",
-}
+# The verbs that count as another one, since a microbatch's forward or backward is one or the other.
+COUNTED_AS = {verb: f"{kind.message}_step" for verb, kind in VERBS if kind.message is not None}
 
-WORDS = (*MESSAGES, "backward_weight_step")
+FIRST_HALF, SECOND_HALF = PAIR
+WORDS = (*MESSAGES, *(verb for verb, kind in VERBS if kind.message is None))
 
 
 class ChannelName(NamedTuple):
@@ -61,8 +52,8 @@ class Event(NamedTuple):
     @property
     def action(self) -> Action | None:
         """The computation, if it is one."""
-        kind = KINDS.get(self.verb)
-        return None if kind is None else Action(self.stage, kind, self.microbatch, self.slice)
+        kind = kind_of(self.verb)
+        return None if kind is None else Action(self.stage, kind.name, self.microbatch, self.slice)
 
     @property
     def sends(self) -> bool:
@@ -94,10 +85,6 @@ class Event(NamedTuple):
         letter = "F" if self.is_forward else "B"
         unit = unit_name(self.microbatch, self.slice)
         return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{unit}"
-
-
-# The verbs that count as another one, since a microbatch's forward or backward is one or the other.
-COUNTED_AS = {PAIR[0]: "forward_step", PAIR[1]: "backward_step", "backward_input_step": "backward_step"}
 
 
 def _recorded(verb: str) -> Any:
@@ -138,7 +125,7 @@ class PlanRecorder(Verbs):
         """The calls so far."""
         codes = self._codes
         for end in self._pair_ends:  # what a pair's forward made is sent as soon as it is there
-            chunk = codes[end - 2] - self._first_code[PAIR[0]]
+            chunk = codes[end - 2] - self._first_code[FIRST_HALF]
             if end < len(codes) and codes[end] == self._first_code["send_forward"] + chunk:
                 codes[end - 1], codes[end] = codes[end], codes[end - 1]
         words = [(verb, info.index) for verb in WORDS for info in self.stages]
@@ -150,9 +137,10 @@ class PlanRecorder(Verbs):
         first = self._first_code
         counted_as = [first[COUNTED_AS.get(verb, verb)] + chunk for verb in WORDS for chunk in range(self.num_chunks)]
         numbers = _num_equal_before(np.array(counted_as)[codes])
-        for chunk in range(self.num_chunks):  # Ws come in the order of the Bs that deferred them
-            weights = np.flatnonzero(codes == first["backward_weight_step"] + chunk)
-            numbers[weights] = numbers[codes == first["backward_input_step"] + chunk][: len(weights)]
+        for verb, after in ((verb, KINDS[kind.after].verb) for verb, kind in VERBS if kind.after is not None):
+            for chunk in range(self.num_chunks):  # as Ws come in the order of the Bs that deferred them
+                following = np.flatnonzero(codes == first[verb] + chunk)
+                numbers[following] = numbers[codes == first[after] + chunk][: len(following)]
         if self.num_slices > 1:
             for code, (verb, _) in enumerate(words):
                 microbatches, parts = self._unit(verb, numbers[codes == code])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .check import check_ended
+from .kinds import KINDS
 from .program import run
 from .rows import LazySequence, Row, column
 from .verbs import Action
@@ -95,15 +96,15 @@ class Costs:
 
     def by_kind(self, plan: Plan) -> dict[str, list[float]]:
         """The time of each kind of action on each stage, for a whole microbatch."""
-        num_stages = plan.pp_size * plan.num_chunks
-        forward, inputs, weights = (
-            self.per_stage(time, num_stages, plan.num_chunks)
-            for time in (self.forward, self.backward_input, self.backward_weight)
-        )
-        return {"F": forward, "B": inputs, "W": weights, "BW": list(map(sum, zip(inputs, weights)))}
+        return {
+            name: [sum(times) for times in zip(*(self.per_stage(cost, plan) for cost in kind.costs))]
+            for name, kind in KINDS.items()
+        }
 
-    @staticmethod
-    def per_stage(time: PerStage, num_stages: int, num_chunks: int) -> list[float]:
+    def per_stage(self, cost: str, plan: Plan) -> list[float]:
+        """The time of a field on each stage."""
+        time, num_chunks = getattr(self, cost), plan.num_chunks
+        num_stages = plan.pp_size * num_chunks
         if isinstance(time, (int, float)):
             return [time / num_chunks] * num_stages
         if len(time) != num_stages:
@@ -235,13 +236,16 @@ def play(
 
 def peak_activations(plan: Plan) -> list[float]:
     """As in `Simulation`."""
-    return [peak_held(actions, ("W", "BW")) / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
+    return [peak_held(actions, "held") / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
 
 
-def peak_held(actions: Row[Action], released_by: tuple[str, str]) -> int:
-    """Most microbatches, or slices of them, that a rank holds at once, from their F to one of these kinds, each chunk
-    counted by itself."""
-    changes = [1 if kind == "F" else -(kind in released_by) for _, kind in actions.words]
+def peak_held(actions: Row[Action], what: str) -> int:
+    """Most microbatches, or slices of them, that a rank holds at once, each chunk counted by itself.
+
+    Args:
+        what: as which field of `Kind` counts them, "in_flight" or "held".
+    """
+    changes = [getattr(KINDS[kind], what) if kind else 0 for _, kind in actions.words]
     return int(actions.look_up(changes, int).cumsum().max(initial=0))
 
 
@@ -249,7 +253,9 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
     """A rank can begin only when the first microbatch, or its first slice, has come up to it, and then has all its work
     to do; and the first microbatch, or its longest slice, has to go up and down through all stages."""
     num_stages = plan.pp_size * plan.num_chunks
-    forward, inputs, weight, whole = costs.by_kind(plan).values()
+    forward, inputs, weights = (
+        costs.per_stage(cost, plan) for cost in ("forward", "backward_input", "backward_weight")
+    )
     shares = costs.shares(plan.num_slices)
     hops = [
         0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message / plan.num_slices
@@ -261,13 +267,13 @@ def _lower_bound(plan: Plan, costs: Costs) -> float:
     bounds = []
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
-        forwards, backwards = sum(forward[s] for s in stages), training * sum(whole[s] for s in stages)
+        forwards, backwards = sum(forward[s] for s in stages), training * sum(inputs[s] + weights[s] for s in stages)
         work = forwards + backwards - overlap * min(forwards, backwards)
         start = (1 - overlap / 2) * shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
         bounds.append(start + plan.num_microbatches * work)
     latency = max(shares) * sum(forward) + sum(hops)
     if training:
-        latency += max(shares) * (sum(inputs) + weight[0]) + sum(hops)
+        latency += max(shares) * (sum(inputs) + weights[0]) + sum(hops)
     return max(*bounds, (1 - overlap / 2) * latency)
 
 

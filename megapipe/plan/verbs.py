@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from .kinds import KINDS
 from .placement import Placement
 
 __all__ = ["Action", "ScheduleError", "Settings", "Verbs", "actions_of", "unit_in_words", "unit_name"]
 
-# What a microbatch goes through on a chunk, in this order. `backward_input_step` counts as `backward_step`, since a
+# What a microbatch goes through on a chunk, in this order. A kind of action counts as the step of its message, since a
 # microbatch's backward is one or the other, and `forward_backward_step` as both steps.
 COURSE = ("recv_forward", "forward_step", "send_forward", "recv_backward", "backward_step", "send_backward")
-
-
-# The two halves of a forward_backward_step in a plan. Only their sends may come between them.
-PAIR = ("overlapped_forward_step", "overlapped_backward_step")
 
 
 class ScheduleError(ValueError):
@@ -37,7 +34,8 @@ class Action(NamedTuple):
 
     stage: int
     kind: str
-    """"F"; "BW" for a backward that computes input and weight gradients together; "B" and "W" for its two parts."""
+    """"F"; "BW" for a backward that computes input and weight gradients together; "B" and "W" for its two parts
+    (kinds.py)."""
     microbatch: int
     slice: int = 0
 
@@ -49,15 +47,6 @@ class Action(NamedTuple):
         """The microbatch and the slice: `0`, or `0.1`."""
         return unit_name(self.microbatch, self.slice)
 
-    @property
-    def source(self) -> Action:
-        """The computation whose result this one needs: that of the stage below for a forward, above for a backward,
-        whose kind is "B" here also where it is "BW". At the ends of the pipeline there is no such stage. A W needs its
-        own B."""
-        if self.kind == "F":
-            return self._replace(stage=self.stage - 1)
-        return self._replace(stage=self.stage + (self.kind != "W"), kind="B")
-
 
 @functools.lru_cache(maxsize=64)
 def actions_of(stage: int, num_microbatches: int, num_slices: int) -> dict[str, list[Action]]:
@@ -65,8 +54,10 @@ def actions_of(stage: int, num_microbatches: int, num_slices: int) -> dict[str, 
     of these sizes share it."""
     forward = [divmod(number, num_slices) for number in range(num_microbatches * num_slices)]
     backward = [(microbatch, num_slices - 1 - part) for microbatch, part in forward]
-    units = {"F": forward, "B": backward, "BW": backward, "W": backward}
-    return {kind: [Action(stage, kind, *unit) for unit in row] for kind, row in units.items()}
+    return {
+        name: [Action(stage, name, *unit) for unit in (forward if kind.is_forward else backward)]
+        for name, kind in KINDS.items()
+    }
 
 
 def unit_name(microbatch: int, slice: int) -> str:

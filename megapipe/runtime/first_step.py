@@ -52,7 +52,7 @@ def end_first_steps(
             undescribed.keep(chunk, stage.seen)
             if not step.forward_only and stage.module not in _trained:
                 _trained.add(stage.module)
-                stage.warn_of_what_is_odd(key.schedule.name if key.splits_backward else None, is_sharded)
+                stage.warn_of_what_is_odd(key.schedule.name if key.plan.splits_backward else None, is_sharded)
 
 
 class FirstStep(Stage):

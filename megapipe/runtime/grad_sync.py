@@ -33,10 +33,8 @@ def check_replicas(models: Sequence[nn.Module], key: PlanKey) -> None:
     for inner in itertools.chain.from_iterable(iter_wrapped(model) for model in models):
         if not isinstance(inner, nn.parallel.DistributedDataParallel) or inner.process_group.size() == 1:
             continue
-        is_alternating = key.pp_size * key.num_chunks == 1 and all(
-            action.kind == ("BW" if number % 2 else "F") for number, action in enumerate(key.plan.actions[0])
-        )
-        if not is_alternating:
+        is_alone = key.pp_size * key.num_chunks == 1
+        if not is_alone or key.plan.splits_backward or key.plan.peak_in_flight(0) > 1:
             raise ValueError(
                 f"torch's DistributedDataParallel would not reduce the gradients of its {inner.process_group.size()} "
                 "replicas, since this schedule runs other forwards, backwards or weight-gradient passes between a "

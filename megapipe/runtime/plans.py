@@ -25,18 +25,8 @@ class PlanKey(NamedTuple):
         """Recorded once. Raises ValueError where the schedule cannot keep to the settings."""
         return _record(self)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the plan has weight-gradient passes (W)."""
-        return _splits_backward(self)
-
 
 @functools.lru_cache(maxsize=16)
 def _record(key: PlanKey) -> Plan:
     sizes = (key.pp_size, key.num_microbatches, key.num_chunks)
     return make_plan(key.schedule, *sizes, num_slices=key.num_slices, settings=key.settings)
-
-
-@functools.lru_cache(maxsize=16)
-def _splits_backward(key: PlanKey) -> bool:
-    return any(action.kind == "W" for action in key.plan.actions[0])

@@ -313,7 +313,7 @@ def _gradient_sync(prepared: PreparedStep) -> GradientSync:
     is_split = False
     if step.config.no_sync_func is not None and not step.forward_only:
         in_segments = any(find_forward_segments(module) is not None for module in step.models)
-        is_split = in_segments or prepared.key.splits_backward
+        is_split = in_segments or prepared.key.plan.splits_backward
     sizes = (step.num_units, is_split)
     return GradientSync(step.config, step.models, *sizes, prepared.sharded, step.forward_only)
 

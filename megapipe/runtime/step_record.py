@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..plan import Action, Span
+from ..plan import KINDS, Action, Span
 from ..transports import CudaEvents, RecordedEvent
 
 __all__ = ["Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
@@ -223,5 +223,9 @@ class StepRecord:
             time_of(self.end),
             spans,
             [Wait(action, time_of(start), time_of(end)) for action, is_wait, start, end in self.entries if is_wait],
-            tuple(at for at, span in enumerate(spans) if span.action.kind == "F" and span.action in self.overlapped),
+            tuple(at for at, span in enumerate(spans) if span.action in self.overlapped and _is_forward(span.action)),
         )
+
+
+def _is_forward(action: Action) -> bool:
+    return KINDS[action.kind].is_forward

@@ -82,7 +82,7 @@ PUBLIC = "analysis checkpoint graph integrations.megatron integrations.transform
 PUBLIC += " training weight_grad"
 
 BETWEEN_ROOMS = {
-    "plan": "AnySchedule ChannelName Event actions_of parse_json place_weights plan_of play "
+    "plan": "AnySchedule KINDS PAIR ChannelName Event actions_of parse_json place_weights plan_of play "
     "read_text register unit_in_words",
     "weight_grad": "DeferredGrads SavedTensor add_gradient backward_context capturing deferring deferring_to "
     "is_shared save_for_w visit_gradient_nodes",

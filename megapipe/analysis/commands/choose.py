@@ -148,14 +148,9 @@ def _recommend(rows: Rows, limit: float | None, may_split: bool) -> Plan:
     if plan.num_slices > 1:
         sizes.append(f"{plan.num_slices} slices per sequence")
     choice = plan.name + " with " * bool(sizes) + " and ".join(sizes)
-    needed = ", where layers defer their weight gradients" if may_split and _splits(plan) else ""
+    needed = ", where layers defer their weight gradients" if may_split and plan.splits_backward else ""
     say(f"recommended: {choice}, {simulation.makespan:.4g} ms per step{needed}")
     return plan
-
-
-def _splits(plan: Plan) -> bool:
-    """Whether the schedule runs weight-gradient passes (W) by themselves."""
-    return any(action.kind == "W" for action in plan.actions[0])
 
 
 def _all_schedules(
@@ -196,7 +191,7 @@ def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
     if args.html:
         save_comparison_html(rows, args.html, limit, unit)
     best = rows[0][1].makespan
-    marks = [" *" * (_splits(plan) and not args.unsplit) for plan, _ in rows]
+    marks = [" *" * (plan.splits_backward and not args.unsplit) for plan, _ in rows]
     names = [
         plan.name + f", {plan.num_slices} slices" * (plan.num_slices > 1) + mark for mark, (plan, _) in zip(marks, rows)
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...plan import Plan, Span
 from ..cells import cells_of
-from ..palette import COLOURS, KINDS, ink_on
+from ..palette import COLOURS, LABELS, ink_on
 from ..text import text_rows
 from ..timeline import Timeline
 
@@ -56,7 +56,7 @@ def print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | Non
 
 def print_legend(plan: Plan) -> None:
     """What the letters and colours of a timeline mean."""
-    kinds = [kind for kind in KINDS if any(action.kind == kind for action in plan.actions[0])]
+    kinds = [kind for kind in LABELS if any(action.kind == kind for action in plan.actions[0])]
     notes = ["2F0: of microbatch 0 through stage 2"]
     if plan.num_slices > 1:
         notes.append("2F0.1: of its slice 1")
@@ -64,7 +64,7 @@ def print_legend(plan: Plan) -> None:
         notes.append("F+B: an overlapped pair")
     console = _console()
     if console is None:
-        names = [f"{kind[0]} {KINDS[kind]}" for kind in kinds]
+        names = [f"{kind[0]} {LABELS[kind]}" for kind in kinds]
         say("legend     " + "; ".join([", ".join([*names, ". idle"]), *notes]))
         return
     from rich.text import Text
@@ -73,7 +73,7 @@ def print_legend(plan: Plan) -> None:
     for kind in kinds:
         for chunk in range(min(plan.num_chunks, 2)):
             line.append(f" {kind[0]} ", style=_style(kind, chunk))
-        line.append(f" {KINDS[kind]}  ")
+        line.append(f" {LABELS[kind]}  ")
     line.append("; ".join(["dark: odd chunks"] * (plan.num_chunks > 1) + notes))
     console.print(line, soft_wrap=False)
 
