@@ -95,6 +95,7 @@ class _Linear(Layer):
         ctx.weight = weight
         x, cast_weight, bias = as_autocast(x, weight, bias)
         ctx.save_for_backward(x, weight)
+        ctx.adds_bias_apart = not x.is_contiguous()  # torch does, so the bias' gradient is one sum over all dimensions
         output = F.linear(x, cast_weight, bias)
         # Detached from its base, a matrix: autograd refuses to change a view made in here in place, as ReLU may do.
         return output.detach() if output._is_view() else output
@@ -106,7 +107,9 @@ class _Linear(Layer):
         needs_x, _, needs_bias = ctx.needs_input_grad
         grad_rows = rows(grad)
         grad_x = grad_rows.mm(cast(weight, x.dtype)).view(x.shape) if needs_x else None
-        grad_bias = grad_rows.sum(0) if needs_bias else None
+        grad_bias = None
+        if needs_bias:
+            grad_bias = grad.sum_to_size(grad.shape[-1]) if ctx.adds_bias_apart else grad_rows.sum(0)
         both = SavedTensor(x.detach()), save_for_w(grad)  # without the graph behind it
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
         add_to = partial(add, compute) if x.is_cpu else partial(_add_linear, *both)

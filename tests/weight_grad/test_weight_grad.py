@@ -97,6 +97,27 @@ def test_linear_on_transposed_inputs(bias: bool) -> None:
     compare(nn.Linear(64, 48, bias), lambda: torch.randn(33, 5, 64).transpose(0, 1))
 
 
+class Swapped(nn.Linear):
+    """Its output's gradient is strided."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(0, 1)
+
+
+class DeferringSwapped(Swapped):
+    def forward(self, x: Tensor) -> Tensor:
+        return weight_grad.linear(x, self.weight, self.bias).transpose(0, 1)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_linear_with_strided_gradients(autocast: bool) -> None:
+    """torch adds the bias apart from the product where the input is strided. The gradient of the bias is then one sum
+    over all dimensions, which adds up a strided gradient in another order."""
+    weight_grad.let_convert(Swapped, DeferringSwapped)
+    for make_input in (lambda: torch.randn(33, 5, 64).transpose(0, 1), lambda: torch.randn(5, 33, 64)):
+        compare(Swapped(64, 48), make_input, autocast=autocast)
+
+
 class Transposed(nn.Module):
     """As Conv1D of transformers."""
 
