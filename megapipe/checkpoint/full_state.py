@@ -272,7 +272,7 @@ class FullState:
                     raise ValueError(
                         f"optimizer {number} has state under {strange[0]!r}, which cannot be saved: use a string."
                     )
-        return [optimizer.state_dict() for optimizer in self._optimizers]
+        return [_state_dict_of(optimizer, number) for number, optimizer in enumerate(self._optimizers)]
 
     def _optimizer_states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         for optimizer, packed in zip(self._optimizers, self._packed):
@@ -326,6 +326,18 @@ class _ToRead:
                 _, key, name = full_key.split(".", 2)
                 states.setdefault(name, {})[_with_dots(key)] = what
         return states
+
+
+def _state_dict_of(optimizer: torch.optim.Optimizer, number: int) -> dict[str, Any]:
+    try:
+        return optimizer.state_dict()
+    except RuntimeError as error:
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            raise
+        raise ValueError(
+            f"optimizer {number} is a ZeroRedundancyOptimizer, whose state_dict() lacks what other replicas hold: use "
+            "fully_shard instead, or save the chunks without their optimizer."
+        ) from error
 
 
 def _without_dots(key: str) -> str:
