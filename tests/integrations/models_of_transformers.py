@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import RankPool, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -101,22 +102,38 @@ def test_captured_stages(rank: int, num_ranks: int, name: str, schedule: str, tm
     hf_models.assert_same_gradients(chunks, model, hf_models.names_of_tied(model))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "layout", "options"),
+    [
+        ("llama", None, {"target_modules": "all-linear"}),
+        ("gemma2", None, {"target_modules": "all-linear"}),
+        ("gpt2", None, {"target_modules": ["c_attn", "c_proj"]}),
+        ("llama", None, {"target_modules": ["q_proj", "lm_head"]}),
+        ("llama", None, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 1]}),
+        ("llama", None, {"target_modules": r".*layers\.[67]\.mlp\.up_proj", "modules_to_save": ["lm_head"]}),
+        ("llama", [8, 0, 0, 0], {"target_modules": ["embed_tokens", "down_proj"]}),
+        ("mixtral", None, {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}),
+    ],
+    ids=["all", "gemma2", "gpt2", "head", "first layers", "last layers", "one stage", "experts"],
+)
 @on_ranks(2)
-def test_adapters_are_trained_and_only_they_are_saved(rank: int, name: str, tmp_path: Path) -> None:
+def test_adapters_are_trained_and_only_they_are_saved(
+    rank: int, name: str, layout: list[int] | None, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where some stages have none: peft said that it found nothing there, or knows no module that is Absent."""
     peft = pytest.importorskip("peft")
-    targets = ["c_attn", "c_proj"] if name == "gpt2" else "all-linear"
     model = hf_models.make_model(name)
     hf_models.save_on_first(model, tmp_path / "given")
-    chunks = hf_models.load_chunks(tmp_path / "given", "zbv")
+    chunks = hf_models.load_chunks(tmp_path / "given", "zbv", layout=layout)
     for chunk in chunks:
         torch.manual_seed(chunk.stage.index)
-        chunk.add_adapter(peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        chunk.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, **options))
     save_pretrained(chunks, tmp_path / "saved")
     assert hf_models.files_of(tmp_path / "saved") == {"adapter_model.safetensors", "adapter_config.json"}
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "saved", is_trainable=True).train()
     microbatches = count_items(hf_models.batches(4))
     expected = hf_models.reference(adapted, microbatches)
+    optimizer = PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
     hf_models.assert_same_losses(hf_models.run("zbv", chunks, microbatches), expected, chunks)
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     num_trained = 0
@@ -126,8 +143,38 @@ def test_adapters_are_trained_and_only_they_are_saved(rank: int, name: str, tmp_
             assert (want is None) == (parameter.grad is None) == (not parameter.requires_grad)
             num_trained += want is not None
             assert want is None or torch.equal(parameter.grad, want), name_here
-    assert num_trained
-    dist.barrier()
+    total = torch.tensor(num_trained)
+    dist.all_reduce(total)
+    assert total.item() == sum(parameter.grad is not None for parameter in adapted.parameters()) > 0
+    optimizer.step()
+
+
+def add_wrong_adapter(rank: int, targets: list[list[str]]) -> None:
+    peft = importlib.import_module("peft")
+    hf_models.initialise(2)
+    chunks = build_chunks(hf_models.make_config("llama"), "zbv")
+    for number, names in enumerate(targets):
+        for chunk in chunks:
+            chunk.add_adapter(peft.LoraConfig(r=2, target_modules=names), str(number))
+            chunk.set_adapter([str(one) for one in range(number + 1)])
+    save_pretrained(chunks, "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([["q_porj"]], "Target modules {'q_porj'} not found"),
+        ([["q_proj"], ["lm_head"]], r"writes one adapter, .* active are \[\('0', '1'\)\]: call"),
+    ],
+    ids=["unknown", "two"],
+)
+def test_wrong_adapters_are_refused_on_all_ranks(ranks: RankPool, targets: list[list[str]], message: str) -> None:
+    """Of two active adapters the first was saved, without a word. transformers refuses to."""
+    pytest.importorskip("peft")
+    errors = ranks.run(2, add_wrong_adapter, targets, errors=True)
+    assert str(errors[0]) == str(errors[1])
+    with pytest.raises(ValueError, match=message):
+        raise errors[0]
 
 
 @pytest.mark.parametrize(("name", "gives_tokens"), [("qwen2", True), ("gemma2", False), ("mixtral", False)])

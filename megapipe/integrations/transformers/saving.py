@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ... import parallel_state
 from ...failures import AllRanks, is_disk_full
+from .adapters import adapters_of, has_adapters, save_adapter_config
 from .files import Entry, SafetensorsFile, share_out
 from .step import tied_names
 
@@ -38,7 +39,7 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
         max_file_size: bytes. A larger tensor has a file of its own.
 
     Raises:
-        ValueError: on every rank, where chunks are missing, or have not the same adapter.
+        ValueError: on every rank, where chunks are missing, or have not the same single adapter.
         RuntimeError: on every rank, where one cannot write.
     """
     folder, group = Path(folder), parallel_state.find_pipeline_group()
@@ -48,12 +49,11 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
         own += map(_described, chunks)
     stages = sorted(one for of_rank in _gather(own, group) for one in of_rank)
     with ranks.same_errors():
-        _check_complete(stages)
+        _check(stages)
     is_of_adapters = has_adapters(chunks[0])
     name = "adapter_model" if is_of_adapters else "model"
     entries = [[Entry.read(*entry) for entry in stage[-1]] for stage in stages]
     files = share_out(entries, math.inf if is_of_adapters else max_file_size, folder / name)
-    targets = _gather([_targets(chunk) for chunk in chunks] if is_of_adapters else [], group)
     is_writer = not dist.is_initialized() or parallel_state.get_data_parallel_rank() == 0
     is_first = is_writer and (group is None or group.rank() == 0)
     try:
@@ -71,7 +71,7 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
             if is_first:
                 _finish(folder, name, files)
                 if is_of_adapters:
-                    _save_adapter_config(chunks[0], [one for of_rank in targets for one in of_rank], folder)
+                    save_adapter_config(chunks[0], folder)
                 else:
                     _save_config(chunks[0], folder)
     except BaseException:
@@ -82,18 +82,26 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
 
 
 def _described(chunk: Any) -> list[Any]:
-    """Its stage, of how many, the adapters to be saved, and the names, dtypes and shapes of tensors."""
-    entries = [[name, str(t.dtype), list(t.shape)] for name, t in _to_save(chunk, on_meta=True)]
-    return [chunk.stage.index, chunk.stage.num_stages, chunk.active_adapters() if has_adapters(chunk) else [], entries]
+    """Its stage, of how many, its adapters, and the names, dtypes and shapes of the tensors to be saved."""
+    adapters = chunk.active_adapters() if has_adapters(chunk) else []
+    entries = [] if len(adapters) > 1 else [[name, str(t.dtype), list(t.shape)] for name, t in _to_save(chunk, True)]
+    return [chunk.stage.index, chunk.stage.num_stages, adapters, entries]
 
 
-def _check_complete(stages: Sequence[Any]) -> None:
+def _check(stages: Sequence[Any]) -> None:
+    """Whether they make a model, or an adapter."""
     numbers = [number for number, *_ in stages]
     num_stages = stages[0][1] if stages else 1
     if numbers != list(range(num_stages)):
         raise ValueError(
             f"save_pretrained needs each of {num_stages} stages once, and was given {numbers}: pass all chunks of each "
             "rank."
+        )
+    active = {tuple(adapters) for _, _, adapters, _ in stages}
+    if len(active) > 1 or len(*active) > 1:
+        raise ValueError(
+            f"save_pretrained writes one adapter, the same of all stages, and active are {sorted(active)}: call "
+            "add_adapter and set_adapter alike for all chunks, and save one adapter after the other."
         )
 
 
@@ -134,7 +142,7 @@ def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: b
 def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a chunk as they are in files, layer by layer."""
     revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
-    state = _adapters_of(chunk) if has_adapters(chunk) else chunk.state_dict()
+    state = adapters_of(chunk) if has_adapters(chunk) else chunk.state_dict()
     by_layer: dict[int | None, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in state.items():
         if name not in tied_names(chunk):
@@ -146,18 +154,6 @@ def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
         else:
             whole = revert(chunk, whole)
         yield from whole.items()
-
-
-def has_adapters(chunk: Any) -> bool:
-    """Whether `add_adapter` has been called."""
-    return bool(getattr(chunk, "_hf_peft_config_loaded", False))
-
-
-def _adapters_of(chunk: Any) -> dict[str, Tensor]:
-    peft: Any = importlib.import_module("peft")
-    name = chunk.active_adapters()[0]
-    adapters: dict[str, Tensor] = peft.get_peft_model_state_dict(chunk, adapter_name=name, save_embedding_layers=False)
-    return adapters
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -181,23 +177,6 @@ def _finish(folder: Path, name: str, files: Sequence[SafetensorsFile]) -> None:
         where = {entry.name: file.path.name for file in files for entry in file.entries}
         total = sum(entry.num_bytes for file in files for entry in file.entries)
         index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True))
-
-
-def _adapter_config(chunk: Any) -> Any:
-    return chunk.peft_config[chunk.active_adapters()[0]]
-
-
-def _targets(chunk: Any) -> Any:
-    targets = _adapter_config(chunk).target_modules
-    return sorted(targets) if isinstance(targets, set) else targets
-
-
-def _save_adapter_config(chunk: Any, targets: Sequence[Any], folder: Path) -> None:
-    """With the modules that have adapters on any stage: peft has found "all-linear" ones on each by themselves."""
-    config = copy.deepcopy(_adapter_config(chunk))
-    if all(isinstance(one, (set, list)) for one in targets):
-        config.target_modules = set().union(*targets)
-    config.save_pretrained(folder)
 
 
 def _save_config(chunk: Any, folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...plan import StageInfo
+from .adapters import WithAdapters
 from .config import ChunkConfig
 from .cut import Absent, Parts, cut, find_parts
 from .sliced import of_slice
@@ -31,7 +32,7 @@ class Routers(NamedTuple):
     """Of each."""
 
 
-class HuggingFaceStage(nn.Module):
+class HuggingFaceStage(WithAdapters):
     """What a chunk is, besides being a model of transformers. Its batches are that model's: tensors are [batch,
     sequence], and hidden states [batch, sequence, hidden]."""
 

@@ -1,0 +1,77 @@
+"""Adapters of `peft` on stages.
+
+Which modules get them is found out in the whole model, on the meta device: then a stage may have none of them, and what
+the whole model has not is the same error on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .cut import Absent
+from .whole import make_meta_model
+
+__all__ = ["WithAdapters", "adapters_of", "has_adapters", "save_adapter_config"]
+
+
+class WithAdapters(nn.Module):
+    """What stages do otherwise than transformers' models."""
+
+    config: Any
+    peft_config: dict[str, Any]
+    _active: list[str]
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """As in transformers: what there is of it on this stage. Every rank calls it for all of its chunks."""
+        peft, constants = (importlib.import_module(name) for name in ("peft", "peft.utils.constants"))
+        name, wanted, own = adapter_name or "default", copy.deepcopy(adapter_config), copy.deepcopy(adapter_config)
+        whole = make_meta_model(copy.deepcopy(self.config.model_config), torch.float32)
+        peft.inject_adapter_in_model(wanted, whole, name, low_cpu_mem_usage=True)
+        # Parameters that are targets by themselves are found on the stage by their own names.
+        adapted = {key for key, one in whole.named_modules() if _is_adapted(one) and not hasattr(one, "parameter_name")}
+        here = {key for key, module in self.named_modules() if not isinstance(module, Absent)}
+        own.target_modules = sorted(adapted & here) or constants.DUMMY_TARGET_MODULES
+        super().add_adapter(own, name)  # type: ignore[misc]
+        wanted.base_model_name_or_path = own.base_model_name_or_path
+        self.peft_config[name] = wanted
+
+    def set_adapter(self, adapter_name: list[str] | str) -> None:
+        """As in transformers, but that no layer need have adapters."""
+        self._active = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        if any(map(_is_adapted, self.modules())):
+            super().set_adapter(adapter_name)  # type: ignore[misc]
+
+    def active_adapters(self) -> list[str]:
+        """As in transformers, but that no layer need have adapters."""
+        if any(map(_is_adapted, self.modules())):
+            return list(super().active_adapters())  # type: ignore[misc]
+        return self._active
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    kind: type = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    return isinstance(module, kind)
+
+
+def has_adapters(chunk: Any) -> bool:
+    """Whether `add_adapter` has been called."""
+    return bool(getattr(chunk, "_hf_peft_config_loaded", False))
+
+
+def adapters_of(chunk: Any) -> dict[str, Tensor]:
+    """The tensors of the active adapter on this stage."""
+    peft: Any = importlib.import_module("peft")
+    (name,) = chunk.active_adapters()
+    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(chunk, adapter_name=name, save_embedding_layers=False)
+    return tensors
+
+
+def save_adapter_config(chunk: Any, folder: Path) -> None:
+    (name,) = chunk.active_adapters()
+    chunk.peft_config[name].save_pretrained(folder)
