@@ -1,10 +1,9 @@
-"""torch.cuda's streams, events and graphs on the tests' asynchronous device, and the driver's call that megapipe makes:
-so that the code for CUDA itself runs where there is none."""
+"""torch.cuda's streams, events and graphs on the tests' asynchronous device, so that the code for CUDA itself runs
+where there is none."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import threading
 import time
@@ -15,7 +14,6 @@ from unittest import mock
 import lazy_device
 import torch
 
-from megapipe.transports import staging
 from megapipe.transports.choice import DEVICES
 
 NUM_EVENTS = 0
@@ -59,12 +57,6 @@ class Event:
 class Stream(lazy_device.Stream):
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         super().__init__()
-        self.cuda_stream = id(self)
-        STREAMS[self.cuda_stream] = self
-
-
-STREAMS: dict[int, Stream] = {}
-"""By handle."""
 
 
 class CUDAGraph:
@@ -86,25 +78,6 @@ def graph(cuda_graph: CUDAGraph) -> Iterator[None]:
         yield
     finally:
         stream.capture = None
-
-
-class Driver:
-    """libcuda"""
-
-    @staticmethod
-    def cuStreamWaitValue32_v2(
-        stream: ctypes.c_void_p, address: ctypes.c_uint64, value: ctypes.c_uint32, flags: ctypes.c_uint
-    ) -> int:
-        assert flags.value == 0  # CU_STREAM_WAIT_VALUE_GEQ
-        number = ctypes.c_uint32.from_address(address.value)
-        wanted = value.value
-
-        def wait() -> None:
-            while ctypes.c_int32(number.value - wanted).value < 0:
-                time.sleep(0.0001)
-
-        STREAMS[stream.value or 0].put(wait)
-        return 0
 
 
 STAND_INS: dict[str, Any] = {
@@ -139,7 +112,6 @@ def as_cuda() -> Iterator[None]:
     """Around what uses the device, which counts as CUDA meanwhile."""
     with (
         mock.patch.multiple(torch.cuda, **STAND_INS),
-        mock.patch.object(staging, "_driver", Driver),
         mock.patch.dict(DEVICES, {lazy_device.DEVICE.type: DEVICES["cuda"]}),
         lazy_device.lazily(),
     ):

@@ -67,9 +67,7 @@ class BackendChannel(Channel):
         return Transfer(None, tensors, self._start(self._backend.send, tensors))
 
     def receive(self, spec: MessageSpec) -> Transfer:
-        return self.receive_into([self._allocate(t.shape, t.dtype) for t in spec.tensors], spec)
-
-    def receive_into(self, buffers: list[torch.Tensor], spec: MessageSpec) -> Transfer:
+        buffers = [self._allocate(t.shape, t.dtype) for t in spec.tensors]
         return Transfer(spec, buffers, self._start(self._backend.recv, buffers))
 
     def _start(self, operation: Callable[..., Any], tensors: list[torch.Tensor]) -> list[Any]:

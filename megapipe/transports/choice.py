@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -11,22 +10,13 @@ from ..p2p_communication import Transport
 from .channel import Members
 from .cuda_events import CudaEvents
 from .gloo import GlooTransport
+from .host import HostTransport
 from .nccl import NcclTransport
-from .staging import CudaStaging, StagedTransport, Staging
 
-__all__ = ["DEVICES", "DeviceSupport", "is_capturing", "make_transport"]
+__all__ = ["DEVICES", "is_capturing", "make_transport"]
 
-
-class DeviceSupport(NamedTuple):
-    """What a type of device needs to hold the stages of a pipeline."""
-
-    staging: Callable[[torch.device], Staging]
-    events: Callable[[torch.device], CudaEvents]
-    """Marks points of the current stream, see `Transport.mark`."""
-
-
-DEVICES = {"cuda": DeviceSupport(CudaStaging, CudaEvents)}
-"""By type of device."""
+DEVICES: dict[str, Callable[[torch.device], CudaEvents]] = {"cuda": CudaEvents}
+"""By type of device that may hold stages, events that mark points of its current stream."""
 
 
 def make_transport(
@@ -48,15 +38,14 @@ def make_transport(
         raise ValueError(f"pipelines run on cpu and cuda devices, but the model is on {device}.")
     if name is None:
         name = "nccl" if device.type == "cuda" and not is_shared(device) else "host"
-    support = DEVICES[device.type]
-    events = support.events(device)
+    if name == "host":
+        return HostTransport(members, device)
+    events = DEVICES[device.type](device)
 
     def mark() -> Callable[[], bool]:
         return events.record().query
 
-    if name == "nccl":
-        return NcclTransport(members, device, mark, GlooTransport(members) if dynamic_shapes else None)
-    return StagedTransport(GlooTransport(members), support.staging(device), mark)
+    return NcclTransport(members, device, mark, GlooTransport(members) if dynamic_shapes else None)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..p2p_communication import ConnectionLostError, Lookahead, Transport
+from ..p2p_communication import Channel, ConnectionLostError, Lookahead, Transport
 from ..parallel_state import abort_gloo
 from ..plan import ChannelName
 from .channel import BackendChannel, Members
@@ -59,7 +59,7 @@ class GlooTransport(Transport):
             else:
                 self._backend.set_result(backend)
 
-    def channel(self, name: ChannelName, peer: int, sends: bool) -> BackendChannel:
+    def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
         pool = ReceiveBufferPool()
         self._pools.append(pool)
         tag = len(self.TAGS) * name.boundary + self.TAGS.index(name.kind)

@@ -141,7 +141,7 @@ def gradients(chunks: list[Stage], read: Any) -> list[Tensor]:
     ids=["2", "4", "4-all"],
 )
 @on_ranks()
-def test_same_as_on_cpu_without_a_host_wait(rank: int, num_ranks: int, schedules: list[str], transport: str) -> None:
+def test_same_as_on_cpu(rank: int, num_ranks: int, schedules: list[str], transport: str) -> None:
     for schedule in schedules:
         options = {"num_microbatches": 2 * num_ranks}
         expected = build(schedule, num_ranks, transport)
@@ -152,11 +152,12 @@ def test_same_as_on_cpu_without_a_host_wait(rank: int, num_ranks: int, schedules
         with on_lazy_device(chunks) as lazy:
             place, read = lazy.device.to_device, lazy.device.to_host
             got = step(schedule, chunks, place, **options)
-            assert len(lazy.device.SYNCS) <= len(chunks), schedule  # each looks once whether it is given gradients
+            # Over NCCL the host never waits, but once for each chunk, to look whether it is given gradients.
+            assert transport == "host" or len(lazy.device.SYNCS) <= len(chunks), schedule
             lazy.device.SYNCS.clear()
             got_validated = step(schedule, chunks, place, forward_only=True, **options)
             step(schedule, chunks, place, **options)
-            assert not lazy.device.SYNCS, lazy.device.SYNCS[0]
+            assert transport == "host" or not lazy.device.SYNCS, lazy.device.SYNCS[0]
             assert [read(one["loss"]) for one in got] == [one["loss"] for one in losses], schedule
             assert [read(one["loss"]) for one in got_validated] == [one["loss"] for one in validated], schedule
             for mine, theirs in zip(gradients(chunks, read), gradients(expected, lambda grad: grad), strict=True):

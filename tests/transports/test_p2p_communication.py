@@ -31,11 +31,10 @@ from megapipe.p2p_communication import (
 )
 from megapipe.plan import ChannelName, Placement, Plan, loop, make_plan, v_shape
 from megapipe.transports import GlooTransport, Members, make_transport
-from megapipe.transports.choice import DEVICES, DeviceSupport
+from megapipe.transports.choice import DEVICES
 from megapipe.transports.nccl import NcclTransport
 from megapipe.transports.outbox import Outbox
 from megapipe.transports.receive_buffers import ReceiveBufferPool
-from megapipe.transports.staging import StagedTransport
 
 TENSOR = torch.ones(2, 3)
 FORWARD = ChannelName("forward", 0)
@@ -402,18 +401,18 @@ def test_at_most_one_message_is_received_early(schedule: str) -> None:
         (None, "cpu", False, "GlooTransport"),
         ("nccl", "cpu", False, "GlooTransport"),
         (None, "cuda", False, "NcclTransport"),
-        (None, "cuda", True, "StagedTransport"),
-        ("host", "cuda", False, "StagedTransport"),
+        (None, "cuda", True, "HostTransport"),
+        ("host", "cuda", False, "HostTransport"),
         ("nccl", "cuda", True, "NcclTransport"),
-        (None, "other", False, "StagedTransport"),
+        (None, "other", False, "HostTransport"),
     ],
 )
 def test_which_transport_a_device_takes(name: str | None, device: str, is_shared: bool, expected: str) -> None:
     """NCCL refuses two ranks on one GPU, and knows no other devices."""
     members = Members(HashStore(), HashStore(), 0, range(2), 60)
-    support = DeviceSupport(lambda device: mock.Mock(), lambda device: lambda: True)
+    events = mock.Mock()
     made: Any = SimpleNamespace(type=device)
-    with mock.patch.dict(DEVICES, {"cuda": support, "other": support}):
+    with mock.patch.dict(DEVICES, {"cuda": events, "other": events}):
         transport = make_transport(name, members, made, lambda _: is_shared, dynamic_shapes=True)
     assert type(transport).__name__ == expected
     transport.close()
@@ -482,19 +481,6 @@ def test_a_buffer_in_use_is_not_used_again(holder: Callable[[Tensor], Tensor]) -
     assert pool.allocate(shape, torch.uint8).data_ptr() != first
     del held
     assert first in {pool.allocate(shape, torch.uint8).data_ptr() for _ in range(2)}
-
-
-def test_a_device_goes_on_with_zeros_where_a_message_is_lost() -> None:
-    """It must not wait for ever, and the step fails at its end."""
-    lost = Transfer(None, [torch.ones(2)], [mock.Mock(wait=mock.Mock(side_effect=RuntimeError("closed")))])
-    transport = StagedTransport(mock.Mock(), staging := mock.Mock(), lambda: lambda: True)
-    transport.await_on_device(lost)
-    with pytest.raises(ConnectionLostError, match="closed"):
-        transport.drain()
-    assert not lost.tensors[0].any()
-    staging.arrive.assert_called_once_with()
-    assert transport.num_arrived == 1
-    transport.close()
 
 
 def test_a_rank_that_is_not_there_when_connecting_is_a_lost_connection() -> None:
