@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import math
 import os
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -109,7 +111,7 @@ class Sequences(NamedTuple):
 
 def read_data(path: str, tokenizer: Any, seq_length: int) -> Sequences:
     datasets.disable_progress_bars()
-    rows = datasets.load_dataset("json", data_files=path, split="train")
+    rows = read_rows(path)
     rows = rows.map(partial(tokenize, tokenizer=tokenizer), remove_columns=rows.column_names)
     tokens, labels, positions = [], [], []
     for row in rows.with_format("torch"):
@@ -129,22 +131,37 @@ def read_data(path: str, tokenizer: Any, seq_length: int) -> Sequences:
     return found._replace(positions=numbers - starts)
 
 
+def read_rows(path: str) -> Any:
+    try:
+        return datasets.load_dataset("json", data_files=path, split="train")
+    except Exception as error:
+        with open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    json.loads(line.strip() or "{}")
+                except ValueError as broken:
+                    raise ValueError(f"line {number} of --data {path} is no JSON ({broken}): {line[:60]!r}.") from None
+        raise ValueError(f"--data {path} cannot be read, or is empty ({error!r}).") from error
+
+
 def tokenize(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Token by token whether it is to be learnt."""
     if row.get("messages"):
-        marks = "{% generation %}" in (tokenizer.chat_template or "").replace("{%-", "{%")
+        # As transformers looks for it: without it, it has no marks.
+        marks = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
         found = tokenizer.apply_chat_template(
             row["messages"], return_dict=True, return_assistant_tokens_mask=marks, tokenize=True
         )
         tokens = found["input_ids"]
         learnt = [bool(one) for one in found["assistant_masks"]] if marks else [True] * len(tokens)
-    elif row.get("text") is not None:
+    elif isinstance(row.get("text"), str):
         tokens = tokenizer(row["text"])["input_ids"]
         if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
             tokens = [*tokens, tokenizer.eos_token_id]
         learnt = [True] * len(tokens)
     else:
-        raise ValueError(f'each line of the data needs "text" or "messages", but one has {sorted(row)}.')
+        found = {name: value for name, value in row.items() if value is not None}
+        raise ValueError(f'each line of the data needs "text" or at least one of "messages", but one is {found}.')
     return {"tokens": tokens, "learnt": learnt}
 
 
@@ -171,9 +188,8 @@ class Trainer:
                 f"--data {args.data} has {len(self.sequences.tokens)} sequences to train on, less than "
                 f"--global-batch-size {args.global_batch_size}."
             )
-        self.num_steps = args.train_steps or math.ceil(
-            args.epochs * len(self.sequences.tokens) / args.global_batch_size
-        )
+        self.consumed_samples = 0
+        self.num_steps = self.find_num_steps()
         self.chunks = self.build()
         self.reducer = None
         self.tied = tie_weights(self.chunks)
@@ -190,6 +206,31 @@ class Trainer:
         if args.checkpoints is not None:
             others = {"lr_scheduler": self.scheduler}
             self.checkpointer = Checkpointer(args.checkpoints, self.chunks, self.optimizer, others=others, keep_last=2)
+
+    def find_num_steps(self, done: int = 0) -> int:
+        """All there are to be, where so many have been done: with the samples left, which may be in other batches."""
+        left = self.args.epochs * len(self.sequences.tokens) - self.consumed_samples
+        return self.args.train_steps or done + max(0, math.ceil(left / self.args.global_batch_size))
+
+    def load(self) -> int:
+        """Go on from --checkpoints. Returns the steps that have been done."""
+        loaded = None if self.checkpointer is None else self.checkpointer.load(may_be_empty=True)
+        if loaded is None:
+            return 0
+        count = len(self.sequences.tokens)
+        before = loaded.data or {"consumed_samples": loaded.step * self.args.global_batch_size, "num_sequences": count}
+        if count != before["num_sequences"]:
+            raise ValueError(
+                f"--data has {count} sequences to train on, and had {before['num_sequences']} when "
+                f"{self.args.checkpoints} was saved: go on with the same data, --seq-length and --eval-fraction."
+            )
+        self.consumed_samples = before["consumed_samples"]
+        self.num_steps = self.find_num_steps(loaded.step)
+        return loaded.step
+
+    def save(self, step: int) -> None:
+        position = {"consumed_samples": self.consumed_samples, "num_sequences": len(self.sequences.tokens)}
+        self.checkpointer.save(step, position)
 
     def build(self) -> list[Any]:
         args = self.args
@@ -231,11 +272,11 @@ class Trainer:
         done = (step - self.args.warmup_steps) / max(1, self.num_steps - self.args.warmup_steps)
         return max(0.0, 0.5 * (1 + math.cos(math.pi * done)))
 
-    def microbatches(self, step: int) -> list[dict[str, Any]]:
-        """This replica's, of a step. All ranks draw the same numbers, whenever they ask."""
-        args, count = self.args, len(self.sequences.tokens)
-        samples = range(step * args.global_batch_size, (step + 1) * args.global_batch_size)
-        orders = {epoch: shuffled(count, args.seed + epoch) for epoch in {sample // count for sample in samples}}
+    def microbatches(self) -> list[dict[str, Any]]:
+        """This replica's, of the next step. All ranks draw the same numbers, whenever they ask."""
+        count = len(self.sequences.tokens)
+        samples = range(self.consumed_samples, self.consumed_samples + self.args.global_batch_size)
+        orders = {epoch: shuffled(count, self.args.seed + epoch) for epoch in {sample // count for sample in samples}}
         return self.share([orders[sample // count][sample % count] for sample in samples], self.sequences)
 
     def share(self, numbers: list[int], sequences: Sequences) -> list[dict[str, Any]]:
@@ -261,9 +302,10 @@ class Trainer:
         dist.all_reduce(loss)
         return loss
 
-    def train_step(self, step: int) -> tuple[Tensor, float]:
+    def train_step(self) -> tuple[Tensor, float]:
         """Returns the loss and the gradients' norm before clipping."""
-        loss = self.run_pipeline(self.microbatches(step))
+        loss = self.run_pipeline(self.microbatches())
+        self.consumed_samples += self.args.global_batch_size
         norm = megapipe.clip_grad_norm_(self.chunks, self.args.clip_grad).item()
         if math.isfinite(norm):
             self.optimizer.step()
@@ -302,9 +344,11 @@ def shuffled(count: int, seed: int) -> list[int]:
 def first_rank_first() -> Iterator[None]:
     if dist.get_rank() != 0:
         dist.barrier()
-    yield
-    if dist.get_rank() == 0:
-        dist.barrier()
+    try:
+        yield
+    finally:  # also where it fails, as it then does on all
+        if dist.get_rank() == 0:
+            dist.barrier()
 
 
 def peak_memory(device: torch.device) -> float:
@@ -366,8 +410,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     parallel_state.initialize_model_parallel(args.pipeline_model_parallel_size or dist.get_world_size())
     torch.manual_seed(args.seed + dist.get_rank())  # dropout
     trainer = Trainer(args, device)
-    loaded = None if trainer.checkpointer is None else trainer.checkpointer.load(may_be_empty=True)
-    first_step = 0 if loaded is None else loaded.step
+    first_step = trainer.load()
     log = Log(args, trainer.num_steps, first_step)
     log.console.print(
         f"{type(trainer.chunks[0]).__name__} on {dist.get_world_size()} ranks, schedule "
@@ -379,7 +422,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     with log.progress:
         end = min(trainer.num_steps, args.stop_after or trainer.num_steps)
         for step in range(first_step, end):
-            loss, norm = trainer.train_step(step)
+            loss, norm = trainer.train_step()
             done, is_last = step + 1, step + 1 == end
             if done % args.log_interval == 0 or is_last or step == first_step:
                 losses.append(loss.item())
@@ -388,7 +431,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
             if args.eval_interval and (done % args.eval_interval == 0 or is_last):
                 log.write(done, evaluation_loss=trainer.evaluate())
             if trainer.checkpointer is not None and (done % args.save_interval == 0 or is_last):
-                trainer.checkpointer.save(done)
+                trainer.save(done)
             log.progress.update(log.bar, completed=done)
     if trainer.checkpointer is not None:
         trainer.checkpointer.wait()

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,6 +90,72 @@ def test_a_run_goes_on_under_another_schedule_and_is_loaded_by_transformers(rank
     losses = ranks.run(2, finetune, arguments_for(folder, "text.jsonl", more + " --schedule 1f1b"))[0]
     assert losses == pytest.approx(expected[4:], rel=1e-4)
     assert transformers.AutoModelForCausalLM.from_pretrained(folder / "out").config.vocab_size == 300
+
+
+def numbers_of(rank: int, arguments: str) -> list[int]:
+    """The sequences that a run trains on, in their order."""
+    sys.path.insert(0, str(EXAMPLES))
+    import finetune_hf
+
+    found: list[int] = []
+
+    class Recording(finetune_hf.Trainer):
+        def share(self, numbers: list[int], sequences: Any) -> Any:
+            found.extend(numbers if sequences is self.sequences else [])
+            return super().share(numbers, sequences)
+
+    with mock.patch.object(finetune_hf, "Trainer", Recording):
+        finetune_hf.train(finetune_hf.parse_args(arguments.split()), torch.device("cpu"))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_a_run_goes_on_with_another_batch_size_where_it_was_in_the_data(
+    ranks: RankPool, folder: Path, size: int
+) -> None:
+    """Steps were counted: smaller batches repeated data, and larger ones left some out."""
+    more = f"--checkpoints {folder / 'checkpoints'} --micro-batch-size 2 --eval-interval 0"
+    (first,) = ranks.run(1, numbers_of, arguments_for(folder, "text.jsonl", f"{more} --stop-after 3"))
+    (rest,) = ranks.run(1, numbers_of, arguments_for(folder, "text.jsonl", f"{more} --global-batch-size {size}"))
+    seen = {*first, *rest}
+    assert len(first) == 24
+    assert seen == set(range(max(seen) + 1))
+    assert len(first + rest) < len(seen) + size  # the last batch is filled from the next epoch
+
+
+@pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%-generation%}"])
+def test_what_the_assistant_says_is_learnt_alone(monkeypatch: pytest.MonkeyPatch, folder: Path, tag: str) -> None:
+    """{%- generation -%} was not seen, and what the user says was learnt as well."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import finetune_hf
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE.replace("{% generation %}", tag)
+    chat = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "x = 1"}]
+    row = finetune_hf.tokenize({"messages": chat}, tokenizer)
+    learnt = [token for token, is_learnt in zip(row["tokens"], row["learnt"]) if is_learnt]
+    assert "".join(tokenizer.convert_ids_to_tokens(learnt)) == "ĠxĠ=Ġ1</s>"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"text": "a"}\n{"text": \n', r"line 2 of --data .* is no JSON \(.*\): '{\"text\": "),
+        (
+            '{"text": "a"}\n{"messages": []}\n',
+            r"needs \"text\" or at least one of \"messages\", but one is {'messages': \[\]}",
+        ),
+        ("", r"--data .* cannot be read, or is empty"),
+        ('{"text": 5}\n', r"but one is {'text': 5}"),
+    ],
+)
+def test_data_that_cannot_be_read(ranks: RankPool, folder: Path, lines: str, message: str) -> None:
+    """Of a broken line it was said that an object or value is expected, and of no messages that "messages" are needed;
+    the other ranks waited for the first."""
+    (folder / "bad.jsonl").write_text(lines)
+    for error in ranks.run(2, finetune, arguments_for(folder, "bad.jsonl", ""), errors=True):
+        with pytest.raises(ValueError, match=message):
+            raise error
 
 
 def test_adapters_in_bf16(ranks: RankPool, folder: Path) -> None:
