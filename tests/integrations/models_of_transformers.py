@@ -149,6 +149,21 @@ def test_adapters_are_trained_and_only_they_are_saved(
     optimizer.step()
 
 
+@on_ranks(2)
+def test_a_deleted_adapter_leaves_no_names(rank: int, tmp_path: Path) -> None:
+    """Layers stay those of peft, and weights were saved under names that from_pretrained does not know."""
+    peft = pytest.importorskip("peft")
+    model = hf_models.make_model("llama")
+    hf_models.save_on_first(model, tmp_path / "given")
+    chunks = hf_models.load_chunks(tmp_path / "given", "1f1b")
+    for chunk in chunks:
+        chunk.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False), "one")
+        chunk.delete_adapter("one")
+    save_pretrained(chunks, tmp_path / "saved")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    hf_models.assert_same_weights(saved, model)
+
+
 def add_wrong_adapter(rank: int, targets: list[list[str]]) -> None:
     peft = importlib.import_module("peft")
     hf_models.initialise(2)

@@ -142,7 +142,10 @@ def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: b
 def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a chunk as they are in files, layer by layer."""
     revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
-    state = adapters_of(chunk) if has_adapters(chunk) else chunk.state_dict()
+    if has_adapters(chunk):
+        state = adapters_of(chunk)
+    else:  # a layer whose adapters were deleted keeps its own in it
+        state = {name.replace(".base_layer.", "."): tensor for name, tensor in chunk.state_dict().items()}
     by_layer: dict[int | None, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in state.items():
         if name not in tied_names(chunk):
