@@ -99,7 +99,7 @@ wheel: $(INSTALLED)
 	OMP_NUM_THREADS=1 .venv-wheel/bin/python tests/installed.py
 
 fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -W ignore tests/fuzz.py --minutes $(MINUTES) $(addprefix --seed ,$(SEED))
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -W ignore tests/fuzz --minutes $(MINUTES) $(addprefix --seed ,$(SEED))
 
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m soak

@@ -1,10 +1,10 @@
-"""Some of the random cases of `make fuzz`: quick ones, and one with captured stages."""
+"""Some of the random cases of `make fuzz`: quick ones that have most of its features, and one with captured stages."""
 
 import pytest
-from fuzz import run_case
+from fuzz import make_case, run_case
 from ranks import RankPool
 
 
-@pytest.mark.parametrize("number", [2, 5, 8, 11, 14, 15, 16, 18, 20])
+@pytest.mark.parametrize("number", [0, 1, 2, 20, 21, 22, 23, 32, 34])
 def test_a_random_case(ranks: RankPool, number: int) -> None:
-    assert run_case(ranks, 1, number) is None
+    assert run_case(ranks, make_case(1, number)) is None

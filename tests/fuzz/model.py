@@ -1,0 +1,361 @@
+"""Features of the model, its data and its messages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from models import BATCH, HIDDEN, seed_cpu
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import megapipe
+from megapipe import slices, weight_grad
+from megapipe.graph import capture
+
+from .cases import SEQUENCE, Case, Feature
+from .messages import OF_ENTRIES, OF_X
+from .stages import example_message
+
+CAN_CAPTURE = torch.__version__ >= "2.9"
+
+
+class Looking(nn.Module):
+    """A block whose positions look back: to the one before them, and by attention."""
+
+    def __init__(self, block: nn.Module, window: int | None) -> None:
+        super().__init__()
+        self.window, self.block = window, block
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = [last for (last,) in slices.earlier((self, "last"))] or [torch.zeros_like(x[:1])]
+        slices.keep((self, "last"), x[-1:])
+        x = x + 0.5 * torch.cat([before[-1], x[:-1]])
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 1, 3, 0, 4)
+        seen = slices.attention(q, k, v, owner=self, window=self.window)
+        return self.block(x + seen.permute(2, 0, 1, 3).flatten(2))
+
+
+class Slices(Feature):
+    chance = 0.9
+    goes = staticmethod(lambda case: case.can_cut)
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.window = rng.choice([None, 1, 3])
+        num_slices = rng.randint(1, SEQUENCE)
+        self.are_default = rng.random() < 0.5
+        stops = [0, *sorted(rng.sample(range(1, SEQUENCE), num_slices - 1)), SEQUENCE]
+        self.lengths = [stop - start for start, stop in pairwise(stops)]
+        if self.are_default:
+            self.lengths = [SEQUENCE // num_slices + (k < SEQUENCE % num_slices) for k in range(num_slices)]
+
+    def config(self, config: dict[str, Any]) -> None:
+        config["num_sequence_slices"] = len(self.lengths)
+        config["sequence_slice_lengths"] = None if self.are_default else self.lengths
+
+    def layer(self, layer: nn.Module, number: int) -> nn.Module:
+        return Looking(layer, self.window)
+
+
+def one_by_one(kept: list[Tensor]) -> Tensor:
+    return sum(kept[1:], kept[0])
+
+
+SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "one by one": one_by_one,
+    "stack": lambda kept: torch.stack(kept).sum(0),
+    "mean": lambda kept: torch.stack(kept, 1).mean(1) * len(kept),
+    "views": lambda kept: one_by_one([one.view(-1) for one in kept]).view(BATCH, HIDDEN),
+    "cat": lambda kept: torch.cat([one[None] for one in kept]).sum(0),
+}
+
+
+class Sums(nn.Module):
+    """Behind a layer: each position adds up all positions before it, those of earlier slices by `how`."""
+
+    def __init__(self, layer: nn.Module, how: str, kept: str) -> None:
+        super().__init__()
+        self.inner, self.how, self.kept = layer, how, kept
+        self.weight = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = [one for (one,) in slices.earlier(self)]
+        weighted = self.inner(x) * self.weight
+        sums = weighted.cumsum(0)
+        total = sums[-1] if self.kept == "view" else weighted.sum(0)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.kept != "without gradients"):
+            slices.keep(self, total.view(BATCH, HIDDEN))
+        if self.kept == "changed":
+            total.mul_(2)
+        for one in before if self.how == "broadcast" or not before else [SUMS[self.how](before)]:
+            sums = sums + one
+        return x + torch.tanh(0.3 * sums)
+
+
+class KeptSums(Feature):
+    """A layer adds up what earlier slices have kept: right, or in ways that may be refused."""
+
+    chance = 0.6
+    goes = staticmethod(lambda case: case.is_cut)
+    mistakes = {"without gradients": "gradients of later slices", "changed": "in place|inplace operation"}  # noqa: RUF012
+    refusal = property(lambda self: self.mistakes.get(self.kept, ""))
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.number, self.how = rng.randrange(case.num_layers), rng.choice([*SUMS, "broadcast"])
+        self.kept = rng.choice(["sum", "sum", "sum", "view", *self.mistakes])
+
+    def layer(self, layer: nn.Module, number: int) -> nn.Module:
+        return Sums(layer, self.how, self.kept) if number == self.number else layer
+
+
+class Odd(nn.Module):
+    """A layer, and behind it something unusual."""
+
+    def __init__(self, layer: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = layer, kind
+        self.linear = nn.LazyLinear(HIDDEN) if kind == "lazy" else nn.Linear(HIDDEN, HIDDEN)
+        self.in_list = weights = [self.linear.weight]
+        self.closure = lambda x: x @ weights[0]
+        self.last: Tensor | None = None
+        if kind == "late buffer":
+            self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ODD[self.kind](self, self.inner(x))
+
+    def bend(self, x: Tensor) -> Tensor:
+        if isinstance(self.linear, nn.LazyLinear):
+            seed_cpu(5)
+        return x + torch.tanh(self.linear(x))
+
+
+def with_statistics(odd: Odd, x: Tensor) -> Tensor:
+    """In a buffer that is not there before the first forward."""
+    before = getattr(odd, "mean", None)
+    odd.register_buffer("mean", x.detach().mean() if before is None else 0.9 * before + 0.1 * x.detach().mean())
+    return odd.bend(x - odd.mean)
+
+
+def keeping_output(odd: Odd, x: Tensor) -> Tensor:
+    """It is written to in the next forward."""
+    if odd.last is not None:
+        with torch.no_grad():
+            odd.last.zero_()
+    odd.last = x + odd.linear.bias
+    return odd.last
+
+
+ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
+    "idle": lambda odd, x: x,
+    "strided": lambda odd, x: odd.bend(x.transpose(0, 1)).transpose(0, 1),
+    "dropout": lambda odd, x: F.dropout(odd.bend(x), 0.3),
+    "Python's random numbers": lambda odd, x: odd.bend(x) if random.random() < 0.5 else x,
+    "NumPy's random numbers": lambda odd, x: odd.bend(x) if numpy.random.random() < 0.5 else x,
+    "weight in list": lambda odd, x: x + torch.tanh(x @ odd.in_list[0]),
+    "weight in closure": lambda odd, x: x + torch.tanh(odd.closure(x)),
+    "lazy": Odd.bend,
+    "late buffer": with_statistics,
+    "new buffer": with_statistics,
+    "kept output": keeping_output,
+}
+LEAVE_TRACES = {"late buffer", "new buffer", "kept output"}
+RANDOM = {"dropout", "Python's random numbers", "NumPy's random numbers"}
+CANNOT_RUN_TWICE = {*RANDOM, *LEAVE_TRACES} - {"dropout"}
+CANNOT_BE_SHARDED = {"weight in list", "weight in closure", "lazy", *LEAVE_TRACES}
+
+
+class OddLayers(Feature):
+    chance = 0.4
+    needs_seed = property(lambda self: any(RANDOM & {*self.of_layers.values()}))
+    is_whole = property(lambda self: "dropout" not in self.of_layers.values())
+    refusal = property(lambda self: "inplace operation|in place" if "kept output" in self.of_layers.values() else "")
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        kinds = [kind for kind in ODD if not (case.is_cut and kind in LEAVE_TRACES)]
+        self.of_layers = {rng.randrange(case.num_layers): rng.choice(kinds) for _ in range(rng.randint(1, 2))}
+
+    def layer(self, layer: nn.Module, number: int) -> nn.Module:
+        return Odd(layer, self.of_layers[number]) if number in self.of_layers else layer
+
+
+class Companions(Feature):
+    """Messages hold tensors of other dtypes, with and without gradients."""
+
+    has_entries = True
+    is_whole = False  # half precision rounds
+
+    def take(self, x: Tensor, stage: Any, entries: dict[str, Any], tokens: Tensor | None) -> Tensor:
+        if tokens is not None:
+            entries |= {"mask": tokens % 2, "count": 0.1 * tokens.to(x.dtype).unsqueeze(-1)}
+            return x
+        return x + 0.25 * entries.pop("half").to(x.dtype) + entries["mask"].unsqueeze(-1) * entries["count"]
+
+    def give(self, stage: Any, entries: dict[str, Any]) -> None:
+        entries["half"] = (2 * entries["x"]).bfloat16()
+
+
+class Auxiliary(Feature):
+    """Each stage adds to a loss, a tensor of one element, which counts by a coefficient: also by none."""
+
+    has_entries = True
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.coefficient = rng.choice([0.0, 0.0, 0.25])
+
+    def stage(self, stage: Any) -> None:
+        stage.gate = nn.Parameter(torch.ones(3))
+
+    def give(self, stage: Any, entries: dict[str, Any]) -> None:
+        loss = entries.get("loss", 0.0) + (stage.gate**2).sum()
+        entries["loss"] = self.coefficient * loss if stage.info.is_last else loss
+
+
+class Number(Feature):
+    """Messages hold a plain number, another one in each step."""
+
+    has_entries = True
+    chance = 0.2
+
+    def before(self, trial: Any, step: int) -> None:
+        for stage in trial.all_stages():
+            stage.number = step
+
+    def take(self, x: Tensor, stage: Any, entries: dict[str, Any], tokens: Tensor | None) -> Tensor:
+        return x * (1 + 0.1 * entries.setdefault("number", getattr(stage, "number", 0)))
+
+
+class Message(Feature):
+    chance = 0.8
+    tolerance = property(lambda self: 1e-5 if self.kind == "strided" else 0.0)  # messages are made contiguous
+    refusal = property(lambda self: "cannot be sent" if self.kind.startswith("unknown") else "")
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.kind = rng.choice(list(OF_ENTRIES if case.any("has_entries") or rng.random() < 0.5 else OF_X))
+
+
+class Mask(Feature):
+    """Every stage is called with a keyword argument of its microbatch."""
+
+    chance = 0.25
+
+
+class AsPipelineStage(Feature):
+    """Modules know nothing of stages."""
+
+    def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
+        return megapipe.PipelineStage(chunk, stage.info, stage.config)
+
+
+class Double(Feature):
+    """All in float64."""
+
+    chance = 0.25
+
+    def stage(self, stage: Any) -> None:
+        stage.double()
+
+
+class Frozen(Feature):
+    """Step by step, how the names of parameters begin that are frozen."""
+
+    changes = property(lambda self: len({*self.of_step}) > 1)
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        first = ("embedding.", "gate", *(f"layers.{number}." for number in range(rng.randrange(case.num_layers))))
+        choices = [(), (f"layers.{rng.randrange(case.num_layers)}.",), first]
+        self.of_step = [rng.choice(choices) for _ in range(rng.randint(1, 3))]
+
+    def stage(self, stage: Any, step: int = 0) -> None:
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(not name.startswith(self.of_step[step % len(self.of_step)]))
+
+    def before(self, trial: Any, step: int) -> None:
+        for stage in trial.all_stages():
+            self.stage(stage, step)
+
+
+class Forms(Feature):
+    """Of each stage: deferring, in segments, recomputed; or captured."""
+
+    chance = 0.8
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        is_plain = not (case.any("needs_seed") or case.any("has_entries") or case.can_cut or case.get("Mask"))
+        forms = [["", "deferring"], ["", "in segments"]]
+        if not CANNOT_RUN_TWICE & case.odd:
+            forms.append(["", "", "recomputed", "recomputed" if case.can_cut else "reentrant recomputed"])
+        if CAN_CAPTURE and is_plain and case.kind in OF_X and case.kind != "strided" and rng.random() < 0.4:
+            forms = [["", "captured", "captured recomputed", "deferring"]]  # which takes its time
+        self.of_stage = [" ".join(filter(None, map(rng.choice, forms))) for _ in range(case.num_stages)]
+
+    def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
+        form = self.of_stage[stage.info.index]
+        if "deferring" in form:
+            weight_grad.convert(stage)
+        if "captured" not in form:
+            stage.form = form
+            return chunk
+        first, received = torch.zeros(SEQUENCE, BATCH, dtype=torch.long), None
+        if not stage.info.is_first:
+            example = tree_map(lambda t: t.detach().requires_grad_(), example_message(stage.case))
+            if stage.case.get("AsPipelineStage"):
+                first = example
+            else:
+                received = example[0] if stage.case.kind == "list of one" else example
+        capture(stage, (first,), input_tensor=received, recompute="recomputed" in form)
+        return chunk
+
+
+class Shapes(Feature):
+    """How the shapes of messages are known, where they are not found in the first step."""
+
+    chance = 0.6
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        kinds = ["found"] if case.is_cut else ["found", "described"]
+        if not case.get("AsPipelineStage") and not case.get("Number") and case.kind != "registered class":
+            kinds += ["computed", "config"] if case.kind == "tensor" else ["computed"]
+        self.kind = rng.choice(kinds)
+        varies = self.kind == "described" and "captured" not in case.forms and rng.random() < 0.6
+        self.seq_lengths = [rng.randint(1, 7) for _ in range(case.num_microbatches)] if varies else None
+
+    def config(self, config: dict[str, Any]) -> None:
+        config["hidden_size"] = HIDDEN if self.kind == "config" else None
+        config["variable_seq_lengths"] = self.kind == "described"
+
+    def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
+        if self.kind == "computed":
+            examples = {length: example_message(stage.case, length) for length in {SEQUENCE, *stage.case.slice_lengths}}
+            infer = lambda inputs, num_microbatches: examples[inputs["input_ids"].shape[1]]  # noqa: E731
+            chunk.infer_stage_inputs_from_pipeline_inputs = chunk.infer_stage_outputs_from_pipeline_inputs = infer
+        return chunk
+
+
+class NumTokens(Feature):
+    """The loss function returns the number of tokens, too, as whole numbers. Slices are divided by their sum."""
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.tolerance = 0.0 if not case.is_cut else 1e-12 if case.get("Double") else 1e-5
+
+
+class Settings(Feature):
+    chance = 0.7
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.overlap_p2p_comm = rng.random() < 0.8
+        self.p2p_lookahead = rng.choice([None, None, 1, 3])
+        self.microbatch_group_size_per_vp_stage = rng.choice([None, case.pp_size, case.pp_size + 1])
+        is_flexible = case.schedule in ("1f1b", "zb1p", "zb2p") and rng.random() < 0.3
+        self.max_in_flight = 2.0 * case.pp_size if is_flexible else None
+        self.weight_grad_placement = "static" if is_flexible or rng.random() > 0.15 else "tuned"
+
+    def config(self, config: dict[str, Any]) -> None:
+        config |= vars(self)

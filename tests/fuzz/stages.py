@@ -1,0 +1,181 @@
+"""The model of a case: as stages of the pipeline, and as a whole that they are compared with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from by_slices import run_by_slices
+from models import BATCH, HIDDEN, VOCABULARY, Block, Window, batches, loss_of, seed_cpu
+from replicas import average
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megapipe import StageInfo, distribute_layers, slices
+from megapipe.overlap import in_segments, run_segments
+
+from .cases import SEQUENCE, Case
+from .messages import WAYS
+
+
+class Stage(nn.Module):
+    """The layers of one stage, which is called with what the stage before returns, or is given it as Megatron does."""
+
+    received: Any = None
+
+    def __init__(self, case: Case, info: StageInfo) -> None:
+        super().__init__()
+        self.case, self.info = case, info
+        self.form = ""
+        self.layers = nn.ModuleDict()
+        for number in distribute_layers(case.num_layers, info):
+            seed_cpu(100 + number)
+            self.layers[str(number)] = case.fold("layer", Block(0.0), number)
+        seed_cpu(99)
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if info.is_first else None
+        self.head = nn.Linear(HIDDEN, VOCABULARY) if info.is_last else None
+        self.config = SimpleNamespace(timeout=60.0)
+        case.call("config", vars(self.config))
+        case.call("stage", self)
+
+    def set_input_tensor(self, received: Any) -> None:
+        is_one = isinstance(received, list) and len(received) == 1
+        self.received = received[0] if is_one and (received[0] is None or self.case.kind != "list of one") else received
+
+    def forward(self, first: Any, **keywords: Any) -> Any:
+        return run_segments(self.run(first, **keywords))
+
+    def run(self, first: Any, seed: int = 0, mask: Tensor | None = None) -> Iterator[None]:
+        pack, unpack = WAYS[self.case.kind]
+        if self.embedding is not None:
+            tokens = slices.cut(first, 0)
+            x, entries = self.embedding(tokens), {}
+        else:
+            tokens, entries = None, unpack(first if self.received is None else self.received)
+            x = entries.pop("x")
+        x = self.case.fold("take", x, self, entries, tokens)
+        if mask is not None:
+            x = x * (1 + 0.1 * slices.cut(mask, 0).unsqueeze(-1))
+        for name, layer in self.layers.items():
+            if "in segments" in self.form:
+                x = Window.apply(x)
+                yield
+            if self.case.any("needs_seed"):
+                number = 1000 * seed + int(name)
+                seed_cpu(number), random.seed(number), numpy.random.seed(number)
+            if "recomputed" in self.form:
+                x = checkpoint(layer, x, use_reentrant="reentrant" in self.form and x.requires_grad)
+            else:
+                x = layer(x)
+        entries["x"] = x
+        self.case.call("give", self, entries)
+        if self.head is None:
+            return pack(dict(sorted(entries.items())))
+        logits = self.head(x)
+        return (logits, entries["loss"]) if "loss" in entries else logits
+
+
+def example_message(case: Case, length: int = SEQUENCE) -> Any:
+    """What the first stage returns, with a gradient whatever is frozen."""
+    stage = Stage(case, StageInfo(0, case.num_stages)).requires_grad_()
+    return stage(torch.zeros(length, BATCH, dtype=torch.long))
+
+
+def data_of(case: Case, seed: int, replica: int = 0) -> Iterator[dict[str, Any]]:
+    for batch in batches(case.num_microbatches, case.num_replicas * seed + replica, case.seq_lengths):
+        yield batch | {"case": case}
+
+
+def keywords_of(case: Case, batch: dict[str, Any]) -> dict[str, Any]:
+    keywords = {"seed": batch["seed"]} if case.any("needs_seed") else {}
+    return keywords | ({"mask": batch["tokens"] % 3} if case.get("Mask") else {})
+
+
+def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Any, Any]:
+    batch = next(data_iterator)
+    case = batch["case"]
+    call = in_segments if "in segments" in case.forms else type(model).__call__
+    return call(model, batch["tokens"], **keywords_of(case, batch)), lambda out: loss_and_report(case, out, batch)
+
+
+def loss_and_report(case: Case, output: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
+    logits, extra = output if isinstance(output, tuple) else (output, None)
+    labels = slices.cut(batch["labels"], 0)
+    size = batch["labels"].numel()
+    if slices.current() is None:
+        loss = loss_of(logits, labels)
+    else:
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / size
+    if extra is not None:
+        loss = loss - extra * (labels.numel() / size)
+    report = {"loss": loss.detach()}
+    return (loss * size, torch.tensor(labels.numel()), report) if case.get("NumTokens") else (loss, report)
+
+
+class Unpartitioned:
+    """All stages, one after the other, in plain PyTorch."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.stages = [Stage(case, StageInfo(index, case.num_stages)) for index in range(case.num_stages)]
+        self.parameters = [p for stage in self.stages for p in stage.parameters()]
+
+    def step(self, seed: int, replica: int, forward_only: bool) -> list[Tensor]:
+        """The losses of one replica. Gradients are averages over all of them."""
+        if forward_only or self.case.num_replicas == 1:
+            return [self.run(batch, forward_only) for batch in data_of(self.case, seed, replica)]
+        losses, gradients = [], []
+        for one in range(self.case.num_replicas):
+            self.forget_gradients()
+            losses.append([self.run(batch) for batch in data_of(self.case, seed, one)])
+            gradients.append([p.grad for p in self.parameters])
+        for parameter, grad in zip(self.parameters, average(gradients)):
+            parameter.grad = grad
+        return losses[replica]
+
+    def run(self, batch: dict[str, Any], forward_only: bool = False) -> Tensor:
+        if self.case.is_cut:
+            return self.run_by_slices(batch, forward_only)
+        loss, report = self.loss(batch)
+        if not forward_only:
+            loss.backward()
+        return report
+
+    def loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        message = batch["tokens"]
+        for stage in self.stages:
+            message = stage(message, **keywords_of(self.case, batch))
+        loss, *num_tokens, report = loss_and_report(self.case, message, batch)
+        if num_tokens:
+            loss = loss / batch["labels"].numel()  # also of slices: those of the whole sequence
+        return loss / self.case.num_microbatches, report["loss"]
+
+    def run_by_slices(self, batch: dict[str, Any], forward_only: bool) -> Tensor:
+        """With the gradients of the whole sequence, but for rounding."""
+        trained = [p for p in self.parameters if p.requires_grad]
+        before = [0 if p.grad is None else p.grad.clone() for p in trained]
+        reports: list[Tensor] = []
+
+        def step() -> Tensor:
+            loss, report = self.loss(batch)
+            reports.append(report)
+            return loss
+
+        run_by_slices(step, self.case.slice_lengths, forward_only=forward_only)
+        if not forward_only and all(feature.is_whole for feature in self.case.features):
+            wanted = torch.autograd.grad(self.loss(batch)[0], trained, allow_unused=True)
+            pairs = [(p, old, want) for p, old, want in zip(trained, before, wanted) if want is not None]
+            norm = torch.cat([want.flatten() for *_, want in pairs]).norm()
+            off = torch.cat([(p.grad - old - want).flatten() for p, old, want in pairs]).norm()
+            close = 1e-11 if norm.dtype is torch.float64 else 1e-4
+            assert off <= close * norm, f"slices: gradients are off by {off} of {norm}, those of whole sequences"
+        return sum(reports[1:], reports[0])
+
+    def forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,0 +1,266 @@
+"""Features of training: what is done around steps, between them and after them."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import signal
+import time
+from random import Random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from marks import needs_fsdp_on_cpu
+from models import BATCH
+from optimizers import adamw
+from ranks import MAX_RANKS
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import megapipe
+from megapipe import PipelineError, parallel_state
+from megapipe.runtime.monitor import Monitor
+from megapipe.training import GradientReducer
+
+from .cases import SEQUENCE, Case, Feature
+from .model import CANNOT_BE_SHARDED, LEAVE_TRACES
+from .stages import data_of, example_message, forward_step
+
+PATIENCE = 60  # seconds until each rank has heard of a failure
+
+
+class Replicas(Feature):
+    chance = 0.4
+    num_replicas = 2  # the sum of more depends on their order
+
+    @staticmethod
+    def goes(case: Case) -> Any:
+        is_small = 2 * case.pp_size <= MAX_RANKS
+        return is_small and not CANNOT_BE_SHARDED & case.odd and not case.of("Frozen", "changes", False)
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        is_sharded = "captured" not in case.forms and not needs_fsdp_on_cpu.args[0] and rng.random() < 0.5
+        self.kind = "fully_shard" if is_sharded else "reducer"
+
+    def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
+        for module in (*stage.layers.values(), chunk) if self.kind == "fully_shard" else ():
+            fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+        return chunk
+
+    def made(self, trial: Any) -> None:
+        if self.kind == "reducer":
+            reducer = GradientReducer(trial.chunks)
+            trial.configure(grad_sync_func=reducer.start)
+            trial.finalizers.append(reducer.finish)
+
+
+class Tied(Feature):
+    """The embedding is also the head."""
+
+    goes = staticmethod(lambda case: "embedding" not in str(case.get("Frozen")))
+
+    def made(self, trial: Any) -> None:
+        tied = megapipe.TiedWeights(trial.chunks, ["embedding.weight", "head.weight"])
+        one, other = trial.reference.stages[0].embedding.weight, trial.reference.stages[-1].head.weight
+        other.data.copy_(one)
+
+        def sum_gradients() -> None:
+            one.grad, other.grad = one.grad + other.grad, one.grad + other.grad
+
+        trial.finalizers.append(tied.sum_gradients)
+        trial.reference_finalizers.append(sum_gradients)
+
+
+def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Of matrices: others stay as they are."""
+    return torch.optim.Muon([p for group in groups for p in group["params"] if p.dim() == 2], lr=1e-2)
+
+
+class Optimizer(Feature):
+    chance = 0.5
+
+    @staticmethod
+    def goes(case: Case) -> Any:
+        """A step of Adam makes large differences of small ones."""
+        return not case.tolerance and "lazy" not in case.odd
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        kinds = ["adamw"] if case.is_cut else ["adamw", "post-validated"]
+        if hasattr(torch.optim, "Muon") and case.num_replicas == 1:
+            kinds.append("muon")
+        self.kind = rng.choice(kinds)
+        self.max_norm = math.inf if case.get("Double") else rng.choice([0.5, 5.0, math.inf])  # float64 shows the order
+        self.accidents = [rng.choice([1.0, 1.0, 1.0, 256.0, math.nan]) for _ in range(case.num_steps)]
+        """Step by step, what the gradients of the first stage's layers are multiplied by."""
+
+    def made(self, trial: Any) -> None:
+        make = muon if self.kind == "muon" else adamw
+        trial.reference_optimizer = make([{"params": trial.reference.parameters}])
+        if self.kind == "post-validated":
+            trial.optimizer = megapipe.PostValidatedOptimizer(trial.chunks, make, self.max_norm)
+            trial.configure(post_validated_optimizer=trial.optimizer)
+        else:
+            trial.optimizer = megapipe.PipelinedOptimizer(trial.chunks, make)
+        trial.finalizers.append(lambda *_: self.spoil(trial.stages, trial.step))
+        trial.reference_finalizers.append(lambda: self.spoil(trial.reference.stages, trial.step))
+
+    def spoil(self, stages: list[Any], step: int) -> None:
+        for parameter in (p for stage in stages if stage.info.is_first for p in stage.layers.parameters()):
+            if parameter.grad is not None:
+                parameter.grad *= self.accidents[step]
+
+    def after(self, trial: Any, step: int) -> None:
+        reference = trial.reference
+        copy = reference.stages[-1].head.weight if trial.case.get("Tied") else None
+        squares = [p.grad.double().square().sum() for p in reference.parameters if p is not copy and p.grad is not None]
+        norm = torch.stack(squares).sum().sqrt()
+        if self.kind == "post-validated" or megapipe.clip_grad_norm_(trial.chunks, self.max_norm).isfinite():
+            trial.optimizer.step()
+        if norm.isfinite():
+            for parameter in reference.parameters:
+                if parameter.grad is not None and norm > self.max_norm:
+                    parameter.grad *= (self.max_norm / norm).float()
+            trial.reference_optimizer.step()
+
+
+class Accumulated(Feature):
+    """Gradients of two calls add up before they are used."""
+
+    goes = staticmethod(lambda case: case.num_replicas == 1)
+
+
+class Validated(Feature):
+    """Forwards alone before each step."""
+
+    def before(self, trial: Any, step: int) -> None:
+        trial.compare_losses(500 + step, forward_only=True)
+
+
+class WarmUp(Feature):
+    """Before one of the steps, of which nothing may remain."""
+
+    chance = 0.4
+    refusal = "warm_up"
+    goes = staticmethod(lambda case: len({*case.slice_lengths}) == case.num_replicas == 1)  # slices of one length
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.step = rng.randrange(case.num_steps)
+
+    def before(self, trial: Any, step: int) -> None:
+        if step != self.step:
+            return
+        case, before = trial.case, everything(trial)
+        length = case.slice_lengths[0] if case.is_cut else case.seq_lengths[0]
+        with torch.random.fork_rng(devices=()):
+            received = example_message(case, length)
+        megapipe.warm_up(
+            megapipe.get_forward_backward_func(case.schedule),
+            forward_step,
+            next(data_of(case, 700)),
+            trial.chunks,
+            case.num_microbatches,
+            received=received,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+        )
+        after = everything(trial)
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        trial.agree(f"the warm-up has changed {', '.join(changed)}" if changed else "")
+
+
+def everything(trial: Any) -> dict[str, str]:
+    """What a warm-up must leave as it was."""
+    found = {
+        "torch's random numbers": str(torch.get_rng_state().tolist()),
+        "Python's random numbers": str(random.getstate()),
+        "NumPy's random numbers": str(numpy.random.get_state()),
+    }
+    for stage in trial.stages:
+        for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
+            found[name] = "without values" if nn.parameter.is_lazy(tensor) else str(tensor.tolist())
+            found[f"gradient of {name}"] = str(None if tensor.grad is None else tensor.grad.tolist())
+    return found
+
+
+class Wrapped(Feature):
+    """By a module like DistributedDataParallel, or like torch.compile's."""
+
+    goes = staticmethod(lambda case: case.of("Replicas", "kind", "") != "fully_shard")
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.attribute = rng.choice(["module", "_orig_mod"])
+
+    def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
+        return Wrapper({self.attribute: chunk})
+
+
+class Wrapper(nn.ModuleDict):
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        (chunk,) = self.values()
+        return chunk(*args, **keywords)
+
+
+class MistakeError(Exception):
+    """Not the pipeline's."""
+
+
+class Failure(Feature):
+    """A rank fails, or is killed, at one of its actions. Every rank hears of it: in this step, or in the next where it
+    has left this one already. A pipeline without replicas then goes on, if all live."""
+
+    chance = 0.35
+    goes = staticmethod(lambda case: not LEAVE_TRACES & case.odd)
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.rank = rng.randrange(case.num_ranks)
+        self.action = rng.randrange(2 * case.num_microbatches * case.num_chunks)
+        self.kills = case.num_ranks > 1 and rng.random() < 0.12
+
+    def who(self, case: Case) -> int:
+        return self.rank % case.num_ranks  # which may be fewer than when it was drawn
+
+    def end(self, trial: Any) -> None:
+        case, rank, is_alone = trial.case, self.who(trial.case), trial.case.num_replicas == 1
+        trial.agree()  # a rank that is still in the step before would fail there
+        if is_alone:  # what is the caller's own is promised nothing
+            trial.configure(finalize_model_grads_func=None)
+        if trial.rank == rank:
+            with pytest.raises(MistakeError):
+                self.run(trial)
+        else:
+            named = f"rank {rank if case.pp_size == 1 else rank // case.num_replicas}"
+            silent = f"{named} is silent: its process ended without a word|lost its connection"
+            self.hear(trial, silent if self.kills else f"{named} failed .*MistakeError", 2 if is_alone else 10**6)
+        if is_alone and not self.kills:
+            trial.train(10)
+
+    def hear(self, trial: Any, text: str, num_steps: int) -> None:
+        begin, error = time.monotonic(), ""
+        for number in range(num_steps):
+            try:
+                trial.run(801 + number)
+            except PipelineError as found:
+                error = str(found)
+                break
+            assert time.monotonic() - begin < PATIENCE, "this rank has heard of nothing"
+        assert re.search(text, error), f"this rank has heard {error!r}"
+        assert time.monotonic() - begin < PATIENCE, "this rank has heard of it late"
+
+    def run(self, trial: Any) -> None:
+        """One step, in which the action is not begun."""
+        original, count = Monitor.at, iter(range(1_000_000))
+
+        def at(monitor: Monitor, *action: Any) -> Any:
+            if next(count) == self.action:
+                if self.kills:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise MistakeError
+            return original(monitor, *action)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Monitor, "at", at)
+            trial.run(800)

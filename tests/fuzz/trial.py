@@ -1,0 +1,153 @@
+"""A case on one rank, and on all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import BATCH
+from ranks import RankError, RankPool
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import megapipe
+from megapipe import parallel_state, stages_for_rank
+from megapipe.failures import collective
+
+from .cases import SEQUENCE, Case
+from .stages import Stage, Unpartitioned, data_of, forward_step
+
+
+class Trial:
+    """A case on one rank."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank, self.step = case, rank, 0
+        sizes = (case.pp_size, case.num_replicas)
+        parallel_state.initialize_from_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp")))
+        self.replica = parallel_state.get_data_parallel_rank()
+        infos = stages_for_rank(case.schedule, num_chunks=case.num_chunks)
+        self.stages = [Stage(case, info) for info in infos]
+        self.chunks = [case.fold("chunk", stage, stage) for stage in self.stages]
+        self.reference = Unpartitioned(case)
+        self.finalizers: list[Any] = []
+        self.reference_finalizers: list[Any] = []
+        self.optimizer: Any = None
+        case.call("made", self)
+
+    def all_stages(self) -> list[Stage]:
+        """Of the pipeline on this rank, and of what it is compared with."""
+        return [*self.stages, *self.reference.stages]
+
+    def configure(self, **settings: Any) -> None:
+        for stage in self.stages:
+            vars(stage.config).update(settings)
+
+    def finalize(self, *arguments: Any) -> None:
+        for finalizer in self.finalizers:
+            finalizer(*arguments)
+
+    def run(self, seed: int, forward_only: bool = False) -> list[Any]:
+        return megapipe.get_forward_backward_func(self.case.schedule)(
+            forward_step_func=forward_step,
+            data_iterator=data_of(self.case, seed, self.replica),
+            model=self.chunks,
+            num_microbatches=self.case.num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+        )
+
+    def train(self, first_seed: int = 0) -> None:
+        for step in range(self.case.num_steps):
+            self.step = step
+            self.case.call("before", self, step)
+            for chunk in self.chunks:
+                chunk.zero_grad()
+            self.reference.forget_gradients()
+            for is_last in (False, True) if self.case.get("Accumulated") else (True,):
+                self.configure(finalize_model_grads_func=self.finalize if is_last else None)
+                self.compare_losses(first_seed + 2 * step + is_last)
+            for finalizer in self.reference_finalizers:
+                finalizer()
+            self.compare("gradient", [(name, p.grad, want.grad) for name, p, want in self.parameters()])
+            self.case.call("after", self, step)
+        if self.optimizer is not None:
+            self.optimizer.finalize()
+            self.compare("weight", [(name, p.detach(), want.detach()) for name, p, want in self.parameters()])
+        if self.case.refusal:
+            self.run(900)  # so that each rank hears of an error of another
+
+    def parameters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """With those that they are compared with."""
+        for stage in self.stages:
+            wanted = dict(self.reference.stages[stage.info.index].named_parameters())
+            for name, parameter in stage.named_parameters():
+                yield f"{name} of stage {stage.info.index}", parameter, wanted[name]
+
+    def compare_losses(self, seed: int, forward_only: bool = False) -> None:
+        found: list[Any] = [report["loss"] for report in self.run(seed, forward_only)]
+        with torch.set_grad_enabled(not forward_only):
+            wanted: list[Any] = self.reference.step(seed, self.replica, forward_only)
+        if not any(stage.info.is_last for stage in self.stages):
+            wanted = []
+        self.compare("loss", [(str(k), *pair) for k, pair in enumerate(zip_longest(found, wanted))])
+
+    def compare(self, what: str, triples: Iterable[tuple[str, Any, Any]]) -> None:
+        """Names, what was found and what is expected."""
+        whole = [(name, one.full_tensor() if isinstance(one, DTensor) else one, want) for name, one, want in triples]
+        norms = [want.norm().item() for _, _, want in whole if want is not None]
+        limit = self.case.tolerance and self.case.tolerance * max(norms, default=0.0)
+        wrong = [f"{what} {name}: {text}" for name, one, want in whole if (text := difference(one, want, limit))]
+        self.agree("\n".join(wrong))
+
+    def agree(self, wrong: str = "") -> None:
+        """Every rank raises where one has found something wrong, so that none waits for another."""
+        texts = [""] * dist.get_world_size()
+        with collective("the comparison"):
+            dist.all_gather_object(texts, wrong)
+        if any(texts):
+            raise AssertionError(wrong or "another rank is wrong")
+
+
+def difference(found: Tensor | None, want: Tensor | None, limit: float) -> str:
+    if found is None or want is None:
+        return "" if found is want else f"{found} and not {want}"
+    if torch.allclose(found, want, rtol=0, atol=limit, equal_nan=True):
+        return ""
+    return f"off by {(found - want).abs().max()} of {want.abs().max()}"
+
+
+def try_case(rank: int, case: Case) -> str:
+    """Whether it was right or refused. What is wrong is raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Beside other work, news may take its time. Of a process that was killed there are none.
+        patch.setattr(megapipe.failures.watchdog, "PATIENCE", 5.0 if case.kills else 20.0)
+        try:
+            trial = Trial(case, rank)
+            trial.train()
+        except Exception as error:
+            if not case.refusal or not re.search(case.refusal, str(error)):
+                raise
+            return "refused"
+        case.call("end", trial)
+        return "right"
+
+
+def run_case(pool: RankPool, case: Case) -> str | None:
+    """What was wrong with it, if anything."""
+    try:
+        results = pool.run(case.num_ranks, try_case, case, errors=case.kills)
+    except RankError as error:
+        return str(error)
+    if case.num_replicas > 1 and case.get("Failure"):
+        pool.stop()  # processes that have failed within a collective do not go on
+    if case.kills and results[case.get("Failure").who(case)] is None:
+        del results[case.get("Failure").who(case)]
+    return None if set(map(str, results)) in ({"right"}, {"refused"}) else f"the ranks say {results}"
