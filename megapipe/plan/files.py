@@ -112,4 +112,4 @@ def _parse_action(cell: str) -> Action:
 
 _KINDS = {"F": "F", "B": "BW", "I": "BW", "W": "W"}
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
-_TORCHS_OWN = re.compile(r"[0-9]+(?:(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_TORCHS_OWN = re.compile(r"[0-9]+(?:(?:WAIT_)?(?:(?:SEND|RECV)_[FB]|REDUCE_GRAD)|UNSHARD|RESHARD)[0-9]*")

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 import megapipe
 from megapipe import slices, weight_grad
 from megapipe.graph import capture
+from megapipe.plan import Costs, Plan, make_plan, place_weights
 
 from .cases import SEQUENCE, Case, Feature
 from .messages import OF_ENTRIES, OF_X
@@ -355,7 +356,20 @@ class Settings(Feature):
         self.microbatch_group_size_per_vp_stage = rng.choice([None, case.pp_size, case.pp_size + 1])
         is_flexible = case.schedule in ("1f1b", "zb1p", "zb2p") and rng.random() < 0.3
         self.max_in_flight = 2.0 * case.pp_size if is_flexible else None
-        self.weight_grad_placement = "static" if is_flexible or rng.random() > 0.15 else "tuned"
 
     def config(self, config: dict[str, Any]) -> None:
         config |= vars(self)
+
+
+class Planned(Feature):
+    """A plan of the schedule runs in its place, with the Ws where drawn times want them."""
+
+    chance = 0.15
+
+    def __init__(self, rng: Random, case: Case) -> None:
+        self.times = [round(rng.uniform(0.2, 2.0), 1) for _ in range(3)]
+
+    def plan(self, case: Case) -> Plan:
+        sizes = (case.pp_size, case.num_microbatches, case.num_chunks)
+        plan = make_plan(case.schedule, *sizes, num_slices=len(case.slice_lengths))
+        return place_weights(plan, Costs(*self.times))

@@ -35,6 +35,9 @@ class Trial:
         infos = stages_for_rank(case.schedule, num_chunks=case.num_chunks)
         self.stages = [Stage(case, info) for info in infos]
         self.chunks = [case.fold("chunk", stage, stage) for stage in self.stages]
+        self.function = megapipe.get_forward_backward_func(
+            case.get("Planned").plan(case) if case.get("Planned") else case.schedule
+        )
         self.reference = Unpartitioned(case)
         self.finalizers: list[Any] = []
         self.reference_finalizers: list[Any] = []
@@ -54,7 +57,7 @@ class Trial:
             finalizer(*arguments)
 
     def run(self, seed: int, forward_only: bool = False) -> list[Any]:
-        return megapipe.get_forward_backward_func(self.case.schedule)(
+        return self.function(
             forward_step_func=forward_step,
             data_iterator=data_of(self.case, seed, self.replica),
             model=self.chunks,
