@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..p2p_communication import Transfer
 from ..plan import Action, Verbs, unit_in_words
-from ..weight_grad import DeferredGrads
+from ..weight_grad import DeferredGrads, unshared
 from .arguments import StepArguments
 from .boundary import Above, Below
 from .grad_sync import GradientSync
@@ -25,7 +25,7 @@ from .monitor import Monitor
 from .overlapped import Forward, can_overlap, has_hook, run_alone, run_pair, run_pair_by_hook
 from .plans import PlanKey
 from .rollback import Speculation
-from .stage import NOTHING, SavedForward, Stage, unshared
+from .stage import NOTHING, SavedForward, Stage
 
 __all__ = ["Chunk", "Pipeline", "checkpoint_arguments"]
 

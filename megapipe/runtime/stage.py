@@ -32,7 +32,7 @@ from ..messages import (
 from ..overlap import Segments
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
-from ..weight_grad import DeferredGrads, deferring, is_shared
+from ..weight_grad import DeferredGrads, deferring, unshared
 from . import hooks
 from .arguments import StepArguments
 from .delayed import DelayedGrads, find_delayed
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..slices import SequenceSlice
     from .sliced import Microbatch
 
-__all__ = ["NOTHING", "SavedForward", "Stage", "unshared"]
+__all__ = ["NOTHING", "SavedForward", "Stage"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
@@ -449,9 +449,3 @@ def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
 def _without_graph(tensor: Tensor) -> Tensor:
     """A copy if autograd has not made it: it may be a buffer, a parameter, the input, or memory that is not torch's."""
     return tensor.detach() if tensor.grad_fn is not None else tensor.detach().clone()
-
-
-def unshared(tensor: Tensor) -> Tensor:
-    """A copy if others hold its memory: they may write to it before it has been sent or used. A Function may, that uses
-    its result again, or a model that keeps its output."""
-    return tensor.clone() if is_shared(tensor) else tensor

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..weight_grad import is_shared
+from ..weight_grad import unshared
 
 __all__ = ["CarriedState", "SequenceSlice", "current", "cut", "earlier", "keep", "positions"]
 
@@ -166,8 +166,8 @@ class _Kept:
 def _own_gradient(leaf: Tensor) -> None:
     """Autograd may make views of the same memory the gradients of several leaves, as in `torch.stack(leaves).sum(0)`.
     Those of the slices before are then added in place."""
-    if leaf.grad is not None and is_shared(leaf.grad):  # None where a Function returned none
-        leaf.grad = leaf.grad.clone()
+    if leaf.grad is not None:  # a Function may have returned none
+        leaf.grad = unshared(leaf.grad)
 
 
 class CarriedState:

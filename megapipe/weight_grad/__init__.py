@@ -5,7 +5,7 @@ at once, and hands the computation of its weight's gradient to `defer`.
 """
 
 from .accumulation import add_gradient
-from .aliasing import SavedTensor, is_shared, save_for_w
+from .aliasing import SavedTensor, save_for_w, unshared
 from .context import backward_context
 from .convolution import conv1d, conv2d
 from .deferring import (
@@ -40,10 +40,10 @@ __all__ = [
     "embedding",
     "grouped_linear",
     "is_capturing",
-    "is_shared",
     "let_convert",
     "linear",
     "save_for_w",
     "transposed_linear",
+    "unshared",
     "visit_gradient_nodes",
 ]

@@ -85,7 +85,7 @@ BETWEEN_ROOMS = {
     "plan": "AnySchedule KINDS PAIR ChannelName Event actions_of parse_json place_weights plan_of play "
     "read_text register unit_in_words",
     "weight_grad": "DeferredGrads SavedTensor add_gradient backward_context capturing deferring deferring_to "
-    "is_shared save_for_w visit_gradient_nodes",
+    "save_for_w unshared visit_gradient_nodes",
     "overlap": "Segments fill_window filling_windows find_forward_segments",
     "parallel_state": "Groups abort_gloo abort_process_groups all_gather_json check_groups find_groups "
     "find_pipeline_group",

@@ -290,17 +290,6 @@ def test_sending_to_a_lost_peer_is_a_lost_connection(rank: int) -> None:
     channels.close()
 
 
-class Outputs(list):  # type: ignore[type-arg]
-    """A list of a kind of its own."""
-
-
-def test_a_list_of_another_kind_is_refused() -> None:
-    """A subclass of list was unpacked as a dict whose keys were the letters of its class's name, and later became a
-    plain list in silence."""
-    with pytest.raises(TypeError, match="it holds a Outputs, a list that torch's pytrees do not know"):
-        pack(Outputs([torch.ones(1), torch.ones(2)]))
-
-
 class Phases(torch.nn.Module):
     """Its output is a conjugate that nobody has computed yet, or a negative, and so is the gradient of its input."""
 
