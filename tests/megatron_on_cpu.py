@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing
+import queue
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,12 +29,7 @@ def prepare() -> None:
         torch.cuda.current_stream = lambda device=None: None
 
         # The schedules count tokens in torch.zeros(..., device="cuda").
-        zeros = torch.zeros
-
-        def zeros_on_cpu(*args: Any, device: Any = None, **options: Any) -> torch.Tensor:
-            return zeros(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
-
-        torch.zeros = zeros_on_cpu
+        torch.zeros = functools.partial(_on_cpu, torch.zeros)
 
         # Tied embeddings are moved to the device before they are made equal.
         torch.Tensor.cuda = lambda self, *args, **options: self
@@ -40,3 +40,29 @@ def prepare() -> None:
             from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
         CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+
+
+def _on_cpu(make: Callable[..., torch.Tensor], *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
+    return make(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
+
+
+@contextlib.contextmanager
+def with_optimizers() -> Iterator[None]:
+    """Megatron's optimizers make more tensors there, and know weights by the names of CUDA's types. Checkpoints are
+    written by processes of their own, which measure themselves by psutil."""
+    prepare()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    type_of = torch.Tensor.type
+
+    def cuda_type(tensor: torch.Tensor, *args: Any) -> Any:
+        return type_of(tensor, *args) if args else type_of(tensor).replace("torch.", "torch.cuda.")
+
+    with contextlib.ExitStack() as stack:
+        for name in ("empty", "empty_like", "tensor"):
+            stack.enter_context(mock.patch.object(torch, name, functools.partial(_on_cpu, getattr(torch, name))))
+        stack.enter_context(mock.patch.object(torch.Tensor, "type", cuda_type))
+        stack.enter_context(mock.patch.object(filesystem_async, "_process_memory", return_value=0))
+        stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
+        stack.enter_context(mock.patch.dict(multiprocessing.current_process()._config, daemon=False))
+        yield

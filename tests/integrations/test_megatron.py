@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import replicas
 import torch
 import torch.distributed as dist
+from megatron_on_cpu import with_optimizers
 from models import Stage, run
 from ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -274,12 +275,139 @@ def test_same_training_in_a_v(ranks: RankPool) -> None:
     ranks.run(4, train_in_a_v, 2, {"zbv": 5, "v_half": 2, "v_min": 2, "dualpipev": 2})
 
 
-def gathered_gradients(chunks: list[nn.Module]) -> dict[str, Tensor]:
-    """Every parameter's gradient under its name in the whole model, on every rank."""
-    own = {global_name(name, chunk): p.grad for chunk in chunks for name, p in chunk.named_parameters()}
+class OptimizedTrainer:
+    """Chunks with Megatron's optimizer: clipping, loss scaling, and checkpoints."""
+
+    def __init__(self, schedule: str, vp_size: int | None, is_distributed: bool, **precision: Any) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        self.config = config = megatron(2, vp_size, calculate_per_token_loss=True, **precision)
+        if precision:
+            config.pipeline_dtype = config.params_dtype
+        build = megapipe.integrations.megatron.build_model_chunks
+        self.models = build(provider(config, is_tied=True), schedule)
+        overlaps = {"overlap_param_gather": is_distributed, "use_distributed_optimizer": is_distributed}
+        wrap = DistributedDataParallelConfig(overlap_grad_reduce=is_distributed, bucket_size=3000, **overlaps)
+        self.chunks = [
+            DistributedDataParallel(config, wrap, Float16Module(config, one) if precision else one)
+            for one in self.models
+        ]
+        settings = OptimizerConfig(
+            lr=1e-2, min_lr=1e-2, initial_loss_scale=2.0**8, hysteresis=1, **overlaps, **precision
+        )
+        self.optimizer = get_megatron_optimizer(settings, self.chunks)
+        config.no_sync_func = [one.no_sync for one in self.chunks] if vp_size else self.chunks[0].no_sync
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+
+    def train(self, function: Any, number: int) -> tuple[list[float], bool, float | None]:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = step(function, self.chunks, own_batches(4, number), forward_step_func=token_step)
+        was_stepped, norm, _ = self.optimizer.step()
+        return losses, was_stepped, norm
+
+    def state(self, is_loading: bool = False) -> dict[str, Any]:
+        """As Megatron's trainer describes it to its checkpoints."""
+        from megatron.core import parallel_state
+
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        state = {f"model{number}": one.sharded_state_dict(metadata=metadata) for number, one in enumerate(self.models)}
+        return state | {"optimizer": self.optimizer.sharded_state_dict(state, is_loading, metadata=metadata)}
+
+    def values_of(self, parameter: nn.Parameter) -> list[Tensor]:
+        """The weight and its moments."""
+        (optimizer,) = self.optimizer.chained_optimizers
+        state = optimizer.optimizer.state[parameter]
+        return [parameter.detach(), state["exp_avg"], state["exp_avg_sq"], state["step"]]
+
+    def load(self, folder: Path) -> None:
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load(self.state(is_loading=True), str(folder))
+        for number, one in enumerate(self.models):
+            one.load_state_dict(loaded[f"model{number}"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+
+
+@on_ranks(4)
+def test_distributed_optimizer_in_a_v(rank: int) -> None:
+    """Two replicas share the optimizer's state, and both of its collectives overlap. The norm is that of all ranks."""
+    with with_optimizers():
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        trainer = OptimizedTrainer("1f1b", None, True)
+        expected = [trainer.train(get_forward_backward_func(), number) for number in range(3)]
+        trainer = OptimizedTrainer("1f1b", None, True)
+        assert expected == [trainer.train(megapipe.get_forward_backward_func(), number) for number in range(3)]
+        trainer = OptimizedTrainer("zbv", 2, True)
+        for number, (losses, _, norm) in enumerate(expected):
+            found, _, found_norm = trainer.train(megapipe.get_forward_backward_func("zbv"), number)
+            assert found_norm == pytest.approx(norm, rel=1e-5)
+            if losses:  # which both report on the last rank
+                assert found == pytest.approx(losses, rel=1e-5)
+        if megapipe.parallel_state.get_pipeline_model_parallel_rank() == 0:
+            embedding, head = trainer.models[0].embedding.word_embeddings.weight, trainer.models[1].output_layer.weight
+            assert torch.equal(embedding, head)
+
+
+@on_ranks(4)
+def test_megatrons_scaler_in_a_v(rank: int) -> None:
+    """One rank finds an Inf, and all skip the step and halve the scale."""
+    with with_optimizers():
+        trainer = OptimizedTrainer("zbv", 2, True, fp16=True, params_dtype=torch.float16)
+        finalize = trainer.config.finalize_model_grads_func
+
+        def with_inf(models: list[nn.Module], *args: Any, **keywords: Any) -> None:
+            finalize(models, *args, **keywords)
+            if rank == 1:
+                for parameter in models[0].parameters():
+                    parameter.main_grad.fill_(torch.inf)
+
+        trainer.config.finalize_model_grads_func = with_inf
+        before = [p.detach().clone() for one in trainer.models for p in one.parameters()]
+        assert trainer.train(megapipe.get_forward_backward_func("zbv"), 0)[1:] == (False, None)
+        assert trainer.optimizer.get_loss_scale() == 2.0**7
+        assert all(torch.equal(p, q) for p, q in zip(before, (p for one in trainer.models for p in one.parameters())))
+        trainer.config.finalize_model_grads_func = finalize
+        assert trainer.train(megapipe.get_forward_backward_func("zbv"), 0)[1]
+
+
+@on_ranks(4)
+def test_megatrons_checkpoints_in_a_v(rank: int, tmp_path: Path) -> None:
+    """Saved in a V and loaded into 1F1B and the other way round, with the optimizer's state."""
+    with with_optimizers():
+        from megatron.core import dist_checkpointing
+
+        placed = {"zbv": 2, "1f1b": None}
+        for saved, other in (("zbv", "1f1b"), ("1f1b", "zbv")):
+            trainer, loading = (OptimizedTrainer(one, placed[one], False) for one in (saved, other))
+            trainer.train(megapipe.get_forward_backward_func(saved), 0)
+            folder = tmp_path / saved
+            if rank == 0:
+                folder.mkdir()
+            dist.barrier()
+            dist_checkpointing.save(trainer.state(), str(folder))
+            loading.load(folder)
+            first, second = (gathered(one.models, one.values_of) for one in (trainer, loading))
+            assert first.keys() == second.keys()
+            for name, values in first.items():
+                assert all(torch.equal(*both) for both in zip(values, second[name], strict=True)), f"{saved}: {name}"
+
+
+def gathered(chunks: list[nn.Module], value_of: Callable[[nn.Parameter], Any]) -> dict[str, Any]:
+    """Something of every parameter under its name in the whole model, on every rank."""
+    own = {global_name(name, chunk): value_of(p) for chunk in chunks for name, p in chunk.named_parameters()}
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, own)
-    return {name: grad for part in everybody for name, grad in part.items()}
+    return {name: value for part in everybody for name, value in part.items()}
 
 
 def v_placement(pipe: Verbs) -> Any:
@@ -315,7 +443,7 @@ def test_chunks_for_v_placement(rank: int) -> None:
     losses = step(V, v_chunks, data)
     assert len(losses) == 3  # the last stage is on the first rank, and Megatron's trainers read them on the last
     assert expected == (losses if rank == 1 else [])
-    first, second = gathered_gradients(loop_chunks), gathered_gradients(v_chunks)
+    first, second = (gathered(chunks, lambda p: p.grad) for chunks in (loop_chunks, v_chunks))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
