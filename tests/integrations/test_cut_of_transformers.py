@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from ranks import RankPool, on_ranks
@@ -97,3 +98,13 @@ def test_a_large_model_is_tried_with_all_its_layers_at_a_small_size(kind: str, o
     assert [sum(p.numel() for p in model.parameters()) > LARGE for model in (whole, small)] == [True, False]
     modules = ([(name, type(module)) for name, module in model.named_modules()] for model in (whole, small))
     assert next(modules) == next(modules)
+
+
+def test_generators_go_on_where_they_were() -> None:
+    """torch.manual_seed seeds those of all GPUs, which nothing set back."""
+    before = torch.get_rng_state()
+    with mock.patch.object(torch.cuda, "manual_seed_all") as seed_all:
+        check_cut(hf_models.make_config("llama"), [range(4), range(4, 8)])
+        build_chunks(hf_models.make_config("llama"), "no_pipelining")
+    assert torch.equal(torch.get_rng_state(), before)
+    seed_all.assert_not_called()

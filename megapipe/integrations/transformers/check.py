@@ -42,7 +42,7 @@ def check_cut(config: Any, layers: Sequence[range]) -> None:
     if len(layers) == 1:
         return
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         whole = make_meta_model(copy.deepcopy(config), torch.float32, "eager")
         find_parts(whole)
         try:

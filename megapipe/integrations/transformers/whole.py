@@ -56,16 +56,15 @@ def initialise(model: Any, seed: int | None) -> None:
     """As the model does it by itself, module by module, each with its own seed; without a seed only its buffers."""
     for tensor in model.parameters():
         tensor._is_hf_initialized = seed is None  # which transformers then leaves alone
-    with torch.random.fork_rng(devices=_devices(model)), torch.no_grad():
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
         for name, module in reversed(list(model.named_modules())):  # those within a module come first
-            torch.manual_seed(((seed or 0) + zlib.crc32(name.encode())) % 2**63)
+            for generator in generators:  # torch.manual_seed would seed those of all devices
+                generator.manual_seed(((seed or 0) + zlib.crc32(name.encode())) % 2**63)
             model._init_weights(module)
     for tensor in model.parameters():
         del tensor._is_hf_initialized
-
-
-def _devices(model: nn.Module) -> list[torch.device]:
-    return [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
 
 
 COUNTS = re.compile(r"(^n_head|heads|groups|heads_per_layer)$")
