@@ -62,6 +62,7 @@ __all__ = [
 EXCHANGE = "the saving or loading of a checkpoint"
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
+OF_TORCH = "What torch.distributed.checkpoint saved by itself, its own load reads into the state_dict() of the chunks."
 
 
 class DamagedError(ValueError):
@@ -289,7 +290,7 @@ class Reader(FileSystemReader):
         except Exception as error:
             raise DamagedError(
                 f"{path} is not a checkpoint that megapipe wrote, or it is damaged (.metadata: {error}). Nothing of it "
-                "was used."
+                f"was used. {OF_TORCH}"
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -344,7 +345,7 @@ class Reader(FileSystemReader):
     def read_value(self, key: str) -> Any:
         """What `serialise` was given."""
         if key not in self.contents:
-            raise ValueError(f"{self.path} has no {key}: it was not saved by a Checkpointer of megapipe.")
+            raise ValueError(f"{self.path} has no {key}: no Checkpointer of megapipe has saved it. {OF_TORCH}")
         target = self.empty(key)
         self.read({key: target})
         return deserialise(target)

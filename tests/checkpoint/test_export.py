@@ -1,15 +1,19 @@
-"""A checkpoint's model for those who know nothing of pipelines."""
+"""A checkpoint's model for those who know nothing of pipelines, and theirs for a pipeline."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 import torch
-from models import Stage, build
-from ranks import RankPool
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import Stage, build, reference
+from ranks import RankPool, on_ranks
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from megapipe import StageInfo
 from megapipe.checkpoint import Checkpointer, save_safetensors
@@ -48,3 +52,36 @@ def test_exporting_twice_into_one_folder(tmp_path: Path) -> None:
         paths = save_safetensors(tmp_path / "run", tmp_path / "model", max_file_size=size)
         index = {tmp_path / "model" / "model.safetensors.index.json"} if len(paths) > 1 else set()
         assert set((tmp_path / "model").iterdir()) == {*paths, *index}
+
+
+@on_ranks(2)
+def test_checkpoints_of_torch(rank: int, tmp_path: Path) -> None:
+    """torch loads what it has saved of a whole model into chunks, and what megapipe has saved into a whole model. No
+    page and no error said so: a Checkpointer called such a checkpoint damaged."""
+    model, _ = reference(4, 2)
+    trained = torch.optim.AdamW(model.parameters())
+    trained.step()
+    if rank == 0:
+        saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, trained)}
+        dcp.save(saved, checkpoint_id=tmp_path / "whole", no_dist=True)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "weights", no_dist=True)
+    dist.barrier()
+    chunks = build("zbv", 2, 4)
+    dcp.load({"model": {k: v for one in chunks for k, v in one.state_dict().items()}}, checkpoint_id=tmp_path / "whole")
+    for chunk in chunks:
+        optimizer = torch.optim.AdamW(chunk.parameters())
+        state = {"optimizer": get_optimizer_state_dict(chunk, optimizer)}
+        dcp.load(state, checkpoint_id=tmp_path / "whole")
+        set_optimizer_state_dict(chunk, optimizer, state["optimizer"])
+        for name, parameter in chunk.named_parameters():
+            expected = model.get_parameter(name)
+            assert torch.equal(parameter, expected)
+            for key, value in optimizer.state[parameter].items():
+                assert torch.equal(value, trained.state[expected][key])
+    for folder in ("whole", "weights"):
+        with pytest.raises(ValueError, match=r"its own load reads into the state_dict\(\) of the chunks"):
+            Checkpointer(tmp_path / "run", chunks).load(tmp_path / folder)
+    Checkpointer(tmp_path / "run", chunks).save(1)
+    whole = Stage(StageInfo(0, 1), 4)
+    dcp.load({"model": whole.state_dict()}, checkpoint_id=tmp_path / "run" / "step_00000001")
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), model.parameters()))
