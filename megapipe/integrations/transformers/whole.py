@@ -81,7 +81,7 @@ LARGEST = {
 
 
 def make_small_config(config: Any) -> Any:
-    """A config of the same kind with the same layers, but two heads, whose size is kept, and few experts.
+    """A config of the same kind with the same layers, but one or two heads, whose size is kept, and few experts.
 
     Configs bind their numbers to each other: the width is often that of all heads, and other sorts of heads may have to
     fill it too. So numbers of heads and widths are divided by the same number.
@@ -91,7 +91,8 @@ def make_small_config(config: Any) -> Any:
     if heads is None:
         divisor = max(1, config.hidden_size // 64)
     else:
-        divisor = heads if heads % 2 else heads // 2
+        size = fields.get("head_dim") or config.hidden_size // heads
+        divisor = heads // 2 if heads % 2 == 0 and size < 200 else heads
 
     def fewer(name: str, value: Any) -> Any:
         if isinstance(value, list):
