@@ -24,6 +24,7 @@ import math
 import os
 import re
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -443,5 +444,8 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
 
 if __name__ == "__main__":
     args = parse_args()
-    train(args, setup(args.device))
+    try:
+        train(args, setup(args.device))
+    except KeyboardInterrupt:  # ^C reaches every rank
+        sys.exit("Interrupted." if os.environ["RANK"] == "0" else 130)
     dist.destroy_process_group()

@@ -11,6 +11,8 @@ training are not looked at.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -107,7 +109,10 @@ def generate(args: argparse.Namespace, device: torch.device) -> list[bytes]:
 
 if __name__ == "__main__":
     args = parse_args()
-    texts = generate(args, setup(args.device))
+    try:
+        texts = generate(args, setup(args.device))
+    except KeyboardInterrupt:  # ^C reaches every rank
+        sys.exit("Interrupted." if os.environ["RANK"] == "0" else 130)
     if dist.get_rank() == 0:
         print("\n----\n".join(text.decode(errors="replace") for text in texts))
     dist.destroy_process_group()

@@ -182,4 +182,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # ^C reaches every rank
+        sys.exit("Interrupted." if os.environ["RANK"] == "0" else 130)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +115,41 @@ def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:
         assert "--data-parallel-shard-size 2 takes a multiple of 2 x 2 ranks, of which there are 2" in message(result)
 
 
-def test_through_torchrun(text: str, tmp_path: Path) -> None:
+@contextmanager
+def torchrun(text: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """The example on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "pretrain_gpt.py"), *SMALL.split(), *text.split(), "--pipeline-model-parallel-size", "2"]
-    command += ["--train-iters", "2", "--save", str(tmp_path), "--record-timeline", str(tmp_path / "timeline.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.9 prints
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, *options], env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # where it has not ended
+
+
+def test_an_interrupt_ends_every_rank(text: str) -> None:
+    """Each rank printed a traceback of sixty lines at ^C, which torchrun passes on to all of them. The pipes are closed
+    once the last process has ended."""
+    with torchrun(text, "--train-iters", "1000000") as process:
+        assert process.stdout is not None
+        assert any(line.startswith("iteration     1") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert errors.count("Interrupted.") == 1
+    assert not re.search(r"^(\[rank\d\]: )?KeyboardInterrupt$", errors, flags=re.MULTILINE)
+
+
+def test_through_torchrun(text: str, tmp_path: Path) -> None:
+    timeline_path = tmp_path / "timeline.json"
+    options = ["--train-iters", "2", "--save", str(tmp_path), "--record-timeline", str(timeline_path)]
+    with torchrun(text, *options) as process:
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.9 prints
     assert lines[0].startswith("4 layers of 16 on 2 ranks: 2 stages x 1 replicas, schedule 1f1b, 8 microbatches")
-    assert "validation loss" in done.stdout
+    assert "validation loss" in output
     assert re.fullmatch(r"loss .* tokens/s, at most \d+\.\d\d GiB a rank", lines[-3])
     part = r"-?[\d.]+% "
     parts = [
@@ -130,7 +158,7 @@ def test_through_torchrun(text: str, tmp_path: Path) -> None:
     ]
     assert re.fullmatch(rf"bubble {part}= " + r" \+ ".join(parts), lines[-2])
     assert lines[-1].startswith("saved")
-    timeline = load_timeline(tmp_path / "timeline.json")
+    timeline = load_timeline(timeline_path)
     assert timeline is not None
     assert timeline.plan.actions == make_plan("1f1b", 2, 8).actions
     assert len(timeline.steps) == 2
