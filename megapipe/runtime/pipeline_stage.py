@@ -11,13 +11,18 @@ from ..config import PipelineConfig
 from ..overlap import find_forward_segments
 from ..plan import StageInfo
 
-__all__ = ["PipelineStage"]
+__all__ = ["PipelineStage", "as_sent"]
 
 
 class ListOfOne(NamedTuple):
     """Goes in the place of a list of one item, which Megatron's stages take for the item."""
 
     item: Any
+
+
+def as_sent(output: Any) -> Any:
+    """What a module has returned, as its PipelineStage sends it."""
+    return ListOfOne(output[0]) if type(output) is list and len(output) == 1 else output
 
 
 class PipelineStage(nn.Module):
@@ -106,8 +111,7 @@ class PipelineStage(nn.Module):
             raise
 
     def _checked(self, output: Any) -> Any:
-        is_sent = type(output) is list and len(output) == 1 and not self.info.is_last
-        return ListOfOne(output[0]) if is_sent else output
+        return output if self.info.is_last else as_sent(output)
 
 
 PREFIX = "module."

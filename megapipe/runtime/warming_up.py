@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..chunks import iter_wrapped, named_parameters
+from ..chunks import find_attribute, iter_wrapped, named_parameters
 from ..failures import PipelineError, single_rank_step
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
@@ -30,6 +30,7 @@ from ..weight_grad import DeferredGrads
 from .arguments import StepArguments, chunks_of, config_of, device_of, pipeline_group
 from .first_step import KINDS
 from .pipeline import checkpoint_arguments
+from .pipeline_stage import as_sent
 from .rollback import restores_of_buffers, restores_of_random_states
 from .session import Session
 from .shapes import ShapeArguments, message_specs, spec_of
@@ -139,9 +140,10 @@ def _inputs(prepared: PreparedStep, shapes: ShapeArguments, received: Any) -> li
         ValueError: nobody has described one.
     """
     step = prepared.arguments
-    example = None if received is None else spec_of(received, "received must be")
     inputs: list[list[MessageSpec | None]] = []
     for model, stage in zip(step.models, prepared.stages):
+        message = as_sent(received) if find_attribute(model, "finds_shapes") else received
+        example = None if received is None else spec_of(message, "received must be")
         parts = shapes.of_slices(step.slices)
         described = [message_specs(model, stage, part, step.config)[0] or example for part in parts]
         if stage.is_first:

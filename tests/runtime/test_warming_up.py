@@ -241,6 +241,33 @@ def test_messages_that_nobody_has_described(ranks: RankPool) -> None:
         assert "the message from stage 0 to stage 1 is described by nobody before the first step" in str(error)
 
 
+class InList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kinds: list[type] = []
+
+    def forward(self, received: Any) -> list[Tensor]:
+        self.kinds.append(type(received))
+        return [self.linear(received[0] if isinstance(received, list) else received)]
+
+
+@on_ranks(1)
+def test_a_list_of_one_stays_one(rank: int) -> None:
+    """A module that takes the list of one tensor that the stage before returns got the tensor, in warm-ups alone."""
+    parallel_state.initialize_model_parallel(1)
+    chunks = [PipelineStage(InList(), info) for info in stages_for_rank("looped_bfs", num_chunks=2)]
+    example = torch.zeros(BATCH, WIDTH)
+    step = megapipe.get_forward_backward_func("looped_bfs")
+
+    def first_output(data_iterator: Iterator[Tensor], chunk: nn.Module) -> Any:
+        return chunk(next(data_iterator)), lambda output: (output[0].sum(), None)
+
+    megapipe.warm_up(step, first_output, example, chunks, 2, received=[example])
+    step(first_output, iter([example] * 2), chunks, 2)
+    assert {*chunks[1].module.kinds} == {list}
+
+
 def test_a_warm_up_on_some_ranks_only(ranks: RankPool) -> None:
     for error in ranks.run(2, on_rank_0_only, errors=True):
         assert "disagree on the schedule: 1f1b, in megapipe.warm_up on rank 0; 1f1b on rank 1" in str(error)
