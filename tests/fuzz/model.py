@@ -38,8 +38,8 @@ class Looking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         before = [last for (last,) in slices.earlier((self, "last"))] or [torch.zeros_like(x[:1])]
         slices.keep((self, "last"), x[-1:])
-        x = x + 0.5 * torch.cat([before[-1], x[:-1]])
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 1, 3, 0, 4)
+        x = 0.5 * (x + torch.cat([before[-1], x[:-1]]))
+        q, k, v = self.qkv(F.layer_norm(x, x.shape[-1:])).unflatten(-1, (3, 2, -1)).permute(2, 1, 3, 0, 4)
         seen = slices.attention(q, k, v, owner=self, window=self.window)
         return self.block(x + seen.permute(2, 0, 1, 3).flatten(2))
 
