@@ -241,7 +241,7 @@ def test_messages_that_nobody_has_described(ranks: RankPool) -> None:
         assert "the message from stage 0 to stage 1 is described by nobody before the first step" in str(error)
 
 
-class InList(nn.Module):
+class ListOfOne(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -256,7 +256,7 @@ class InList(nn.Module):
 def test_a_list_of_one_stays_one(rank: int) -> None:
     """A module that takes the list of one tensor that the stage before returns got the tensor, in warm-ups alone."""
     parallel_state.initialize_model_parallel(1)
-    chunks = [PipelineStage(InList(), info) for info in stages_for_rank("looped_bfs", num_chunks=2)]
+    chunks = [PipelineStage(ListOfOne(), info) for info in stages_for_rank("looped_bfs", num_chunks=2)]
     example = torch.zeros(BATCH, WIDTH)
     step = megapipe.get_forward_backward_func("looped_bfs")
 
