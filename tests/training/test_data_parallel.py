@@ -14,7 +14,7 @@ from ranks import on_ranks
 from replicas import NUM_STEPS, SCHEDULES, average, build_replicas, replica_gradients, train_and_compare
 from torch import Tensor, nn
 
-from megapipe import PipelineConfig, StageInfo, parallel_state
+from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.runtime.grad_sync import GradientSync
 from megapipe.training import GradientReducer
@@ -235,5 +235,6 @@ def test_replicas_of_what_is_unfrozen_later(rank: int) -> None:
     chunks[0].config.finalize_model_grads_func = reducer.finish
     run("no_pipelining", chunks, 2, seed=rank)
     chunks[0].layers.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"has no part in the GradientReducer.*make a new one"):
+    # The error of this rank, or of the other one, where that was first to tell it.
+    with pytest.raises((ValueError, PipelineError), match=r"has no part in the GradientReducer.*make a new one"):
         run("no_pipelining", chunks, 2, seed=rank)
