@@ -260,15 +260,13 @@ def abort_process_groups(patience: float = 10.0) -> None:
 
 
 def abort_gloo(backend: Any) -> None:
-    """Gloo has no abort that ends waits, but a wait that times out closes all pairs of its group."""
+    """Gloo has no abort that ends waits, but a wait that times out closes all pairs of its group. One that fails because
+    its peer closes the pair meanwhile does not: so each pair is tried. A closed one refuses at once."""
     unused_tag = 2**31 - 1
     for peer in range(backend.size()):
         if peer != backend.rank():
-            with contextlib.suppress(RuntimeError):  # a pair that is closed already refuses the receive
-                probe = backend.recv([torch.empty(1, device="cpu")], peer, unused_tag)
-                with contextlib.suppress(RuntimeError):
-                    probe.wait(datetime.timedelta(milliseconds=1))
-                return
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.empty(1, device="cpu")], peer, unused_tag).wait(datetime.timedelta(milliseconds=1))
 
 
 def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:

@@ -275,6 +275,32 @@ def test_abort_reaches_past_a_closed_connection(rank: int) -> None:
     channels.close()
 
 
+@on_ranks(3)
+def test_abort_reaches_past_a_connection_that_closes_meanwhile(rank: int) -> None:
+    """The receive that was to time out sometimes failed at once: its rank aborted too, between the posting and the wait.
+    Then the connections to all others stayed open, and a rank behind one of them waited for ever."""
+    channels = connected(rank, 3)
+    if rank == 0:
+        _get_default_store().wait(["posted"])
+        channels.abort()
+        _get_default_store().set("aborted", "1")
+    elif rank == 1:
+        backend = channels._transport._backend.result()  # type: ignore[attr-defined]
+
+        def receive(tensors: list[Tensor], peer: int, tag: int) -> Any:
+            work = backend.recv(tensors, peer, tag)
+            _get_default_store().set("posted", "1")
+            after_the_abort()
+            return work
+
+        parallel_state.abort_gloo(SimpleNamespace(size=backend.size, rank=backend.rank, recv=receive))
+    else:
+        with pytest.raises(ConnectionLostError):
+            channels.outgoing(ChannelName("forward", 1), 1).receive(SINGLE).wait()
+    dist.barrier()  # nobody ends while others wait: that would close the connections
+    channels.close()
+
+
 @on_ranks(2)
 def test_sending_to_a_lost_peer_is_a_lost_connection(rank: int) -> None:
     """A broken connection was recognised where a message was waited for, but not where one was posted. The rank then
