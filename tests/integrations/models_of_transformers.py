@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from megapipe.integrations.transformers import (
     save_pretrained,
     tie_weights,
 )
+from megapipe.integrations.transformers.files import SafetensorsFile
 from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert
 
@@ -306,6 +309,10 @@ def test_sharded_layers(rank: int, name: str, tmp_path: Path) -> None:
     if rank == 0:
         saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         hf_models.assert_same_weights(saved, model)
+    # Those who write nothing wait for the others' shards: who cannot write goes on with gathering.
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(SafetensorsFile, "write", side_effect=full), pytest.raises(RuntimeError, match="make room"):
+        save_pretrained(chunks, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items
-from megapipe.integrations.transformers.check import LARGE, check_cut
+from megapipe.integrations.transformers.check import check_cut
 from megapipe.integrations.transformers.whole import make_meta_model, make_small_config
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2, "moe_intermediate_size": 16}
@@ -95,7 +95,8 @@ def test_a_large_model_is_tried_with_all_its_layers_at_a_small_size(kind: str, o
     number = config.num_hidden_layers
     check_cut(config, [range(1), range(1, number), range(number, number)])
     whole, small = (make_meta_model(one, torch.float32) for one in (config, make_small_config(config)))
-    assert [sum(p.numel() for p in model.parameters()) > LARGE for model in (whole, small)] == [True, False]
+    assert sum(p.numel() for p in whole.parameters()) > 1e9
+    assert sum(p.numel() for p in small.parameters()) < 1e7
     modules = ([(name, type(module)) for name, module in model.named_modules()] for model in (whole, small))
     assert next(modules) == next(modules)
 

@@ -27,7 +27,7 @@ from .whole import allocate, initialise, make_meta_model, make_small_config
 
 __all__ = ["check_cut"]
 
-LARGE = 2**23
+LARGE = 2**20
 """Parameters of a model that is tried at a smaller size than its own."""
 
 
