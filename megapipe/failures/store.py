@@ -111,5 +111,9 @@ class InterruptibleStore(Store):
             try:
                 yield self._store
             except DistNetworkError as error:
-                self._lost = str(error)
-                raise
+                reason = str(error).partition("\n")[0]
+                self._lost = (
+                    f"torch.distributed's store is gone ({reason}): the process that held it, torchrun or a rank, was "
+                    "killed or has ended, or its host is gone."
+                )
+                raise DistNetworkError(self._lost) from None

@@ -35,6 +35,7 @@ class Cable:
         self._store = store
         self._is_in = threading.Event()
         self._is_in.set()
+        self._ends: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def pull_out(self) -> None:
@@ -43,10 +44,16 @@ class Cable:
     def put_in(self) -> None:
         self._is_in.set()
 
+    def cut(self) -> None:
+        """As if the store's process had ended."""
+        for end in self._ends:
+            end.shutdown(socket.SHUT_RDWR)
+
     def _accept(self) -> None:
         while True:
             here, _ = self._listener.accept()
             there = socket.create_connection(self._store)
+            self._ends.append(here)
             for source, target in ((here, there), (there, here)):
                 threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
 
@@ -112,6 +119,27 @@ def test_a_rank_that_is_cut_off_from_the_store_ends(ranks: RankPool, where: str,
         messages[1],
     )
     assert "rank 1" in messages[0]
+
+
+def the_store_ends(rank: int) -> str:
+    with connected_by_cable(rank) as cable:
+        chunks = build("1f1b", 2, 4)
+        run("1f1b", chunks, 4)
+        cable.cut()
+        run("1f1b", chunks, 4)  # asks nobody
+        with pytest.raises(PipelineError) as caught:
+            run("1f1b", chunks, 2)
+        return str(caught.value)
+
+
+def test_a_store_whose_process_has_ended_is_named(ranks: RankPool) -> None:
+    """All that ranks said when torchrun was killed was torch's "Broken pipe"."""
+    for message in ranks.run(2, the_store_ends):
+        assert re.fullmatch(
+            r"torch\.distributed's store is gone \(.+\): the process that held it, torchrun or a rank, was killed or "
+            r"has ended, or its host is gone\.",
+            message,
+        )
 
 
 def the_store_comes_back(rank: int) -> None:
