@@ -260,7 +260,7 @@ def abort_process_groups(patience: float = 10.0) -> None:
 
 
 def abort_gloo(backend: Any) -> None:
-    """Gloo has no abort that ends waits, but a wait that times out closes all pairs of its group. One that fails because
+    """Gloo has no abort that ends waits, but a wait that times out closes all pairs of its group. One that fails since
     its peer closes the pair meanwhile does not: so each pair is tried. A closed one refuses at once."""
     unused_tag = 2**31 - 1
     for peer in range(backend.size()):

@@ -277,8 +277,8 @@ def test_abort_reaches_past_a_closed_connection(rank: int) -> None:
 
 @on_ranks(3)
 def test_abort_reaches_past_a_connection_that_closes_meanwhile(rank: int) -> None:
-    """The receive that was to time out sometimes failed at once: its rank aborted too, between the posting and the wait.
-    Then the connections to all others stayed open, and a rank behind one of them waited for ever."""
+    """The receive that was to time out sometimes failed at once: its rank aborted too, between posting and wait. Then
+    the connections to all others stayed open, and a rank behind one of them waited for ever."""
     channels = connected(rank, 3)
     if rank == 0:
         _get_default_store().wait(["posted"])
