@@ -207,7 +207,8 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None]) -> None:
     """One chunk: a microbatch for each way of computing a backward that the schedule takes there."""
     step = prepared.arguments
-    info, (_, sent) = prepared.stages[chunk], prepared.specs[chunk]
+    info = prepared.stages[chunk]
+    sent = None if chunk in prepared.undescribed else prepared.specs[chunk][1]  # what steps have found may change
     kinds = {action.kind for action in prepared.key.plan.actions[prepared.pp_rank] if action.stage == info.index}
     stage = KINDS[False, bool(step.slices)](info, chunk, step, sent)
     stage.looks_for_none = False  # these gradients say nothing of those to come

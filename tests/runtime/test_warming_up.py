@@ -268,6 +268,38 @@ def test_a_list_of_one_stays_one(rank: int) -> None:
     assert {*chunks[1].module.kinds} == {list}
 
 
+class Changing(nn.Module):
+    """With a plain number in its messages, and a weight that may be frozen."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        self.info, self.number = info, 0
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, received: Any) -> Any:
+        x = received["x"] if isinstance(received, dict) else received
+        return x * self.weight if self.info.is_last else {"number": self.number, "x": x * self.weight}
+
+
+@pytest.mark.parametrize("what", ["a number", "frozen"])
+@on_ranks(2)
+def test_messages_that_have_changed_since_the_first_step(rank: int, what: str) -> None:
+    """Steps allow another number in a message than the first one had, and a stage that is unfrozen. A warm-up between
+    them compared its own messages with those of the first step, and was refused."""
+    parallel_state.initialize_model_parallel(2)
+    (info,) = stages_for_rank("1f1b")
+    chunk, example = PipelineStage(Changing(info), info), torch.ones(BATCH, WIDTH)
+    step = megapipe.get_forward_backward_func("1f1b")
+    if what == "frozen" and info.is_first:
+        chunk.requires_grad_(False)
+    step(forward_step, iter([example] * 2), chunk, 2)
+    chunk.requires_grad_()
+    chunk.module.number += what == "a number"
+    received = {"number": 0, "x": example}
+    megapipe.warm_up(step, forward_step, example, chunk, 2, received=received)
+    step(forward_step, iter([example] * 2), chunk, 2)
+
+
 def test_a_warm_up_on_some_ranks_only(ranks: RankPool) -> None:
     for error in ranks.run(2, on_rank_0_only, errors=True):
         assert "disagree on the schedule: 1f1b, in megapipe.warm_up on rank 0; 1f1b on rank 1" in str(error)
