@@ -236,7 +236,7 @@ class Number(Feature):
 class Message(Feature):
     chance = 0.8
     tolerance = property(lambda self: 1e-5 if self.kind == "strided" else 0.0)  # messages are made contiguous
-    refusal = property(lambda self: "cannot be sent" if self.kind.startswith("unknown") else "")
+    refusal = property(lambda self: "torch's pytrees do not know" if self.kind.startswith("unknown") else "")
 
     def __init__(self, rng: Random, case: Case) -> None:
         self.kind = rng.choice(list(OF_ENTRIES if case.any("has_entries") or rng.random() < 0.5 else OF_X))
@@ -276,7 +276,7 @@ class Frozen(Feature):
 
     def stage(self, stage: Any, step: int = 0) -> None:
         for name, parameter in stage.named_parameters():
-            parameter.requires_grad_(not name.startswith(self.of_step[step % len(self.of_step)]))
+            parameter.requires_grad = not name.startswith(self.of_step[step % len(self.of_step)])
 
     def before(self, trial: Any, step: int) -> None:
         for stage in trial.all_stages():

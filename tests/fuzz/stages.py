@@ -82,7 +82,9 @@ class Stage(nn.Module):
 
 def example_message(case: Case, length: int = SEQUENCE) -> Any:
     """What the first stage returns, with a gradient whatever is frozen."""
-    stage = Stage(case, StageInfo(0, case.num_stages)).requires_grad_()
+    stage = Stage(case, StageInfo(0, case.num_stages))
+    for parameter in stage.parameters():
+        parameter.requires_grad = True  # requires_grad_ is refused by lazy ones, from torch 2.15 on
     return stage(torch.zeros(length, BATCH, dtype=torch.long))
 
 

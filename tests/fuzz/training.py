@@ -153,10 +153,9 @@ class WarmUp(Feature):
     def before(self, trial: Any, step: int) -> None:
         if step != self.step:
             return
-        case, before = trial.case, everything(trial)
-        length = case.slice_lengths[0] if case.is_cut else case.seq_lengths[0]
-        with torch.random.fork_rng(devices=()):
-            received = example_message(case, length)
+        case = trial.case
+        received = example_message(case, case.slice_lengths[0] if case.is_cut else case.seq_lengths[0])
+        before = everything(trial)
         megapipe.warm_up(
             megapipe.get_forward_backward_func(case.schedule),
             forward_step,
