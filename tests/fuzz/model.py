@@ -105,7 +105,7 @@ class KeptSums(Feature):
 
     chance = 0.6
     goes = staticmethod(lambda case: case.is_cut)
-    mistakes = {"without gradients": "gradients of later slices", "changed": "in place|inplace operation"}  # noqa: RUF012
+    mistakes = {"without gradients": "gradients of later slices", "changed": "in ?place"}  # noqa: RUF012
     refusal = property(lambda self: self.mistakes.get(self.kept, ""))
 
     def __init__(self, rng: Random, case: Case) -> None:
@@ -177,7 +177,7 @@ class OddLayers(Feature):
     chance = 0.4
     needs_seed = property(lambda self: any(RANDOM & {*self.of_layers.values()}))
     is_whole = property(lambda self: "dropout" not in self.of_layers.values())
-    refusal = property(lambda self: "inplace operation|in place" if "kept output" in self.of_layers.values() else "")
+    refusal = property(lambda self: "in ?place" if "kept output" in self.of_layers.values() else "")
 
     def __init__(self, rng: Random, case: Case) -> None:
         kinds = [kind for kind in ODD if not (case.is_cut and kind in LEAVE_TRACES)]
