@@ -170,7 +170,8 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
 LEAVE_TRACES = {"late buffer", "new buffer", "kept output"}
 RANDOM = {"dropout", "Python's random numbers", "NumPy's random numbers"}
 CANNOT_RUN_TWICE = {*RANDOM, *LEAVE_TRACES} - {"dropout"}
-CANNOT_BE_SHARDED = {"weight in list", "weight in closure", "lazy", *LEAVE_TRACES}
+CANNOT_BE_CAPTURED = {"weight in list", "weight in closure"}
+CANNOT_BE_SHARDED = {*CANNOT_BE_CAPTURED, "lazy", *LEAVE_TRACES}
 
 
 class OddLayers(Feature):
@@ -290,6 +291,7 @@ class Forms(Feature):
 
     def __init__(self, rng: Random, case: Case) -> None:
         is_plain = not (case.any("needs_seed") or case.any("has_entries") or case.can_cut or case.get("Mask"))
+        is_plain = is_plain and not CANNOT_BE_CAPTURED & case.odd
         forms = [["", "deferring"], ["", "in segments"]]
         if not CANNOT_RUN_TWICE & case.odd:
             forms.append(["", "", "recomputed", "recomputed" if case.can_cut else "reentrant recomputed"])
