@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..plan import KINDS, Action, Plan, Span
+from ..plan import KINDS, Action, Kind, Plan, Span
 
-__all__ = ["Cell", "Level", "cells_of", "levels_of"]
+__all__ = ["Cell", "Level", "cells_of", "kinds_in", "levels_of"]
 
 
 class Cell(NamedTuple):
@@ -67,3 +67,9 @@ def levels_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Level]]:
             held, before = held + change, time
         rows.append(row)
     return rows
+
+
+def kinds_in(plan: Plan) -> list[Kind]:
+    """The kinds of action that a plan has."""
+    names = {kind for row in plan.actions for _, kind in row.words}
+    return [kind for name, kind in KINDS.items() if name in names and any(a.kind == name for a in plan.actions[0])]

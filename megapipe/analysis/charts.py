@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plan import Action, Plan, Simulation, Span
+from ..plan import KINDS, Action, Plan, Simulation, Span
 from ..runtime import RankStep
-from .cells import cells_of, levels_of
+from .cells import cells_of, kinds_in, levels_of
 from .extras import import_extra
 from .fold import Cut, find_cut
-from .palette import COLOURS, DARK, LABELS, LIGHT, ink_on
+from .palette import DARK, LIGHT, ink_on
 
 __all__ = ["TITLES", "save_figure", "save_picture", "svg_of"]
 
@@ -92,7 +92,7 @@ def _draw_action(
 ) -> None:
     from matplotlib.patches import Rectangle
 
-    colour = COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
+    colour = KINDS[action.kind].colours[plan.chunk_of(action.stage) % 2]
     for left, right in _pieces(start, end, cut):
         place = (left, top), right - left, height
         axes.add_patch(Rectangle(*place, facecolor=colour, edgecolor=LIGHT.page, linewidth=0.8))
@@ -151,13 +151,9 @@ def _draw_legend(figure: Any, plan: Plan, cut: Cut | None) -> None:
         return tuple(Patch(color=colour) for colour in colours)
 
     shades = min(plan.num_chunks, 2)
-    entries = {
-        LABELS[kind]: patches(*COLOURS[kind][:shades])
-        for kind in LABELS
-        if any(action.kind == kind for action in plan.actions[0])
-    }
+    entries = {kind.label: patches(*kind.colours[:shades]) for kind in kinds_in(plan)}
     if any(plan.program.pairs):
-        entries["F above B: overlapped pair"] = patches(COLOURS["F"][0], COLOURS["BW"][0])
+        entries["F above B: overlapped pair"] = patches(KINDS["F"].colours[0], KINDS["BW"].colours[0])
     if not plan.forward_only:
         entries["microbatches held, with the most at the right"] = patches(LIGHT.faint)
     notes = ["dark: odd chunks"] * (plan.num_chunks > 1)

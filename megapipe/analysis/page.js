@@ -4,9 +4,9 @@
 const ROW = 50, CELL = 30, LEVEL = 12, LEFT = 56, RIGHT = 36, HEAD = 24;
 const number = value => String(+value.toPrecision(6));
 
-// data: begin and end of what is seen at first; unit; ranks (of each stage); numSlices; colours, inks and kinds by kind;
+// data: begin and end of what is seen at first; unit; ranks (of each stage); numSlices; kinds;
 // panels, each with a title, rows of [stage, kind, microbatch, slice, start, end] per rank, pairs (by rank the places of
-// the forwards of overlapped pairs), and waits of [text, start, end] per rank.
+// the first actions of overlapped pairs), and waits of [text, start, end] per rank.
 function drawTimeline(box, data, zooms = true) {
   const tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
   box.className = "timeline" + (zooms ? " zooms" : "");
@@ -24,7 +24,7 @@ function drawTimeline(box, data, zooms = true) {
       parts.push(`<text x="0" y="${top + 15}">${panel.title}</text>`);
       top += panel.title ? HEAD : 4;
       panel.rows.forEach((row, rank) => {
-        const levels = heldBy(row), y = top + ROW * rank;
+        const levels = heldBy(row, data.kinds), y = top + ROW * rank;
         parts.push(`<text x="0" y="${y + 20}">rank ${rank}</text>`);
         if (levels.length)
           parts.push(`<text x="${LEFT + width + 4}" y="${y + CELL + LEVEL}">${number(most(levels) / scaleOf(data))}</text>`);
@@ -55,9 +55,9 @@ function drawTimeline(box, data, zooms = true) {
     const x = (from - begin) * scale, width = (to - from) * scale, shade = Math.floor(stage / numRanks) % 2;
     const short = unitName(microbatch, slice), label = width > 7 * (short.length + 3) ? name(row[at]) : short;
     const text = width > 7 * short.length
-      ? `<text class="label" x="${x + width / 2}" y="${y + height / 2 + 4}" style="fill:${data.inks[kind][shade]}">${label}</text>`
+      ? `<text class="label" x="${x + width / 2}" y="${y + height / 2 + 4}" style="fill:${data.kinds[kind].inks[shade]}">${label}</text>`
       : "";
-    return `<rect class="cell${width < 4 ? " narrow" : ""}" x="${x}" y="${y}" width="${width}" height="${height}" fill="${data.colours[kind][shade]}"
+    return `<rect class="cell${width < 4 ? " narrow" : ""}" x="${x}" y="${y}" width="${width}" height="${height}" fill="${data.kinds[kind].colours[shade]}"
       data-at="${index},${rank},${at}"/>` + text;
   }
 
@@ -73,13 +73,13 @@ function drawTimeline(box, data, zooms = true) {
     const row = data.panels[index].rows[rank], action = row[at], [stage, kind, microbatch, slice, from, to] = action;
     const waited = from - (at ? row[at - 1][5] : Math.min(...data.panels[index].rows.map(one => one[0][4])));
     const lines = [
-      `${name(action)}: ${data.kinds[kind]} of ${data.numSlices > 1 ? `slice ${slice} of ` : ""}microbatch ${microbatch} ` +
+      `${name(action)}: ${data.kinds[kind].label} of ${data.numSlices > 1 ? `slice ${slice} of ` : ""}microbatch ${microbatch} ` +
         `through stage ${stage}`,
       `from ${number(from)} to ${number(to)} ${data.unit}, after waiting ${number(waited)}`,
     ];
-    const source = stage + (kind === "F" ? -1 : kind === "W" ? 0 : 1);
+    const { needs: [letter, step] } = data.kinds[kind], source = stage + step;
     if (source in data.ranks)
-      lines.push(`needs ${source}${kind === "F" ? "F" : "B"}${unitName(microbatch, slice)} of ` +
+      lines.push(`needs ${source}${letter}${unitName(microbatch, slice)} of ` +
         (data.ranks[source] === rank ? "the same rank" : `rank ${data.ranks[source]}`));
     return lines.join("\n");
   }
@@ -107,7 +107,7 @@ function drawTimeline(box, data, zooms = true) {
     });
     svg.addEventListener("dblclick", () => show(data.begin, data.end));
   }
-  for (const panel of data.panels) panel.most = Math.max(...panel.rows.map(row => most(heldBy(row))));
+  for (const panel of data.panels) panel.most = Math.max(...panel.rows.map(row => most(heldBy(row, data.kinds))));
   draw();
   new ResizeObserver(draw).observe(box);
 }
@@ -118,9 +118,9 @@ const most = levels => Math.max(0, ...levels.map(([held]) => held));
 const scaleOf = data => data.ranks.length / data.panels[0].rows.length * data.numSlices;
 
 // [held, from, to]: how many units of work are in flight, each from the start of its F to the end of its W.
-function heldBy(row) {
-  const changes = row.flatMap(([, kind, , , from, to]) =>
-    kind === "F" ? [[from, 1]] : kind === "B" ? [] : [[to, -1]]).sort(([a, x], [b, y]) => a - b || x - y);
+function heldBy(row, kinds) {
+  const changes = row.map(([, kind, , , from, to]) => [kinds[kind].held > 0 ? from : to, kinds[kind].held])
+    .filter(([, change]) => change).sort(([a, x], [b, y]) => a - b || x - y);
   if (!changes.some(([, change]) => change < 0)) return []; // forwards only
   const levels = [];
   let held = 0, before = 0;
@@ -136,7 +136,7 @@ function drawLegend(box, data) {
   const used = kind => data.panels.some(panel => panel.rows.some(row => row.some(action => action[1] === kind)));
   const numShades = data.ranks.length > data.panels[0].rows.length ? 2 : 1;
   const parts = Object.entries(data.kinds).filter(([kind]) => used(kind))
-    .map(([kind, text]) => data.colours[kind].slice(0, numShades).map(swatch).join("") + text);
+    .map(([, { label, colours }]) => colours.slice(0, numShades).map(swatch).join("") + label);
   if (numShades > 1) parts.push("dark: odd chunks");
   if (data.panels.some(panel => panel.pairs?.some(one => one.length))) parts.push("F above B: overlapped pair");
   if (data.panels.some(panel => panel.waits)) parts.push(swatch("var(--wait)") + "waits for messages");

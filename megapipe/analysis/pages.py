@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plan import Plan, Simulation, Span
+from ..plan import KINDS, Plan, Simulation, Span
 from ..runtime import RankStep
 from .charts import TITLES, svg_of
 from .comparison import axis_names, draw_comparison
-from .palette import COLOURS, DARK, LABELS, LIGHT, Scheme, ink_on
+from .palette import DARK, LIGHT, Scheme, ink_on
 
 __all__ = ["compact", "look", "page_of", "save_comparison_html", "save_html"]
 
@@ -80,9 +80,19 @@ def _short(time: float) -> float:
 
 
 def look() -> dict[str, Any]:
-    """The colours and names that page.js draws with."""
-    inks = {kind: list(map(ink_on, colours)) for kind, colours in COLOURS.items()}
-    return {"colours": COLOURS, "inks": inks, "kinds": LABELS}
+    """The kinds of action, as page.js draws them."""
+    needed = {"forward": ("F", -1), "backward": ("B", 1)}  # of which stage, counted from this one
+    kinds = {
+        name: {
+            "label": kind.label,
+            "colours": kind.colours,
+            "inks": list(map(ink_on, kind.colours)),
+            "needs": needed.get(kind.message or "") or ((kind.after or "")[0], 0),
+            "held": kind.held,
+        }
+        for name, kind in KINDS.items()
+    }
+    return {"kinds": kinds}
 
 
 def compact(data: Any) -> str:

@@ -1,4 +1,5 @@
-"""The colours of all pictures. They are told apart in print, in light and dark pages, and by the colour-blind."""
+"""The colours of all pictures, beside those of actions (`KINDS`). They are told apart in print, in light and dark
+pages, and by the colour-blind."""
 
 from __future__ import annotations
 
@@ -6,13 +7,7 @@ from typing import NamedTuple
 
 from ..plan import KINDS
 
-__all__ = ["ACCENT", "COLOURS", "DARK", "LABELS", "LIGHT", "LIMIT_COLOUR", "Scheme", "ink_on"]
-
-COLOURS = {name: kind.colours for name, kind in KINDS.items()}
-"""By the kind of an action, the colours of even and odd chunks."""
-
-LABELS = {name: kind.label for name, kind in KINDS.items()}
-"""By the kind of an action, its name in words."""
+__all__ = ["ACCENT", "DARK", "LIGHT", "LIMIT_COLOUR", "Scheme", "ink_on"]
 
 ACCENT = KINDS["F"].colours[1]
 """The colour of what is good, beside actions."""

@@ -1,7 +1,7 @@
 """A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
 
 from .files import load_plan, parse_json, read_text
-from .kinds import KINDS, PAIR
+from .kinds import KINDS, Kind
 from .layouts import distribute_layers
 from .making import make_plan
 from .placement import Placement, StageInfo, loop, v_shape
@@ -15,12 +15,12 @@ from .weight_placement import place_weights
 
 __all__ = [
     "KINDS",
-    "PAIR",
     "Action",
     "AnySchedule",
     "ChannelName",
     "Costs",
     "Event",
+    "Kind",
     "Placement",
     "Plan",
     "Schedule",

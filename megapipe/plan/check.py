@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .kinds import KINDS, PAIR
+from .kinds import KINDS, kind_of
 from .program import run
 from .recorder import ChannelName, PlanRecorder
 from .rows import Row
@@ -73,7 +73,6 @@ def _check_order(plan: Plan) -> None:
     """Each rank does everything once, each step after the one before it, and one microbatch after the other: a slice
     goes forward after those before it, whose keys and values it needs, and backward after those behind it, which have
     added to the gradients of its own. A schedule that was recorded does; a file may not."""
-    verbs = {half: KINDS[name].verb for half, name in PAIR.items()}
     sizes = (plan.pp_size, plan.num_microbatches, plan.num_chunks, plan.forward_only)
     for rank, events in enumerate(plan.events):
         if isinstance(events, Row):
@@ -81,7 +80,8 @@ def _check_order(plan: Plan) -> None:
         recorder = PlanRecorder(plan.placement, rank, *sizes, None, plan.num_slices)
         try:
             for event in events:
-                getattr(recorder, verbs.get(event.verb, event.verb))(plan.chunk_of(event.stage))
+                kind, chunk = kind_of(event.verb), plan.chunk_of(event.stage)
+                recorder.run(kind.name, chunk) if kind is not None else getattr(recorder, event.verb)(chunk)
             recorder.finish()
         finally:  # a wrong unit comes before whatever follows from it
             for event, expected in zip(events, recorder.events):

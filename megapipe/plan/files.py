@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .kinds import KINDS
 from .plan import Plan, plan_of
 from .verbs import Action
 
@@ -96,20 +97,18 @@ def _parse_row(cells: Sequence[object]) -> tuple[list[Action], list[int]]:
     # A backward is a whole one unless there is a W for it.
     deferred = {action._replace(kind="BW") for action in row if action.kind == "W"}
     row = [action._replace(kind="B") if action in deferred else action for action in row]
-    for at in pairs:
-        forward, backward = row[at : at + 2]
-        if (forward.kind, backward.kind) != ("F", "BW"):
-            raise ValueError(f"a forward is overlapped with a whole backward only, not {forward} with {backward}.")
     return row, pairs
 
 
 def _parse_action(cell: str) -> Action:
-    match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", cell)
-    if match is None:
+    match = re.fullmatch(r"([0-9]{1,9})([A-Z])([0-9]{1,9})(?:\.([0-9]{1,9}))?", cell)
+    kind = _BACKWARD.get(match[2], match[2]) if match is not None else ""
+    if match is None or kind not in KINDS:
         raise ValueError(f"{cell[:40]!r} is not an action like 2F0, 2B0 or 2W0 (2F0.1 for a slice).")
-    return Action(int(match[1]), _KINDS[match[2]], int(match[3]), int(match[4] or 0))
+    return Action(int(match[1]), kind, int(match[3]), int(match[4] or 0))
 
 
-_KINDS = {"F": "F", "B": "BW", "I": "BW", "W": "W"}
+_BACKWARD = {"B": "BW", "I": "BW"}
+"""Until it is known which have a W."""
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _TORCHS_OWN = re.compile(r"[0-9]+(?:(?:WAIT_)?(?:(?:SEND|RECV)_[FB]|REDUCE_GRAD)|UNSHARD|RESHARD)[0-9]*")

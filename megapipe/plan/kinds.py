@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["KINDS", "PAIR", "Kind", "kind_of"]
+__all__ = ["KINDS", "Kind", "is_overlapped", "kind_of", "overlapped"]
 
 
 class Kind(NamedTuple):
@@ -19,7 +19,8 @@ class Kind(NamedTuple):
         costs: the fields of `Costs` whose times it takes.
         message: the direction, "forward" or "backward", of the message that it waits for and of the one that it makes;
             None for an action that needs no message.
-        after: without a message, the kind whose units it takes, in their order.
+        after: without a message, the kind whose units it takes, in the order in which they go backward.
+        is_optional: a unit may go backward without it, which it can only be before that.
         in_flight, held: by how many units more a rank has after it of those between their F and their B, and between
             their F and the last action of their backward.
     """
@@ -33,10 +34,16 @@ class Kind(NamedTuple):
     after: str | None = None
     in_flight: int = 0
     held: int = 0
+    is_optional: bool = False
 
     @property
     def is_forward(self) -> bool:
         return self.message == "forward"
+
+    @property
+    def completes_weights(self) -> bool:
+        """Whether the gradients of the weights are complete after the last one of a chunk."""
+        return _WEIGHTS in self.costs
 
 
 # Blue, vermilion and yellow, each as bright as no other.
@@ -52,12 +59,23 @@ _ROWS = (
 
 KINDS = {kind.name: kind for kind in _ROWS}
 
-PAIR = {"overlapped_forward_step": "F", "overlapped_backward_step": "BW"}
-"""The two halves of a forward_backward_step in a plan, and their kinds. Only their sends may come between them."""
+_OVERLAPPED = "overlapped_"
 
-_BY_VERB = {kind.verb: kind for kind in _ROWS} | {verb: KINDS[name] for verb, name in PAIR.items()}
+
+def overlapped(kind: Kind) -> str:
+    """The verb of half a pair in a plan. Only sends may come between a pair's two halves."""
+    return _OVERLAPPED + kind.verb
 
 
 def kind_of(verb: str) -> Kind | None:
-    """The kind of what a verb computes; None for one that sends or receives."""
-    return _BY_VERB.get(verb)
+    """The kind of what a verb, or half a pair, computes; None for one that sends or receives."""
+    verb = verb.removeprefix(_OVERLAPPED)
+    for kind in KINDS.values():
+        if kind.verb == verb:
+            return kind
+    return None
+
+
+def is_overlapped(verb: str) -> bool:
+    """Whether it is half a pair."""
+    return verb.startswith(_OVERLAPPED)

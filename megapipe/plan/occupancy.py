@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .recorder import SECOND_HALF
+from .kinds import is_overlapped
 from .verbs import ScheduleError
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ def peak_waiting(plan: Plan, rank: int) -> int:
     """`Plan.peak_waiting`."""
     most = 0
     senders: set[int] = set()
+    in_pair = False
     for event in plan.events[rank]:
-        if event.verb != SECOND_HALF:  # which waits together with its forward
+        if not in_pair:  # the second of a pair waits together with the first
             senders = set()
+        in_pair ^= is_overlapped(event.verb)
         needed = plan.needs(event)
         if needed is not None and (sender := plan.rank_of(needed.stage)) != rank:
             senders.add(sender)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from .check import check_channels
-from .kinds import KINDS, PAIR, kind_of
+from .kinds import KINDS, kind_of, overlapped
 from .occupancy import check_occupancy, peak_waiting
 from .placement import Placement, loop, v_shape
 from .program import Program, compile_plan
@@ -200,8 +200,8 @@ class Plan:
         """By rank, its actions and overlapped pairs in words, with other names for some kinds."""
         rows = [[str(a._replace(kind=kinds.get(a.kind, a.kind))) for a in actions] for actions in self.actions]
         for row, pairs in zip(rows, self.program.pairs):
-            for forward, backward in sorted(pairs.items(), reverse=True):
-                row[forward : backward + 1] = [f"({row[forward]};{row[backward]})OVERLAP_F_B"]
+            for first, second in sorted(pairs.items(), reverse=True):
+                row[first : second + 1] = [f"({row[first]};{row[second]})OVERLAP_F_B"]
         return rows
 
 
@@ -218,7 +218,7 @@ def plan_of(name: str, actions: Sequence[Sequence[Action]], pairs: Sequence[Sequ
     after.
 
     Args:
-        pairs: per rank, the places of the forwards that are overlapped with the backward behind them.
+        pairs: per rank, the places of the actions that are overlapped with the one behind them.
 
     Raises:
         ValueError: the stages of the ranks are no placement.
@@ -261,12 +261,11 @@ def _find_placement(actions: Sequence[Sequence[Action]]) -> tuple[Placement, int
 
 
 def _events_of(row: Sequence[Action], pairs: Sequence[int]) -> list[Event]:
-    halves = tuple(PAIR)
     events: list[Event] = []
     for at, action in enumerate(row):
         unit, kind = (action.stage, action.microbatch, action.slice), KINDS[action.kind]
-        is_first, is_second = at in pairs, at - 1 in pairs
-        verb = halves[is_second] if is_first or is_second else kind.verb
+        is_second = at - 1 in pairs
+        verb = overlapped(kind) if is_second or at in pairs else kind.verb
         messages = [Event(f"{way}_{kind.message}", *unit) for way in ("recv", "send") if kind.message is not None]
         # Only sends come between the two halves of a pair.
         before = len(events) - 2 * is_second

@@ -6,15 +6,14 @@ import functools
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .files import load_plan
-from .kinds import KINDS
+from .kinds import KINDS, is_overlapped, kind_of
 from .plan import Plan
-from .recorder import FIRST_HALF, SECOND_HALF, record
+from .recorder import record
 from .registry import PlanSizes, Schedule, schedule_named
 from .verbs import Verbs
 
@@ -80,24 +79,23 @@ _made: dict[str, Schedule] = {}
 
 
 def _play(plan: Plan, pipe: Verbs) -> Any:
-    """The loops of a plan: its calls, one by one."""
-    for verb, *chunks in _calls(plan, pipe.pp_rank):
-        if verb == "forward_backward_step" or not (pipe.forward_only and "backward" in verb):
-            getattr(pipe, verb)(*chunks)
-    return pipe.finish()
-
-
-def _calls(plan: Plan, rank: int) -> Iterator[tuple[Any, ...]]:
-    """The verbs and their chunks. A pair is one call, made before the send that a plan has between its halves."""
-    begun: list[tuple[str, int]] = []  # the forward of a pair, and its send
-    for event in plan.events[rank]:
-        call = event.verb, plan.chunk_of(event.stage)
-        if event.verb == FIRST_HALF or (begun and event.sends):
-            begun.append(call)
-        elif event.verb == SECOND_HALF:
-            (_, forward), *sends = begun
-            yield "forward_backward_step", forward, call[1]
-            yield from sends
-            begun = []
+    """The loops of a plan: its calls, one by one. A pair is one call, made before the send that a plan has between its
+    halves."""
+    begun: list[tuple[str, int]] = []  # the first of a pair
+    sends: list[tuple[str, int]] = []  # what it has made
+    for event in plan.events[pipe.pp_rank]:
+        kind, chunk = kind_of(event.verb), plan.chunk_of(event.stage)
+        if kind is None and begun:
+            sends.append((event.verb, chunk))
+        elif kind is None:
+            getattr(pipe, event.verb)(chunk)
+        elif not is_overlapped(event.verb):
+            pipe.run(kind.name, chunk)
+        elif not begun:
+            begun.append((kind.name, chunk))
         else:
-            yield call
+            pipe.run_pair(begun.pop(), (kind.name, chunk))
+            while sends:
+                verb, chunk = sends.pop(0)
+                getattr(pipe, verb)(chunk)
+    return pipe.finish()

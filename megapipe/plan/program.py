@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .kinds import PAIR, kind_of
+from .kinds import is_overlapped, kind_of
 from .recorder import Event
 from .rows import Row, column
 
@@ -41,7 +41,7 @@ class Program:
     sent_until: list[array[int]]
     """By rank, how many of those are sent before the action that follows."""
     pairs: list[dict[int, int]]
-    """By rank, the positions of overlapped pairs: that of the backward by that of its forward."""
+    """By rank, the positions of overlapped pairs: that of the second action by that of the first."""
     channels: array[int]
     """By message, the channel that it occupies; -1 between two stages of the same rank."""
     num_channels: int
@@ -80,8 +80,8 @@ def _compile_row(
     computes = row.look_up([kind_of(verb) is not None for verb, _ in row.words], bool)
     sends = (messages >= 0) & ~computes
     sent_before = np.append(sends.cumsum()[computes], sends.sum())
-    halves = (row.look_up([verb == half for verb, _ in row.words], bool)[computes] for half in PAIR)
-    pairs = dict(zip(*(np.flatnonzero(half).tolist() for half in halves)))
+    halves = np.flatnonzero(row.look_up([is_overlapped(verb) for verb, _ in row.words], bool)[computes]).tolist()
+    pairs = dict(zip(halves[::2], halves[1::2]))
     return column("q", messages[computes]), column("q", messages[sends]), column("q", sent_before[1:]), pairs
 
 
@@ -190,12 +190,12 @@ def _run_rank(
 
 
 def _others(sources: array[int], pairs: dict[int, int]) -> Iterable[int]:
-    """By action, the message of the backward that an overlapped forward waits for as well; -1 for none."""
+    """By action, the message of its pair's second that the first waits for as well; -1 for none."""
     if not pairs:
         return repeat(-1)
     others = array("q", [-1]) * len(sources)
-    for forward, backward in pairs.items():
-        others[forward] = sources[backward]
+    for first, second in pairs.items():
+        others[first] = sources[second]
     return others
 
 

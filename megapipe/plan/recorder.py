@@ -8,28 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .kinds import KINDS, PAIR, kind_of
+from .kinds import KINDS, Kind, kind_of, overlapped
 from .placement import Placement
 from .rows import Row, column
 from .verbs import Action, Verbs, unit_name
 
 __all__ = ["ChannelName", "Event", "PlanRecorder", "record"]
 
-# What waits for what. The message that a verb sends, takes or needs goes forward or backward over a boundary, here
-# counted from that above the verb's stage: 0, or -1 for the boundary below it.
 TAKEN, SENT = {"forward": -1, "backward": 0}, {"forward": 0, "backward": -1}
-VERBS = [*((kind.verb, kind) for kind in KINDS.values()), *((verb, KINDS[name]) for verb, name in PAIR.items())]
-MESSAGES = {
-    **{f"recv_{way}": (way, boundary) for way, boundary in TAKEN.items()},
-    **{verb: (kind.message, TAKEN[kind.message]) for verb, kind in VERBS if kind.message is not None},
-    **{f"send_{way}": (way, boundary) for way, boundary in SENT.items()},
-}
-
-# The verbs that count as another one, since a microbatch's forward or backward is one or the other.
-COUNTED_AS = {verb: f"{kind.message}_step" for verb, kind in VERBS if kind.message is not None}
-
-FIRST_HALF, SECOND_HALF = PAIR
-WORDS = (*MESSAGES, *(verb for verb, kind in VERBS if kind.message is None))
+"""The boundary of the message that a verb takes or needs, and of the one that it sends, counted from that above the
+verb's stage."""
 
 
 class ChannelName(NamedTuple):
@@ -69,8 +57,10 @@ class Event(NamedTuple):
 
         At the ends of the pipeline it is one of a boundary that does not exist.
         """
-        kind, boundary = MESSAGES[self.verb]
-        return ChannelName(kind, self.stage + boundary)
+        computed = kind_of(self.verb)
+        kind = self.verb.partition("_")[2] if computed is None else computed.message
+        assert kind is not None, f"{self} needs no message"
+        return ChannelName(kind, self.stage + (SENT if self.sends else TAKEN)[kind])
 
     @property
     def message(self) -> tuple[ChannelName, int, int]:
@@ -87,35 +77,27 @@ class Event(NamedTuple):
         return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{unit}"
 
 
-def _recorded(verb: str) -> Any:
-    """The method that writes down calls of `verb`."""
-    is_backward = "backward" in verb
-    counted_as = COUNTED_AS.get(verb, verb)
-
-    def write_down(self: PlanRecorder, chunk: int = 0) -> None:
-        if is_backward and self.forward_only:
-            return
-        # As `_advance` does, without its call: a large plan has millions.
-        before, own, first_code = self._books[verb]
-        number = own[chunk]
-        if before[chunk] - number < self.num_slices:
-            self._check_ready(counted_as, chunk)
-        own[chunk] = number + 1
-        self._codes.append(first_code + chunk)
-
-    return write_down
-
-
 class PlanRecorder(Verbs):
-    """Writes down the calls of a schedule on one rank: only which they are, since their order tells their units."""
+    """Writes down the calls of a schedule on one rank: only which they are, since mostly their order tells their
+    units."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `Verbs`."""
         super().__init__(*args, **kwargs)
         self._codes = array("H")
-        self._first_code = {verb: k * self.num_chunks for k, verb in enumerate(WORDS)}
+        self._numbers_of_followers = array("i")
+        """Of the calls whose kind follows another one, which take units in an order of their own."""
+        messages = {f"{verb}_{way}": f"{verb}_{way}" for way in TAKEN for verb in ("recv", "send")}
+        counted = {kind.verb: self._steps.get(kind.name) for kind in KINDS.values()}
+        halves = {overlapped(kind): counted[kind.verb] for kind in KINDS.values()}
+        self._counted_as: dict[str, str | None] = {**messages, **counted, **halves}
+        """By verb, the one that it counts as, since a microbatch's forward or backward is one or the other; None where
+        its kind follows another one."""
+        self._first_code = {verb: k * self.num_chunks for k, verb in enumerate(self._counted_as)}
         self._books = {
-            verb: (*self._before_and_own[COUNTED_AS.get(verb, verb)], self._first_code[verb]) for verb in MESSAGES
+            verb: (*self._before_and_own[counted_as], self._first_code[verb])
+            for verb, counted_as in self._counted_as.items()
+            if counted_as is not None and not (self.forward_only and "backward" in counted_as)
         }
         self._pair_ends: list[int] = []
         """How many calls had been written down after each overlapped pair."""
@@ -124,58 +106,77 @@ class PlanRecorder(Verbs):
     def events(self) -> Row[Event]:
         """The calls so far."""
         codes = self._codes
-        for end in self._pair_ends:  # what a pair's forward made is sent as soon as it is there
-            chunk = codes[end - 2] - self._first_code[FIRST_HALF]
-            if end < len(codes) and codes[end] == self._first_code["send_forward"] + chunk:
+        words = [(verb, info.index) for verb in self._counted_as for info in self.stages]
+        for end in self._pair_ends:  # what the first of a pair made is sent as soon as it is there
+            verb, stage = words[codes[end - 2]]
+            kind = kind_of(verb)
+            if kind is not None and end < len(codes) and words[codes[end]] == (f"send_{kind.message}", stage):
                 codes[end - 1], codes[end] = codes[end], codes[end - 1]
-        words = [(verb, info.index) for verb in WORDS for info in self.stages]
         return Row(Event, words, codes, self._number(words), self.num_slices)
 
     def _number(self, words: Sequence[tuple[str, int]]) -> array[int]:
         """The units of all calls."""
         codes = np.asarray(self._codes)
-        first = self._first_code
-        counted_as = [first[COUNTED_AS.get(verb, verb)] + chunk for verb in WORDS for chunk in range(self.num_chunks)]
+        first, chunks = self._first_code, range(self.num_chunks)
+        counted_as = [first[own or verb] + chunk for verb, own in self._counted_as.items() for chunk in chunks]
         numbers = _num_equal_before(np.array(counted_as)[codes])
-        for verb, after in ((verb, KINDS[kind.after].verb) for verb, kind in VERBS if kind.after is not None):
-            for chunk in range(self.num_chunks):  # as Ws come in the order of the Bs that deferred them
-                following = np.flatnonzero(codes == first[verb] + chunk)
-                numbers[following] = numbers[codes == first[after] + chunk][: len(following)]
+        follows = np.array([own is None for own in self._counted_as.values() for _ in chunks])
+        numbers[follows[codes]] = self._numbers_of_followers
         if self.num_slices > 1:
             for code, (verb, _) in enumerate(words):
-                microbatches, parts = self._unit(verb, numbers[codes == code])
+                microbatches, parts = self._unit(self._counted_as[verb] or "backward", numbers[codes == code])
                 numbers[codes == code] = microbatches * self.num_slices + parts
         return column("i", numbers)
 
-    recv_forward = _recorded("recv_forward")
-    forward_step = _recorded("forward_step")
-    send_forward = _recorded("send_forward")
-    recv_backward = _recorded("recv_backward")
-    backward_step = _recorded("backward_step")
-    send_backward = _recorded("send_backward")
-    _backward_input_step = _recorded("backward_input_step")
-    _overlapped_forward_step, _overlapped_backward_step = map(_recorded, PAIR)
+    def run(self, kind: str, chunk: int | None = 0) -> None:
+        self._run(KINDS[kind], KINDS[kind].verb, chunk)
 
-    def backward_input_step(self, chunk: int = 0) -> None:
-        self._backward_input_step(chunk)
-        if not self.forward_only:
-            self._deferred.append((chunk, self._counts["backward_step"][chunk] - 1))
-
-    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
-        if not self.forward_only:
-            self._check_ready("backward_step", backward_chunk)
-        self._overlapped_forward_step(forward_chunk)
-        self._overlapped_backward_step(backward_chunk)
+    def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
+        for name, chunk in (first, second):
+            self._run(KINDS[name], overlapped(KINDS[name]), chunk)
         if not self.forward_only:
             self._pair_ends.append(len(self._codes))
 
-    def backward_weight_step(self, chunk: int | None = None) -> None:
-        if not self.forward_only:
-            chunk, _ = self._advance_weight(chunk)
-            self._codes.append(self._first_code["backward_weight_step"] + chunk)
+    def recv_forward(self, chunk: int = 0) -> None:
+        self._write("recv_forward", chunk)
+
+    def send_forward(self, chunk: int = 0) -> None:
+        self._write("send_forward", chunk)
+
+    def recv_backward(self, chunk: int = 0) -> None:
+        self._write("recv_backward", chunk)
+
+    def send_backward(self, chunk: int = 0) -> None:
+        self._write("send_backward", chunk)
 
     def finish(self) -> None:
         self._check_finished()
+
+    def _run(self, kind: Kind, verb: str, chunk: int | None) -> None:
+        if kind.message is not None:
+            assert chunk is not None
+            number = self._write(verb, chunk)
+        elif not self.forward_only:
+            chunk, number = self._take_pending(kind, chunk)
+            self._codes.append(self._first_code[verb] + chunk)
+            self._numbers_of_followers.append(number)
+        else:
+            return
+        if number is not None:
+            self._note_ready(kind, chunk, number)
+
+    def _write(self, verb: str, chunk: int) -> int | None:
+        """Write down a call. Returns its number; None where the step has no backward."""
+        book = self._books.get(verb)
+        if book is None:
+            return None
+        before, own, first_code = book
+        number = own[chunk]
+        if before[chunk] - number < self.num_slices:
+            self._check_ready(self._counted_as[verb] or verb, chunk)
+        own[chunk] = number + 1
+        self._codes.append(first_code + chunk)
+        return number
 
 
 def record(loops: Callable[[Verbs], Any], placement: Placement, pp_size: int, *sizes: Any) -> list[Row[Event]]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from .kinds import KINDS
+from .kinds import KINDS, Kind
 from .placement import Placement
 
 __all__ = ["Action", "ScheduleError", "Settings", "Verbs", "actions_of", "unit_in_words", "unit_name"]
@@ -48,16 +49,21 @@ class Action(NamedTuple):
         return unit_name(self.microbatch, self.slice)
 
 
-@functools.lru_cache(maxsize=64)
 def actions_of(stage: int, num_microbatches: int, num_slices: int) -> dict[str, list[Action]]:
     """By kind, those that a stage can run in a step, in the order in which it runs them. Not to be changed: all steps
     of these sizes share it."""
-    forward = [divmod(number, num_slices) for number in range(num_microbatches * num_slices)]
-    backward = [(microbatch, num_slices - 1 - part) for microbatch, part in forward]
     return {
-        name: [Action(stage, name, *unit) for unit in (forward if kind.is_forward else backward)]
+        name: _actions_of_kind(name, kind.is_forward, stage, num_microbatches, num_slices)
         for name, kind in KINDS.items()
     }
+
+
+@functools.lru_cache(maxsize=256)
+def _actions_of_kind(name: str, is_forward: bool, stage: int, num_microbatches: int, num_slices: int) -> list[Action]:
+    units = (divmod(number, num_slices) for number in range(num_microbatches * num_slices))
+    return [
+        Action(stage, name, microbatch, part if is_forward else num_slices - 1 - part) for microbatch, part in units
+    ]
 
 
 def unit_name(microbatch: int, slice: int) -> str:
@@ -118,8 +124,12 @@ class Verbs(ABC):
         counts = [[self.num_units] * num_chunks, *self._counts.values()]
         self._before_and_own = dict(zip(COURSE, pairwise(counts)))
         """For each verb the counts, by chunk, of the one before it and its own."""
-        self._deferred: deque[tuple[int, int]] = deque()
-        """Chunk of every pending W, and the number of its B, in the order of the Bs."""
+        self._pending: dict[str, deque[tuple[int, int]]] = {k.name: deque() for k in KINDS.values() if k.after}
+        """By kind that follows another, the units that it may take: their chunk and their number in the order of the
+        chunk's backwards. In the order in which they became ready."""
+        self._followers = {name: [k.name for k in KINDS.values() if k.after == name] for name in KINDS}
+        self._optional = {kind.name for kind in KINDS.values() if kind.is_optional}
+        self._steps = {kind.name: f"{kind.message}_step" for kind in KINDS.values() if kind.message is not None}
 
     # Facts
 
@@ -131,11 +141,14 @@ class Verbs(ABC):
         """Backwards of this chunk still to be run in this step, in units: none with `forward_only`."""
         return 0 if self.forward_only else self.num_units - self._counts["backward_step"][chunk]
 
+    def num_pending(self, kind: str, chunk: int | None = None) -> int:
+        """Units that a kind of action which follows another may take now: of this chunk, or of all."""
+        pending = self._pending[kind]
+        return len(pending) if chunk is None else [of for of, _ in pending].count(chunk)
+
     def num_pending_weights(self, chunk: int | None = None) -> int:
         """Deferred weight-gradient passes (W) that are still to be run: of this chunk, or of all."""
-        if chunk is None:
-            return len(self._deferred)
-        return [of for of, _ in self._deferred].count(chunk)
+        return self.num_pending("W", chunk)
 
     # Verbs
 
@@ -144,8 +157,21 @@ class Verbs(ABC):
         """Take the next forward input from the previous stage. `forward_step` waits for it, this does not."""
 
     @abstractmethod
+    def run(self, kind: str, chunk: int | None = 0) -> None:
+        """Run the chunk's next action of a kind (kinds.py).
+
+        Args:
+            chunk: None for the unit that has waited longest, where the kind follows another.
+        """
+
+    @abstractmethod
+    def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
+        """Run the next actions of two kinds and chunks, overlapped where the model can. What they make is sent when it
+        is there, which may be before this returns; `send_forward` and `send_backward` follow all the same."""
+
     def forward_step(self, chunk: int = 0) -> None:
         """F: run the chunk on its next input."""
+        self.run("F", chunk)
 
     @abstractmethod
     def send_forward(self, chunk: int = 0) -> None:
@@ -155,22 +181,21 @@ class Verbs(ABC):
     def recv_backward(self, chunk: int = 0) -> None:
         """Take the next output gradient from the next stage. `backward_step` waits for it, this does not."""
 
-    @abstractmethod
     def backward_step(self, chunk: int = 0) -> None:
         """B and W together: the gradients of the oldest microbatch in flight."""
+        self.run("BW", chunk)
 
-    @abstractmethod
     def backward_input_step(self, chunk: int = 0) -> None:
         """B: the input gradient of the oldest microbatch in flight. Its weight-gradient pass (W) is deferred."""
+        self.run("B", chunk)
 
-    @abstractmethod
-    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
-        """F of one chunk and B and W of another, overlapped where the model can. What they make is sent when it is
-        there, which may be before this returns; `send_forward` and `send_backward` follow all the same."""
-
-    @abstractmethod
     def backward_weight_step(self, chunk: int | None = None) -> None:
         """W: the weight gradients deferred longest, of this chunk or of all."""
+        self.run("W", chunk)
+
+    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
+        """F of one chunk and B and W of another, overlapped where the model can (`run_pair`)."""
+        self.run_pair(("F", forward_chunk), ("BW", backward_chunk))
 
     @abstractmethod
     def send_backward(self, chunk: int = 0) -> None:
@@ -215,24 +240,49 @@ class Verbs(ABC):
     def _units(self) -> str:
         return "microbatches" if self.num_slices == 1 else "slices of microbatches"
 
-    def _advance_backward(self, chunk: int, deferred: bool) -> int:
-        number = self._advance("backward_step", chunk)
-        if deferred:
-            self._deferred.append((chunk, number))
-        return number
+    def _begin(self, kind: str, chunk: int | None) -> tuple[int, int]:
+        """Count the next action of a kind. Returns its chunk, and its number among those of its kind's order: that of
+        forwards or, for all others, that of backwards."""
+        row = KINDS[kind]
+        if row.message is None:
+            chunk, number = self._take_pending(row, chunk)
+        else:
+            assert chunk is not None
+            number = self._advance(self._steps[kind], chunk)
+        self._note_ready(row, chunk, number)
+        return chunk, number
 
-    def _advance_weight(self, chunk: int | None) -> tuple[int, int]:
-        """Take the oldest pending W of the chunk, or of all: its chunk and the number of its B."""
-        for index, oldest in enumerate(self._deferred):
-            if chunk in (None, oldest[0]):
-                del self._deferred[index]
-                return oldest
-        backwards = self._counts["backward_step"]
-        whose, num_backwards = ("", sum(backwards)) if chunk is None else (" of that chunk", backwards[chunk])
-        raise ScheduleError(
-            f"rank {self.pp_rank} calls backward_weight_step({'' if chunk is None else chunk}) but has no deferred "
-            f"weight gradient{whose} (after {num_backwards} backwards)."
-        )
+    def _note_ready(self, kind: Kind, chunk: int, number: int) -> None:
+        """After the action of this number: which kinds may follow it, and which come too late for its unit."""
+        followers = self._followers[kind.name]
+        if not (followers or self._optional):
+            return
+        if kind.is_forward and self.num_slices > 1:
+            microbatch, part = divmod(number, self.num_slices)
+            number = microbatch * self.num_slices + self.num_slices - 1 - part
+        elif kind.message == "backward":
+            for name in self._optional:
+                with suppress(ValueError):
+                    self._pending[name].remove((chunk, number))
+        for name in followers:
+            self._pending[name].append((chunk, number))
+
+    def _take_pending(self, kind: Kind, chunk: int | None) -> tuple[int, int]:
+        """The unit that goes backward first of those of a chunk; of all, the one that has waited longest."""
+        pending = self._pending[kind.name]
+        of_chunk = pending if chunk is None else [unit for unit in pending if unit[0] == chunk]
+        if not of_chunk:
+            step = self._steps[kind.after or ""]
+            counts, whose = (
+                (self._counts[step], "") if chunk is None else ([self._counts[step][chunk]], " of that chunk")
+            )
+            raise ScheduleError(
+                f"rank {self.pp_rank} calls {kind.verb}({'' if chunk is None else chunk}) but has no deferred "
+                f"{kind.label}{whose} (after {sum(counts)} {step.removesuffix('_step')}s)."
+            )
+        unit = of_chunk[0] if chunk is None else min(of_chunk)
+        pending.remove(unit)
+        return unit
 
     def _check_finished(self) -> None:
         for verb, counts in self._counts.items():
@@ -243,7 +293,8 @@ class Verbs(ABC):
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
                         f"{expected} {self._units}."
                     )
-        for chunk in range(self.num_chunks):
-            if num_pending := self.num_pending_weights(chunk):
-                without = f"without the Ws of {num_pending} {self._units} of chunk {chunk}"
-                raise ScheduleError(f"rank {self.pp_rank} ended its step {without}.")
+        for kind in self._pending.keys() - self._optional:
+            for chunk in range(self.num_chunks):
+                if num_pending := self.num_pending(kind, chunk):
+                    without = f"without the {kind}s of {num_pending} {self._units} of chunk {chunk}"
+                    raise ScheduleError(f"rank {self.pp_rank} ended its step {without}.")

@@ -102,7 +102,7 @@ def find_counts(plan: Plan, costs: Costs, max_held: float) -> Counts:
 
 def _deadlines(actions: Sequence[Action], pairs: dict[int, int]) -> list[int]:
     """How many Ws must be done before each F and B: a whole backward adds to the same gradients as the Ws of its stage
-    before it, which must not come after it. In an overlapped pair they come before both halves."""
+    before it, which must not come after it. In an overlapped pair they come before both."""
     deadlines = []
     num_deferred = 0
     last: dict[int, int] = {}  # per stage, how many had been deferred when its last was
@@ -111,8 +111,8 @@ def _deadlines(actions: Sequence[Action], pairs: dict[int, int]) -> list[int]:
         if action.kind == "B":
             num_deferred += 1
             last[action.stage] = num_deferred
-    for forward, backward in pairs.items():
-        deadlines[forward] = deadlines[backward]
+    for first, second in pairs.items():
+        deadlines[first] = deadlines[second]
     return deadlines
 
 

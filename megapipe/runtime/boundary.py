@@ -1,13 +1,16 @@
 """The two sides of a stage: how it exchanges messages with the stage below it and with the one above it.
 
 A neighbour is missing (`NoBoundary`), on the same rank (`LocalBoundary`) or on another one (`RemoteBelow`,
-`RemoteAbove`). All answer the same calls, so the verbs need not ask where the neighbour is. None of them waits.
+`RemoteAbove`). All answer the same calls, so the verbs need not ask where the neighbour is. Messages wait here, in the
+order of their units: those received until a computation takes them, those made until they are sent. None of the calls
+waits.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -49,12 +52,18 @@ class Boundary:
 class Below(Boundary):
     """Between a stage and the one below it."""
 
+    def recv_input(self) -> None:
+        """Receive the next forward input."""
+
     def take_input(self) -> Transfer | None:
-        """The next forward input; None on the first stage."""
+        """The oldest input received. It may not have arrived. None on the first stage."""
         return None
 
-    def send_gradient(self, grads: list[Tensor]) -> None:
-        """Send the gradients of the oldest input that has none yet."""
+    def put_gradient(self, grads: list[Tensor]) -> None:
+        """The gradients of the oldest input that has none yet, to be sent."""
+
+    def send_gradient(self, number: int) -> None:
+        """Send those of this number, unless that has been done, or others are to be sent before them."""
 
     def discard_inputs(self, num_sent: int) -> list[Transfer]:
         """Start again after a rollback, before any backward.
@@ -71,12 +80,17 @@ class Below(Boundary):
 class Above(Boundary):
     """Between a stage and the one above it."""
 
-    def send_output(self, output: Transfer | None) -> None:
-        """Send an output; None on the last stage."""
+    def put_output(self, output: Transfer) -> None:
+        """The next output, to be sent."""
+
+    def send_output(self, number: int) -> None:
+        """Send that of this number, unless that has been done, or others are to be sent before it."""
+
+    def recv_gradient(self) -> None:
+        """Receive the gradients of the oldest output that has none yet: one for each of its tensors that wants one."""
 
     def take_gradient(self) -> Transfer | None:
-        """The gradients of the oldest output that has none yet: one for each of its tensors that wants one; None on
-        the last stage."""
+        """The oldest gradients received. They may not have arrived. None on the last stage."""
         return None
 
     def discard_outputs(self) -> None:
@@ -92,25 +106,24 @@ class LocalBoundary(Below, Above):
 
     def __init__(self) -> None:
         self._outputs: deque[Transfer] = deque()
-        self._inbox: deque[Transfer] = deque()
+        self._gradients: deque[Transfer] = deque()
 
     def take_input(self) -> Transfer:
-        assert self._outputs, "recv_forward before send_forward of the stage below, which is on the same rank"
+        assert self._outputs, "forward_step before that of the stage below, which is on the same rank"
         return self._outputs.popleft()
 
-    def send_output(self, output: Transfer | None) -> None:
-        assert output is not None
+    def put_output(self, output: Transfer) -> None:
         self._outputs.append(output)
 
     def take_gradient(self) -> Transfer:
-        assert self._inbox, "recv_backward before send_backward of the stage above, which is on the same rank"
-        return self._inbox.popleft()
+        assert self._gradients, "backward_step before that of the stage above, which is on the same rank"
+        return self._gradients.popleft()
 
-    def send_gradient(self, grads: list[Tensor]) -> None:
-        self._inbox.append(Transfer(None, grads))
+    def put_gradient(self, grads: list[Tensor]) -> None:
+        self._gradients.append(Transfer(None, grads))
 
     def is_empty(self) -> bool:
-        return not self._outputs and not self._inbox
+        return not self._outputs and not self._gradients
 
     def discard_inputs(self, num_sent: int) -> list[Transfer]:
         self._outputs.clear()
@@ -120,10 +133,30 @@ class LocalBoundary(Below, Above):
         self._outputs.clear()
 
 
+Message = TypeVar("Message")
+
+
+class _Outgoing(Generic[Message]):
+    """Messages to be sent, in their order."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Message] = deque()
+        self.num_sent = 0
+
+    def take(self, number: int) -> Message | None:
+        """The one of this number, unless it has been taken, or others come before it."""
+        if number != self.num_sent:
+            return None
+        self.num_sent += 1
+        return self.waiting.popleft()
+
+
 class _Remote(Boundary):
     """To another rank, from which messages are received."""
 
     _inbox: Inbox
+    _received: deque[Transfer]
+    _outgoing: _Outgoing[Any]
 
     def post_ahead(self) -> None:
         self._inbox.post_ahead()
@@ -132,7 +165,7 @@ class _Remote(Boundary):
         self._inbox.post_all()
 
     def is_empty(self) -> bool:
-        return self._inbox.is_empty()
+        return self._inbox.is_empty() and not self._received and not self._outgoing.waiting
 
 
 class RemoteBelow(_Remote, Below):
@@ -158,6 +191,7 @@ class RemoteBelow(_Remote, Below):
         has_headers: bool,
     ) -> None:
         self.peer = peer
+        self._outgoing = _Outgoing[list[Tensor]]()
         self._backward = communicator.outgoing(ChannelName("backward", index), peer)
         self._inbox = communicator.incoming(ChannelName("forward", index), peer, lookahead, has_headers=specs is None)
         if has_headers and specs is not None:
@@ -166,20 +200,32 @@ class RemoteBelow(_Remote, Below):
         self._specs = specs or [HEADER] * num_slices
         _expect(self._inbox, self._specs, num_inputs)
         self._inbox.post_ahead()
-        self._num_taken = 0
+        self._received = deque()
+        self._num_received = 0
+
+    def recv_input(self) -> None:
+        self._num_received += 1
+        self._received.append(self._inbox.take())
 
     def take_input(self) -> Transfer:
-        self._num_taken += 1
-        return self._inbox.take()
+        return self._received.popleft()
 
-    def send_gradient(self, grads: list[Tensor]) -> None:
-        self._backward.send(grads)
+    def put_gradient(self, grads: list[Tensor]) -> None:
+        self._outgoing.waiting.append(grads)
+
+    def send_gradient(self, number: int) -> None:
+        grads = self._outgoing.take(number)
+        if grads is not None:
+            self._backward.send(grads)
 
     def discard_inputs(self, num_sent: int) -> list[Transfer]:
         # Receives that have been posted stay so: they take the inputs that are sent again.
-        to_come = [self.take_input() for _ in range(num_sent - self._num_taken)]
+        while self._num_received < num_sent:
+            self.recv_input()
+        to_come = list(self._received)
+        self._received.clear()
         _expect(self._inbox, self._specs, num_sent)
-        self._num_taken = 0
+        self._num_received = 0
         return to_come
 
 
@@ -211,7 +257,8 @@ class RemoteAbove(_Remote, Above):
         self._forward = communicator.outgoing(ChannelName("forward", index), peer)
         self._inbox = communicator.incoming(ChannelName("backward", index), peer, lookahead, has_headers=False)
         self._headers = None
-        self._num_sent = 0
+        self._received = deque()
+        self._outgoing = _Outgoing[Transfer]()
         # A gradient is expected once for each output, also where that is sent again after a rollback.
         self._num_expected = num_outputs * num_slices
         self._num_slices = num_slices
@@ -223,14 +270,18 @@ class RemoteAbove(_Remote, Above):
         elif specs is not None and not forward_only:
             _expect(self._inbox, [spec.gradient() for spec in reversed(specs)], num_outputs)
 
-    def send_output(self, output: Transfer | None) -> None:
-        assert output is not None
+    def put_output(self, output: Transfer) -> None:
+        self._outgoing.waiting.append(output)
+
+    def send_output(self, number: int) -> None:
+        output = self._outgoing.take(number)
+        if output is None:
+            return
         assert output.spec is not None
         if self._headers is not None:
             self._headers.send([encode_header(output.spec)])
         self._forward.send(output.tensors)
-        self._num_sent += 1
-        if self._num_sent > self._num_expected:
+        if self._outgoing.num_sent > self._num_expected:
             self._described.append(output.spec.gradient())
             self._num_expected += 1
             if len(self._described) == self._num_slices:
@@ -238,11 +289,15 @@ class RemoteAbove(_Remote, Above):
                 self._described.clear()
         self._inbox.post_ahead()
 
+    def recv_gradient(self) -> None:
+        self._received.append(self._inbox.take())
+
     def take_gradient(self) -> Transfer:
-        return self._inbox.take()
+        return self._received.popleft()
 
     def discard_outputs(self) -> None:
-        self._num_sent = 0
+        self._outgoing.num_sent = 0
+        self._outgoing.waiting.clear()
 
 
 def _expect(inbox: Inbox, specs: Sequence[MessageSpec], count: int) -> None:

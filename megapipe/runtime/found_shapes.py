@@ -32,12 +32,9 @@ class Different:
 
     def __init__(self, num_slices: int = 1) -> None:
         self._specs: list[set[MessageSpec]] = [set() for _ in range(num_slices)]
-        self._num_seen = 0
 
-    def add(self, spec: MessageSpec) -> None:
-        """The next message."""
-        self._specs[self._num_seen % len(self._specs)].add(spec)
-        self._num_seen += 1
+    def add(self, spec: MessageSpec, slice: int) -> None:
+        self._specs[slice].add(spec)
 
     def only(self) -> list[MessageSpec] | None:
         """That of each slice, if it was always the same."""

@@ -1,91 +1,91 @@
 """The verbs, at work: what is in flight on this rank.
 
-Everything waits in queues, one per chunk and kind, in microbatch order: inputs taken, outputs to be sent, microbatches
-between F and B, gradients both ways. A message in a queue is a `Transfer`; the step that needs it waits for it.
+A unit is made when its forward begins, handed to its stage action by action, and dropped after its last one. Messages
+wait at the boundaries.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..p2p_communication import Transfer
-from ..plan import Action, Verbs, unit_in_words
-from ..weight_grad import DeferredGrads, unshared
+from ..plan import KINDS, Action, Kind, Verbs, unit_in_words
+from ..weight_grad import unshared
 from .arguments import StepArguments
 from .boundary import Above, Below
+from .first_step import FirstStep
 from .grad_sync import GradientSync
 from .monitor import Monitor
-from .overlapped import Forward, can_overlap, has_hook, run_alone, run_pair, run_pair_by_hook
+from .overlapped import Forward, can_overlap, run_alone, run_pair
 from .plans import PlanKey
 from .rollback import Speculation
-from .stage import NOTHING, SavedForward, Stage
+from .stage import NOTHING, Stage
+from .unit import Unit
 
 __all__ = ["Chunk", "Pipeline", "checkpoint_arguments"]
 
-RunBackward = Callable[[SavedForward, "list[Tensor] | None", "DeferredGrads | None"], "list[Tensor]"]
-"""Called with the saved forward, the gradients of its outputs (None on the last stage), and where to put weight
-gradients that are deferred (None for nowhere). Returns the gradients of the inputs."""
-
 
 class Chunk:
-    """One stage of this rank, the boundaries around it, and what waits at it.
+    """One stage of this rank, the boundaries around it, and its units in flight.
 
     Args:
         actions: by kind, those of the stage in this step, in its order.
+        first_step: looks at what it does; None for nobody.
     """
 
-    def __init__(self, stage: Stage, below: Below, above: Above, actions: Mapping[str, Sequence[Action]]) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        below: Below,
+        above: Above,
+        actions: Mapping[str, Sequence[Action]],
+        first_step: FirstStep | None,
+    ) -> None:
         self.stage = stage
         self.index = stage.info.index
         self.actions = actions
         self.below = below
         self.above = above
-        self.inputs: deque[Transfer | None] = deque()
-        self.outputs: deque[Transfer | None] = deque()
-        self.num_outputs_sent = 0
-        self.in_flight: deque[SavedForward] = deque()
-        self.output_grads: deque[Transfer | None] = deque()
-        self.input_grads: deque[list[Tensor]] = deque()
-        self.num_input_grads_sent = 0
-        self.deferred: deque[tuple[int, DeferredGrads]] = deque()  # with the numbers of their Bs
+        self.first_step = first_step
+        self.units: dict[tuple[int, int], Unit] = {}
+        """By microbatch and slice."""
+        self._free_slots: list[int] = []
 
-    def keep(self, made: tuple[Transfer | None, SavedForward | None]) -> None:
-        """What a forward has made: to be sent, and for its backward."""
-        output, in_flight = made
-        if output is not None:  # which the forward itself no longer holds
-            output.tensors = [unshared(tensor) for tensor in output.tensors]
-        self.outputs.append(output)
-        if in_flight is not None:
-            self.in_flight.append(in_flight)
+    def begin(self, action: Action) -> Unit:
+        """The unit of a forward."""
+        slot = self._free_slots.pop() if self._free_slots else len(self.units)
+        self.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice, slot)
+        return unit
 
-    def send_output(self, number: int) -> None:
-        """Send it, unless that has been done, or others are to be sent before it."""
-        if number == self.num_outputs_sent:
-            self.num_outputs_sent += 1
-            self.above.send_output(self.outputs.popleft())
+    def keep(self, kind: Kind, unit: Unit) -> None:
+        """What an action has made: to be sent, and for the actions that follow."""
+        if self.first_step is not None:
+            self.first_step.look(unit)
+        if kind.is_forward:
+            output, unit.output = unit.output, None
+            if output is not None:
+                output.tensors = [unshared(tensor) for tensor in output.tensors]  # which nobody else holds any longer
+                self.above.put_output(output)
+        elif kind.message is not None:
+            grads, unit.input_grads = unit.input_grads, None
+            assert grads is not None
+            unit.release()
+            self.below.put_gradient(grads)
 
-    def send_input_grads(self, number: int) -> None:
-        """Send them, unless that has been done, or others are to be sent before them."""
-        if number == self.num_input_grads_sent:
-            self.num_input_grads_sent += 1
-            self.below.send_gradient(self.input_grads.popleft())
+    def end(self, unit: Unit) -> None:
+        del self.units[unit.microbatch, unit.slice]
+        self._free_slots.append(unit.slot)
 
-    def take_in_flight(self, part: int) -> SavedForward:
-        """For the next backward: the oldest microbatch, or a slice of it, those behind which are gone already."""
-        saved = self.in_flight[part]
-        del self.in_flight[part]
-        return saved
+    def send(self, kind: Kind, number: int) -> None:
+        """What an action of this number has made, unless others are to be sent before it."""
+        self.above.send_output(number) if kind.is_forward else self.below.send_gradient(number)
 
     def is_empty(self) -> bool:
-        queues = (self.inputs, self.outputs, self.in_flight, self.output_grads, self.input_grads, self.deferred)
-        return not any(queues) and self.below.is_empty() and self.above.is_empty()
+        return not self.units and self.below.is_empty() and self.above.is_empty()
 
 
 class Pipeline(Verbs):
@@ -122,13 +122,12 @@ class Pipeline(Verbs):
         if self._speculation is not None:
             self._speculation.before_recv_forward()
         self._advance("recv_forward", chunk)
-        this = self._chunks[chunk]
-        this.inputs.append(this.below.take_input())
+        self._chunks[chunk].below.recv_input()
 
     def send_forward(self, chunk: int = 0) -> None:
         number = self._advance("send_forward", chunk)
         this = self._chunks[chunk]
-        this.send_output(number)
+        this.above.send_output(number)
         this.below.post_ahead()
 
     def recv_backward(self, chunk: int = 0) -> None:
@@ -136,64 +135,52 @@ class Pipeline(Verbs):
             if self._speculation is not None:
                 self._speculation.before_backward()
             self._advance("recv_backward", chunk)
-            this = self._chunks[chunk]
-            this.output_grads.append(this.above.take_gradient())
+            self._chunks[chunk].above.recv_gradient()
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
             number = self._advance("send_backward", chunk)
             this = self._chunks[chunk]
-            this.send_input_grads(number)
+            this.below.send_gradient(number)
             this.above.post_ahead()
 
     # Computations
 
-    def forward_step(self, chunk: int = 0) -> None:
-        number = self._advance("forward_step", chunk)
-        this = self._chunks[chunk]
-        action = this.actions["F"][number]
-        with self._monitor.at(action):
-            received = self._begin_forward(chunk, number, action)
-            this.keep(this.stage.forward(received, action.microbatch, *next(self._checkpoint_arguments)))
-
-    def backward_step(self, chunk: int = 0) -> None:
-        if not self.forward_only:
-            this = self._chunks[chunk]
-            if this.in_flight and this.in_flight[0].has_windows:
-                self._run_backward(chunk, "BW", partial(run_alone, this.stage), DeferredGrads())
-            else:
-                self._run_backward(chunk, "BW", this.stage.backward)
-
-    def backward_input_step(self, chunk: int = 0) -> None:
-        if not self.forward_only:
-            self._run_backward(chunk, "B", self._chunks[chunk].stage.backward, DeferredGrads())
-
-    def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
-        forward, backward = self._chunks[forward_chunk], self._chunks[backward_chunk]
-        if self.forward_only or self.num_slices > 1 or not can_overlap(forward.stage, backward.stage):
-            self.forward_step(forward_chunk)
-            forward.send_output(self.num_units - self.num_forwards_left(forward_chunk) - 1)
-            self.backward_step(backward_chunk)
+    def run(self, kind: str, chunk: int | None = 0) -> None:
+        row = KINDS[kind]
+        if self.forward_only and not row.is_forward:
             return
-        begun = self._begin_overlapped_forward(forward_chunk)
-        if has_hook(forward.stage, backward.stage):
-            action = self._run_backward(
-                backward_chunk, "BW", lambda *args: run_pair_by_hook(begun, backward.stage, *args[:2])
-            )
-        else:
-            run = partial(run_pair, begun, backward.stage)
-            action = self._run_backward(backward_chunk, "BW", run, DeferredGrads())
-        self._monitor.are_overlapped(forward.actions["F"][begun.microbatch], action)
+        chunk, number = self._begin(kind, chunk)
+        this = self._chunks[chunk]
+        action = this.actions[kind][number]
+        with self._monitor.at(action):
+            unit = self._await(row, chunk, number, action)
+            if row.is_forward:
+                this.stage.run(kind, unit, *next(self._checkpoint_arguments))
+            elif not row.completes_weights:
+                this.stage.run(kind, unit)
+            elif row.message is not None and unit.has_windows:
+                run_alone(this.stage, unit)
+            else:
+                self._complete_weights(kind, chunk, unit)
+            self._end(row, chunk, number, unit)
 
-    def backward_weight_step(self, chunk: int | None = None) -> None:
-        if not self.forward_only:
-            chunk, _ = self._advance_weight(chunk)
-            self._run_weights(chunk)
+    def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
+        pair = {KINDS[name].message: (KINDS[name], chunk) for name, chunk in (first, second)}
+        is_overlapped = not self.forward_only and self.num_slices == 1 and pair.keys() == {"forward", "backward"}
+        if is_overlapped and can_overlap(self._chunks[pair["forward"][1]].stage):
+            self._overlap(*pair["forward"], *pair["backward"])
+            return
+        self.run(*first)
+        kind, chunk = KINDS[first[0]], first[1]
+        if kind.message is not None and not (self.forward_only and not kind.is_forward):
+            self._chunks[chunk].send(kind, self._counts[f"{kind.message}_step"][chunk] - 1)
+        self.run(*second)
 
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
         self._check_finished()
-        assert all(chunk.is_empty() for chunk in self._chunks), "the schedule ended with work left in its queues"
+        assert all(chunk.is_empty() for chunk in self._chunks), "the schedule ended with work left"
         for chunk in self._chunks:
             chunk.stage.forget_input()
         self._monitor.drain()
@@ -207,79 +194,69 @@ class Pipeline(Verbs):
             num_sent: by stage, the outputs that it sends until then.
         """
         for chunk in self._chunks:
-            to_come = [transfer for transfer in chunk.inputs if transfer is not None]
-            to_come += chunk.below.discard_inputs(num_sent[chunk.index - 1])
-            for transfer in to_come:
+            for transfer in chunk.below.discard_inputs(num_sent[chunk.index - 1]):
                 self._wait(transfer, "an input to be discarded", chunk.actions["F"][0], chunk.below.peer)
             chunk.above.discard_outputs()
 
-    # What forwards, overlapped or not, have in common
+    # What they have in common
 
-    def _begin_overlapped_forward(self, chunk: int) -> Forward:
-        """The forward of an overlapped pair, up to where it is to be run. When done, it is sent at once."""
-        microbatch = self._advance("forward_step", chunk)
+    def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> Unit:
+        """The unit of an action, once its message is there."""
         this = self._chunks[chunk]
-
-        def done(made: tuple[Transfer | None, SavedForward | None]) -> None:
-            this.keep(made)
-            this.send_output(microbatch)
-
-        action = this.actions["F"][microbatch]
-        with self._monitor.at(action):
-            received = self._begin_forward(chunk, microbatch, action)
-            return Forward(this.stage, received, microbatch, next(self._checkpoint_arguments), done)
-
-    def _begin_forward(self, chunk: int, number: int, action: Action) -> Transfer | None:
-        """Wait for the input of a forward that is about to be run, and for its parameters."""
-        self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
-        this = self._chunks[chunk]
-        received = this.inputs.popleft()
-        if received is not None:
-            self._wait(received, "the forward input", action, this.below.peer)
-        return received
-
-    # One way to run a backward
-
-    def _run_backward(self, chunk: int, kind: str, run: RunBackward, deferred: DeferredGrads | None = None) -> Action:
-        """Run the next backward of `chunk`.
-
-        Args:
-            deferred: collects what is left to W. With "BW" that is run here too, behind the sending of the input
-                gradients, for which a neighbour may wait.
-        """
-        number = self._advance_backward(chunk, deferred=kind == "B")
-        this = self._chunks[chunk]
-        action = this.actions[kind][number]
-        with self._monitor.at(action):
-            received = this.output_grads.popleft()
-            output_grads = None
+        if kind.is_forward:
+            self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
+            unit, received = this.begin(action), this.below.take_input()
             if received is not None:
-                output_grads = self._wait(received, "the output gradient", action, this.above.peer)
-            with self._around_gradients(chunk) if deferred is None else NOTHING:
-                this.input_grads.append(run(this.take_in_flight(action.slice), output_grads, deferred))
-            if deferred is not None and kind == "B":
-                this.deferred.append((number, deferred))
-            elif deferred is not None:
-                this.send_input_grads(number)
-                self._compute_deferred(chunk, deferred)
-        return action
+                self._wait(received, "the forward input", action, this.below.peer)
+                unit.received = received
+            return unit
+        unit = this.units[action.microbatch, action.slice]
+        if kind.message is not None:
+            gradient = this.above.take_gradient()
+            if gradient is not None:
+                unit.output_grads = self._wait(gradient, "the output gradient", action, this.above.peer)
+        return unit
 
-    def _run_weights(self, chunk: int) -> None:
+    def _end(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
+        """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
+        sending of the input gradients, for which a neighbour may wait."""
         this = self._chunks[chunk]
-        number, deferred = this.deferred.popleft()
-        with self._monitor.at(this.actions["W"][number]):
-            self._compute_deferred(chunk, deferred)
+        this.keep(kind, unit)
+        if kind.completes_weights and unit.deferred is not None:
+            this.send(kind, number)
+            self._complete_weights("W", chunk, unit)
+        if kind.completes_weights or self.forward_only:
+            this.end(unit)
 
-    def _compute_deferred(self, chunk: int, deferred: DeferredGrads) -> None:
-        with self._around_gradients(chunk, in_w=True):
-            self._chunks[chunk].stage.backward_weights(deferred)
-            self._sync.after_weights(chunk)
+    def _complete_weights(self, kind: str, chunk: int, unit: Unit) -> None:
+        """Run what may complete the gradients of a chunk."""
+        is_last = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
+        in_w = unit.deferred is not None
+        with self._sync.last_gradients(chunk, in_w) if is_last else NOTHING:
+            self._chunks[chunk].stage.run(kind, unit)
+            if in_w:
+                self._sync.after_weights(chunk)
 
-    def _around_gradients(self, chunk: int, in_w: bool = False) -> AbstractContextManager[Any]:
-        """Around the computation that may complete the gradients of the chunk."""
-        if self.num_backwards_left(chunk) or self._chunks[chunk].deferred:
-            return NOTHING
-        return self._sync.last_gradients(chunk, in_w)
+    def _overlap(self, forward: Kind, forward_chunk: int, backward: Kind, backward_chunk: int) -> None:
+        """Run a pair in segments. The output is sent as soon as it is there."""
+        forwards, backwards = self._chunks[forward_chunk], self._chunks[backward_chunk]
+        _, number = self._begin(forward.name, forward_chunk)
+        action = forwards.actions[forward.name][number]
+        with self._monitor.at(action):
+            unit = self._await(forward, forward_chunk, number, action)
+
+        def done() -> None:
+            self._end(forward, forward_chunk, number, unit)
+            forwards.send(forward, number)
+
+        begun = Forward(forwards.stage, unit, next(self._checkpoint_arguments), done)
+        _, of_backward = self._begin(backward.name, backward_chunk)
+        other = backwards.actions[backward.name][of_backward]
+        with self._monitor.at(other):
+            in_flight = self._await(backward, backward_chunk, of_backward, other)
+            run_pair(begun, backwards.stage, in_flight, fills_weights=backward.completes_weights)
+            self._end(backward, backward_chunk, of_backward, in_flight)
+        self._monitor.are_overlapped(action, other)
 
     def _wait(self, transfer: Transfer, what: str, action: Action, peer: int | None) -> list[Tensor]:
         if not self._has_waited:  # that is while the pipeline fills, so there is time

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ..chunks import iter_wrapped
-from ..p2p_communication import Transfer
 from ..plan import Schedule
 from ..slices import CarriedState, SequenceSlice
-from ..weight_grad import DeferredGrads
 from .arguments import StepArguments
 from .loss import Loss, call_loss_func, divide_loss
 from .shapes import ShapeArguments
-from .stage import SavedForward, Stage
+from .stage import Stage
+from .unit import Unit
 
 __all__ = ["SlicedStage", "sequence_slices"]
 
@@ -101,63 +100,47 @@ class SlicedStage(Stage):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._slices = itertools.cycle(self._step.slices)
-        self._slice = self._step.slices[-1]
         self._microbatch = Microbatch(needs_grad=False)
         self._items = _SharedItems(self._data_iterator) if hasattr(self._data_iterator, "__next__") else None
         if self._items is not None:
             self._data_iterator = self._items
 
-    def forward(
-        self, received: Transfer | None, microbatch: int, *extra: bool
-    ) -> tuple[Transfer | None, SavedForward | None]:
-        self._slice = this = next(self._slices)
+    def F(self, unit: Unit, *extra: bool) -> None:
+        this = self._step.slices[unit.slice]
         if this.index == 0:
             self._microbatch = Microbatch(needs_grad=not self._step.forward_only)
+        unit.of_microbatch = self._microbatch
         if self._items is not None:
             self._items.begin(is_first=this.index == 0)
-        if self._output_specs is not None:
-            self._output_spec = self._output_specs[this.index]
         with self._microbatch.state.forward(this):
-            sent, saved = super().forward(received, microbatch, *extra)
+            super().F(unit, *extra)
         if self.info.is_first and not self._microbatch.state.was_asked:
             raise ValueError(
                 f"forward_step_func and the model have run slice {this.index} of {this.num_slices} without asking "
                 "which it is, so each slice would compute the whole sequence: cut what they read by "
                 "megapipe.slices.cut(tensor, dim), or set config.num_sequence_slices to 1."
             )
-        self._set_is_first_microbatch = None
-        if saved is not None:
-            saved = saved._replace(part=(self._microbatch, this))
         if this.index == this.num_slices - 1:
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
-        return sent, saved
 
-    def backward(
-        self, in_flight: SavedForward, output_grads: list[Tensor] | None, deferred: DeferredGrads | None = None
-    ) -> list[Tensor]:
-        assert in_flight.part is not None
-        microbatch, this = in_flight.part
-        with microbatch.state.backward(this):
-            return super().backward(in_flight, output_grads, deferred)
+    def backward(self, unit: Unit) -> None:
+        assert unit.of_microbatch is not None
+        with unit.of_microbatch.state.backward(self._step.slices[unit.slice]):
+            super().backward(unit)
 
-    def roots(self, in_flight: SavedForward, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
+    def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
         """Also those that later slices have given gradients to."""
-        assert in_flight.part is not None
-        microbatch, this = in_flight.part
-        num_tokens = microbatch.num_tokens
-        if in_flight.output_grads and num_tokens is not None:
+        assert unit.of_microbatch is not None
+        num_tokens = unit.of_microbatch.num_tokens
+        if self._is_last and unit.output_grads and num_tokens is not None:
             tokens = torch.where(num_tokens > 0, num_tokens, 1).double()
-            grads = [(grad / tokens).to(grad.dtype) for grad in in_flight.output_grads]
-            in_flight = in_flight._replace(output_grads=grads)
-        return super().roots(in_flight, output_grads) + microbatch.state.roots(this.index)
+            unit.output_grads = [(grad / tokens).to(grad.dtype) for grad in unit.output_grads]
+        return super().roots(unit) + unit.of_microbatch.state.roots(unit.slice)
 
-    def compute_loss(self, output: Any, loss_func: Any) -> Loss | None:
+    def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
         """The slice's part. Tokens that divide the loss are those of all slices, so that is left to the backward."""
-        if not self.info.is_last:
-            return None
         called = call_loss_func(self._step, output, loss_func)
-        self._add_report(are_outputs=loss_func is None or self._step.collect_non_loss_data)
+        self._add_report(unit, are_outputs=loss_func is None or self._step.collect_non_loss_data)
         if called is None:
             return None
         loss, num_tokens = called
@@ -167,12 +150,12 @@ class SlicedStage(Stage):
             return Loss(loss / self._step.num_microbatches, 1.0)  # whose gradient is divided by tokens first
         return divide_loss(self._step, loss, num_tokens)
 
-    def _add_report(self, are_outputs: bool) -> None:
+    def _add_report(self, unit: Unit, are_outputs: bool) -> None:
         """Make one report of those of a microbatch's slices; of outputs, a list."""
         results = self._step.results
         if are_outputs:
             results.append([results.pop()])
-        if self._slice.index > 0:
+        if unit.slice > 0:
             part = results.pop()
             results[-1] = results[-1] + part if are_outputs else _sum_of_reports(results[-1], part)
 

@@ -1,17 +1,15 @@
 """One stage of the model: its forward and its backward, as the caller's forward_step_func and loss function define it.
 
-What has been run is kept as the edges of its graph, not as tensors: a `GradientEdge` is all that backward needs. So an
-output is freed as soon as it has been sent, views included, and nothing is ever written into a tensor of the model.
+A method for each kind of action, which runs it for one unit. Nothing is ever written into a tensor of the model.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -31,7 +29,7 @@ from ..messages import (
 )
 from ..overlap import Segments
 from ..p2p_communication import Transfer
-from ..plan import StageInfo
+from ..plan import KINDS, StageInfo
 from ..weight_grad import DeferredGrads, deferring, unshared
 from . import hooks
 from .arguments import StepArguments
@@ -39,56 +37,12 @@ from .delayed import DelayedGrads, find_delayed
 from .edges import edge_of, run_backward
 from .loss import Loss, compute_loss, describe, scale_loss
 from .notices import NoGradientWarning, warn
+from .unit import Unit
 
-if TYPE_CHECKING:
-    from ..slices import SequenceSlice
-    from .sliced import Microbatch
-
-__all__ = ["NOTHING", "SavedForward", "Stage"]
+__all__ = ["NOTHING", "Stage"]
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
-
-
-class SavedForward(NamedTuple):
-    """A microbatch whose forward is done, for its backward. The graph hangs on the edges."""
-
-    received: Transfer | None
-    """The input, for parts that are computed again in the backward."""
-    inputs: list[Tensor]
-    """The leaves whose gradients go to the previous stage."""
-    outputs: list[GradientEdge | None]
-    """One per output that a gradient comes back for; None where it does not depend on anything trained."""
-    output_grads: list[Tensor] | None = None
-    """On the last stage, whose output is the loss: its gradient."""
-    has_windows: bool = False
-    """Whether it was run in segments, so that its backward may have overlap windows."""
-    part: tuple[Microbatch, SequenceSlice] | None = None
-    """Where sequences are cut."""
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _timed(name: str) -> Callable[[Method], Method]:
-    """Around a method of a stage: it is timed under this name where the config has timers."""
-
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def timed(self: Stage, *args: Any) -> Any:
-            timers = self._step.config.timers
-            if timers is None:
-                return method(self, *args)
-            timer = timers(name, log_level=2)
-            timer.start()
-            try:
-                return method(self, *args)
-            finally:
-                timer.stop()
-
-        return cast(Method, timed)
-
-    return decorate
 
 
 _all_given: WeakSet[nn.Module] = WeakSet()
@@ -125,11 +79,13 @@ class Stage:
         if step.config.enable_autocast:
             self._forward_step_func = _autocast(step)(step.forward_step_func)
         self._output_specs = output_specs
-        self._output_spec = None if output_specs is None else output_specs[0]
         self._is_found, self._has_headers = is_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
-        self._received: Transfer | None = None
+        self._shown: tuple[int, int] | None = None
+        """The unit whose input the model has."""
+        self._shown_structure: Any = None
+        """That of the input: as MessageSpec's."""
         self._is_on_cpu = step.device.type == "cpu"
         self.looks_for_none = self._is_on_cpu or self.module not in _all_given
         """Whether an output may have no gradient, which is no gradient of zeros."""
@@ -140,34 +96,52 @@ class Stage:
         ]
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
         self._delayed = find_delayed(self.module) if has_delayed else []
-        self._delayed_in: dict[DeferredGrads, DelayedGrads] = {}  # by the backward that a W belongs to
 
-    @_timed("forward-compute")
-    def forward(
-        self, received: Transfer | None, microbatch: int, *extra: bool
-    ) -> tuple[Transfer | None, SavedForward | None]:
-        """F. Returns what to send on (None on the last stage) and what to keep for backward (None if forward only).
+    def run(self, kind: str, unit: Unit, *extra: bool) -> None:
+        """Run the method of that name, timed where the config has timers.
 
         Args:
-            received: the input, arrived; None on the first stage.
-            extra: the third argument of forward_step_func, where the config asks for one.
+            extra: for F the third argument of forward_step_func, where the config asks for one.
         """
-        inputs = self.take_input(received)
-        output, loss_func = self.begin(microbatch, *extra)
-        return self.end(inputs, output, loss_func, microbatch)
+        with self.timed("forward-compute" if KINDS[kind].is_forward else "backward-compute"):
+            getattr(self, kind)(unit, *extra)
 
-    def begin(self, microbatch: int, *extra: bool) -> tuple[Any, Any]:
+    def F(self, unit: Unit, *extra: bool) -> None:
+        """Needs `received`. Makes `output`, but on the last stage, and what backward needs."""
+        self.take_input(unit)
+        self.end(unit, *self.begin(unit, *extra))
+
+    def B(self, unit: Unit) -> None:
+        """Needs `output_grads`. Makes `input_grads` and `deferred`."""
+        unit.deferred = DeferredGrads()
+        self.backward(unit)
+
+    def BW(self, unit: Unit) -> None:
+        """B and W in one."""
+        self.backward(unit)
+
+    def W(self, unit: Unit) -> None:
+        """Needs `deferred`."""
+        assert unit.deferred is not None
+        unit.deferred.run()
+        if unit.delayed is not None:
+            unit.delayed.compute()
+        unit.deferred = unit.delayed = None
+
+    # Forward
+
+    def begin(self, unit: Unit, *extra: bool) -> tuple[Any, Any]:
         """Call the caller's forward_step_func, after `take_input`. Returns what it returns: the output, which may be
         `Segments` that have yet to be run, and the loss function."""
         is_validated = self._step.forward_only and self._step.first_val_step is False
-        if self._set_is_first_microbatch is not None and microbatch == 0 and not is_validated:
+        if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
             self._set_is_first_microbatch()
         for around in self._around:
-            around.before(microbatch)
+            around.before(unit.microbatch)
         try:
             returned = self._forward_step_func(self._data_iterator, self.module, *extra)
         except (RuntimeError, StopIteration, TypeError, AttributeError) as error:
-            self._explain(error, microbatch)
+            self._explain(error, unit)
             raise
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(
@@ -176,89 +150,82 @@ class Stage:
             )
         return returned[0], returned[1]
 
-    def end(
-        self, inputs: list[Tensor], output: Any, loss_func: Any, microbatch: int
-    ) -> tuple[Transfer | None, SavedForward | None]:
-        """Run the remaining segments, and on the last stage the loss function. Returns what `forward` returns.
+    def end(self, unit: Unit, output: Any, loss_func: Any) -> None:
+        """Run the remaining segments, and on the last stage the loss function. Keep what they make.
 
         Args:
-            inputs: returned by `take_input`.
             output, loss_func: returned by `begin`.
         """
-        has_windows = False
         if isinstance(output, Segments):
             segments = output
             try:
                 output = segments.finish()
             except RuntimeError as error:
-                self._explain(error, microbatch)
+                self._explain(error, unit)
                 raise
-            has_windows = segments.has_stopped
-        return self.save(inputs, output, self.compute_loss(output, loss_func), microbatch, has_windows)
-
-    def save(
-        self, inputs: list[Tensor], output: Any, loss: Loss | None, microbatch: int, has_windows: bool = False
-    ) -> tuple[Transfer | None, SavedForward | None]:
-        """Returns what `forward` returns, once the model and the loss function have been run."""
+            unit.has_windows = segments.has_stopped
+        loss = self.compute_loss(unit, output, loss_func) if self._is_last else None
         for around in self._around:
             around.after()
         if self._is_last:
-            return None, self._save_loss(inputs, loss, has_windows)
-        structure, tensors = self._pack_output(output, microbatch)
-        spec = self._output_spec
+            self._save_loss(unit, loss)
+        else:
+            self._save_output(unit, output)
+
+    def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
+        """None where there is none to differentiate."""
+        return compute_loss(self._step, output, loss_func)
+
+    def output_spec(self, unit: Unit) -> MessageSpec | None:
+        """The message that the next stage expects; None if its shapes are dynamic."""
+        return None if self._output_specs is None else self._output_specs[unit.slice]
+
+    def _save_output(self, unit: Unit, output: Any) -> None:
+        structure, tensors = self._pack_output(output, unit.microbatch)
+        spec = self.output_spec(unit)
         if spec is None or not _fits(structure, tensors, spec):
-            spec = self._check_output(structure, tensors, microbatch)
-        sent = Transfer(spec, [_without_graph(tensor) for tensor in tensors])
+            spec = self._check_output(structure, tensors, unit)
+        unit.output = Transfer(spec, [_without_graph(tensor) for tensor in tensors])
+        if not self._step.forward_only:
+            unit.edges = [edge_of(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
+            if not any(unit.edges):
+                self._warn_of_no_gradient("output", unit.inputs)
+
+    def _save_loss(self, unit: Unit, loss: Loss | None) -> None:
         if self._step.forward_only:
-            return sent, None
-        outputs = [edge_of(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
-        if not any(outputs):
-            self._warn_of_no_gradient("output", inputs)
-        return sent, SavedForward(self._received, inputs, outputs, None, has_windows)
-
-    def set_input(self, message: Any) -> None:
-        """Hand the model its input: Megatron's models are given a list, also when it holds one tensor, or None."""
-        if self._set_input_tensor is not None:
-            self._set_input_tensor(message)
-
-    def forget_input(self) -> None:
-        """The model has kept its last input, and with it an activation. Where that was one tensor, as Megatron's models
-        take it, None may be in its place, as on the first stage; a PipelineStage takes it anyway."""
-        received, self._received = self._received, None
-        if received is None or received.spec is None:
             return
-        if received.spec.structure == "tensor" or find_attribute(self.module, "finds_shapes"):
-            with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
-                self.set_input([None])
+        unit.output_grads = []
+        if loss is not None:
+            tensor = scale_loss(self._step, loss.tensor)
+            if not tensor.requires_grad:
+                self._warn_of_no_gradient("loss", unit.inputs)
+            unit.edges, unit.output_grads = [edge_of(tensor)], [torch.full_like(tensor, loss.gradient)]
 
-    @_timed("backward-compute")
-    def backward(
-        self, in_flight: SavedForward, output_grads: list[Tensor] | None, deferred: DeferredGrads | None = None
-    ) -> list[Tensor]:
-        """B, and W unless that is left to `deferred`. Returns the gradients of the received tensors that want one.
+    # Backward
 
-        Args:
-            output_grads: gradients of the outputs that want one; None on the last stage.
-        """
-        self.hand_over(in_flight.received)  # for parts that are computed again
-        delayed = self.delayed_grads()
-        if roots := self.roots(in_flight, output_grads):
-            with deferring(deferred):
+    def backward(self, unit: Unit) -> None:
+        """B, and W unless the unit has `deferred` to leave that to."""
+        if unit.received is not None:  # for parts that are computed again
+            self.show(unit)
+        delayed = DelayedGrads(self._delayed) if self._delayed else None
+        roots = self.roots(unit)
+        if roots:
+            unit.has_run_backward = True
+            with deferring(unit.deferred):
                 run_backward(*zip(*roots))
         if delayed is not None:
             delayed.end_backward(bool(roots))
-            if deferred is None:
+            if unit.deferred is None:
                 delayed.compute()
             else:
-                self._delayed_in[deferred] = delayed
-        return self.input_grads(in_flight, bool(roots))
+                unit.delayed = delayed
+        self._take_input_grads(unit)
 
-    def roots(self, in_flight: SavedForward, output_grads: list[Tensor] | None) -> list[tuple[GradientEdge, Tensor]]:
-        """Where backward begins, with which gradients. `output_grads` is None on the last stage."""
-        grads = in_flight.output_grads if output_grads is None else output_grads
-        assert grads is not None
-        roots = [(edge, grad) for edge, grad in zip(in_flight.outputs, grads) if edge is not None]
-        if output_grads is None:
+    def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
+        """Where backward begins, with which gradients."""
+        assert unit.output_grads is not None
+        roots = [(edge, grad) for edge, grad in zip(unit.edges, unit.output_grads) if edge is not None]
+        if self._is_last:
             return roots
         if not self.looks_for_none:
             return [(edge, zeros_if_none(grad)) for edge, grad in roots]
@@ -268,10 +235,10 @@ class Stage:
             _all_given.add(self.module)
         return given
 
-    def input_grads(self, in_flight: SavedForward, has_run: bool) -> list[Tensor]:
-        """What goes to the previous stage after backward, if that has run."""
+    def _take_input_grads(self, unit: Unit) -> None:
+        """What goes to the previous stage after backward."""
         grads, num_missing = [], 0
-        for leaf in in_flight.inputs:
+        for leaf in unit.inputs:
             if leaf.grad is None:
                 num_missing += 1
                 grads.append(no_gradient(leaf))
@@ -279,29 +246,18 @@ class Stage:
                 # Off the leaf, so that whoever else still holds its memory may write to it.
                 grad, leaf.grad = leaf.grad.detach(), None
                 grads.append(unshared(grad))
-        if has_run and grads and num_missing == len(grads):
+        if unit.has_run_backward and grads and num_missing == len(grads):
             self._warn(
                 f"stage {self.info.index} gives stage {self.info.index - 1} no gradient, since it does not use its "
                 "input, or detaches it"
             )
-        return grads
-
-    @_timed("backward-compute")
-    def backward_weights(self, deferred: DeferredGrads) -> None:
-        """W of one B."""
-        deferred.run()
-        if self._delayed:
-            self._delayed_in.pop(deferred).compute()
-
-    def delayed_grads(self) -> DelayedGrads | None:
-        """For one backward, of the modules that defer by themselves; None where there are none."""
-        return DelayedGrads(self._delayed) if self._delayed else None
+        unit.input_grads = grads
 
     # Input
 
-    def take_input(self, received: Transfer | None) -> list[Tensor]:
-        """Hand the input to the model. Returns the tensors of it that want a gradient."""
-        wanted: list[Tensor] = []
+    def take_input(self, unit: Unit) -> None:
+        """Hand the input to the model, and keep the tensors of it that want a gradient."""
+        received = unit.received
         if received is not None and not self._step.forward_only:
             assert received.spec is not None
             tensors = received.tensors
@@ -309,42 +265,53 @@ class Stage:
                 if spec.differentiable:
                     # As a view: of other leaves autocast would keep the cast, and add up gradients in its dtype.
                     tensors[index] = tensors[index].view_as(tensors[index]).requires_grad_()
-                    wanted.append(tensors[index])
-        self._received = received
-        self._set_received()
-        return wanted
+                    unit.inputs.append(tensors[index])
+        self._shown = None
+        self.show(unit)
 
-    def hand_over(self, received: Transfer | None) -> Transfer | None:
-        """Let the model have the input of another microbatch again. Returns the one that it had."""
-        before, self._received = self._received, received
-        if received is not before:
-            self._set_received()
-        return before
-
-    def _set_received(self) -> None:
-        if self._received is None:
+    def show(self, unit: Unit) -> None:
+        """Let the model have the input of a unit, unless it has that already."""
+        this = unit.microbatch, unit.slice
+        if self._shown == this:
+            return
+        self._shown = this
+        if unit.received is None:
             self.set_input([None])
             return
-        assert self._received.spec is not None
-        structure, tensors = self._received.spec.structure, list(self._received.tensors)
+        assert unit.received.spec is not None
+        structure, tensors = unit.received.spec.structure, list(unit.received.tensors)
+        self._shown_structure = structure
         self.set_input(tensors if structure == "tensor" else unpack(structure, tensors))
+
+    def set_input(self, message: Any) -> None:
+        """Hand the model its input: Megatron's models are given a list, also when it holds one tensor, or None."""
+        if self._set_input_tensor is not None:
+            self._set_input_tensor(message)
+
+    def forget_input(self) -> None:
+        """The model has kept its last input, and with it an activation: it is given None, as on the first stage. A
+        model that takes several tensors might not understand that, and keeps them; a PipelineStage does."""
+        if self._shown_structure == "tensor" or find_attribute(self.module, "finds_shapes"):
+            with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
+                self.set_input([None])
 
     # Output
 
-    def _explain(self, error: Exception, microbatch: int) -> None:
+    def _explain(self, error: Exception, unit: Unit) -> None:
         """Raises a better error, if there is one."""
         if isinstance(error, StopIteration):
             called = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
             if nn.Module._call_impl.__code__ in called:
                 raise RuntimeError(
-                    f"the model of stage {self.info.index} raised StopIteration for microbatch {microbatch}: {error!r}."
+                    f"the model of stage {self.info.index} raised StopIteration for microbatch {unit.microbatch}: "
+                    f"{error!r}."
                 ) from error
             raise ValueError(
-                f"data_iterator ended at microbatch {microbatch} of {self._step.num_microbatches} (stage "
+                f"data_iterator ended at microbatch {unit.microbatch} of {self._step.num_microbatches} (stage "
                 f"{self.info.index}): it must yield one item per microbatch; give it more, or lower num_microbatches."
             ) from None
-        failed = f"stage {self.info.index} failed for microbatch {microbatch}: {error}"
-        if "leaf Variable that requires grad" in str(error) and self._received is not None:
+        failed = f"stage {self.info.index} failed for microbatch {unit.microbatch}: {error}"
+        if "leaf Variable that requires grad" in str(error) and unit.received is not None:
             raise RuntimeError(
                 f"{failed} That is what it received: compute its first result out of place (inplace=False, or a "
                 "clone())."
@@ -354,7 +321,7 @@ class Stage:
                 f"{failed}. data_iterator is {describe(self._data_iterator)}: pass an iterator over microbatches, such "
                 "as iter(data_loader) or iter(batch.chunk(num_microbatches))."
             ) from error
-        is_alone = self._received is None or self._received.spec is None or self._received.spec.structure == "tensor"
+        is_alone = unit.received is None or unit.received.spec is None or unit.received.spec.structure == "tensor"
         if isinstance(error, (TypeError, AttributeError)) and re.search(r"\blist\b", str(error)) and is_alone:
             raise TypeError(
                 f"{failed}. set_input_tensor is called with a list of one item, the tensor received, or None on the "
@@ -373,10 +340,10 @@ class Stage:
                 "a tensor, or tensors, numbers, texts and None in lists, tuples and dicts."
             ) from None
 
-    def _check_output(self, structure: Any, tensors: list[Tensor], microbatch: int) -> MessageSpec:
+    def _check_output(self, structure: Any, tensors: list[Tensor], unit: Unit) -> MessageSpec:
         """Its spec, if the next stage is told."""
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
-        expected = self._output_spec
+        expected = self.output_spec(unit)
         if expected is None or (self._has_headers and spec.sizes == expected.sizes):
             return spec
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
@@ -388,26 +355,9 @@ class Stage:
         elif spec.matches(expected):
             remedy = "The model says that part of it has no gradient, but it requires one. Detach it, or set "
         raise ValueError(
-            f"stage {self.info.index} returned {spec} for microbatch {microbatch}, but stage {self.info.index + 1} "
-            f"expects {expected}. {remedy}variable_seq_lengths."
+            f"stage {self.info.index} returned {spec} for microbatch {unit.microbatch}, but stage "
+            f"{self.info.index + 1} expects {expected}. {remedy}variable_seq_lengths."
         )
-
-    # Loss
-
-    def compute_loss(self, output: Any, loss_func: Any) -> Loss | None:
-        """None where there is none to differentiate, as on all stages but the last."""
-        return compute_loss(self._step, output, loss_func) if self._is_last else None
-
-    def _save_loss(self, inputs: list[Tensor], loss: Loss | None, has_windows: bool) -> SavedForward | None:
-        if self._step.forward_only:
-            return None
-        if loss is None:
-            return SavedForward(self._received, inputs, [], [])
-        tensor = scale_loss(self._step, loss.tensor)
-        if not tensor.requires_grad:
-            self._warn_of_no_gradient("loss", inputs)
-        grad = torch.full_like(tensor, loss.gradient)
-        return SavedForward(self._received, inputs, [edge_of(tensor)], [grad], has_windows)
 
     # Warnings
 
@@ -429,8 +379,19 @@ class Stage:
 
     # Around both
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return _autocast(self._step) if self._step.config.enable_autocast else NOTHING
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Around what is timed under a name where the config has timers."""
+        return NOTHING if self._step.config.timers is None else _timed(self._step.config.timers, name)
+
+
+@contextmanager
+def _timed(timers: Any, name: str) -> Iterator[None]:
+    timer = timers(name, log_level=2)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
 
 
 def _autocast(step: StepArguments) -> torch.autocast:

@@ -44,7 +44,7 @@ from .arguments import (
     undescribed_messages,
 )
 from .boundary import Above, Below, boundaries_around
-from .first_step import end_first_steps, make_stages
+from .first_step import FirstStep, end_first_steps, first_steps, make_stages
 from .found_shapes import FoundShapes, Specs, UndescribedMessages
 from .garbage import collector
 from .grad_sync import GradientSync, check_replicas, finalize_gradients
@@ -266,6 +266,7 @@ def open_channels(prepared: PreparedStep, session: Session) -> Communicator:
 def build(
     prepared: PreparedStep,
     stages: Sequence[Stage],
+    looks: Sequence[FirstStep | None],
     connection: Connection,
     sync: GradientSync,
     record: StepRecord | None,
@@ -275,8 +276,8 @@ def build(
     step = prepared.arguments
     monitor = Monitor(connection.watchdog, connection.communicator, record)
     chunks = [
-        Chunk(stage, below, above, actions_of(stage.info.index, step.num_microbatches, step.num_slices))
-        for stage, (below, above) in zip(stages, connection.boundaries)
+        Chunk(stage, *around, actions_of(stage.info.index, step.num_microbatches, step.num_slices), look)
+        for stage, around, look in zip(stages, connection.boundaries, looks)
     ]
     return Pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, speculation)
 
@@ -289,7 +290,8 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
     while True:
         record = _begin_record(prepared)
         stages = make_stages(step, prepared.stages, prepared.specs, prepared.undescribed)
-        pipe = build(prepared, stages, connection, sync, record, speculation)
+        looks = first_steps(stages, step, prepared.undescribed)
+        pipe = build(prepared, stages, looks, connection, sync, record, speculation)
         try:
             with _timed(step.config), sync:
                 reports = schedule.loops(pipe)
@@ -302,7 +304,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
             speculation.roll_back()
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
-    end_first_steps(stages, step, prepared.key, prepared.undescribed, is_sharded=prepared.sharded is not None)
+    end_first_steps(looks, step, prepared.key, prepared.undescribed, is_sharded=prepared.sharded is not None)
     if record is not None:
         record.finish()
         step.config.record_timeline.keep(record)

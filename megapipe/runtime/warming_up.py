@@ -26,16 +26,18 @@ from ..chunks import find_attribute, iter_wrapped, named_parameters
 from ..failures import PipelineError, single_rank_step
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
-from ..weight_grad import DeferredGrads
+from ..plan import KINDS, Kind
 from .arguments import StepArguments, chunks_of, config_of, device_of, pipeline_group
-from .first_step import KINDS
+from .overlapped import run_alone
 from .pipeline import checkpoint_arguments
 from .pipeline_stage import as_sent
 from .rollback import restores_of_buffers, restores_of_random_states
 from .session import Session
 from .shapes import ShapeArguments, message_specs, spec_of
-from .stage import SavedForward, Stage
+from .sliced import SlicedStage
+from .stage import Stage
 from .step import ForwardBackward, PreparedStep, agree, open_channels, prepare
+from .unit import Unit
 
 __all__ = ["warm_up"]
 
@@ -210,27 +212,34 @@ def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None
     info = prepared.stages[chunk]
     sent = None if chunk in prepared.undescribed else prepared.specs[chunk][1]  # what steps have found may change
     kinds = {action.kind for action in prepared.key.plan.actions[prepared.pp_rank] if action.stage == info.index}
-    stage = KINDS[False, bool(step.slices)](info, chunk, step, sent)
+    stage = (SlicedStage if step.slices else Stage)(info, chunk, step, sent)
     stage.looks_for_none = False  # these gradients say nothing of those to come
     extra = next(checkpoint_arguments(prepared.key, prepared.pp_rank, step))
-    for kind in sorted(kinds & {"B", "BW"}) or ["F"]:
-        done = [stage.forward(_message(spec, step.device), 0, *extra) for spec in inputs]
-        while done:  # of slices, the last first
-            output, saved = done.pop()
-            if saved is not None:
-                _run_backward(stage, output, saved, kind == "B")
+    backwards: list[Kind | None] = [
+        kind for kind in KINDS.values() if kind.name in kinds and kind.message == "backward"
+    ]
+    for backward in backwards or [None]:
+        done = []
+        for part, spec in enumerate(inputs):
+            done.append(unit := Unit(0, part))
+            unit.received = _message(spec, step.device)
+            stage.run("F", unit, *extra)
+        while backward is not None and done:  # of slices, the last first
+            _run_backward(stage, done.pop(), backward)
     stage.forget_input()
 
 
-def _run_backward(stage: Stage, output: Transfer | None, saved: SavedForward, is_split: bool) -> None:
-    grads = None
-    if output is not None:
-        assert output.spec is not None
-        grads = [_random(spec, output.tensors[0].device) for spec in output.spec.gradient().tensors]
-    deferred = DeferredGrads() if is_split or saved.has_windows else None
-    stage.backward(saved, grads, deferred)
-    if deferred is not None:
-        stage.backward_weights(deferred)
+def _run_backward(stage: Stage, unit: Unit, kind: Kind) -> None:
+    if unit.output is not None:
+        assert unit.output.spec is not None
+        device = unit.output.tensors[0].device
+        unit.output_grads = [_random(spec, device) for spec in unit.output.spec.gradient().tensors]
+    if unit.has_windows and kind.completes_weights:
+        run_alone(stage, unit)
+    else:
+        stage.run(kind.name, unit)
+    if unit.deferred is not None:
+        stage.run("W", unit)
 
 
 def _message(spec: MessageSpec | None, device: torch.device) -> Transfer | None:

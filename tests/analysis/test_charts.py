@@ -20,8 +20,8 @@ from megapipe.analysis.cells import levels_of
 from megapipe.analysis.comparison import points_of, save_comparison
 from megapipe.analysis.fold import find_cut
 from megapipe.analysis.pages import save_html
-from megapipe.analysis.palette import COLOURS, DARK, LIGHT, ink_on
-from megapipe.plan import Action, Span, make_plan
+from megapipe.analysis.palette import DARK, LIGHT, ink_on
+from megapipe.plan import KINDS, Action, Span, make_plan
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
@@ -60,7 +60,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     dom = browse(page, screenshot)
     assert len(re.findall(r'data-at="\d', dom)) == sum(map(len, plan.actions))
     for kind in ("F", "B", "W"):
-        for colour in COLOURS[kind]:
+        for colour in KINDS[kind].colours:
             assert share_of(colour, screenshot) > 0.01
     tip = re.sub(r"<[^>]+>", "", dom[dom.index('class="tip"') :])
     assert "5B3: input gradient of microbatch 3 through stage 5" in tip
@@ -186,7 +186,7 @@ SIGHTS = {
     "protanopia": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
     "tritanopia": [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
 }
-SHOWN = sorted({colour for shades in COLOURS.values() for colour in shades})
+SHOWN = sorted({colour for kind in KINDS.values() for colour in kind.colours})
 
 
 @pytest.mark.parametrize("sight", SIGHTS)

@@ -16,9 +16,8 @@ import megapipe
 from megapipe.analysis import Timeline
 from megapipe.analysis.cells import cells_of
 from megapipe.analysis.cli import main
-from megapipe.analysis.palette import COLOURS
 from megapipe.analysis.text import text_rows
-from megapipe.plan import find_schedule, make_plan
+from megapipe.plan import KINDS, find_schedule, make_plan
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -62,7 +61,7 @@ def test_the_terminal_is_coloured_and_its_width_respected(monkeypatch: pytest.Mo
     assert main(["show", "dualpipev", "--pp", "2", "--microbatches", "2"]) == 0
     lines = terminal.getvalue().splitlines()
     assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in lines) <= 50
-    for colour in (COLOURS["F"][0], COLOURS["BW"][1]):
+    for colour in (KINDS["F"].colours[0], KINDS["BW"].colours[1]):
         assert "48;2;{};{};{}m".format(*bytes.fromhex(colour[1:])) in lines[0]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import megapipe
-from megapipe.analysis.palette import COLOURS
+from megapipe.plan import KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,7 +44,7 @@ def test_pictures_show_their_plans(docs: dict[str, Any], name: str) -> None:
                 start = spans[index - 1].start
             expected.append((rank, action, start, end, index in pairs[rank].values()))
     picture = re.sub(r"\s+", " ", (DOCS / f"{name}.svg").read_text())
-    colours = {colour for shades in COLOURS.values() for colour in shades}
+    colours = {colour for kind in KINDS.values() for colour in kind.colours}
     bars = [(corners_of(points), colour) for points, colour in BAR.findall(picture) if colour in colours]
     assert len(bars) == len(expected), "run `make docs`"
     left, right = min(bar[0][0] for bar in bars), max(bar[0][1] for bar in bars)
@@ -54,7 +54,7 @@ def test_pictures_show_their_plans(docs: dict[str, Any], name: str) -> None:
     for ((x0, x1, y), colour), (rank, action, start, stop, below) in zip(bars, expected):
         assert (x0 - left, x1 - left) == pytest.approx((scale * start, scale * stop), abs=1e-3)
         assert y > rows[rank] if below else y == rows[rank]
-        assert colour == COLOURS[action.kind][plan.chunk_of(action.stage) % 2]
+        assert colour == KINDS[action.kind].colours[plan.chunk_of(action.stage) % 2]
     written = re.findall(r">(\d+(?:\.\d+)?)</text>", picture)
     units = [action.unit for _, action, *_ in expected]
     assert any(written[at : at + len(units)] == units for at in range(len(written)))
@@ -82,7 +82,7 @@ PUBLIC = "analysis checkpoint graph integrations.megatron integrations.transform
 PUBLIC += " training weight_grad"
 
 BETWEEN_ROOMS = {
-    "plan": "AnySchedule KINDS PAIR ChannelName Event actions_of parse_json place_weights plan_of play "
+    "plan": "AnySchedule KINDS Kind ChannelName Event actions_of parse_json place_weights plan_of play "
     "read_text register unit_in_words",
     "weight_grad": "DeferredGrads SavedTensor add_gradient backward_context capturing deferring deferring_to "
     "save_for_w unshared visit_gradient_nodes",

@@ -43,13 +43,14 @@ def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bo
     """Also where two of three outputs were sent before the rollback, and are sent again."""
     options = (Lookahead(0), forward_only, spec is None)
     above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, spec and [spec], 3, 1, *options)
-    for _ in range(2):
-        above.send_output(Transfer(SPEC, [torch.zeros(2)]))
-    above.discard_outputs()
-    for _ in range(3):
-        above.send_output(Transfer(SPEC, [torch.zeros(2)]))
+    for num_outputs in (2, 3):
+        above.discard_outputs()
+        for number in range(num_outputs):
+            above.put_output(Transfer(SPEC, [torch.zeros(2)]))
+            above.send_output(number)
     assert inbox.expected == ([] if forward_only else [SPEC.gradient()] * 3)
     for _ in inbox.expected[:]:
+        above.recv_gradient()
         above.take_gradient()
     assert above.is_empty()
 
@@ -58,10 +59,12 @@ def test_one_gradient_for_each_output(spec: MessageSpec | None, forward_only: bo
 def test_discarded_inputs_come_again(spec: MessageSpec | None) -> None:
     """Of the two that the stage below sends before the rollback, this one has taken one."""
     below = RemoteBelow(communicator(inbox := Expecting()), 0, 0, spec and [spec], 3, 1, Lookahead(0), spec is None)
+    below.recv_input()
     below.take_input()
     assert len(below.discard_inputs(2)) == 1
     assert inbox.expected == [spec or HEADER] * 3
     for _ in range(3):
+        below.recv_input()
         below.take_input()
     assert below.is_empty()
 
@@ -74,6 +77,7 @@ def test_messages_of_slices_come_in_their_order_and_gradients_in_reverse(is_know
     RemoteBelow(communicator(inbox := Expecting()), 0, 0, specs, 2, 2, Lookahead(0), not is_known)
     assert inbox.expected == (specs or [HEADER] * 2) * 2
     above = RemoteAbove(communicator(inbox := Expecting()), 0, 1, specs, 2, 2, Lookahead(0), False, not is_known)
-    for spec in (long, short, long, short):
-        above.send_output(Transfer(spec, [torch.zeros(spec.tensors[0].shape)]))
+    for number, spec in enumerate((long, short, long, short)):
+        above.put_output(Transfer(spec, [torch.zeros(spec.tensors[0].shape)]))
+        above.send_output(number)
     assert inbox.expected == [spec.gradient() for spec in (short, long, short, long)]

@@ -1,26 +1,26 @@
-"""A forward and a backward at once, on one thread, in the ways that a model may know."""
+"""A forward and a backward at once, on one thread."""
 
 import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-from models import SEQUENCE, Stage, assert_same_gradients, build, loss_of, reference, run
+from models import Stage, assert_same_gradients, build, loss_of, reference, run
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 import megapipe
-from megapipe import TimelineRecorder, parallel_state, stages_for_rank
+from megapipe import TimelineRecorder, stages_for_rank
 from megapipe.analysis import load_timeline
-from megapipe.overlap import fill_window, in_segments, run_segments
-from megapipe.plan import make_plan
-from megapipe.runtime import boundary, overlapped
+from megapipe.overlap import fill_window, run_segments
+from megapipe.p2p_communication import Transfer
+from megapipe.plan import Schedule, Verbs, load_plan, loop, make_plan
+from megapipe.runtime import boundary
+from megapipe.schedules import B, F, W
 from megapipe.weight_grad import DeferredGrads
 
 NUM_LAYERS = 8
@@ -128,40 +128,70 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
         events: list[str] = []
         build("dualpipev", 2, NUM_LAYERS)
         chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
-        original, original_backward = boundary.RemoteAbove.send_output, boundary.RemoteBelow.send_gradient
-        weights = megapipe.runtime.stage.Stage.backward_weights
-        pair = megapipe.runtime.pipeline.Pipeline.forward_backward_step
+        original, weights = boundary._Outgoing.take, megapipe.runtime.stage.Stage.W
+        pair = megapipe.runtime.pipeline.Pipeline.run_pair
 
         def watched(self: Any, *args: Any, pair: Any = pair, events: list[str] = events) -> None:
             events.append("(")
             pair(self, *args)
             events.append(")")
 
-        def send(self: Any, output: Any, original: Any = original, events: list[str] = events) -> None:
-            events.append("F")
-            original(self, output)
+        def send(self: Any, number: int, original: Any = original, events: list[str] = events) -> Any:
+            if number == self.num_sent:
+                events.append("F" if isinstance(self.waiting[0], Transfer) else "B")
+            return original(self, number)
 
-        def send_backward(self: Any, grads: Any, original: Any = original_backward, events: list[str] = events) -> None:
-            events.append("B")
-            original(self, grads)
-
-        def run_weights(self: Any, deferred: Any, original: Any = weights, events: list[str] = events) -> None:
+        def run_weights(self: Any, unit: Any, original: Any = weights, events: list[str] = events) -> None:
             events.append("W")
-            original(self, deferred)
+            original(self, unit)
 
-        boundary.RemoteAbove.send_output, boundary.RemoteBelow.send_gradient = send, send_backward
-        megapipe.runtime.stage.Stage.backward_weights = run_weights
-        megapipe.runtime.pipeline.Pipeline.forward_backward_step = watched
-        try:
+        with (
+            mock.patch.object(boundary._Outgoing, "take", send),
+            mock.patch.object(megapipe.runtime.stage.Stage, "W", run_weights),
+            mock.patch.object(megapipe.runtime.pipeline.Pipeline, "run_pair", watched),
+        ):
             run("dualpipev", chunks, 8)
-        finally:
-            boundary.RemoteAbove.send_output, boundary.RemoteBelow.send_gradient = original, original_backward
-            megapipe.runtime.stage.Stage.backward_weights = weights
-            megapipe.runtime.pipeline.Pipeline.forward_backward_step = pair
         expected = ["(", "F", ")", "B"] if model is Stage else ["(", "F", "B", "W", ")"]
         assert expected in [events[k : k + len(expected)] for k in range(len(events))]
         if model is InSegments:
             assert events.count("B") == 8  # nothing is sent twice
+
+
+def pairs_with_later_weights(pipe: Verbs) -> Any:
+    """1F1B whose steady state overlaps an F with the input half of a backward; its Ws come last."""
+    num_warmup = min(pipe.pp_size - pipe.pp_rank, pipe.num_microbatches)
+    for _ in range(num_warmup):
+        F(pipe)
+    for _ in range(pipe.num_microbatches - num_warmup):
+        pipe.recv_forward()
+        pipe.recv_backward()
+        pipe.run_pair(("F", 0), ("B", 0))
+        pipe.send_forward()
+        pipe.send_backward()
+    for _ in range(num_warmup):
+        B(pipe)
+    while pipe.num_pending_weights():
+        W(pipe)
+    return pipe.finish()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_a_forward_beside_a_backward_whose_w_comes_later(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    plan = make_plan(Schedule("mine", pairs_with_later_weights, loop, 1), num_ranks, 5)
+    plan.check()
+    path = tmp_path / str(rank) / "mine.csv"
+    path.parent.mkdir()
+    plan.save_csv(path)
+    assert load_plan(path).cells() == plan.cells()
+    assert any(plan.program.pairs)
+    build("1f1b", num_ranks, NUM_LAYERS)
+    chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("1f1b")]
+    LOG.clear()
+    with mock.patch.object(DeferredGrads, "compute", side_effect=AssertionError("its Ws are for later")):
+        run(path, chunks, 5)
+    assert "window segment window segment" in " ".join(LOG)
+    assert_same_gradients(chunks, expect(NUM_LAYERS, 5)[0])
 
 
 def test_a_lone_backward_fills_its_windows_with_its_own_weight_gradients() -> None:
@@ -222,129 +252,6 @@ def test_a_forward_that_fails_inside_of_a_backward(rank: int) -> None:
 
 
 # DualPipe's hook
-
-
-class Chunk(nn.Module):
-    """As in DualPipe's example: a plain MLP whose class overlaps, here one after the other."""
-
-    calls = 0
-
-    def __init__(self, hidden: int, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.down = nn.Linear(4 * hidden, hidden, bias=False)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.silu(self.up(x)))
-
-    @classmethod
-    def overlapped_forward_backward(
-        cls,
-        module0: nn.Module,
-        inputs0: list[Tensor],
-        criterion0: Any,
-        labels0: list[Tensor],
-        module1: nn.Module,
-        loss1: Any,
-        outputs1: list[Any],
-        output_grads1: list[Tensor],
-    ) -> tuple[list[Tensor], Tensor | None]:
-        Chunk.calls += 1
-        outputs0 = [module0(*inputs0)]
-        loss0 = None if criterion0 is None else criterion0(*outputs0, *labels0)
-        if loss1 is not None:
-            loss1.backward()
-            loss1.detach_()
-        else:
-            Variable._execution_engine.run_backward(
-                tuple(outputs1), tuple(output_grads1), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-        return outputs0, loss0
-
-
-class Adapted(Chunk):
-    """What a model written for DualPipe needs besides: to be given its input."""
-
-    def __init__(self, hidden: int, seed: int) -> None:
-        super().__init__(hidden, seed)
-        self.config = SimpleNamespace(hidden_size=hidden, pipeline_dtype=torch.float64)
-        self.input: Tensor | None = None
-
-    def set_input_tensor(self, tensors: list[Tensor]) -> None:
-        self.input = tensors[0]
-
-
-HIDDEN, ROWS = 24, 3
-
-
-def samples(m: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        tuple(torch.randn(SEQUENCE, ROWS, HIDDEN, dtype=torch.float64, generator=generator) for _ in range(2))
-        for _ in range(m)
-    ]
-
-
-def forward_step(data_iterator: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> Any:
-    x, target = next(data_iterator)
-    given = model.input if model.input is not None else x
-    return in_segments(model, given), lambda output: (F.mse_loss(output, target), {})
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@on_ranks()
-def test_models_written_for_dualpipe_run(rank: int, num_ranks: int) -> None:
-    m = 2 * num_ranks + 3
-    parallel_state.initialize_model_parallel(num_ranks)
-    infos = stages_for_rank("dualpipev")
-    chunks = [Adapted(HIDDEN, info.index) for info in infos]
-    whole = nn.Sequential(*(Chunk(HIDDEN, index) for index in range(2 * num_ranks)))
-    for x, target in samples(m):
-        (F.mse_loss(whole(x), target) / m).backward()
-    Chunk.calls = 0
-    megapipe.get_forward_backward_func("dualpipev")(
-        forward_step_func=forward_step,
-        data_iterator=iter(samples(m)),
-        model=chunks,
-        num_microbatches=m,
-        seq_length=SEQUENCE,
-        micro_batch_size=ROWS,
-    )
-    for info, chunk in zip(infos, chunks):
-        for ours, theirs in zip(chunk.parameters(), whole[info.index].parameters()):
-            assert (ours.grad - theirs.grad).abs().max() < 1e-13
-    assert Chunk.calls > 0
-
-
-@on_ranks(1)
-def test_inputs_with_keywords_are_refused_with_a_hook(rank: int) -> None:
-    """It takes the model's inputs in their order."""
-    parallel_state.initialize_model_parallel(1)
-
-    def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> Any:
-        return in_segments(model, x=next(data_iterator)[0]), lambda output: (output.sum(), {})
-
-    with pytest.raises(TypeError, match=r"without keywords: return in_segments\(model, \*inputs\), loss_func"):
-        megapipe.get_forward_backward_func("dualpipev")(
-            forward_step_func=forward_step,
-            data_iterator=[iter(samples(4))] * 2,
-            model=[Adapted(HIDDEN, info.index) for info in stages_for_rank("dualpipev")],
-            num_microbatches=4,
-            seq_length=SEQUENCE,
-            micro_batch_size=ROWS,
-        )
-
-
-def test_who_can_overlap() -> None:
-    def stage(module: Any) -> Any:
-        return SimpleNamespace(module=module)
-
-    plain, hooked = nn.Linear(2, 2), Adapted(2, 0)
-    assert not overlapped.can_overlap(stage(plain), stage(hooked))
-    assert overlapped.has_hook(stage(hooked), stage(Adapted(2, 1)))
-    assert not overlapped.has_hook(stage(hooked), stage(Chunk(2, 1)))
 
 
 class SeesAutocast(Stage):

@@ -91,11 +91,7 @@ def test_plans_that_cannot_run_are_refused(text: str, message: str, tmp_path: Pa
         get_forward_backward_func(path)
 
 
-def test_a_pair_of_halves_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.csv"
-    path.write_text("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0W0\n")
-    with pytest.raises(ValueError, match="overlapped with a whole backward only, not 0F2 with 0B0"):
-        load_plan(path)
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*nowhere\.csv: give that of a plan"):
         get_forward_backward_func(tmp_path / "nowhere.csv")
 

@@ -21,7 +21,8 @@ from megapipe.overlap import in_segments, run_segments
 from megapipe.plan import Verbs, loop
 from megapipe.runtime import ForwardBackward
 from megapipe.runtime.arguments import StepArguments
-from megapipe.runtime.stage import SavedForward, Stage
+from megapipe.runtime.stage import Stage
+from megapipe.runtime.unit import Unit
 
 SIZE = 4
 
@@ -306,15 +307,20 @@ def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
 def test_a_device_is_waited_for_once_where_all_have_gradients() -> None:
     """Reading whether a gradient is none makes the host wait: on a device only until all were given once."""
     module, edge = nn.Linear(2, 2), torch.autograd.graph.get_gradient_edge(torch.ones(2, requires_grad=True))
-    in_flight = SavedForward(None, [], [edge])
+
+    def roots_of(stage: Stage, grad: Tensor) -> Any:
+        unit = Unit(0)
+        unit.edges, unit.output_grads = [edge], [grad]
+        return stage.roots(unit)
+
     none, grad = no_gradient(torch.ones(2)), torch.ones(2)
     for device, is_found_later in (("cpu", True), ("meta", False)):
-        assert a_stage(device, module).roots(in_flight, [none]) == []
-        assert a_stage(device, module).roots(in_flight, [none]) == []
+        assert roots_of(a_stage(device, module), none) == []
+        assert roots_of(a_stage(device, module), none) == []
         stage = a_stage(device, module)
-        assert stage.roots(in_flight, [grad]) == [(edge, grad)]
+        assert roots_of(stage, grad) == [(edge, grad)]
         for one in (stage, a_stage(device, module)):
-            roots = one.roots(in_flight, [none])
+            roots = roots_of(one, none)
             assert (roots == []) is is_found_later
             assert all(grad.tolist() == [0, 0] for _, grad in roots)
 
@@ -575,7 +581,11 @@ def test_an_input_gradient_is_not_what_a_hook_keeps() -> None:
     them does, wrote to what had not been sent yet."""
     leaf, kept = torch.ones(2, requires_grad=True), []
     leaf.register_post_accumulate_grad_hook(lambda x: kept.append(x.grad))
-    in_flight = SavedForward(None, [leaf], [torch.autograd.graph.get_gradient_edge(leaf * 2)])
-    (grad,) = a_stage("cpu", nn.Identity()).backward(in_flight, [torch.ones(2)])
+    unit = Unit(0)
+    unit.inputs, unit.edges = [leaf], [torch.autograd.graph.get_gradient_edge(leaf * 2)]
+    unit.output_grads = [torch.ones(2)]
+    a_stage("cpu", nn.Identity()).run("BW", unit)
     kept[0].zero_()
+    assert unit.input_grads is not None
+    (grad,) = unit.input_grads
     assert grad.tolist() == [2, 2]

@@ -160,16 +160,16 @@ def test_reductions_run_beside_the_rest_of_the_step(rank: int) -> None:
     chunks = shard(build_replicas("zbv", 2), by_layer=False)
     ended = threading.Event()
     done: list[int] = []
-    backward_weights = RunningStage.backward_weights
+    run_w = RunningStage.W
 
-    def logged(self: RunningStage, deferred: Any) -> None:
-        backward_weights(self, deferred)
+    def logged(self: RunningStage, unit: Any) -> None:
+        run_w(self, unit)
         done.append(self.info.index)
         if done.count(chunks[0].info.index) == 3:
             ended.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunningStage, "backward_weights", logged)
+        patch.setattr(RunningStage, "W", logged)
         counts = Counts(patch)
         waited: list[bool] = []
         counts.before_reduction = lambda: waited.append(ended.wait(30))

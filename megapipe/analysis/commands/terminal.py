@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ...plan import Plan, Span
-from ..cells import cells_of
-from ..palette import COLOURS, LABELS, ink_on
+from ...plan import KINDS, Plan, Span
+from ..cells import cells_of, kinds_in
+from ..palette import ink_on
 from ..text import text_rows
 from ..timeline import Timeline
 
@@ -56,7 +56,7 @@ def print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | Non
 
 def print_legend(plan: Plan) -> None:
     """What the letters and colours of a timeline mean."""
-    kinds = [kind for kind in LABELS if any(action.kind == kind for action in plan.actions[0])]
+    kinds = kinds_in(plan)
     notes = ["2F0: of microbatch 0 through stage 2"]
     if plan.num_slices > 1:
         notes.append("2F0.1: of its slice 1")
@@ -64,7 +64,7 @@ def print_legend(plan: Plan) -> None:
         notes.append("F+B: an overlapped pair")
     console = _console()
     if console is None:
-        names = [f"{kind[0]} {LABELS[kind]}" for kind in kinds]
+        names = [f"{kind.name[0]} {kind.label}" for kind in kinds]
         say("legend     " + "; ".join([", ".join([*names, ". idle"]), *notes]))
         return
     from rich.text import Text
@@ -72,14 +72,14 @@ def print_legend(plan: Plan) -> None:
     line = Text("legend     ")
     for kind in kinds:
         for chunk in range(min(plan.num_chunks, 2)):
-            line.append(f" {kind[0]} ", style=_style(kind, chunk))
-        line.append(f" {LABELS[kind]}  ")
+            line.append(f" {kind.name[0]} ", style=_style(kind.name, chunk))
+        line.append(f" {kind.label}  ")
     line.append("; ".join(["dark: odd chunks"] * (plan.num_chunks > 1) + notes))
     console.print(line, soft_wrap=False)
 
 
 def _style(kind: str, chunk: int) -> str:
-    colour = COLOURS[kind][chunk % 2]
+    colour = KINDS[kind].colours[chunk % 2]
     return f"{ink_on(colour)} on {colour}"
 
 

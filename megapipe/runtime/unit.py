@@ -1,0 +1,78 @@
+"""One microbatch, or one slice of it, on one chunk: from its receive to its last action."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ..p2p_communication import Transfer
+from ..weight_grad import DeferredGrads
+from .delayed import DelayedGrads
+
+if TYPE_CHECKING:
+    from .sliced import Microbatch
+
+__all__ = ["Unit"]
+
+
+class Unit:
+    """What a unit holds between its actions: each takes what it needs, and leaves what it makes.
+
+    What has been run is kept as the edges of its graph, not as tensors: a `GradientEdge` is all that backward needs. So
+    an output is freed as soon as it has been sent, views included.
+
+    Args:
+        slot: the smallest number that no other unit in flight on the chunk has.
+    """
+
+    __slots__ = (
+        "deferred",
+        "delayed",
+        "edges",
+        "has_run_backward",
+        "has_windows",
+        "input_grads",
+        "inputs",
+        "microbatch",
+        "of_microbatch",
+        "output",
+        "output_grads",
+        "received",
+        "slice",
+        "slot",
+    )
+
+    def __init__(self, microbatch: int, slice: int = 0, slot: int = 0) -> None:
+        self.microbatch = microbatch
+        self.slice = slice
+        self.slot = slot
+        self.received: Transfer | None = None
+        """The input, arrived; None on the first stage. Kept for parts that are computed again in the backward."""
+        self.inputs: list[Tensor] = []
+        """The leaves whose gradients go to the previous stage."""
+        self.output: Transfer | None = None
+        """What F made, to be sent; None on the last stage."""
+        self.edges: list[GradientEdge | None] = []
+        """One per output that a gradient comes back for; None where it does not depend on anything trained. The graph
+        hangs on them."""
+        self.output_grads: list[Tensor] | None = None
+        """The gradients of those. On the last stage, whose output is the loss, F sets it."""
+        self.has_windows = False
+        """Whether F ran in segments, so that the backward may have overlap windows."""
+        self.of_microbatch: Microbatch | None = None
+        """Shared by the slices of a microbatch, where sequences are cut."""
+        self.input_grads: list[Tensor] | None = None
+        """What B made, to be sent."""
+        self.has_run_backward = False
+        """Whether anything of the stage depended on a gradient."""
+        self.deferred: DeferredGrads | None = None
+        """Weight gradients that are left to W."""
+        self.delayed: DelayedGrads | None = None
+        """Those that modules defer by themselves."""
+
+    def release(self) -> None:
+        """After a backward: only what W needs is left."""
+        self.received = self.output_grads = self.of_microbatch = None
+        self.inputs, self.edges = [], []
