@@ -3,12 +3,13 @@ action follows from its row."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 __all__ = ["KINDS", "Kind", "is_overlapped", "kind_of", "overlapped"]
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True)
+class Kind:
     """One kind of computation.
 
     Attributes:
@@ -20,9 +21,11 @@ class Kind(NamedTuple):
         message: the direction, "forward" or "backward", of the message that it waits for and of the one that it makes;
             None for an action that needs no message.
         after: without a message, the kind whose units it takes, in the order in which they go backward.
-        is_optional: a unit may go backward without it, which it can only be before that.
+        is_optional: a unit may go backward without it. Behind that it is too late.
         in_flight, held: by how many units more a rank has after it of those between their F and their B, and between
             their F and the last action of their backward.
+        is_forward: whether its message is a forward one.
+        completes_weights: whether a chunk's last one completes the gradients of its weights.
     """
 
     name: str
@@ -36,14 +39,12 @@ class Kind(NamedTuple):
     held: int = 0
     is_optional: bool = False
 
-    @property
-    def is_forward(self) -> bool:
-        return self.message == "forward"
+    is_forward: bool = field(init=False)
+    completes_weights: bool = field(init=False)
 
-    @property
-    def completes_weights(self) -> bool:
-        """Whether the gradients of the weights are complete after the last one of a chunk."""
-        return _WEIGHTS in self.costs
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_forward", self.message == "forward")
+        object.__setattr__(self, "completes_weights", _WEIGHTS in self.costs)
 
 
 # Blue, vermilion and yellow, each as bright as no other.

@@ -162,7 +162,7 @@ class PlanRecorder(Verbs):
             self._numbers_of_followers.append(number)
         else:
             return
-        if number is not None:
+        if number is not None and (self._optional or self._followers[kind.name]):
             self._note_ready(kind, chunk, number)
 
     def _write(self, verb: str, chunk: int) -> int | None:

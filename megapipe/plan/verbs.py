@@ -249,14 +249,12 @@ class Verbs(ABC):
         else:
             assert chunk is not None
             number = self._advance(self._steps[kind], chunk)
-        self._note_ready(row, chunk, number)
+        if self._optional or self._followers[kind]:
+            self._note_ready(row, chunk, number)
         return chunk, number
 
     def _note_ready(self, kind: Kind, chunk: int, number: int) -> None:
         """After the action of this number: which kinds may follow it, and which come too late for its unit."""
-        followers = self._followers[kind.name]
-        if not (followers or self._optional):
-            return
         if kind.is_forward and self.num_slices > 1:
             microbatch, part = divmod(number, self.num_slices)
             number = microbatch * self.num_slices + self.num_slices - 1 - part
@@ -264,7 +262,7 @@ class Verbs(ABC):
             for name in self._optional:
                 with suppress(ValueError):
                     self._pending[name].remove((chunk, number))
-        for name in followers:
+        for name in self._followers[kind.name]:
             self._pending[name].append((chunk, number))
 
     def _take_pending(self, kind: Kind, chunk: int | None) -> tuple[int, int]:

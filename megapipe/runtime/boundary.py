@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -133,30 +133,13 @@ class LocalBoundary(Below, Above):
         self._outputs.clear()
 
 
-Message = TypeVar("Message")
-
-
-class _Outgoing(Generic[Message]):
-    """Messages to be sent, in their order."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[Message] = deque()
-        self.num_sent = 0
-
-    def take(self, number: int) -> Message | None:
-        """The one of this number, unless it has been taken, or others come before it."""
-        if number != self.num_sent:
-            return None
-        self.num_sent += 1
-        return self.waiting.popleft()
-
-
 class _Remote(Boundary):
     """To another rank, from which messages are received."""
 
     _inbox: Inbox
     _received: deque[Transfer]
-    _outgoing: _Outgoing[Any]
+    _to_send: deque[Any]
+    _num_sent: int
 
     def post_ahead(self) -> None:
         self._inbox.post_ahead()
@@ -165,7 +148,7 @@ class _Remote(Boundary):
         self._inbox.post_all()
 
     def is_empty(self) -> bool:
-        return self._inbox.is_empty() and not self._received and not self._outgoing.waiting
+        return self._inbox.is_empty() and not self._received and not self._to_send
 
 
 class RemoteBelow(_Remote, Below):
@@ -191,7 +174,6 @@ class RemoteBelow(_Remote, Below):
         has_headers: bool,
     ) -> None:
         self.peer = peer
-        self._outgoing = _Outgoing[list[Tensor]]()
         self._backward = communicator.outgoing(ChannelName("backward", index), peer)
         self._inbox = communicator.incoming(ChannelName("forward", index), peer, lookahead, has_headers=specs is None)
         if has_headers and specs is not None:
@@ -200,8 +182,8 @@ class RemoteBelow(_Remote, Below):
         self._specs = specs or [HEADER] * num_slices
         _expect(self._inbox, self._specs, num_inputs)
         self._inbox.post_ahead()
-        self._received = deque()
-        self._num_received = 0
+        self._received, self._to_send = deque(), deque()
+        self._num_received = self._num_sent = 0
 
     def recv_input(self) -> None:
         self._num_received += 1
@@ -211,12 +193,12 @@ class RemoteBelow(_Remote, Below):
         return self._received.popleft()
 
     def put_gradient(self, grads: list[Tensor]) -> None:
-        self._outgoing.waiting.append(grads)
+        self._to_send.append(grads)
 
     def send_gradient(self, number: int) -> None:
-        grads = self._outgoing.take(number)
-        if grads is not None:
-            self._backward.send(grads)
+        if number == self._num_sent:
+            self._num_sent += 1
+            self._backward.send(self._to_send.popleft())
 
     def discard_inputs(self, num_sent: int) -> list[Transfer]:
         # Receives that have been posted stay so: they take the inputs that are sent again.
@@ -257,8 +239,8 @@ class RemoteAbove(_Remote, Above):
         self._forward = communicator.outgoing(ChannelName("forward", index), peer)
         self._inbox = communicator.incoming(ChannelName("backward", index), peer, lookahead, has_headers=False)
         self._headers = None
-        self._received = deque()
-        self._outgoing = _Outgoing[Transfer]()
+        self._received, self._to_send = deque(), deque()
+        self._num_sent = 0
         # A gradient is expected once for each output, also where that is sent again after a rollback.
         self._num_expected = num_outputs * num_slices
         self._num_slices = num_slices
@@ -271,17 +253,18 @@ class RemoteAbove(_Remote, Above):
             _expect(self._inbox, [spec.gradient() for spec in reversed(specs)], num_outputs)
 
     def put_output(self, output: Transfer) -> None:
-        self._outgoing.waiting.append(output)
+        self._to_send.append(output)
 
     def send_output(self, number: int) -> None:
-        output = self._outgoing.take(number)
-        if output is None:
+        if number != self._num_sent:
             return
+        self._num_sent += 1
+        output = self._to_send.popleft()
         assert output.spec is not None
         if self._headers is not None:
             self._headers.send([encode_header(output.spec)])
         self._forward.send(output.tensors)
-        if self._outgoing.num_sent > self._num_expected:
+        if self._num_sent > self._num_expected:
             self._described.append(output.spec.gradient())
             self._num_expected += 1
             if len(self._described) == self._num_slices:
@@ -296,8 +279,8 @@ class RemoteAbove(_Remote, Above):
         return self._received.popleft()
 
     def discard_outputs(self) -> None:
-        self._outgoing.num_sent = 0
-        self._outgoing.waiting.clear()
+        self._num_sent = 0
+        self._to_send.clear()
 
 
 def _expect(inbox: Inbox, specs: Sequence[MessageSpec], count: int) -> None:

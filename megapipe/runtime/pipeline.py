@@ -61,20 +61,19 @@ class Chunk:
         self.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice, slot)
         return unit
 
-    def keep(self, kind: Kind, unit: Unit) -> None:
-        """What an action has made: to be sent, and for the actions that follow."""
-        if self.first_step is not None:
-            self.first_step.look(unit)
-        if kind.is_forward:
-            output, unit.output = unit.output, None
-            if output is not None:
-                output.tensors = [unshared(tensor) for tensor in output.tensors]  # which nobody else holds any longer
-                self.above.put_output(output)
-        elif kind.message is not None:
-            grads, unit.input_grads = unit.input_grads, None
-            assert grads is not None
-            unit.release()
-            self.below.put_gradient(grads)
+    def keep_output(self, unit: Unit) -> None:
+        """After a forward: to be sent."""
+        output, unit.output = unit.output, None
+        if output is not None:
+            output.tensors = [unshared(tensor) for tensor in output.tensors]  # which nobody else holds any longer
+            self.above.put_output(output)
+
+    def keep_gradients(self, unit: Unit) -> None:
+        """After a backward: to be sent."""
+        grads, unit.input_grads = unit.input_grads, None
+        assert grads is not None
+        unit.release()
+        self.below.put_gradient(grads)
 
     def end(self, unit: Unit) -> None:
         del self.units[unit.microbatch, unit.slice]
@@ -221,11 +220,18 @@ class Pipeline(Verbs):
         """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
         sending of the input gradients, for which a neighbour may wait."""
         this = self._chunks[chunk]
-        this.keep(kind, unit)
-        if kind.completes_weights and unit.deferred is not None:
-            this.send(kind, number)
-            self._complete_weights("W", chunk, unit)
-        if kind.completes_weights or self.forward_only:
+        if this.first_step is not None:
+            this.first_step.look(unit)
+        if kind.is_forward:
+            this.keep_output(unit)
+        elif kind.message is not None:
+            this.keep_gradients(unit)
+        if kind.completes_weights:
+            if unit.deferred is not None:
+                this.send(kind, number)
+                self._complete_weights("W", chunk, unit)
+            this.end(unit)
+        elif self.forward_only:
             this.end(unit)
 
     def _complete_weights(self, kind: str, chunk: int, unit: Unit) -> None:

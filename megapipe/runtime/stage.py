@@ -103,6 +103,9 @@ class Stage:
         Args:
             extra: for F the third argument of forward_step_func, where the config asks for one.
         """
+        if self._step.config.timers is None:
+            getattr(self, kind)(unit, *extra)
+            return
         with self.timed("forward-compute" if KINDS[kind].is_forward else "backward-compute"):
             getattr(self, kind)(unit, *extra)
 

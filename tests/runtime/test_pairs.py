@@ -17,7 +17,6 @@ import megapipe
 from megapipe import TimelineRecorder, stages_for_rank
 from megapipe.analysis import load_timeline
 from megapipe.overlap import fill_window, run_segments
-from megapipe.p2p_communication import Transfer
 from megapipe.plan import Schedule, Verbs, load_plan, loop, make_plan
 from megapipe.runtime import boundary
 from megapipe.schedules import B, F, W
@@ -128,28 +127,31 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
         events: list[str] = []
         build("dualpipev", 2, NUM_LAYERS)
         chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
-        original, weights = boundary._Outgoing.take, megapipe.runtime.stage.Stage.W
-        pair = megapipe.runtime.pipeline.Pipeline.run_pair
+        sends = (boundary.RemoteAbove, "send_output", "F"), (boundary.RemoteBelow, "send_gradient", "B")
+        weights, pair = megapipe.runtime.stage.Stage.W, megapipe.runtime.pipeline.Pipeline.run_pair
 
         def watched(self: Any, *args: Any, pair: Any = pair, events: list[str] = events) -> None:
             events.append("(")
             pair(self, *args)
             events.append(")")
 
-        def send(self: Any, number: int, original: Any = original, events: list[str] = events) -> Any:
-            if number == self.num_sent:
-                events.append("F" if isinstance(self.waiting[0], Transfer) else "B")
-            return original(self, number)
+        def logged(letter: str, send: Any, events: list[str] = events) -> Any:
+            def log_and_send(self: Any, number: int) -> None:
+                if number == self._num_sent:
+                    events.append(letter)
+                send(self, number)
+
+            return log_and_send
 
         def run_weights(self: Any, unit: Any, original: Any = weights, events: list[str] = events) -> None:
             events.append("W")
             original(self, unit)
 
-        with (
-            mock.patch.object(boundary._Outgoing, "take", send),
-            mock.patch.object(megapipe.runtime.stage.Stage, "W", run_weights),
-            mock.patch.object(megapipe.runtime.pipeline.Pipeline, "run_pair", watched),
-        ):
+        with pytest.MonkeyPatch.context() as patch:
+            for kind, name, letter in sends:
+                patch.setattr(kind, name, logged(letter, getattr(kind, name)))
+            patch.setattr(megapipe.runtime.stage.Stage, "W", run_weights)
+            patch.setattr(megapipe.runtime.pipeline.Pipeline, "run_pair", watched)
             run("dualpipev", chunks, 8)
         expected = ["(", "F", ")", "B"] if model is Stage else ["(", "F", "B", "W", ")"]
         assert expected in [events[k : k + len(expected)] for k in range(len(events))]
