@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException
 
-from megapipe.runtime import Clock, Pipeline, clock_of
+from megapipe.runtime import Pipeline
+from megapipe.timing import Clock, clock_of
 from megapipe.weight_grad import DeferredGrads, convert, deferring
 
 from . import gpu_pipelines, gpu_stages

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.runtime import Clock
+from megapipe.timing import Clock
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from gpt import GPTConfig, Layer

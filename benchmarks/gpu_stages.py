@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.graph import capture
-from megapipe.runtime import Clock, clock_of
+from megapipe.timing import Clock, clock_of
 from megapipe.weight_grad import DeferredGrads, convert, deferring
 
 from .gpu_layers import WARMUP, example, interval, make_layers

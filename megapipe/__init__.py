@@ -7,17 +7,11 @@ from . import integrations as integrations
 from .analysis import TimelineRecorder
 from .config import PipelineConfig
 from .failures import PipelineError
-from .plan import StageInfo, distribute_layers, schedule_names
-from .runtime import (
-    NoGradientWarning,
-    PipelineStage,
-    TrainingWarning,
-    UnsplitBackwardWarning,
-    schedule,
-    stages_for_rank,
-    warm_up,
-)
+from .layouts import distribute_layers
+from .plan import StageInfo, schedule_names
+from .runtime import schedule, stages_for_rank, warm_up
 from .schedules import get_forward_backward_func
+from .stages import NoGradientWarning, PipelineStage, TrainingWarning, UnsplitBackwardWarning
 from .training import (
     PipelinedGradScaler,
     PipelinedLRScheduler,

@@ -20,7 +20,7 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
 def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
-    """The modules of megapipe that a file imports, or imports from: ("plan",) or ("runtime", "hooks")."""
+    """The modules of megapipe that a file imports, or imports from: ("plan",) or ("stages", "hooks")."""
     for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = file.parent.parts[: len(file.parent.parts) + 1 - node.level]
@@ -37,8 +37,16 @@ def test_imports_go_down_and_through_the_front(file: Path) -> None:
         room = imported[0] if imported else "__init__"
         if room != own:
             assert LEVEL[room] < LEVEL[own], f"{file} imports {'.'.join(imported)}, which does not stand below it"
-            is_front = len(imported) <= 1 or imported == ("runtime", "hooks") or own.startswith("__")
+            is_front = len(imported) <= 1 or imported == ("stages", "hooks") or own.startswith("__")
             assert is_front, f"{file} imports {'.'.join(imported)}: import it from {room}/__init__.py"
+
+
+def test_no_name_is_both_a_file_and_a_function() -> None:
+    """`megapipe.graph.partition` was the function, and `megapipe.graph.partition.Partition` an AttributeError."""
+    for room in {file.parent for file in FILES} - {Path()}:
+        face = importlib.import_module(".".join(("megapipe", *room.parts)))
+        for name in {file.stem for file in FILES if file.parent == room} & set(getattr(face, "__all__", ())):
+            assert isinstance(getattr(face, name), ModuleType), f"{face.__name__}.{name}"
 
 
 def test_every_room_is_on_the_map() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..plan import Action, Costs, Plan, play, simulate
-from ..runtime import RankStep
+from ..timing import RankStep
 from .timeline import Timeline, first_start, step_time
 
 __all__ = ["BubbleSplit", "split_bubble"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import KINDS, Action, Plan, Simulation, Span
-from ..runtime import RankStep
+from ..timing import RankStep
 from .cells import cells_of, kinds_in, levels_of
 from .extras import import_extra
 from .fold import Cut, find_cut

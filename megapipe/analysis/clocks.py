@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from ..plan import Plan
-from ..runtime import RankStep
+from ..timing import RankStep
 from .timeline import measured_messages
 
 __all__ = ["align"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import KINDS, Plan, Simulation, Span
-from ..runtime import RankStep
+from ..timing import RankStep
 from .charts import TITLES, svg_of
 from .comparison import axis_names, draw_comparison
 from .palette import DARK, LIGHT, Scheme, ink_on

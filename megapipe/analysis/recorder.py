@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .. import parallel_state
 from ..plan import Action, Span, plan_of
-from ..runtime import Clock, HostClock, RankStep, StepRecord, Wait, clock_of
+from ..timing import Clock, HostClock, RankStep, StepRecord, Wait, clock_of
 from .clocks import align
 from .timeline import Timeline
 

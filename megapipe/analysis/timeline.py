@@ -30,7 +30,7 @@ from ..plan import (
     read_text,
     simulate,
 )
-from ..runtime import RankStep, Wait
+from ..timing import RankStep, Wait
 
 __all__ = ["MeasuredMessage", "Timeline", "first_start", "load_timeline", "measured_messages", "step_time"]
 

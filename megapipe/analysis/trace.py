@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..plan import Plan, Simulation, Span
-from ..runtime import RankStep
+from ..timing import RankStep
 
 __all__ = ["save_trace"]
 

@@ -4,9 +4,9 @@ from .captured import CapturedStage, capture
 from .compile import compile_graph
 from .fsdp_collectives import ShardedJoint, split_fsdp_collectives
 from .joint import CaptureError, Joint, trace_joint
-from .multiplex import multiplex
-from .partition import Partition, partition
-from .recompute import recompute
+from .multiplexing import multiplex
+from .partitioning import Partition, partition
+from .recomputing import recompute
 from .split import SplitBackward, WeightGradient, split_di_dw
 
 __all__ = [

@@ -21,8 +21,8 @@ from ..weight_grad import capturing
 from .arguments import Arguments, Structure
 from .function import Graphs, OfferedForward, autocast_dtype, offering, run_forward
 from .joint import CaptureError, trace_joint
-from .partition import partition
-from .recompute import recompute as cut_to_recompute
+from .partitioning import partition
+from .recomputing import recompute as cut_to_recompute
 from .side_effects import refusing_side_effects, undoing_changes
 from .state import State
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from .multiplex import communicates
+from .multiplexing import communicates
 
 __all__ = ["compile_graph"]
 

@@ -21,9 +21,9 @@ from ..overlap import fill_window
 from ..weight_grad import SavedTensor, backward_context, defer, deferring_to, save_for_w
 from .arguments import Structure, laid_out
 from .compile import compile_graph
-from .multiplex import communicates, multiplex
+from .multiplexing import communicates, multiplex
 from .nodes import storage_of
-from .partition import Partition
+from .partitioning import Partition
 from .split import SplitBackward, split_di_dw
 
 __all__ = ["Graphs", "OfferedForward", "autocast_dtype", "offering", "run_forward"]

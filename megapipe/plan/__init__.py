@@ -2,7 +2,6 @@
 
 from .files import load_plan, parse_json, read_text
 from .kinds import KINDS, Kind
-from .layouts import distribute_layers
 from .making import make_plan
 from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, plan_of
@@ -31,7 +30,6 @@ __all__ = [
     "StageInfo",
     "Verbs",
     "actions_of",
-    "distribute_layers",
     "find_schedule",
     "load_plan",
     "loop",

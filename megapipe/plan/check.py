@@ -5,21 +5,18 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from .facts import PlanFacts
 from .kinds import KINDS, kind_of
 from .program import run
 from .recorder import ChannelName, PlanRecorder
 from .rows import Row
 from .verbs import ScheduleError, unit_in_words, unit_name
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
 __all__ = ["check_channels", "check_ended"]
 
 
-def check_channels(plan: Plan) -> None:
+def check_channels(plan: PlanFacts) -> None:
     """`Plan.check`, with one channel per boundary and direction."""
     _check_messages(plan)
     _check_hand_overs(plan)
@@ -27,7 +24,7 @@ def check_channels(plan: Plan) -> None:
     _check_waits(plan)
 
 
-def _check_messages(plan: Plan) -> None:
+def _check_messages(plan: PlanFacts) -> None:
     """A channel's messages are received in the order in which they are sent: that of the microbatches, where a recorder
     found both ends right."""
     if plan.is_recorded:
@@ -50,7 +47,7 @@ def _listed(units: Sequence[tuple[int, int]]) -> str:
     return f"[{', '.join(unit_name(*unit) for unit in units)}]"
 
 
-def _check_hand_overs(plan: Plan) -> None:
+def _check_hand_overs(plan: PlanFacts) -> None:
     """Between two stages of one rank nothing can be taken before it is there."""
     for rank, events in enumerate(plan.events):
         stages = {info.index for info in plan.placement.stages(rank, plan.pp_size, plan.num_chunks)}
@@ -69,7 +66,7 @@ def _check_hand_overs(plan: Plan) -> None:
                     )
 
 
-def _check_order(plan: Plan) -> None:
+def _check_order(plan: PlanFacts) -> None:
     """Each rank does everything once, each step after the one before it, and one microbatch after the other: a slice
     goes forward after those before it, whose keys and values it needs, and backward after those behind it, which have
     added to the gradients of its own. A schedule that was recorded does; a file may not."""
@@ -89,14 +86,14 @@ def _check_order(plan: Plan) -> None:
                     raise ScheduleError(f"{plan.name} has {event} on rank {rank} where {expected} is next.")
 
 
-def _check_waits(plan: Plan) -> None:
+def _check_waits(plan: PlanFacts) -> None:
     """No rank waits for ever. An overlapped pair begins when both of its messages are there."""
     durations = [array("d", [1.0]) * len(actions) for actions in plan.actions]
     _, ends = run(plan.program, durations, [0.0] * plan.pp_size, overlap=1.0)
     check_ended(plan, ends)
 
 
-def check_ended(plan: Plan, ends: Sequence[Sequence[float]]) -> None:
+def check_ended(plan: PlanFacts, ends: Sequence[Sequence[float]]) -> None:
     """Raises ScheduleError where ranks did not get through all of their actions when they were run, and says for what
     they wait."""
     num_done = list(map(len, ends))
@@ -105,7 +102,7 @@ def check_ended(plan: Plan, ends: Sequence[Sequence[float]]) -> None:
         raise ScheduleError(f"{plan.name} would hang: {'; '.join(waits)}.")
 
 
-def _describe_wait(plan: Plan, rank: int, num_done: list[int]) -> str:
+def _describe_wait(plan: PlanFacts, rank: int, num_done: list[int]) -> str:
     program, index = plan.program, num_done[rank]
     for waiting in (index, program.pairs[rank].get(index, index)):
         source = program.sources[rank][waiting]

@@ -8,18 +8,14 @@ and microbatches.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from .facts import PlanFacts
 from .kinds import is_overlapped
 from .verbs import ScheduleError
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 __all__ = ["check_occupancy", "peak_waiting"]
 
 
-def peak_waiting(plan: Plan, rank: int) -> int:
+def peak_waiting(plan: PlanFacts, rank: int) -> int:
     """`Plan.peak_waiting`."""
     most = 0
     senders: set[int] = set()
@@ -35,7 +31,7 @@ def peak_waiting(plan: Plan, rank: int) -> int:
     return most + sum(sender == rank for sender, _ in plan.traffic)
 
 
-def check_occupancy(plan: Plan, max_waiting: int) -> None:
+def check_occupancy(plan: PlanFacts, max_waiting: int) -> None:
     """Raises ScheduleError where more messages may wait on a device."""
     for rank in range(plan.pp_size):
         if (most := peak_waiting(plan, rank)) > max_waiting:

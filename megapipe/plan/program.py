@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise, repeat
 from math import inf
 from sys import float_info
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,7 @@ from .kinds import is_overlapped, kind_of
 from .recorder import Event
 from .rows import Row, column
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
-__all__ = ["Program", "compile_plan", "run"]
+__all__ = ["Program", "compile_rows", "run"]
 
 NOT_SENT = -float_info.max
 """In place of the time at which a message arrives. That may be inf, where the times given are."""
@@ -57,14 +54,33 @@ class Program:
         return senders
 
 
-def compile_plan(plan: Plan) -> Program:
-    units = [np.asarray(row.units) for row in plan.rows]
-    num_units = plan.num_microbatches * plan.num_slices
-    if not plan.is_recorded:  # a file may have few microbatches with large numbers
+def compile_rows(
+    rows: Sequence[Row[Event]],
+    ranks: Sequence[int],
+    num_units: int,
+    is_recorded: bool,
+    needs: Callable[[Event], Event | None],
+) -> Program:
+    """
+    Args:
+        ranks: those of the stages.
+        is_recorded: units are numbered from 0 on. A file may have few with large numbers.
+        needs: the send that a computation waits for, if any.
+    """
+    units = [np.asarray(row.units) for row in rows]
+    if not is_recorded:
         distinct = np.unique(np.concatenate(units))
         units, num_units = [np.searchsorted(distinct, row) for row in units], len(distinct)
-    columns = [_compile_row(plan, *row, num_units) for row in zip(plan.rows, units)]
-    ranks = list(map(plan.rank_of, range(plan.pp_size * plan.num_chunks)))
+
+    def channel_of(event: Event) -> int:
+        """The number of the channel that a computation waits for, or that a message is sent on; -1 for none."""
+        send = event if event.sends else needs(event)
+        if send is None:
+            return -1
+        kind, boundary = send.channel
+        return 2 * boundary + (kind == "forward") if 0 <= boundary < len(ranks) - 1 else -1
+
+    columns = [_compile_row(*row, num_units, channel_of) for row in zip(rows, units)]
     crosses = [below != above for below, above in pairwise(ranks) for _ in range(2)]
     channels = [channel if crosses[channel] else -1 for channel in range(len(crosses))]
     sources, sent, sent_until, pairs = map(list, zip(*columns))
@@ -72,10 +88,10 @@ def compile_plan(plan: Plan) -> Program:
 
 
 def _compile_row(
-    plan: Plan, row: Row[Event], units: np.ndarray[Any, Any], num_units: int
+    row: Row[Event], units: np.ndarray[Any, Any], num_units: int, channel_of: Callable[[Event], int]
 ) -> tuple[array[int], array[int], array[int], dict[int, int]]:
     """The columns of a rank. Messages are numbered channel by channel, and in each by their units."""
-    channels = row.look_up([_channel(plan, Event(*word, 0)) for word in row.words], int)
+    channels = row.look_up([channel_of(Event(*word, 0)) for word in row.words], int)
     messages = np.where(channels < 0, -1, channels * num_units + units)
     computes = row.look_up([kind_of(verb) is not None for verb, _ in row.words], bool)
     sends = (messages >= 0) & ~computes
@@ -83,15 +99,6 @@ def _compile_row(
     halves = np.flatnonzero(row.look_up([is_overlapped(verb) for verb, _ in row.words], bool)[computes]).tolist()
     pairs = dict(zip(halves[::2], halves[1::2]))
     return column("q", messages[computes]), column("q", messages[sends]), column("q", sent_before[1:]), pairs
-
-
-def _channel(plan: Plan, event: Event) -> int:
-    """The number of the channel that a computation waits for, or that a message is sent on; -1 for none."""
-    send = event if event.sends else plan.needs(event)
-    if send is None:
-        return -1
-    kind, boundary = send.channel
-    return 2 * boundary + (kind == "forward") if 0 <= boundary < plan.pp_size * plan.num_chunks - 1 else -1
 
 
 def run(

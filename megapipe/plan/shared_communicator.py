@@ -7,18 +7,14 @@ receives. By this model channels were chosen, one per boundary and direction; it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from .facts import PlanFacts
 from .recorder import ChannelName
 from .verbs import ScheduleError
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 __all__ = ["check_shared_communicator"]
 
 
-def check_shared_communicator(plan: Plan) -> None:
+def check_shared_communicator(plan: PlanFacts) -> None:
     """Raises ScheduleError where the plan would hang, or a rank would receive another message than it asked for."""
     streams = [plan.messages(rank) for rank in range(plan.pp_size)]
     computations = [[event for event in events if event.action is not None] for events in plan.events]

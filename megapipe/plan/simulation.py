@@ -11,18 +11,16 @@ import operator
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .check import check_ended
+from .facts import PlanFacts
 from .kinds import KINDS
 from .program import run
 from .rows import LazySequence, Row, column
 from .verbs import Action
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 __all__ = ["Costs", "Simulation", "Span", "peak_activations", "peak_held", "play", "simulate"]
 
@@ -68,16 +66,16 @@ class Costs:
         if self.slices is not None and not sum(self.slices):
             raise ValueError(f"slices are relative times of which one at least is more than 0, got {self.slices}.")
 
-    def of_messages(self, plan: Plan) -> dict[str, float]:
+    def of_messages(self, plan: PlanFacts) -> dict[str, float]:
         """The arguments of the player that are no times of actions."""
         return {"p2p": self.p2p, "message": self.message / plan.num_slices, "overlap": self.overlap}
 
-    def of_actions(self, plan: Plan) -> Callable[[Action], float]:
+    def of_actions(self, plan: PlanFacts) -> Callable[[Action], float]:
         """Tells the time of an action."""
         times, shares = self.by_kind(plan), self.shares(plan.num_slices)
         return lambda action: times[action.kind][action.stage] * shares[action.slice]
 
-    def durations(self, plan: Plan) -> list[array[float]]:
+    def durations(self, plan: PlanFacts) -> list[array[float]]:
         """By rank, the time of each action."""
         times, shares = self.by_kind(plan), np.array(self.shares(plan.num_slices))
         durations = []
@@ -94,14 +92,14 @@ class Costs:
             raise ValueError(f"slices has one relative time for each of the {num_slices} slices, got {len(slices)}.")
         return [time / sum(slices) for time in slices]
 
-    def by_kind(self, plan: Plan) -> dict[str, list[float]]:
+    def by_kind(self, plan: PlanFacts) -> dict[str, list[float]]:
         """The time of each kind of action on each stage, for a whole microbatch."""
         return {
             name: [sum(times) for times in zip(*(self.per_stage(cost, plan) for cost in kind.costs))]
             for name, kind in KINDS.items()
         }
 
-    def per_stage(self, cost: str, plan: Plan) -> list[float]:
+    def per_stage(self, cost: str, plan: PlanFacts) -> list[float]:
         """The time of a field on each stage."""
         time, num_chunks = getattr(self, cost), plan.num_chunks
         num_stages = plan.pp_size * num_chunks
@@ -176,7 +174,7 @@ class Simulation:
         return ends[-1] - ends[-2] if len(ends) > 1 else self.makespan
 
 
-def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = False) -> Simulation:
+def simulate(plan: PlanFacts, costs: Costs, num_steps: int = 1, synchronize: bool = False) -> Simulation:
     """Play a plan through time, as `Plan.simulate` does.
 
     Args:
@@ -208,7 +206,7 @@ def simulate(plan: Plan, costs: Costs, num_steps: int = 1, synchronize: bool = F
 
 
 def play(
-    plan: Plan,
+    plan: PlanFacts,
     duration: Callable[[Action], float],
     costs: Costs,
     clocks: list[float],
@@ -234,7 +232,7 @@ def play(
         spans[rank] += map(Span, actions, starts[rank], ends[rank])
 
 
-def peak_activations(plan: Plan) -> list[float]:
+def peak_activations(plan: PlanFacts) -> list[float]:
     """As in `Simulation`."""
     return [peak_held(actions, "held") / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
 
@@ -249,7 +247,7 @@ def peak_held(actions: Row[Action], what: str) -> int:
     return int(actions.look_up(changes, int).cumsum().max(initial=0))
 
 
-def _lower_bound(plan: Plan, costs: Costs) -> float:
+def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
     """A rank can begin only when the first microbatch, or its first slice, has come up to it, and then has all its work
     to do; and the first microbatch, or its longest slice, has to go up and down through all stages."""
     num_stages = plan.pp_size * plan.num_chunks

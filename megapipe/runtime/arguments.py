@@ -8,26 +8,23 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .. import parallel_state
 from ..chunks import find_attribute, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..plan import Placement, Schedule, StageInfo
-from ..slices import SequenceSlice
+from ..stages import StepArguments, hooks
 from ..transports import is_capturing
-from . import hooks
 from .found_shapes import FoundShapes, Specs, UndescribedMessages, boundary_name
 from .shapes import ShapeArguments, message_specs
 
 __all__ = [
     "Specs",
-    "StepArguments",
     "check_arguments",
     "chunks_of",
     "config_of",
@@ -39,40 +36,6 @@ __all__ = [
     "to_agree_on",
     "undescribed_messages",
 ]
-
-
-@dataclass
-class StepArguments:
-    """The caller's arguments of one step, and its results."""
-
-    forward_step_func: Callable[..., Any]
-    data_iterators: list[Any]
-    models: list[nn.Module]
-    num_microbatches: int
-    config: PipelineConfig
-    device: torch.device
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
-    slices: list[SequenceSlice] = field(default_factory=list)
-    """Of every sequence; none where sequences are whole."""
-    results: list[Any] = field(default_factory=list)
-    """The reports of the loss function, in microbatch order. Stays empty without the last stage."""
-    num_tokens: Tensor = field(init=False)
-    """Sum of the token counts of 3-tuple loss functions, which may be weights, and more than 32 bits hold. The dtype is
-    the same on every rank, for those who add it up over ranks."""
-
-    def __post_init__(self) -> None:
-        self.num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
-
-    @property
-    def num_units(self) -> int:
-        """How many forwards each chunk runs."""
-        return self.num_microbatches * self.num_slices
-
-    @property
-    def num_slices(self) -> int:
-        return max(1, len(self.slices))
 
 
 def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:

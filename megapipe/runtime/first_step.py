@@ -10,13 +10,9 @@ from torch import nn
 
 from ..chunks import named_parameters
 from ..plan import StageInfo
-from .arguments import StepArguments
+from ..stages import NoGradientWarning, SlicedStage, Stage, StepArguments, Unit, UnsplitBackwardWarning, warn
 from .found_shapes import Different, Seen, Specs, UndescribedMessages
-from .notices import NoGradientWarning, UnsplitBackwardWarning, warn
 from .plans import PlanKey
-from .sliced import SlicedStage
-from .stage import Stage
-from .unit import Unit
 
 __all__ = ["FirstStep", "end_first_steps", "first_steps", "make_stages"]
 

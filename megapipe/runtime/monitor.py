@@ -13,8 +13,8 @@ from torch.profiler import record_function
 from ..failures import Progress, Watchdog
 from ..p2p_communication import Communicator, Transfer
 from ..plan import Action
-from .stage import NOTHING
-from .step_record import StepRecord
+from ..stages import NOTHING
+from ..timing import StepRecord
 
 __all__ = ["Monitor"]
 

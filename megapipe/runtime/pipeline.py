@@ -14,17 +14,14 @@ from torch import Tensor
 
 from ..p2p_communication import Transfer
 from ..plan import KINDS, Action, Kind, Verbs, unit_in_words
+from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, can_overlap, run_alone, run_pair
 from ..weight_grad import unshared
-from .arguments import StepArguments
 from .boundary import Above, Below
 from .first_step import FirstStep
 from .grad_sync import GradientSync
 from .monitor import Monitor
-from .overlapped import Forward, can_overlap, run_alone, run_pair
 from .plans import PlanKey
 from .rollback import Speculation
-from .stage import NOTHING, Stage
-from .unit import Unit
 
 __all__ = ["Chunk", "Pipeline", "checkpoint_arguments"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .arguments import StepArguments
+from ..stages import StepArguments
 from .session import Session
 
 __all__ = ["leave_batch", "start_together"]

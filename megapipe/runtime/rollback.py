@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..failures import Watchdog
 from ..plan import Event, Plan
-from .arguments import StepArguments
+from ..stages import StepArguments
 from .plans import PlanKey
 
 __all__ = [

@@ -29,9 +29,9 @@ from ..plan import (
     register,
 )
 from ..sharding import ShardedChunks
-from . import hooks
+from ..stages import Stage, StepArguments, StepEnd, hooks
+from ..timing import StepRecord
 from .arguments import (
-    StepArguments,
     check_arguments,
     chunks_of,
     config_of,
@@ -44,11 +44,11 @@ from .arguments import (
     undescribed_messages,
 )
 from .boundary import Above, Below, boundaries_around
+from .cutting import sequence_slices
 from .first_step import FirstStep, end_first_steps, first_steps, make_stages
 from .found_shapes import FoundShapes, Specs, UndescribedMessages
 from .garbage import collector
 from .grad_sync import GradientSync, check_replicas, finalize_gradients
-from .hooks import StepEnd
 from .monitor import Monitor
 from .pipeline import Chunk, Pipeline
 from .plans import PlanKey
@@ -56,9 +56,6 @@ from .retry import leave_batch, start_together
 from .rollback import RollbackRequired, Speculation, speculate
 from .session import Session
 from .shapes import ShapeArguments
-from .sliced import sequence_slices
-from .stage import Stage
-from .step_record import StepRecord
 
 __all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
 

@@ -27,17 +27,13 @@ from ..failures import PipelineError, single_rank_step
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import KINDS, Kind
-from .arguments import StepArguments, chunks_of, config_of, device_of, pipeline_group
-from .overlapped import run_alone
+from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent, run_alone
+from .arguments import chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments
-from .pipeline_stage import as_sent
 from .rollback import restores_of_buffers, restores_of_random_states
 from .session import Session
 from .shapes import ShapeArguments, message_specs, spec_of
-from .sliced import SlicedStage
-from .stage import Stage
 from .step import ForwardBackward, PreparedStep, agree, open_channels, prepare
-from .unit import Unit
 
 __all__ = ["warm_up"]
 

@@ -1,6 +1,6 @@
 """Sequences that are computed slice by slice: what a slice keeps for the slices after it, gradients included."""
 
-from .attention import attention
+from .attending import attention
 from .cost import equal_cost
 from .state import CarriedState, SequenceSlice, current, cut, earlier, keep, positions
 

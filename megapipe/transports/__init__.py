@@ -2,14 +2,11 @@
 
 from .channel import Members
 from .choice import is_capturing, make_transport
-from .cuda_events import CudaEvents, RecordedEvent
 from .gloo import GlooTransport
 
 __all__ = [
-    "CudaEvents",
     "GlooTransport",
     "Members",
-    "RecordedEvent",
     "is_capturing",
     "make_transport",
 ]

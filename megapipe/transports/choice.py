@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from ..p2p_communication import Transport
+from ..timing import CudaEvents
 from .channel import Members
-from .cuda_events import CudaEvents
 from .gloo import GlooTransport
 from .host import HostTransport
 from .nccl import NcclTransport

@@ -8,7 +8,7 @@ from .accumulation import add_gradient
 from .aliasing import SavedTensor, save_for_w, unshared
 from .context import backward_context
 from .convolution import conv1d, conv2d
-from .deferring import (
+from .deferred import (
     DeferredGrads,
     capturing,
     defer,

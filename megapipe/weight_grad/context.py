@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .deferring import DeferredGrads
+    from .deferred import DeferredGrads
     from .grad_hooks import HooksToCall
 
 __all__ = ["BackwardContext", "backward_context"]

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable as torchs_once_differentiable
 
 from .accumulation import has_main_grad
-from .deferring import defer, deferring_to, is_capturing
+from .deferred import defer, deferring_to, is_capturing
 
 __all__ = ["Layer", "add", "as_autocast", "can_defer", "deferred_gradient", "once_differentiable"]
 

@@ -14,7 +14,7 @@ import torch
 from ranks import RankPool
 from torch.multiprocessing import ProcessExitedException
 
-from megapipe.runtime.step_record import CudaClock
+from megapipe.timing.records import CudaClock
 
 pytest.importorskip("torch.utils.backend_registration")
 HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")

@@ -18,7 +18,7 @@ from torch.fx import Node
 import megapipe
 from megapipe import PipelineConfig, StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture, multiplex, partition, split_di_dw, split_fsdp_collectives, trace_joint
-from megapipe.graph.multiplex import PART
+from megapipe.graph.multiplexing import PART
 from megapipe.graph.nodes import is_compute_bound, is_start, is_wait
 from megapipe.overlap import in_segments, start_all_to_all
 

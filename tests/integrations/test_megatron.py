@@ -586,7 +586,7 @@ def test_scales_of_auxiliary_losses(rank: int) -> None:
     step(megapipe.get_forward_backward_func("1f1b"), [chunk], batches(4, 0))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale == 8
     config.mtp_num_layers, config.calculate_per_token_loss = 1, False
-    for find in megapipe.runtime.hooks.around_forwards:
+    for find in megapipe.stages.hooks.around_forwards:
         around = find(chunk, 2, torch.device("cpu"))
         assert around is not None
         around.after()
@@ -605,7 +605,7 @@ def test_what_is_not_supported_is_refused(rank: int) -> None:
 def settings_of(schedule: str, **fields: Any) -> dict[str, Any]:
     """What the integration makes of a config with these fields."""
     config, found = SimpleNamespace(**fields), find_schedule(schedule)
-    return {name: value for read in megapipe.runtime.hooks.read_config for name, value in read(config, found).items()}
+    return {name: value for read in megapipe.stages.hooks.read_config for name, value in read(config, found).items()}
 
 
 @pytest.mark.parametrize(
@@ -684,7 +684,7 @@ def test_scales_are_set_by_the_megatron_that_is_there(rank: int) -> None:
         patch.setattr(schedules, "set_current_microbatch", lambda model, microbatch: calls.append(microbatch))
         patch.setattr(schedules, "forward_step_calc_loss", lambda *args, **options: calls.append(options))
         chunk, device = provider(config)(), torch.device("cpu")
-        (around,) = filter(None, (find(chunk, 4, device) for find in megapipe.runtime.hooks.around_forwards))
+        (around,) = filter(None, (find(chunk, 4, device) for find in megapipe.stages.hooks.around_forwards))
     around.before(3)
     around.after()
     assert calls[0] == 3

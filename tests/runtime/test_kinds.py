@@ -11,7 +11,7 @@ from megapipe import TimelineRecorder
 from megapipe.analysis import as_text
 from megapipe.analysis.charts import save_picture
 from megapipe.plan import KINDS, Kind, Schedule, ScheduleError, Verbs, load_plan, loop, make_plan
-from megapipe.runtime.stage import Stage
+from megapipe.stages.stage import Stage
 
 PURPLE = ("#d8b0f0", "#7030a0")
 LOOK = Kind("L", "look_step", "look at the activations", PURPLE, ("forward",), after="F", is_optional=True)

@@ -42,7 +42,7 @@ except ImportError:  # an older torch
 import megapipe
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
-from megapipe.runtime.stage import Stage as RunningStage
+from megapipe.stages.stage import Stage as RunningStage
 
 pytestmark = needs_fsdp_on_cpu
 

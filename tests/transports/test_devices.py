@@ -35,7 +35,7 @@ from megapipe.failures import check_failures
 from megapipe.messages import MessageSpec, TensorSpec
 from megapipe.p2p_communication import Communicator
 from megapipe.plan import ChannelName, loop
-from megapipe.runtime.step_record import CudaClock
+from megapipe.timing.records import CudaClock
 from megapipe.transports import Members, make_transport
 
 pytest.importorskip("torch.utils.backend_registration")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ...runtime import hooks
+from ...stages import hooks
 from .loaded import is_in_use
 from .stages import copies_of_embedding, without_embedding, without_embedding_group
 

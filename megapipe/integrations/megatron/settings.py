@@ -12,7 +12,7 @@ from torch import nn
 
 from ... import parallel_state
 from ...plan import Schedule
-from ...runtime import hooks
+from ...stages import hooks
 from .loaded import megatrons_config
 
 __all__: list[str] = []

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...plan import StageInfo, distribute_layers
+from ...layouts import distribute_layers
+from ...plan import StageInfo
 from ...runtime import stages_for_rank
 from .check import check_cut
 from .config import ChunkConfig

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config import PipelineConfig
-from megapipe.runtime.arguments import StepArguments
-from megapipe.runtime.loss import divide_loss
+from megapipe.stages import StepArguments
+from megapipe.stages.loss import divide_loss
 
 TOKENS = torch.tensor(7)
 

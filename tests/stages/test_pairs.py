@@ -128,7 +128,7 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
         build("dualpipev", 2, NUM_LAYERS)
         chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
         sends = (boundary.RemoteAbove, "send_output", "F"), (boundary.RemoteBelow, "send_gradient", "B")
-        weights, pair = megapipe.runtime.stage.Stage.W, megapipe.runtime.pipeline.Pipeline.run_pair
+        weights, pair = megapipe.stages.stage.Stage.W, megapipe.runtime.pipeline.Pipeline.run_pair
 
         def watched(self: Any, *args: Any, pair: Any = pair, events: list[str] = events) -> None:
             events.append("(")
@@ -150,7 +150,7 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             for kind, name, letter in sends:
                 patch.setattr(kind, name, logged(letter, getattr(kind, name)))
-            patch.setattr(megapipe.runtime.stage.Stage, "W", run_weights)
+            patch.setattr(megapipe.stages.stage.Stage, "W", run_weights)
             patch.setattr(megapipe.runtime.pipeline.Pipeline, "run_pair", watched)
             run("dualpipev", chunks, 8)
         expected = ["(", "F", ")", "B"] if model is Stage else ["(", "F", "B", "W", ")"]

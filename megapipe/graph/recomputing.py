@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from .joint import Joint
 from .nodes import is_compute_bound, is_random, is_wait, num_bytes, storage_of
-from .partition import Partition, forward_nodes, partition
+from .partitioning import Partition, forward_nodes, partition
 
 __all__ = ["recompute"]
 

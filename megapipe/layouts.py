@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from .placement import StageInfo
+from .plan import StageInfo
 
 __all__ = ["distribute_layers"]
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..p2p_communication import Transfer
+from ..slices import CarriedState
 from ..weight_grad import DeferredGrads
 from .delayed import DelayedGrads
 
-if TYPE_CHECKING:
-    from .sliced import Microbatch
+__all__ = ["Microbatch", "Unit"]
 
-__all__ = ["Unit"]
+
+class Microbatch:
+    """What the slices of one microbatch have in common on a stage."""
+
+    def __init__(self, needs_grad: bool) -> None:
+        self.state = CarriedState(needs_grad)
+        self.num_tokens: Tensor | None = None
+        """Those of all slices, where the loss is still to be divided by them."""
 
 
 class Unit:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..plan import KINDS, Action, Span
-from ..transports import CudaEvents, RecordedEvent
+from .cuda_events import CudaEvents, RecordedEvent
 
 __all__ = ["Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
 

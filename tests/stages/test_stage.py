@@ -20,9 +20,9 @@ from megapipe.messages import check_sendable, is_no_gradient, no_gradient, zeros
 from megapipe.overlap import in_segments, run_segments
 from megapipe.plan import Verbs, loop
 from megapipe.runtime import ForwardBackward
-from megapipe.runtime.arguments import StepArguments
-from megapipe.runtime.stage import Stage
-from megapipe.runtime.unit import Unit
+from megapipe.stages import StepArguments
+from megapipe.stages.stage import Stage
+from megapipe.stages.unit import Unit
 
 SIZE = 4
 

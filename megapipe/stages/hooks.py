@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from ..plan import Schedule
-    from .arguments import StepArguments
+from ..plan import Schedule
+from .arguments import StepArguments
 
 __all__ = [
     "AroundForward",

@@ -1,0 +1,120 @@
+"""What a plan says, for all that look at plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .kinds import KINDS, kind_of
+from .placement import Placement
+from .program import Program, compile_rows
+from .recorder import ChannelName, Event
+from .rows import Row, column
+from .verbs import Action
+
+__all__ = ["PlanFacts"]
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What every rank does in one step of a schedule."""
+
+    name: str
+    placement: Placement
+    pp_size: int
+    num_microbatches: int
+    num_chunks: int
+    forward_only: bool
+    events: Sequence[Sequence[Event]]
+    """Per rank, every call of a verb: a `Row` where they were recorded, in an order that the recorder found right."""
+    num_slices: int = 1
+
+    @property
+    def is_recorded(self) -> bool:
+        """Each rank does what a recorder found right: everything once, each step after the one before it."""
+        return all(isinstance(row, Row) for row in self.events)
+
+    @cached_property
+    def rows(self) -> list[Row[Event]]:
+        """The events, as rows."""
+        return [row if isinstance(row, Row) else Row.of(row, self.num_slices) for row in self.events]
+
+    @cached_property
+    def actions(self) -> list[Row[Action]]:
+        """Per rank, the computations in order; each prints like `2F0`."""
+        return list(map(_computations, self.rows))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        names = ("pp_size", "num_microbatches", "num_chunks", "num_slices")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def num_messages(self) -> int:
+        """How many messages travel between ranks in one step."""
+        return sum(event.sends for rank in range(self.pp_size) for event in self.messages(rank))
+
+    def messages(self, rank: int) -> list[Event]:
+        """The sends and receives of a rank that go to, or come from, another one."""
+        return [event for event in self.events[rank] if self.peer(rank, event) is not None]
+
+    @cached_property
+    def traffic(self) -> dict[tuple[int, int], list[ChannelName]]:
+        """By sender and receiver, the channels of the messages that travel between them in one step, in the order in
+        which they are sent."""
+        traffic: dict[tuple[int, int], list[ChannelName]] = {}
+        for rank in range(self.pp_size):
+            for event in self.messages(rank):
+                peer = self.peer(rank, event)
+                if event.sends and peer is not None:
+                    traffic.setdefault((rank, peer), []).append(event.channel)
+        return traffic
+
+    def peer(self, rank: int, event: Event) -> int | None:
+        """The other rank that an event of `rank` sends to or receives from; None where there is none."""
+        stage = event.stage + (1 if event.sends == event.is_forward else -1)
+        if event.action is not None or not self.has_stage(stage):
+            return None
+        peer = self.rank_of(stage)
+        return None if peer == rank else peer
+
+    def rank_of(self, stage: int) -> int:
+        return self.placement.rank(stage, self.pp_size)
+
+    def chunk_of(self, stage: int) -> int:
+        return stage // self.pp_size
+
+    def has_stage(self, stage: int) -> bool:
+        return 0 <= stage < self.pp_size * self.num_chunks
+
+    def needs(self, event: Event) -> Event | None:
+        """The send that a computation waits for, if any."""
+        computed = kind_of(event.verb)
+        if computed is None or computed.message is None:
+            return None
+        kind, boundary = event.channel
+        if not 0 <= boundary < self.pp_size * self.num_chunks - 1:
+            return None
+        return Event(f"send_{kind}", boundary + (kind == "backward"), event.microbatch, event.slice)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs weight-gradient passes (W) by themselves."""
+        return any(KINDS[action.kind].after for action in self.actions[0])
+
+    @cached_property
+    def program(self) -> Program:
+        """The plan compiled for the player."""
+        ranks = list(map(self.rank_of, range(self.pp_size * self.num_chunks)))
+        return compile_rows(self.rows, ranks, self.num_microbatches * self.num_slices, self.is_recorded, self.needs)
+
+
+def _computations(row: Row[Event]) -> Row[Action]:
+    kinds = [kind_of(verb) for verb, _ in row.words]
+    words = [(stage, "" if kind is None else kind.name) for kind, (_, stage) in zip(kinds, row.words)]
+    computes = row.look_up([kind is not None for kind in kinds], bool)
+    codes, units = (column(values.typecode, np.asarray(values)[computes]) for values in (row.codes, row.units))
+    return Row(Action, words, codes, units, row.num_slices)

@@ -1,0 +1,32 @@
+"""One stage of the model: its forward and its backward, unit by unit, without other ranks."""
+
+from . import hooks
+from .arguments import StepArguments
+from .hooks import AroundForward, StepEnd
+from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
+from .overlapped import Forward, can_overlap, run_alone, run_pair
+from .pipeline_stage import PipelineStage, as_sent
+from .sliced import SlicedStage
+from .stage import NOTHING, Stage
+from .unit import Unit
+
+__all__ = [
+    "NOTHING",
+    "AroundForward",
+    "Forward",
+    "NoGradientWarning",
+    "PipelineStage",
+    "SlicedStage",
+    "Stage",
+    "StepArguments",
+    "StepEnd",
+    "TrainingWarning",
+    "Unit",
+    "UnsplitBackwardWarning",
+    "as_sent",
+    "can_overlap",
+    "hooks",
+    "run_alone",
+    "run_pair",
+    "warn",
+]
