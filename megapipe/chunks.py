@@ -113,8 +113,8 @@ def gradients(models: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """For torch's functions on many tensors at once. On an accelerator each is one kernel only where all tensors are of
-    one type, a number that is a tensor included."""
+    """Tensors by dtype, for torch's functions on many at once. On an accelerator each is one kernel only where all
+    tensors are of one type, a number that is a tensor included."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -149,7 +149,7 @@ def laid_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 def device_of(models: Iterable[nn.Module]) -> torch.device:
-    """Of their parameters, which may all be frozen."""
+    """The device of their parameters, which may all be frozen."""
     everything = (parameter for model in models for parameter in model.parameters())
     return next((local(parameter).device for parameter in everything), torch.device("cpu"))
 

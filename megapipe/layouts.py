@@ -113,7 +113,7 @@ def _sizes_of(layout: str | Sequence[int], num_layers: int, num_stages: int) -> 
 
 
 def _expand(layout: str) -> str:
-    """Without commas, spaces and repetitions."""
+    """The layout without commas, spaces and repetitions."""
     text = re.sub(r"[,\s]", "", layout)
     while (shorter := re.sub(r"\(([^()]*)\)(?:\*(\d+))?|([^()*])\*(\d+)", _repeat, text)) != text:
         text = shorter
@@ -163,7 +163,7 @@ def _fastest(
     times, held = ([0.0, *itertools.accumulate(values)] for values in (costs, memory))
 
     def cost(index: int, start: int, stop: int) -> float:
-        """Of a stage; infinite where it does not fit."""
+        """The cost of a stage; infinite where it does not fit."""
         if held[stop] - held[start] > limits[index]:
             return math.inf
         extra = ends[0] * (index == 0) + ends[1] * (index == num_stages - 1)

@@ -40,7 +40,7 @@ class ConnectionLostError(RuntimeError):
 
     @classmethod
     def of(cls, error: RuntimeError) -> ConnectionLostError:
-        """With the transport's own error, shortened to one line."""
+        """The error for a transport's own one, which is shortened to one line."""
         return cls(str(error).partition("\n")[0])
 
 
@@ -51,7 +51,7 @@ class Transfer:
 
     def __init__(self, spec: MessageSpec | None, tensors: list[torch.Tensor], works: Sequence[Any] = ()) -> None:
         self.spec = spec
-        """Of the expected message; None where it is not needed (sends, gradients)."""
+        """The spec of the expected message; None where it is not needed (sends, gradients)."""
         self.tensors = tensors
         self._works = works
         self._waited_for: Sequence[Any] = ()
@@ -140,13 +140,13 @@ class Lookahead(NamedTuple):
     """How many receives of a channel are posted before they are asked for."""
 
     messages: int
-    """At any time."""
+    """How many are posted at any time."""
     idle_bytes: int = 0
     """While the rank waits: receives of messages up to this size together, in bytes."""
 
 
 HEADERS_AHEAD = Lookahead(2)
-"""For headers, whose messages may not be posted ahead themselves: as many as gloo's channels have by default."""
+"""The lookahead of headers, whose messages may not be posted ahead: as many as gloo's channels have by default."""
 
 
 class Inbox(ABC):
@@ -305,7 +305,8 @@ class OrderedInbox(Inbox):
 
 
 class OrderedChannel(Channel):
-    """To a peer that receives in the order of the plan: a message out of turn would be taken for another one."""
+    """A channel to a peer that receives in the order of the plan: a message out of turn would be taken for another
+    one."""
 
     def __init__(self, name: ChannelName, channel: Channel, turns: deque[ChannelName]) -> None:
         self._name = name

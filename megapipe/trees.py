@@ -49,7 +49,7 @@ def holds_values(description: str) -> bool:
 
 
 def show(description: str, tensors: Sequence[object]) -> str:
-    """For messages: the containers, with the texts of `tensors` in the places of tensors."""
+    """A tree in words: the containers, with the texts of `tensors` in the places of tensors."""
     return _show(_parse(description), map(str, tensors))
 
 

@@ -45,7 +45,7 @@ def cells_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Cell]]:
 
 
 class Level(NamedTuple):
-    """For how long a rank holds so many microbatches, counted as `Simulation.peak_activations` counts them."""
+    """How long a rank holds so many microbatches, counted as `Simulation.peak_activations` counts them."""
 
     held: float
     start: float

@@ -22,7 +22,7 @@ COLUMN, ROW = 0.22, 0.55
 """Inches of a short action, and of a rank."""
 
 MOST_COLUMNS = 112
-"""Of short actions: what is longer is folded."""
+"""How many short actions are drawn: what is longer is folded."""
 
 CELL, LEVEL = 0.66, 0.24
 """The heights of the actions and, below them, of the microbatches held, as shares of a rank's row."""

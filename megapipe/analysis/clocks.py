@@ -42,7 +42,7 @@ def align(plan: Plan, steps: Sequence[Sequence[RankStep]], clocks: Sequence[str]
 
 
 def _bounds(plan: Plan, steps: Sequence[Sequence[RankStep]], clocks: Sequence[str]) -> dict[tuple[str, str], float]:
-    """For each pair of clocks that exchange messages, how much at least is to be added to the second one's times for
+    """How much, for each pair of clocks that exchange messages, at least is to be added to the second one's times for
     no message to arrive before it was sent, if nothing is added to the first one's; -inf where none say so."""
     ahead: dict[tuple[str, str], float] = {}
     for step in steps:

@@ -42,7 +42,7 @@ def save_comparison(
 
 
 def draw_comparison(rows: Sequence[tuple[Plan, Simulation]], memory_limit: float | None, unit: str) -> Any:
-    """As `save_comparison`, as a figure of matplotlib's."""
+    """The picture of `save_comparison`, as a figure of matplotlib's."""
     import_extra("matplotlib")
     from matplotlib.figure import Figure
 

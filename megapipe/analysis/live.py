@@ -128,7 +128,8 @@ def _bar(share: float) -> Any:
 
 
 def _period(timeline: Timeline) -> float:
-    """From one step's beginning to the next one's, in ms, with all that lies between, such as the optimizer's step."""
+    """Time from one step's beginning to the next one's, in ms, with all that lies between, such as the optimizer's
+    step."""
     begins = [step[0].begin for step in timeline.steps]
     if len(begins) == 1:
         return step_time(timeline.steps[0])
@@ -136,7 +137,7 @@ def _period(timeline: Timeline) -> float:
 
 
 def _peak_memory(device: torch.device | None) -> float:
-    """In GiB: of the GPU, or of the process."""
+    """Memory in GiB: of the GPU, or of the process."""
     if device is not None and device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

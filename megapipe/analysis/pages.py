@@ -96,7 +96,7 @@ def look() -> dict[str, Any]:
 
 
 def compact(data: Any) -> str:
-    """As JSON that may stand in a script."""
+    """JSON that may stand in a script."""
     return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
 
 

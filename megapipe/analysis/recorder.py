@@ -26,10 +26,10 @@ class RankRecord(NamedTuple):
     clock: str
     name: str
     steps: dict[int, RankStep]
-    """By their number."""
+    """Steps by their number."""
 
     def as_lists(self) -> list[Any]:
-        """As it travels."""
+        """The record as it travels."""
         return [self.clock, self.name, [[n, s.begin, s.end, s.spans, s.waits, s.pairs] for n, s in self.steps.items()]]
 
     @classmethod

@@ -75,7 +75,7 @@ def _name(cell: Cell, name_of: Callable[[Action], str]) -> str:
 
 
 def _choose_names(cells: list[Cell], scale: float) -> dict[tuple[str, ...], Callable[[Action], str]]:
-    """For each kind of cell, the longest of its names that fits in more than 80 % of its places, with a column free
+    """The longest name of each kind of cell that fits in more than 80 % of its places, with a column free
     between neighbours."""
     forms: tuple[Callable[[Action], str], ...] = (
         str,

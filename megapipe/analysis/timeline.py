@@ -113,7 +113,8 @@ class Timeline:
         return Costs(forward, inputs, weights, self.latency, slices=self._mean_slices)
 
     def _times_of(self, cost: str) -> list[float]:
-        """By stage: of the kind of action that has this cost alone, else its even share in another kind's."""
+        """The times of each stage: of the kind of action that has this cost alone, else its even share in another
+        kind's."""
         kinds = [kind for kind in KINDS.values() if cost in kind.costs and kind.name in self.mean_times]
         shares = [
             [self.plan.num_slices * mean / len(kind.costs) for mean in self.mean_times[kind.name]]
@@ -171,7 +172,7 @@ class Timeline:
         return None if len(times) == 1 else times
 
     def even_costs(self) -> Costs:
-        """As `costs`, with all stages alike, and all slices: the times of one microbatch on a whole rank, in ms."""
+        """The costs, with all stages alike, and all slices: the times of one microbatch on a whole rank, in ms."""
         costs = self.costs()
         parts = (costs.forward, costs.backward_input, costs.backward_weight)
         forward, inputs, weights = (sum(part) / self.plan.pp_size for part in parts if isinstance(part, list))

@@ -21,7 +21,7 @@ class Structure(NamedTuple):
 
     spec: TreeSpec
     fixed: dict[int, Any]
-    """By the place among all leaves."""
+    """The fixed values, by their place among all leaves."""
 
     @classmethod
     def of(cls, value: Any) -> tuple[Structure, list[Tensor]]:

@@ -104,8 +104,8 @@ class CapturedStage(nn.Module):
 
     @property
     def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
-        """For an overlap with another stage's backward (see `overlap.in_segments`). None if the stage does not
-        communicate."""
+        """The forward for an overlap with another stage's backward (see `overlap.in_segments`). None if the stage does
+        not communicate."""
         stage: _StageGraphs = self.__dict__["_megapipe_graphs"]
         return stage.run_in_windows if stage.communicates else None
 
@@ -167,7 +167,7 @@ class _StageGraphs:
         self._graphs: dict[_Mode, Graphs] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageGraphs:
-        """For a copy of the module. The graphs serve both: they are given their weights."""
+        """State for a copy of the module. The graphs serve both: they are given their weights."""
         memo[id(self)] = copied = object.__new__(_StageGraphs)
         copied.__dict__.update(copy.deepcopy(self.__dict__ | {"input_tensor": None, "_graphs": {}}, memo))
         copied._graphs.update(self._graphs)
@@ -181,7 +181,7 @@ class _StageGraphs:
 
     @property
     def communicates(self) -> bool:
-        """Of any of its modes, since the one of the next call may not be entered yet."""
+        """Any of its modes will do, since the one of the next call may not be entered yet."""
         return any(graphs.communicates for graphs in self._graphs.values())
 
     def run_in_windows(self, *args: Any, **kwargs: Any) -> Generator[None, None, Any]:
@@ -192,7 +192,7 @@ class _StageGraphs:
         return run_forward(forward.graphs, forward.inputs, forward.results)
 
     def graphs(self) -> Graphs:
-        """For the mode that the module is in."""
+        """The graphs for the mode that the module is in."""
         if not self._state.is_same():
             raise RuntimeError(f"{self._what} has other modules or ties than when it was captured: capture it last.")
         tensors = self._state.tensors()
@@ -292,7 +292,7 @@ class _StageGraphs:
 
 
 class _Holder(nn.Module):
-    """For `functional_call`, which puts tensors in the place of a module's own while it calls it."""
+    """A module for `functional_call`, which puts tensors in the place of a module's own while it calls it."""
 
     def __init__(self, module: nn.Module, call: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class _Holder(nn.Module):
 
 
 def _as_set(input_tensor: Any) -> Any:
-    """As models are given it: a list, also for one tensor or none."""
+    """The input as models are given it: a list, also for one tensor or none."""
     return [input_tensor] if input_tensor is None or isinstance(input_tensor, Tensor) else input_tensor
 
 

@@ -24,7 +24,8 @@ class ShardedJoint:
     unshard: GraphModule
     """[*shards in `sharded`] -> (*whole parameters,)."""
     joint: Joint
-    """With whole parameters for inputs, and their gradients, unreduced; to be cut by `partition` or `recompute`."""
+    """The graph with whole parameters for inputs, and their gradients, unreduced; to be cut by `partition` or
+    `recompute`."""
     reduce_grad: GraphModule
     """[*gradients of the whole parameters in `reduced`] -> (*gradients of the shards,)."""
     sharded: tuple[int, ...]

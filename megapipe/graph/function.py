@@ -109,7 +109,7 @@ def _take_offered() -> OfferedForward | None:
 
 
 def _find_aliases(parts: Partition, num_saved: int) -> list[bool]:
-    """Of each saved value, whether it shares memory with an input or an output, so that others may change it."""
+    """Whether each saved value shares memory with an input or an output, so that others may change it."""
     (end,) = parts.forward.graph.find_nodes(op="output")
     values: Any = end.args[0]
     others = {storage_of(node) for node in values[: parts.num_outputs]}

@@ -48,7 +48,7 @@ class Joint:
     tangents: list[Node | None]
     """One per output: the placeholder of its gradient; None where it has none."""
     mutated: dict[int, Node]
-    """By number of an input that the function changes in place: its new value."""
+    """The new values of inputs that the function changes in place, by their number."""
     grads: list[Node | None]
     """One per input: its gradient; None where it wants none or the outputs do not depend on it."""
 
@@ -157,7 +157,7 @@ def line_in(stack: traceback.StackSummary) -> str:
 
 
 def _line_of_node(node: Node) -> str:
-    """From the stack that the tracer noted down."""
+    """The place, from the stack that the tracer noted down."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     found = "an unknown line"
     for line in (node.meta.get("stack_trace") or "").splitlines():

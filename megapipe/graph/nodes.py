@@ -85,7 +85,7 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def num_bytes(node: Node) -> int:
-    """Of the tensor that it gives, counted by its elements."""
+    """The size of the tensor that it gives, in elements."""
     value = node.meta["val"]
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 

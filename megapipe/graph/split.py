@@ -41,7 +41,7 @@ class SplitBackward:
     """[*inputs of the backward] -> (*outputs of the backward, None for those left to `weights`, *kept)."""
     weights: tuple[WeightGradient, ...]
     num_outputs: int
-    """Of the backward."""
+    """How many outputs the backward has."""
 
     @cached_property
     def kept_inputs(self) -> set[int]:

@@ -27,7 +27,7 @@ class State:
         return [tensors[name] for tensors, name in self._owners]
 
     def name(self, number: int) -> str:
-        """Of one of the tensors, or of the inputs that come after them."""
+        """The name of one of the tensors, or of the inputs that come after them."""
         return self.names[number] if number < len(self.names) else f"its input {number - len(self.names)}"
 
     def is_same(self) -> bool:

@@ -48,7 +48,7 @@ def _listed(units: Sequence[tuple[int, int]]) -> str:
 
 
 def _check_hand_overs(plan: PlanFacts) -> None:
-    """Between two stages of one rank nothing can be taken before it is there."""
+    """A stage takes nothing from another one of its own rank before it is there."""
     for rank, events in enumerate(plan.events):
         stages = {info.index for info in plan.placement.stages(rank, plan.pp_size, plan.num_chunks)}
         if not any(stage + 1 in stages for stage in stages):

@@ -63,8 +63,8 @@ class PlanFacts:
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], list[ChannelName]]:
-        """By sender and receiver, the channels of the messages that travel between them in one step, in the order in
-        which they are sent."""
+        """The channels of the messages that travel in one step, by sender and receiver, in the order in which they are
+        sent."""
         traffic: dict[tuple[int, int], list[ChannelName]] = {}
         for rank in range(self.pp_size):
             for event in self.messages(rank):

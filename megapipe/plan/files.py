@@ -78,7 +78,7 @@ def _read_csv(path: str | Path, text: str) -> list[list[str]]:
 
 
 def _parse_rows(path: str | Path, rows: Any) -> tuple[list[list[Action]], list[list[int]]]:
-    """By rank, its actions, and the places of overlapped forwards in them."""
+    """The actions of each rank, and the places in them of the first actions of overlapped pairs."""
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows) or not any(rows):
         raise ValueError(f"{path} holds no plan: it has no row of actions, like 2F0, for any rank.")
     actions, pairs = zip(*(_parse_row(row) for row in rows if row))

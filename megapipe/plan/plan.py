@@ -103,7 +103,7 @@ class Plan(PlanFacts):
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
     def cells(self, kinds: Mapping[str, str] = MappingProxyType({})) -> list[list[str]]:
-        """By rank, its actions and overlapped pairs in words, with other names for some kinds."""
+        """The actions and overlapped pairs of each rank in words, with other names for some kinds."""
         rows = [[str(a._replace(kind=kinds.get(a.kind, a.kind))) for a in actions] for actions in self.actions]
         for row, pairs in zip(rows, self.program.pairs):
             for first, second in sorted(pairs.items(), reverse=True):

@@ -75,7 +75,7 @@ def _schedule_of(plan: Plan) -> Schedule:
 
 
 _made: dict[str, Schedule] = {}
-"""By name: a plan that is given again is the same schedule, for which everything has been found out already."""
+"""Schedules by name: a plan that is given again is the same one, for which everything has been found out already."""
 
 
 def _play(plan: Plan, pipe: Verbs) -> Any:

@@ -24,7 +24,7 @@ from .rows import Row, column
 __all__ = ["Program", "compile_rows", "run"]
 
 NOT_SENT = -float_info.max
-"""In place of the time at which a message arrives. That may be inf, where the times given are."""
+"""Stands for the time at which a message arrives. That may be inf, where the times given are."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class Program:
     """Columns by rank have one entry per action of the plan, in its order."""
 
     sources: list[array[int]]
-    """By rank, the message that each action waits for; -1 for none."""
+    """The message that each action waits for, by rank; -1 for none."""
     sent: list[array[int]]
-    """By rank, the messages that it sends, in their order."""
+    """The messages that each rank sends, in their order."""
     sent_until: list[array[int]]
-    """By rank, how many of those are sent before the action that follows."""
+    """How many of those are sent before the action that follows, by rank."""
     pairs: list[dict[int, int]]
-    """By rank, the positions of overlapped pairs: that of the second action by that of the first."""
+    """The positions of overlapped pairs, by rank: that of the second action by that of the first."""
     channels: array[int]
-    """By message, the channel that it occupies; -1 between two stages of the same rank."""
+    """The channel that each message occupies; -1 between two stages of the same rank."""
     num_channels: int
 
     @cached_property
     def senders(self) -> list[tuple[int, int]]:
-        """By message, the rank that sends it, and after which action."""
+        """The rank that sends each message, and after which action."""
         senders = [(0, 0)] * len(self.channels)
         for rank, (sent, sent_until) in enumerate(zip(self.sent, self.sent_until)):
             for index, (first, last) in enumerate(pairwise([0, *sent_until])):
@@ -148,9 +148,9 @@ class _Transfers(NamedTuple):
 
     channels: array[int]
     arrivals: array[float]
-    """By message; NOT_SENT for those that are still to be sent."""
+    """When each message arrives; NOT_SENT for those that are still to be sent."""
     busy_until: list[float]
-    """By channel."""
+    """Until when each channel is busy."""
     p2p: float
     message: float
 
@@ -197,7 +197,7 @@ def _run_rank(
 
 
 def _others(sources: array[int], pairs: dict[int, int]) -> Iterable[int]:
-    """By action, the message of its pair's second that the first waits for as well; -1 for none."""
+    """The message of its pair's second that each action waits for as well; -1 for none."""
     if not pairs:
         return repeat(-1)
     others = array("q", [-1]) * len(sources)

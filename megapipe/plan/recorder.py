@@ -86,12 +86,12 @@ class PlanRecorder(Verbs):
         super().__init__(*args, **kwargs)
         self._codes = array("H")
         self._numbers_of_followers = array("i")
-        """Of the calls whose kind follows another one, which take units in an order of their own."""
+        """The units of calls whose kind follows another one, which take them in an order of their own."""
         messages = {f"{verb}_{way}": f"{verb}_{way}" for way in TAKEN for verb in ("recv", "send")}
         counted = {kind.verb: self._steps.get(kind.name) for kind in KINDS.values()}
         halves = {overlapped(kind): counted[kind.verb] for kind in KINDS.values()}
         self._counted_as: dict[str, str | None] = {**messages, **counted, **halves}
-        """By verb, the one that it counts as, since a microbatch's forward or backward is one or the other; None where
+        """The verb that each verb counts as, since a microbatch's forward or backward is one or the other; None where
         its kind follows another one."""
         self._first_code = {verb: k * self.num_chunks for k, verb in enumerate(self._counted_as)}
         self._books = {
@@ -193,7 +193,7 @@ def record(loops: Callable[[Verbs], Any], placement: Placement, pp_size: int, *s
 
 
 def _num_equal_before(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """By item, how many of those before it are equal to it."""
+    """How many of those before each item are equal to it."""
     order = np.argsort(values, kind="stable")
     sizes = np.bincount(values)
     numbers = np.empty_like(order)

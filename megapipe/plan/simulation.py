@@ -76,7 +76,7 @@ class Costs:
         return lambda action: times[action.kind][action.stage] * shares[action.slice]
 
     def durations(self, plan: PlanFacts) -> list[array[float]]:
-        """By rank, the time of each action."""
+        """The time of each action, by rank."""
         times, shares = self.by_kind(plan), np.array(self.shares(plan.num_slices))
         durations = []
         for row in plan.actions:
@@ -123,7 +123,7 @@ class Spans(LazySequence[Span]):
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
-        """Of one step."""
+        """The actions of one step."""
         self.starts, self.ends = array("d"), array("d")
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """From the start of the first action to the end of the last."""
+        """Time from the start of the first action to the end of the last."""
         return max(rank[-1].end for rank in self.spans) - min(rank[0].start for rank in self.spans)
 
     @property
@@ -233,7 +233,7 @@ def play(
 
 
 def peak_activations(plan: PlanFacts) -> list[float]:
-    """As in `Simulation`."""
+    """`Simulation.peak_activations` of a plan."""
     return [peak_held(actions, "held") / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
 
 

@@ -50,8 +50,8 @@ class Action(NamedTuple):
 
 
 def actions_of(stage: int, num_microbatches: int, num_slices: int) -> dict[str, list[Action]]:
-    """By kind, those that a stage can run in a step, in the order in which it runs them. Not to be changed: all steps
-    of these sizes share it."""
+    """Actions that a stage can run in a step, by kind, in the order in which it runs them. Not to be changed: all steps
+    of these sizes share them."""
     return {
         name: _actions_of_kind(name, kind.is_forward, stage, num_microbatches, num_slices)
         for name, kind in KINDS.items()
@@ -71,7 +71,7 @@ def unit_name(microbatch: int, slice: int) -> str:
 
 
 def unit_in_words(microbatch: int, slice: int, num_slices: int) -> str:
-    """For messages."""
+    """A unit in words, for messages."""
     return f"microbatch {microbatch}" if num_slices == 1 else f"slice {slice} of microbatch {microbatch}"
 
 
@@ -123,10 +123,10 @@ class Verbs(ABC):
         self._counts = {verb: [0] * num_chunks for verb in COURSE}
         counts = [[self.num_units] * num_chunks, *self._counts.values()]
         self._before_and_own = dict(zip(COURSE, pairwise(counts)))
-        """For each verb the counts, by chunk, of the one before it and its own."""
+        """The counts, by chunk, of the verb before each verb, and its own."""
         self._pending: dict[str, deque[tuple[int, int]]] = {k.name: deque() for k in KINDS.values() if k.after}
-        """By kind that follows another, the units that it may take: their chunk and their number in the order of the
-        chunk's backwards. In the order in which they became ready."""
+        """The units that a kind which follows another may take: their chunk and their number in the order of the
+        chunk's backwards. The order is that in which they became ready."""
         self._followers = {name: [k.name for k in KINDS.values() if k.after == name] for name in KINDS}
         self._optional = {kind.name for kind in KINDS.values() if kind.is_optional}
         self._steps = {kind.name: f"{kind.message}_step" for kind in KINDS.values() if kind.message is not None}

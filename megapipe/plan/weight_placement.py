@@ -34,7 +34,7 @@ GAIN = 0.005
 (docs/benchmarks.md)."""
 
 SLACK = 1 / 4
-"""Without a limit, how much more a rank may hold than by the schedule: this share of a pipeline's microbatches."""
+"""How much more a rank may hold than by the schedule, without a limit: this share of a pipeline's microbatches."""
 
 
 def place_weights(plan: Plan, costs: Costs, max_held: float | None = None) -> Plan:
@@ -136,7 +136,7 @@ class _Search:
         self.weights = [[duration(a._replace(kind="W")) for a in row if a.kind == "B"] for row in actions]
         """The Ws of each rank, in their order."""
         self.closed = [set(pairs.values()) for pairs in self.program.pairs]
-        """By rank, the second halves of overlapped pairs: no W runs between the halves."""
+        """The second halves of overlapped pairs, by rank: no W runs between the halves."""
         self.deadlines = [_deadlines(*row) for row in zip(actions, self.program.pairs)]
         self.plays_left = BUDGET // sum(map(len, actions))
 

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Boundary:
-    """By itself what a stage finds where it has no neighbour."""
+    """One side of a stage. By itself the side without a neighbour."""
 
     peer: int | None = None
     """Pipeline rank of the other side, where it is not this one."""
@@ -50,7 +50,7 @@ class Boundary:
 
 
 class Below(Boundary):
-    """Between a stage and the one below it."""
+    """The boundary between a stage and the one below it."""
 
     def recv_input(self) -> None:
         """Receive the next forward input."""
@@ -78,7 +78,7 @@ class Below(Boundary):
 
 
 class Above(Boundary):
-    """Between a stage and the one above it."""
+    """The boundary between a stage and the one above it."""
 
     def put_output(self, output: Transfer) -> None:
         """The next output, to be sent."""
@@ -102,7 +102,7 @@ class NoBoundary(Below, Above):
 
 
 class LocalBoundary(Below, Above):
-    """Between two stages of this rank: tensors are handed over without a copy."""
+    """The boundary between two stages of this rank: tensors are handed over without a copy."""
 
     def __init__(self) -> None:
         self._outputs: deque[Transfer] = deque()
@@ -134,7 +134,7 @@ class LocalBoundary(Below, Above):
 
 
 class _Remote(Boundary):
-    """To another rank, from which messages are received."""
+    """A boundary to another rank, from which messages are received."""
 
     _inbox: Inbox
     _received: deque[Transfer]
@@ -152,7 +152,7 @@ class _Remote(Boundary):
 
 
 class RemoteBelow(_Remote, Below):
-    """To the stage below, on another rank.
+    """The boundary to the stage below, on another rank.
 
     Args:
         index: the boundary's number, that of the stage below it.
@@ -212,7 +212,7 @@ class RemoteBelow(_Remote, Below):
 
 
 class RemoteAbove(_Remote, Above):
-    """To the stage above, on another rank.
+    """The boundary to the stage above, on another rank.
 
     Args:
         index: the boundary's number, that of the stage below it.
@@ -302,7 +302,7 @@ def boundaries_around(
     forward_only: bool,
     undescribed: UndescribedMessages,
 ) -> list[tuple[Below, Above]]:
-    """For each of a rank's stages, the boundary below it and the one above.
+    """The boundary below each of a rank's stages, and the one above.
 
     Args:
         specs: of each stage.

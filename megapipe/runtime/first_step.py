@@ -34,7 +34,7 @@ def make_stages(
 def first_steps(
     stages: Sequence[Stage], step: StepArguments, undescribed: UndescribedMessages
 ) -> list[FirstStep | None]:
-    """By chunk, what looks at it; None where this is not its first step."""
+    """What looks at each chunk; None where this is not its first step."""
     return [
         FirstStep(stage, step.num_slices)
         if (not step.forward_only and stage.module not in _trained) or undescribed.is_first(chunk)

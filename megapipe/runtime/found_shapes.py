@@ -55,7 +55,7 @@ class FoundShapes:
         self._seen: WeakKeyDictionary[nn.Module, dict[object, Seen]] = WeakKeyDictionary()
 
     def of(self, model: nn.Module) -> dict[object, Seen]:
-        """By the situation."""
+        """What has been seen of a chunk, by the situation."""
         return self._seen.setdefault(model, {})
 
 

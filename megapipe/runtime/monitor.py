@@ -43,7 +43,7 @@ class Monitor:
         return profiled if self._record is None else self._record.during(action, profiled)
 
     def are_overlapped(self, *actions: Action) -> None:
-        """Of these only the sum of their times means anything."""
+        """Only the sum of the times of these means anything."""
         if self._record is not None:
             self._record.overlapped.update(actions)
 

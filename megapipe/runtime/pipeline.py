@@ -49,7 +49,7 @@ class Chunk:
         self.above = above
         self.first_step = first_step
         self.units: dict[tuple[int, int], Unit] = {}
-        """By microbatch and slice."""
+        """Units in flight, by microbatch and slice."""
         self._free_slots: list[int] = []
 
     def begin(self, action: Action) -> Unit:
@@ -272,8 +272,8 @@ class Pipeline(Verbs):
 
 
 def checkpoint_arguments(key: PlanKey, pp_rank: int, step: StepArguments) -> Iterator[tuple[bool, ...]]:
-    """For each forward of this rank the third argument of forward_step_func, whether to recompute all activations, or
-    none where the config asks for nothing: of those in flight at a time the first few recompute only in part."""
+    """The third argument of forward_step_func, for each forward of this rank: whether to recompute all activations.
+    None where the config asks for nothing; of those in flight at a time the first few recompute only in part."""
     num_partial = step.config.num_microbatches_with_partial_activation_checkpoints
     if num_partial is None or key.pp_size == 1:  # as in Megatron: without a pipeline nothing is in flight at a time
         return itertools.repeat(())

@@ -101,7 +101,7 @@ class Speculation:
         before = [events[:point] for events, point in zip(plan.events, validation_points(plan))]
         self._num_inputs = sum(event.verb == "recv_forward" for event in before[pp_rank])
         self.num_sent = Counter(event.stage for events in before for event in events if event.verb == "send_forward")
-        """By stage, the outputs that it sends before the point of its rank."""
+        """The outputs that each stage sends before the point of its rank."""
         self._is_validated = False
         self._iterators = {id(it): _Recorded(it, step.device) for it in step.data_iterators if it is not None}
         step.data_iterators = [None if it is None else self._iterators[id(it)] for it in step.data_iterators]

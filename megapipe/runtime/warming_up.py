@@ -187,7 +187,7 @@ def _refuse_gradient(name: str, stage: int, grad: Tensor) -> NoReturn:
 
 
 def _put_back(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
-    """As attributes: by them some modules of older torch keep lists of their parameters up to date."""
+    """The attributes are set, since some modules of older torch keep lists of their parameters up to date by them."""
     for name in module._parameters.keys() - parameters.keys():  # made by a forward
         delattr(module, name)
     for name, parameter in parameters.items():

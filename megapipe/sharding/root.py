@@ -133,7 +133,7 @@ class Root:
         self._module.set_manual_backward_finalization(False)
 
     def _forget_forwards(self) -> None:
-        """In which order they ran, for FSDP2 to gather parameters in backward by it."""
+        """The order in which they ran, for FSDP2 to gather parameters in backward by it."""
         self._module.finalize_backward()
         self._module.set_manual_backward_finalization(False)
 
@@ -146,8 +146,8 @@ class Root:
         return grad
 
     def _lay_out_gradients(self) -> None:
-        """Of tensor-parallel parameters, now: FSDP2 would do so in the reduction, which on CPU is another thread's, so
-        that its sums over tensor-parallel ranks would get mixed up with those of this thread."""
+        """Lay out the gradients of tensor-parallel parameters now: FSDP2 would do so in the reduction, which on CPU is
+        another thread's, so that its sums over tensor-parallel ranks would get mixed up with those of this thread."""
         for parameter in self._parameters():
             if hasattr(parameter, "_unsharded_param"):
                 gradient_like(parameter.unsharded_param)
@@ -175,7 +175,8 @@ class Root:
             group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info = settings
 
     def _beside_the_step(self) -> AbstractContextManager[Any]:
-        """In a stream of its own, or else the stream that computes would wait for all but the last reduction."""
+        """The reduction runs in a stream of its own, or else the stream that computes would wait for all but the last
+        reduction."""
         if self._device.type == "cpu":
             return nullcontext()
         device, stream = torch.get_device_module(self._device), self._stream()

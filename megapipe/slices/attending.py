@@ -220,7 +220,7 @@ def _in_reach(parts: list[tuple[Tensor, ...]], window: int | None) -> list[tuple
 
 
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """As autocast would give them to attention, so that they are kept so."""
+    """The tensors as autocast would give them to attention, so that they are kept so."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)

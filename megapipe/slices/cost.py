@@ -51,7 +51,7 @@ def equal_cost(
     ffn_hidden_size = 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
 
     def cost_until(unit: int) -> int:
-        """Of the positions before, in operations, divided by 4 hidden_size."""
+        """The cost of the positions before, in operations, divided by 4 hidden_size."""
         length = unit * multiple_of
         near = length if window is None else min(length, window)
         seen = near * (near + 1) // 2 + near * (length - near)

@@ -183,7 +183,7 @@ class CarriedState:
         """Somebody wanted to know of the slice: else each would compute the whole sequence."""
         self._needs_grad = needs_grad
         self._kept: dict[int, dict[Hashable, tuple[_Kept | None, ...]]] = {}
-        """Without those that `roots` has given back."""
+        """The gradients that are left, without those that `roots` has given back."""
 
     def forward(self, slice: SequenceSlice) -> AbstractContextManager[None]:
         """Around what computes a slice: forward_step_func and the loss function."""

@@ -29,7 +29,7 @@ class StepArguments:
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
     slices: list[SequenceSlice] = field(default_factory=list)
-    """Of every sequence; none where sequences are whole."""
+    """The slices of every sequence; none where sequences are whole."""
     results: list[Any] = field(default_factory=list)
     """The reports of the loss function, in microbatch order. Stays empty without the last stage."""
     num_tokens: Tensor = field(init=False)

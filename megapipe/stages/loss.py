@@ -68,7 +68,7 @@ def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Te
 
 
 def divide_loss(step: StepArguments, loss: Tensor, num_tokens: Tensor | None) -> Loss:
-    """As Megatron divides it: by the number of microbatches and, where there is one, by that of tokens."""
+    """Divide a loss as Megatron does: by the number of microbatches and, where there is one, by that of tokens."""
     if num_tokens is None:
         # Out of place: the report may share memory with the loss.
         if step.config.context_parallel_size > 1:
@@ -96,7 +96,7 @@ def _add_tokens(step: StepArguments, num_tokens: Any, loss: Tensor) -> Tensor:
 
 
 def scale_loss(step: StepArguments, loss: Tensor) -> Tensor:
-    """By `config.grad_scale_func`, if there is one."""
+    """The loss scaled by `config.grad_scale_func`, if there is one."""
     if step.config.grad_scale_func is not None:
         scaled = step.config.grad_scale_func(loss)
         if not isinstance(scaled, Tensor):
@@ -106,7 +106,7 @@ def scale_loss(step: StepArguments, loss: Tensor) -> Tensor:
 
 
 def describe(value: object) -> str:
-    """For messages: "a tensor of shape [2, 3]"."""
+    """A value in words, like "a tensor of shape [2, 3]"."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, (tuple, list)):

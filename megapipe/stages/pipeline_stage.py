@@ -79,7 +79,7 @@ class PipelineStage(nn.Module):
 
     @property
     def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
-        """For `in_segments(stage, *batch)`. None where the module has none."""
+        """The module's segments, for `in_segments(stage, *batch)`. None where it has none."""
         segments = find_forward_segments(self.module)
         if segments is None:
             return None

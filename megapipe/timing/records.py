@@ -212,7 +212,7 @@ class StepRecord:
         return self.name == other.name and actions == others and self.overlapped == other.overlapped
 
     def read(self, time_of: Callable[[Any], float]) -> RankStep:
-        """In milliseconds of the host's clock."""
+        """The step in milliseconds of the host's clock."""
         spans = [
             Span(action, time_of(start), time_of(end))
             for action, is_wait, start, end in self.entries

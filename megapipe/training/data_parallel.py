@@ -188,7 +188,7 @@ def _group_of(tensor: Tensor, group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _split(parameters: list[Tensor], cap: float) -> list[list[Tensor]]:
-    """In order, into lists of at most `cap` bytes, or of one parameter."""
+    """Parameters in their order, in lists of at most `cap` bytes, or of one parameter."""
     parts: list[list[Tensor]] = []
     size = cap
     for parameter in parameters:

@@ -150,7 +150,7 @@ class PipelinedLRScheduler:
         optimizer.on_rollback.append(self._roll_back)
 
     def step(self) -> None:
-        """To be called after each step of the optimizer."""
+        """Call it after each step of the optimizer."""
         if self._optimizer.num_steps == self._num_steps:
             return
         self._num_steps = self._optimizer.num_steps
@@ -218,7 +218,7 @@ def _trainable_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn
 
 
 def copy_hyperparameters(optimizer: Optimizer) -> list[Hyperparameters]:
-    """Of each group."""
+    """The settings of each group."""
     return [
         {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -255,6 +255,6 @@ OF_EACH_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "min_
 
 
 def _all(scheduler: Any) -> list[Any]:
-    """With those nested in it."""
+    """A scheduler and those nested in it."""
     nested = getattr(scheduler, "_schedulers", ())
     return [scheduler, *(inner for one in nested for inner in _all(one))]

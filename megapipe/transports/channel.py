@@ -63,7 +63,7 @@ class BackendChannel(Channel):
             self._outbox.send(self.start_sending, tensors)
 
     def start_sending(self, tensors: list[torch.Tensor]) -> Transfer:
-        """Over gloo the transfer must be kept until it has completed, or the message is lost."""
+        """Start a send. Over gloo the transfer must be kept until it has completed, or the message is lost."""
         return Transfer(None, tensors, self._start(self._backend.send, tensors))
 
     def receive(self, spec: MessageSpec) -> Transfer:

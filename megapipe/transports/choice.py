@@ -16,7 +16,7 @@ from .nccl import NcclTransport
 __all__ = ["DEVICES", "is_capturing", "make_transport"]
 
 DEVICES: dict[str, Callable[[torch.device], CudaEvents]] = {"cuda": CudaEvents}
-"""By type of device that may hold stages, events that mark points of its current stream."""
+"""Events that mark points of a device's current stream, by type of device that may hold stages."""
 
 
 def make_transport(

@@ -19,7 +19,7 @@ __all__ = ["HostTransport"]
 
 
 class HostTransport(GlooTransport):
-    """Between devices, over gloo's channels between their hosts."""
+    """Carries messages between devices over gloo's channels between their hosts."""
 
     def __init__(self, members: Members, device: torch.device) -> None:
         super().__init__(members)

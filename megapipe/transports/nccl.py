@@ -44,11 +44,11 @@ def _carried(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class NcclTransport(Transport):
-    """For devices of their own. NCCL pairs the messages of a communicator by their order, and each receive is a kernel
-    that occupies multiprocessors until its message has come. So there is one communicator per neighbour and direction,
-    however many boundaries lie between the two; with one for both directions ranks would wait for each other, with one
-    per boundary their buffers take gigabytes. Nothing is received before a step waits for it. Each tensor of a message
-    is a kernel of its own.
+    """The transport of ranks with devices of their own. NCCL pairs the messages of a communicator by their order, and
+    each receive is a kernel that occupies multiprocessors until its message has come. So there is one communicator per
+    neighbour and direction, however many boundaries lie between the two; with one for both directions ranks would wait
+    for each other, with one per boundary their buffers take gigabytes. Nothing is received before a step waits for it.
+    Each tensor of a message is a kernel of its own.
 
     Args:
         mark: marks a point of the current stream, see `Transport.mark`.

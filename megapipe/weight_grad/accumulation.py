@@ -52,7 +52,7 @@ class Contributions:
         add_dummy_grad(weight)
 
     def end(self) -> None:
-        """At the end of the backward: put `.grad` back."""
+        """Put `.grad` back, at the end of the backward."""
         if self._is_aside:
             by_autograd, self.weight.grad = self.weight.grad, self._before
             self._is_aside, self._before = False, None
@@ -111,8 +111,8 @@ def accumulate(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[
 
 
 def _gradient(weight: Tensor, compute: Callable[[], Tensor], is_ours: bool) -> Tensor:
-    """As it may become `.grad`. The result of our own layers belongs to nobody else. Others may return a tensor that
-    they use elsewhere too, or an expanded one."""
+    """The gradient as it may become `.grad`. The result of our own layers belongs to nobody else. Others may return a
+    tensor that they use elsewhere too, or an expanded one."""
     grad = compute()
     dtype = getattr(weight, "grad_dtype", weight.dtype) or grad.dtype  # newer torch lets the owner choose, or any
     return grad.to(dtype) if is_ours else grad.to(dtype, copy=True).contiguous()

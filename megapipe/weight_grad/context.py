@@ -30,7 +30,7 @@ class BackwardContext:
         self.dummy_grads: dict[Tensor, Tensor] | None = None
         """Zeros that take the place of `.grad` until the backward ends. None outside of a backward."""
         self.hooks_to_call: WeakValueDictionary[int, HooksToCall] = WeakValueDictionary()
-        """By autograd's number of the backward: weights whose hooks are to be called at its end."""
+        """Weights whose hooks are to be called at the end of a backward, by autograd's number of it."""
         self.overlap_callback: Callable[[], object] | None = None
         """Called in each overlap window of the backward (megapipe.overlap)."""
         self.offered_forward: Any = None

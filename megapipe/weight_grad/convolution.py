@@ -146,7 +146,7 @@ def _convolution_backward(
 
 
 class _ConvolutionGradients:
-    """Of weight and bias, which torch computes together: the first call of `take` keeps the other one."""
+    """The gradients of weight and bias, which torch computes together: the first call of `take` keeps the other one."""
 
     def __init__(
         self, x: SavedTensor, grad: SavedTensor, weight: Tensor, options: tuple[Any, ...], needs_bias: bool

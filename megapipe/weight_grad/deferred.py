@@ -98,7 +98,7 @@ class DeferredGrads:
             contribution.end()
 
     def end_backward(self) -> None:
-        """At the end of B: give the hooks back, and copy saved tensors whose memory others hold too."""
+        """End B: give the hooks back, and copy saved tensors whose memory others hold too."""
         for number in list(self._running):  # that did not end, because of an error
             self._finalize(number)
         self._silenced.restore()

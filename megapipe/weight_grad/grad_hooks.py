@@ -44,7 +44,7 @@ class SilencedHooks:
             hooks.clear()
 
     def restore(self, *weights: Tensor) -> None:
-        """Of these weights, or of all."""
+        """Give back the hooks of these weights, or of all."""
         for weight in weights or list(self._hooks):
             post_accumulate_hooks(weight).update(self._hooks.pop(weight, {}))
 

@@ -43,8 +43,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 class Layer(Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Without torch's own search for what transforms of torch.func have left behind, which takes longer than the
-        backward of a small layer. Where one is at work `can_defer` refuses."""
+        """The call without torch's own search for what transforms of torch.func have left behind, which takes longer
+        than the backward of a small layer. Where one is at work `can_defer` refuses."""
         return super(Function, cls).apply(*args)  # type: ignore[misc]
 
 

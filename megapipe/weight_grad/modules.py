@@ -73,7 +73,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear has them."""
+        """Draw the weights as nn.Linear does."""
         bound = 1 / math.sqrt(self.weight.shape[2]) if self.weight.shape[2] else 0.0
         nn.init.uniform_(self.weight, -bound, bound)
 

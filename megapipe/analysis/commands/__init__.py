@@ -8,4 +8,5 @@ from .show import add_show
 __all__ = ["COMMANDS"]
 
 COMMANDS = (add_show, add_compare, add_tune, add_status_command, add_completion)
-"""In the order of the help. Each adds its parser, with the function that runs it as the default of `run`."""
+"""The commands in the order of the help. Each adds its parser, with the function that runs it as the default of
+`run`."""

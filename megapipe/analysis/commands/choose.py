@@ -129,7 +129,7 @@ def _save_placed(plan: Plan, costs: Costs, limit: float | None, path: str) -> No
 
 
 def _recommend(rows: Rows, limit: float | None, may_split: bool) -> Plan:
-    """Of the fastest within the limit the one that needs least memory, then fewest messages."""
+    """The one that needs least memory, then fewest messages, of the fastest within the limit."""
     fitting = [row for row in rows if limit is None or max(row[1].peak_activations) <= limit]
     if not fitting:
         least = min(max(simulation.peak_activations) for _, simulation in rows)

@@ -43,7 +43,8 @@ def _check_summed(copies: Sequence[nn.Parameter], end: hooks.StepEnd) -> None:
 
 
 def _sum_gradients(copies: Sequence[nn.Parameter]) -> None:
-    """As Megatron's all_reduce does between ranks. Buckets that hold the copies are alike, so that their shards are."""
+    """Add up as Megatron's all_reduce does between ranks. Buckets that hold the copies are alike, so that their shards
+    are."""
     grads = [grad for copy in copies if (grad := _gradient(copy)) is not None]
     if len(grads) < 2:
         return

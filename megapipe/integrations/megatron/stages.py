@@ -100,7 +100,7 @@ def has_last_stage_in_front(schedule: AnySchedule) -> bool:
 
 
 def _stages(schedule: AnySchedule, pg_collection: Any) -> list[StageInfo]:
-    """As `stages_for_rank`, for the pipeline in `pg_collection` where there is one."""
+    """`stages_for_rank`, for the pipeline in `pg_collection` where there is one."""
     found = find_schedule(schedule)
     group = getattr(pg_collection, "pp", None) or own_parallel_state.get_pipeline_model_parallel_group()
     return found.stages(group.rank(), group.size(), found.num_chunks or _virtual_size() or found.default_chunks)

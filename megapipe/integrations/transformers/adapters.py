@@ -28,7 +28,7 @@ class WithAdapters(nn.Module):
     _active: list[str]
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """As in transformers: what there is of it on this stage. Every rank calls it for all of its chunks."""
+        """What there is of it on this stage, as in transformers. Every rank calls it for all of its chunks."""
         peft, constants = (importlib.import_module(name) for name in ("peft", "peft.utils.constants"))
         name, wanted, own = adapter_name or "default", copy.deepcopy(adapter_config), copy.deepcopy(adapter_config)
         whole = make_meta_model(copy.deepcopy(self.config.model_config), torch.float32)
@@ -42,13 +42,13 @@ class WithAdapters(nn.Module):
         self.peft_config[name] = wanted
 
     def set_adapter(self, adapter_name: list[str] | str) -> None:
-        """As in transformers, but that no layer need have adapters."""
+        """The method of transformers, but that no layer need have adapters."""
         self._active = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if any(map(_is_adapted, self.modules())):
             super().set_adapter(adapter_name)  # type: ignore[misc]
 
     def active_adapters(self) -> list[str]:
-        """As in transformers, but that no layer need have adapters."""
+        """The method of transformers, but that no layer need have adapters."""
         if any(map(_is_adapted, self.modules())):
             return list(super().active_adapters())  # type: ignore[misc]
         return self._active

@@ -41,15 +41,15 @@ class Parts(NamedTuple):
     """The names of children, in a model with a head and in its decoder."""
 
     decoder: str
-    """In the model: what makes hidden states of tokens, or of hidden states."""
+    """The part of the model that makes hidden states of tokens, or of hidden states."""
     heads: list[str]
-    """In the model: what comes behind the decoder."""
+    """The part of the model behind the decoder."""
     before: list[str]
-    """In the decoder: embeddings, their dropout."""
+    """Embeddings of the decoder, and their dropout."""
     layers: str
-    """In the decoder."""
+    """The decoder's layers."""
     behind: list[str]
-    """In the decoder: the norm behind the layers."""
+    """The decoder's norm behind the layers."""
 
     def decoder_of(self, model: nn.Module) -> Any:
         return getattr(model, self.decoder)

@@ -67,7 +67,7 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **others: Any,
 ) -> Tensor | None:
-    """Of a slice's positions by those up to its end. None where it is causal and no more."""
+    """The mask of a slice's positions by those up to its end. None where it is causal and no more."""
     masking: Any = importlib.import_module("transformers.masking_utils")
     if allow_is_causal_skip and attention_mask is None and mask_function is masking.causal_mask_function:
         return None

@@ -26,10 +26,10 @@ class Routers(NamedTuple):
     """The routers of a model with experts."""
 
     num_before: int
-    """In the stages before."""
+    """Layers in the stages before."""
     num_own: int
     num_experts: int
-    """Of each."""
+    """How many experts each of them has."""
 
 
 class HuggingFaceStage(WithAdapters):
@@ -44,7 +44,7 @@ class HuggingFaceStage(WithAdapters):
     parts: Parts
     routers: Routers | None
     stands_in: Tensor | None
-    """On a stage without weights an empty tensor that has their dtype and device."""
+    """An empty tensor, on a stage without weights, that has their dtype and device."""
     _received: Any = None
 
     @property
@@ -56,7 +56,7 @@ class HuggingFaceStage(WithAdapters):
         return self._of_weights("device")  # type: ignore[no-any-return]
 
     def _of_weights(self, name: str) -> Any:
-        """As the model says, which looks at its weights."""
+        """The answer of the model, which looks at its weights."""
         return getattr(super() if self.stands_in is None else self.stands_in, name)
 
     @property
@@ -94,7 +94,7 @@ class HuggingFaceStage(WithAdapters):
             return self._run(**own)
 
     def _run(self, input_ids: Any, labels: Any, num_items_in_batch: Any, **batch: Any) -> Any:
-        """On whole sequences or on a slice of them."""
+        """Run the stage on whole sequences or on a slice of them."""
         batch["use_cache"] = False
         routed = None
         if self.stage.is_first:
@@ -202,7 +202,8 @@ def _joined(earlier: Tensor | None, own: tuple[Tensor, ...], dtype: torch.dtype)
 
 
 def find_routers(parts: Parts, decoder: Any, own: range) -> Routers | None:
-    """Of a decoder that is still whole: those whose logits transformers records. None where there are none."""
+    """The routers of a decoder that is still whole: those whose logits transformers records. None where there are
+    none."""
     recorded = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", recorded)
     if not isinstance(kind, type):

@@ -53,7 +53,8 @@ def allocate(model: Any, device: torch.device | str) -> None:
 
 
 def initialise(model: Any, seed: int | None) -> None:
-    """As the model does it by itself, module by module, each with its own seed; without a seed only its buffers."""
+    """Initialise as the model does by itself, module by module, each with its own seed; without a seed only its
+    buffers."""
     for tensor in model.parameters():
         tensor._is_hf_initialized = seed is None  # which transformers then leaves alone
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -77,7 +78,7 @@ LARGEST = {
     re.compile(r"_per_tok|top_?k$|_k$|_per_token$"): 2,
     re.compile(r"n_group$|topk_group|expert_group"): 1,
 }
-"""By the names of a config's fields: how large they may be in a small one."""
+"""How large a config's fields may be in a small one, by name."""
 
 
 def make_small_config(config: Any) -> Any:
