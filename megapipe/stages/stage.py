@@ -294,7 +294,8 @@ class Stage:
     def forget_input(self) -> None:
         """The model has kept its last input, and with it an activation: it is given None, as on the first stage. A
         model that takes several tensors might not understand that, and keeps them; a PipelineStage does."""
-        if self._shown_structure == "tensor" or find_attribute(self.module, "finds_shapes"):
+        structure = self._shown_structure
+        if structure == "tensor" or (structure is not None and find_attribute(self.module, "finds_shapes")):
             with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
                 self.set_input([None])
 
