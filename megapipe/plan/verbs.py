@@ -255,32 +255,33 @@ class Verbs(ABC):
 
     def _note_ready(self, kind: Kind, chunk: int, number: int) -> None:
         """After the action of this number: which kinds may follow it, and which come too late for its unit."""
-        if kind.is_forward and self.num_slices > 1:
-            microbatch, part = divmod(number, self.num_slices)
+        if kind.is_forward:
+            microbatch, part = self._unit("forward", number)
             number = microbatch * self.num_slices + self.num_slices - 1 - part
-        elif kind.message == "backward":
+        elif kind.message is not None:
             for name in self._optional:
                 with suppress(ValueError):
                     self._pending[name].remove((chunk, number))
         for name in self._followers[kind.name]:
-            self._pending[name].append((chunk, number))
+            pending = self._pending[name]
+            place = len(pending)
+            while place and pending[place - 1][0] == chunk and pending[place - 1][1] > number:
+                place -= 1  # slices go forward in the reverse order
+            pending.insert(place, (chunk, number))
 
     def _take_pending(self, kind: Kind, chunk: int | None) -> tuple[int, int]:
         """The unit that goes backward first of those of a chunk; of all, the one that has waited longest."""
         pending = self._pending[kind.name]
-        of_chunk = pending if chunk is None else [unit for unit in pending if unit[0] == chunk]
-        if not of_chunk:
-            step = self._steps[kind.after or ""]
-            counts, whose = (
-                (self._counts[step], "") if chunk is None else ([self._counts[step][chunk]], " of that chunk")
-            )
-            raise ScheduleError(
-                f"rank {self.pp_rank} calls {kind.verb}({'' if chunk is None else chunk}) but has no deferred "
-                f"{kind.label}{whose} (after {sum(counts)} {step.removesuffix('_step')}s)."
-            )
-        unit = of_chunk[0] if chunk is None else min(of_chunk)
-        pending.remove(unit)
-        return unit
+        for index, unit in enumerate(pending):
+            if chunk is None or chunk == unit[0]:
+                del pending[index]
+                return unit
+        step = self._steps[kind.after or ""]
+        counts, whose = (self._counts[step], "") if chunk is None else ([self._counts[step][chunk]], " of that chunk")
+        raise ScheduleError(
+            f"rank {self.pp_rank} calls {kind.verb}({'' if chunk is None else chunk}) but has no deferred {kind.label}"
+            f"{whose} (after {sum(counts)} {step.removesuffix('_step')}s)."
+        )
 
     def _check_finished(self) -> None:
         for verb, counts in self._counts.items():
