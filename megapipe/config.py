@@ -10,18 +10,48 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from .plan import Settings
 
-__all__ = ["PER_CHUNK", "PipelineConfig", "check_whole_number"]
+__all__ = ["PER_CHUNK", "PipelineConfig", "TimelineRecorder", "ValidatedLater", "check_whole_number"]
 
 PER_CHUNK = ("no_sync_func", "grad_sync_func", "param_sync_func")
 """Settings that may be lists, with one function per chunk."""
 
 LONGEST = 1e9  # seconds: transports count nanoseconds in 64 bits
+
+
+@runtime_checkable
+class ValidatedLater(Protocol):
+    """A step's side of a megapipe.PostValidatedOptimizer."""
+
+    @property
+    def has_pending_step(self) -> bool:
+        """Whether the next step of the pipeline may have to begin again."""
+
+    def validate(self, check: Callable[[], None]) -> bool:
+        """Wait until it is known whether the last optimizer step stands. Returns whether it was rolled back.
+
+        Args:
+            check: called while waiting; raises where another rank has failed.
+        """
+
+    def finalize_everywhere(self) -> None:
+        """Make the weights final, where every rank does so at the same point."""
+
+
+@runtime_checkable
+class TimelineRecorder(Protocol):
+    """A step's side of a megapipe.TimelineRecorder."""
+
+    def begin(self, name: str, device: torch.device) -> Any:
+        """A record for the step of the schedule `name` that is about to begin."""
+
+    def keep(self, record: Any) -> None:
+        """Keep the record of a step that has succeeded."""
 
 
 @dataclass
@@ -140,7 +170,7 @@ class PipelineConfig:
     grad_sync_func: Any = None
     param_sync_func: Any = None
     finalize_model_grads_func: Callable[..., None] | None = None
-    post_validated_optimizer: Any = None
+    post_validated_optimizer: ValidatedLater | None = None
 
     # Forward
     enable_autocast: bool = False
@@ -150,7 +180,7 @@ class PipelineConfig:
     # Measuring
     timers: Any = None
     barrier_with_L1_time: bool = True  # noqa: N815
-    record_timeline: Any = None
+    record_timeline: TimelineRecorder | None = None
 
     def __post_init__(self) -> None:
         for names, error, is_valid, what in CHECKS:
@@ -223,9 +253,14 @@ CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]
     (
         ("post_validated_optimizer",),
         TypeError,
-        lambda value: hasattr(value, "finalize_everywhere"),
+        lambda value: isinstance(value, ValidatedLater),
         "a megapipe.PostValidatedOptimizer, or None",
     ),
-    (("record_timeline",), TypeError, lambda value: hasattr(value, "begin"), "a megapipe.TimelineRecorder, or None"),
+    (
+        ("record_timeline",),
+        TypeError,
+        lambda value: isinstance(value, TimelineRecorder),
+        "a megapipe.TimelineRecorder, or None",
+    ),
 ]
 """Fields, the error where a check fails, the check, and the values that pass besides the default."""

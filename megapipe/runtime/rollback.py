@@ -81,7 +81,7 @@ def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdo
         position = watchdog.progress
         position.action, position.peer = "the validation of the last optimizer step", None
         position.awaited = "the norms of all ranks"
-        is_rolled_back: bool = optimizer.validate(watchdog.check)
+        is_rolled_back = optimizer.validate(watchdog.check)
         position.awaited = None
         return is_rolled_back
 

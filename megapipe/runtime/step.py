@@ -302,7 +302,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
     end_first_steps(looks, step, prepared.key, prepared.undescribed, is_sharded=prepared.sharded is not None)
-    if record is not None:
+    if record is not None and step.config.record_timeline is not None:
         record.finish()
         step.config.record_timeline.keep(record)
 
