@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from weakref import ref as weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from .accumulation import Contributions, accumulate, accumulate_all, add_dummy_grad, remove_dummy_grads, without_grad
@@ -200,8 +200,9 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
     hooks gives them the sum. A frozen weight is left alone.
 
     Args:
-        weight: a leaf tensor, the parameter itself: not the one among `ctx.saved_tensors`, which is a copy of it under
-            activation checkpointing.
+        weight: the parameter itself: not the one among `ctx.saved_tensors`, which is a copy of it under activation
+            checkpointing. The gradient of another leaf tensor is computed at once: what this stage has received, or an
+            earlier slice has kept, needs it when B ends.
         compute: returns the gradient, in the shape of `weight`; its dtype is converted. It runs on the compute stream,
             without gradients recorded, and keeps alive everything that it refers to until W.
         add_to: adds the gradient to the tensor that it is given, which has the weight's shape but perhaps another
@@ -227,7 +228,7 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
     if weight._backward_hooks:
         compute, add_to = with_tensor_hooks(weight, compute), None
     deferred = deferring_to()
-    if deferred is not None:
+    if deferred is not None and isinstance(weight, nn.Parameter):
         deferred.add(weight, compute, add_to)
         return
     add_dummy_grad(weight)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable as torchs_once_differentiable
 
@@ -62,10 +62,11 @@ def deferred_gradient(
     ctx: Any, number: int, parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]
 ) -> Tensor | None:
     """Defer the gradient of a parameter, given with its number among the inputs. Returns it where autograd must have
-    it: hooks of the parameter see a gradient before it is added, and `torch.autograd.grad` may have asked for it. And
-    on CPU where nothing is deferred, since autograd adds up the contributions of one backward before it adds them to
-    the gradient; elsewhere each is added in place, without a temporary of its size."""
-    if parameter._backward_hooks or not parameter.is_leaf:
+    it: hooks of the parameter see a gradient before it is added, `torch.autograd.grad` may have asked for it, and that
+    of a leaf which is no parameter, but was received or kept by an earlier slice, travels on when B ends. And on CPU
+    where nothing is deferred, since autograd adds up the contributions of one backward before it adds them to the
+    gradient; elsewhere each is added in place, without a temporary of its size."""
+    if parameter._backward_hooks or not parameter.is_leaf or not isinstance(parameter, nn.Parameter):
         return compute()
     deferred = deferring_to()
     if deferred is None and parameter.is_cpu and not has_main_grad(parameter):

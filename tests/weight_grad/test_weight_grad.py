@@ -689,6 +689,25 @@ def test_output_gradients_are_not_copied_without_need(monkeypatch: pytest.Monkey
     assert not copies
 
 
+@pytest.mark.parametrize(
+    ("shape", "use"),
+    [
+        ((OUT, IN), weight_grad.linear),
+        ((OUT,), lambda x, leaf: weight_grad.conv1d(x.T, nn.Parameter(torch.ones(OUT, IN, 1)), leaf)),
+        ((TOKENS, IN), lambda x, leaf: Scale.apply(x, leaf, nn.Parameter(torch.ones(TOKENS, IN)), False)),
+    ],
+    ids=["weight", "bias", "function"],
+)
+def test_only_gradients_of_parameters_are_deferred(shape: tuple[int, ...], use: Callable[..., Tensor]) -> None:
+    """What a stage has received, or an earlier slice has kept, may be a layer's weight: a leaf whose gradient travels
+    on when B ends. It was left to W, and what the leaf was made from got none of it."""
+    x, leaves = torch.randn(TOKENS, IN), [torch.ones(shape, requires_grad=True) for _ in range(2)]
+    for leaf, deferred in zip(leaves, (DeferredGrads(), None)):
+        with deferring(deferred):
+            use(x, leaf).square().sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+
+
 def test_defer_refuses_what_keeps_no_gradient() -> None:
     with pytest.raises(TypeError, match=r"shape \[2\] that was computed from others"):
         weight_grad.defer(torch.ones(2, requires_grad=True) * 2, lambda: torch.ones(2))
