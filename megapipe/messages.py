@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .trees import describe, holds_values, rebuild, show
+from .trees import KEYS, describe, holds_values, rebuild, show
 
 __all__ = [
     "HEADER",
@@ -108,7 +108,7 @@ def pack(message: Any) -> tuple[Structure, list[torch.Tensor]]:
         structure: Structure = "tuple" if kind is tuple else "tensor" if len(tensors) == 1 else "list"
     elif kind is dict:
         structure, tensors = tuple(message), list(message.values())
-        if not all(isinstance(key, (str, int)) for key in structure):
+        if not all(type(key) in KEYS for key in structure):
             return describe(message)  # which says what is wrong
     else:
         return describe(message)

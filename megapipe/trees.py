@@ -17,12 +17,14 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["describe", "holds_values", "rebuild", "show"]
+__all__ = ["KEYS", "describe", "holds_values", "rebuild", "show"]
 
 TENSOR = "tensor"
 VALUE = "value"
 CONTAINERS = {"list": list, "tuple": tuple, "dict": dict}
 PLAIN = (bool, int, float, str, type(None))
+KEYS = (bool, int, str)
+"""Of dicts. Others that compare equal, as those of enums, would be these on other ranks."""
 
 
 def describe(message: object) -> tuple[str, list[torch.Tensor]]:
@@ -81,8 +83,8 @@ def _take_apart(node: Any, parent: Any) -> tuple[str, Any, Sequence[Any]]:
         return _name_of(kind), context, children
     if kind is dict:
         for key in node:
-            if not isinstance(key, (str, int)):
-                raise TypeError(f"it is a dict with the key {key!r}, which is neither a string nor a whole number")
+            if type(key) not in KEYS:
+                raise TypeError(f"it is a dict with the key {key!r}, which is no plain string or whole number")
         return "dict", list(node), list(node.values())
     for name, container in CONTAINERS.items():
         if kind is container:

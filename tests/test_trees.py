@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import pytest
@@ -88,7 +89,8 @@ def test_each_message_has_containers_of_its_own() -> None:
 
 
 def test_what_cannot_be_described_is_refused() -> None:
-    """Containers of other classes arrived as plain ones, without their methods and attributes."""
+    """Containers of other classes arrived as plain ones, without their methods and attributes. So did keys of enums,
+    which `is` tells from plain ones."""
 
     class Local(NamedTuple):
         x: Any
@@ -99,7 +101,9 @@ def test_what_cannot_be_described_is_refused() -> None:
         "it is a set": {1},
         "it is a list that holds a set": [X, {1}],
         "it is a tuple that holds a dtype": ([X], (torch.float32,)),
-        r"it is a dict with the key \(0, 1\), which is neither a string nor": {"a": {(0, 1): X}},
+        r"it is a dict with the key \(0, 1\), which is no plain string or whole number": {"a": {(0, 1): X}},
+        "it is a dict with the key <HTTPStatus.OK: 200>, which is no plain": {"a": {HTTPStatus.OK: X}},
+        "a dict with the key <HTTPStatus.OK: 200>, which is no plain": {HTTPStatus.OK: X},
         "it holds a Local, which other ranks do not find by its name": Local(X),
         r"it holds a Counted, whose OrderedDict\(.* cannot be written down": Counted(X, OrderedDict(a=1)),
         r"it holds a Counted, whose \(1, 2\) cannot be written down": Counted(X, (1, 2)),

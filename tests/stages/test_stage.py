@@ -211,7 +211,7 @@ UNSENDABLE = {
     "of layout sparse_coo": lambda x: x.to_sparse(),
     "quantized": lambda x: torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.quint8),
     "nested": lambda x: torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged),
-    "the key (0, 1), which is neither a string nor a whole number": lambda x: {(0, 1): x},
+    "the key (0, 1), which is no plain string or whole number": lambda x: {(0, 1): x},
 }
 
 
