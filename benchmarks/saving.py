@@ -2,8 +2,7 @@
 
     python -m benchmarks.saving --megabytes 192
 
-Two ranks, which take each other for the next node, save a model with AdamW's state: to the disk, to the disk in the
-background, and to the memory of both nodes.
+Two ranks save a model with AdamW's state: to the disk, and to the disk in the background.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=192, help="on each rank")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a file system in memory")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     return parser.parse_args()
 
@@ -58,15 +56,13 @@ def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [*chunk.parameters(), *states]
-    with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir=args.memory) as node:
+    with tempfile.TemporaryDirectory() as disk:
         disk = shared(disk)
         at_once = Checkpointer(Path(disk) / "at once", chunk, optimizer, keep_last=1)
         behind = Checkpointer(Path(disk) / "behind", chunk, optimizer, keep_last=1, asynchronous=True)
-        in_memory = Checkpointer(Path(disk) / "memory", chunk, optimizer, memory=node)
         kinds = {
             "to the disk": (at_once.save, at_once.wait),
             "to the disk, in the background": (behind.save, behind.wait),
-            "to memory, here and on the next node": (in_memory.save_in_memory, in_memory.wait),
         }
         times: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
         for step in range(args.repeats + 1):

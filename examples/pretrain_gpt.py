@@ -120,13 +120,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--keep-last", type=int, default=None, help="checkpoints to keep; default: all")
     data.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
     data.add_argument(
-        "--memory-copies",
-        metavar="DIR",
-        default=None,
-        help="keep the last state in memory too, in each node's DIR, such as /dev/shm/run; takes --save",
-    )
-    data.add_argument("--copy-interval", type=int, default=10, help="steps between copies in memory")
-    data.add_argument(
         "--load",
         default=None,
         help="folder to go on from, saved under any arrangement; that of --save may be empty, at the first start",
@@ -139,13 +132,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "eval_iters",
         "log_interval",
         "save_interval",
-        "copy_interval",
     )
     for option in numbers:
         if (value := getattr(args, option)) is not None and value < 1:
             parser.error(f"--{option.replace('_', '-')} must be at least 1, got {value}")
-    if args.memory_copies is not None and args.save is None:
-        parser.error("--memory-copies takes --save: what both nodes of a pair have lost is on the disk only")
     if args.sequence_slices > 1:
         if args.num_experts is not None or args.stage_backend != "eager":
             parser.error("--sequence-slices takes a model without --num-experts, and --stage-backend eager")
@@ -228,7 +218,6 @@ class Trainer:
             others={"lr_scheduler": self.scheduler},
             keep_last=args.keep_last,
             asynchronous=args.async_save,
-            memory=args.memory_copies,
             parts=whole_names,  # expert by expert, so that they can be shared out otherwise
         )
         self.samples = None
@@ -350,13 +339,10 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def save(self, iteration: int) -> None:
-        """To the disk at the end and every --save-interval, and to memory every --copy-interval between."""
+        """At the end and every --save-interval."""
         args = self.args
-        data = {"consumed_samples": self.consumed_samples, "model": self.model}
         if iteration == args.train_iters or (args.save_interval and iteration % args.save_interval == 0):
-            self.checkpointer.save(iteration, data)
-        elif args.memory_copies is not None and iteration % args.copy_interval == 0:
-            self.checkpointer.save_in_memory(iteration, data)
+            self.checkpointer.save(iteration, {"consumed_samples": self.consumed_samples, "model": self.model})
 
     def load(self, console: Console) -> int:
         """Returns how many iterations have been done."""

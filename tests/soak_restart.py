@@ -2,12 +2,12 @@
 
     python tests/soak_restart.py --faults 100 --seed 1
 
-Trains a tiny GPT (with dropout, so that random states count) on two nodes: two torchruns on this machine, each with a
-folder in memory of its own, which meet in a store that this script holds. A copy in memory is made after every other
-step, a checkpoint after every twentieth. Meanwhile, at random moments,
+Trains a tiny GPT (with dropout, so that random states count) on two nodes: two torchruns on this machine,
+which meet in a store that this script holds. A checkpoint is saved in the background after every other step.
+Meanwhile, at random moments,
 
-- a rank or all ranks of a node are killed, some again while they start, or a whole node is lost: its torchrun, its
-  ranks and its memory;
+- a rank or all ranks of a node are killed, some again while they start, or a whole node is lost: its torchrun and its
+  ranks;
 - a rank or a node stands still for up to three seconds (SIGSTOP);
 - all connections of a rank are cut;
 - the disk is full (a small file system, where this user may mount one) until somebody has noticed.
@@ -24,7 +24,6 @@ import ctypes
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import stat
@@ -45,6 +44,7 @@ from torch.distributed import TCPStore
 from megapipe.checkpoint.files import Reader, checkpoints_in
 
 ROOT = Path(__file__).parent.parent
+INTERVAL = 2  # steps between checkpoints
 NUM_STEPS = 1_000_000  # for the learning rate: nobody waits for the last
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
@@ -68,18 +68,16 @@ class Outcome(NamedTuple):
 
 
 class Node:
-    """One torchrun with its ranks, and the folder in memory that outlives them."""
+    """One torchrun with its ranks."""
 
-    def __init__(self, number: int, folder: Path, memory: Path, store: TCPStore, arguments: list[str]) -> None:
-        self.name = f"node {number}"
-        self.memory = memory / f"node_{number}"
+    def __init__(self, number: int, folder: Path, store: TCPStore, arguments: list[str]) -> None:
         self._log = folder / f"node_{number}.log"
         self._num_read = 0
         self._command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max-restarts", "1000000"]
         self._command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "soak"]
         self._command += ["--rdzv-conf", "is_host=0", "--local-addr", "127.0.0.1"]
         self._command += ["--monitor-interval", "0.1"]
-        self._command += [*arguments, "--memory-copies", str(self.memory)]
+        self._command += arguments
         self.start()
 
     def start(self) -> None:
@@ -108,18 +106,17 @@ class Node:
         self.torchrun.wait()
         for rank in ranks:
             kill(rank, signal.SIGKILL)
-        shutil.rmtree(self.memory, ignore_errors=True)
 
 
 class Soak:
     """A run on two nodes, and all that is done to it."""
 
-    def __init__(self, folder: Path, memory: Path, seed: int, num_ranks: int, options: str) -> None:
+    def __init__(self, folder: Path, seed: int, num_ranks: int, options: str) -> None:
         self.chance = random.Random(seed)
         self.disk = folder / "disk"
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = command(self.disk, num_ranks, f"--save-interval 20 --async-save --copy-interval 2 {options}")
-        self.nodes = [Node(number, folder, memory, self.store, arguments) for number in range(2)]
+        arguments = command(self.disk, num_ranks, f"--save-interval {INTERVAL} --async-save {options}")
+        self.nodes = [Node(number, folder, self.store, arguments) for number in range(2)]
         self.step = 0  # the last that was made
         self.resumed: list[int] = []  # where the run went on, of each start
         self.num_lost: list[int] = []  # steps that were made before it and not since
@@ -158,17 +155,12 @@ class Soak:
 
         self.wait_for(has_gone_on, f"{num_steps} steps")
 
-    def whole_step(self, lost: Node | None) -> int:
-        """The newest that is whole without one node: with two nodes, each has all files."""
-        folders = [self.disk, *(path for node in self.nodes if node is not lost for path in node.memory.glob("*/"))]
-        return max((step for folder in folders for step in checkpoints_in(folder)), default=0)
-
     def fault(self, kind: str) -> Outcome:
         """One fault, and what came of it. Returns when the run makes steps again."""
         node = self.chance.choice(self.nodes)
         self.wait_for(lambda: all(node.ranks() for node in self.nodes), "a start of all ranks")
         self.read()
-        num_starts, whole = len(self.resumed), self.whole_step(node if kind == "node lost" else None)
+        num_starts, whole = len(self.resumed), max(checkpoints_in(self.disk), default=0)
         others = {rank for other in self.nodes if other is not node for rank in other.ranks()}
         since = time.monotonic()
         FAULTS[kind](self, node)
@@ -308,7 +300,8 @@ def small_disk(folder: Path) -> Iterator[bool]:
 def everything_in(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of the model and the optimizer."""
     reader = Reader(checkpoint)
-    tensors = {key: reader.empty(key) for key in reader.contents if key.startswith(("model.", "optimizer."))}
+    wanted = {key: what for key, what in reader.contents.items() if key.startswith(("model.", "optimizer."))}
+    tensors = {key: torch.empty(what.size, dtype=what.properties.dtype) for key, what in wanted.items()}
     reader.read(tensors)
     return tensors
 
@@ -333,14 +326,14 @@ def undisturbed(folder: Path, step: int, num_ranks: int, options: str) -> dict[s
         torchrun.wait()
 
 
-def soak(folder: Path, memory: Path, num_faults: int, seed: int, num_ranks: int, options: str) -> list[Outcome]:
+def soak(folder: Path, num_faults: int, seed: int, num_ranks: int, options: str) -> list[Outcome]:
     """Returns what came of each fault. Raises AssertionError where more was lost than steps."""
     outcomes = []
     with small_disk(folder / "disk") as can_be_filled:
         kinds = [kind for kind in FAULTS if can_be_filled or kind != "disk full"]
         if not can_be_filled:
             print("no file system can be mounted here: the disk is never full", flush=True)
-        this = Soak(folder, memory, seed, num_ranks, options)
+        this = Soak(folder, seed, num_ranks, options)
         try:
             this.wait_for_steps(1)
             for number in range(1, num_faults + 1):
@@ -349,7 +342,7 @@ def soak(folder: Path, memory: Path, num_faults: int, seed: int, num_ranks: int,
                 time.sleep(this.chance.uniform(0, 0.2))
                 outcomes.append(this.fault(kind))
                 print(f"fault {number}: {said(outcomes[-1], this)}", flush=True)
-            step = 20 * (this.step // 20 + 1)
+            step = INTERVAL * (this.step // INTERVAL + 1)
             this.wait_for(lambda: step in checkpoints_in(this.disk), "a last checkpoint")
             tensors = everything_in(checkpoints_in(this.disk)[step])
         finally:
@@ -399,13 +392,9 @@ if __name__ == "__main__":
     seed = time.time_ns() % 1_000_000 if args.seed is None else args.seed
     folder = Path(args.folder or tempfile.mkdtemp(prefix="soak_restart_"))
     folder.mkdir(parents=True, exist_ok=True)
-    memory = Path(tempfile.mkdtemp(prefix="soak_restart_", dir="/dev/shm"))
     print(f"seed {seed}, folder {folder}", flush=True)
     started = time.monotonic()
-    try:
-        outcomes = soak(folder, memory, args.faults, seed, args.ranks, args.options)
-    finally:
-        shutil.rmtree(memory)
+    outcomes = soak(folder, args.faults, seed, args.ranks, args.options)
     print(
         f"{args.faults} faults in {time.monotonic() - started:.0f} s: weights and optimizer state are those of the "
         f"undisturbed run, bit for bit\n\n{table(outcomes)}"

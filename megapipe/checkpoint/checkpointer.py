@@ -8,16 +8,15 @@
 
 The idea: everything is saved under the name of its parameter in the whole model (see `full_state`), and appears at
 once or not at all (see `files`). Ranks agree on every step of it over a group of their own (see `AllRanks`): an error
-on one is the same error on all. Between two saves to the disk, copies in memory are cheaper (see `memory`).
+on one is the same error on all.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,21 +32,18 @@ from .files import (
     EXCHANGE,
     DamagedError,
     Reader,
-    RunWriter,
+    Writer,
     begin_checkpoint,
     checkpoints_in,
     find_checkpoints,
-    name_of_run,
     remove_incomplete,
     serialise,
     set_aside,
-    step_of,
     write_tensors,
 )
 from .fingerprints import check_same, fingerprints_of
 from .folder_lock import FolderLock, lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
-from .memory import MemoryCopies
 from .position import Loaded
 from .random_states import random_states, seed_random, set_random_states
 from .shared_names import check_tied, checksums_of, find_shared, uses_of
@@ -80,8 +76,6 @@ class Checkpointer:
         keep_last: how many checkpoints to keep; None for all.
         asynchronous: `save` returns when everything is copied to the host's memory and writes in the background. The
             next `save` waits for it first; call `wait` before the process ends.
-        memory: a folder for `save_in_memory` on a file system in memory, such as "/dev/shm/run": the same for the
-            ranks of a node, and no other run's. None for no copies in memory.
         global_name: for chunks that number their layers from 0: `global_name(chunk, name)` is the whole model's name
             for what the chunk calls `name`.
         parts: for parameters that hold a share of something numbered, such as a rank's experts:
@@ -101,7 +95,6 @@ class Checkpointer:
         others: Mapping[str, Stateful] | None = None,
         keep_last: int | None = None,
         asynchronous: bool = False,
-        memory: str | os.PathLike[str] | None = None,
         global_name: GlobalName | None = None,
         parts: Parts | None = None,
     ) -> None:
@@ -116,14 +109,12 @@ class Checkpointer:
         self._naming = (global_name, parts)
         self._names_are_checked = False
         self._writing: Future[None] | None = None
-        self._copying: Future[None] | None = None
         self._damaged: list[Path] = []  # checkpoints that `load` has passed over
         self._lock: FolderLock | None = None  # rank 0's
         self._agreement = AllRanks(EXCHANGE)
         # What happens in the background has groups of its own, and disturbs no other communication.
         self._background = AllRanks(EXCHANGE) if asynchronous else self._agreement
-        self._memory = None if memory is None else MemoryCopies(memory)
-        self._threads = ThreadPoolExecutor(2, "megapipe-checkpoint")
+        self._thread = ThreadPoolExecutor(1, "megapipe-checkpoint")
 
     def save(self, step: int, data: Any = None) -> None:
         """Save what there is after `step` steps.
@@ -139,47 +130,19 @@ class Checkpointer:
             TypeError: where something could not be read back without executing code.
             RuntimeError: where writing fails, of this save or of the last one in the background.
         """
-        self._await_disk()
-        tensors, name = self._collect(step, data, step - 1, partial(self._begin, step))
+        self.wait()
+        tensors, name = self._collect(step, data)
         with self._agreement.same_errors():
-            writer = RunWriter(self._folder / name, self._keep_last)
+            writer = Writer(self._folder / name, self._keep_last)
             if self._asynchronous:
                 tensors = _on_host(tensors)
         if self._asynchronous:
-            self._writing = self._threads.submit(write_tensors, writer, tensors, self._background.group)
+            self._writing = self._thread.submit(write_tensors, writer, tensors, self._background.group)
         else:
             write_tensors(writer, tensors, self._agreement.group)
 
-    def save_in_memory(self, step: int, data: Any = None) -> None:
-        """Keep what there is after `step` steps in the memory of the nodes, in place of the copy before.
-
-        Returns when everything is copied to the host's memory; a thread does the rest, without the disk.
-
-        Args:
-            data: as for `save`.
-
-        Raises:
-            ValueError: where there is no `memory`; and as `save`.
-            TypeError: as `save`.
-            RuntimeError: where the last copy failed.
-        """
-        if self._memory is None:
-            raise ValueError("save_in_memory needs a folder in memory: pass memory='/dev/shm/...' to Checkpointer.")
-        self._await_memory()
-        tensors, run = self._collect(step, data, step, partial(name_of_run, self._folder, make=True))
-        with self._agreement.same_errors():
-            tensors = _on_host(tensors)
-        self._copying = self._threads.submit(self._memory.write, run, step, tensors)
-
-    def _collect(
-        self, step: int, data: Any, newest_allowed: int, begin: Callable[[], str]
-    ) -> tuple[dict[str, Tensor], str]:
-        """All there is to save on this rank.
-
-        Args:
-            newest_allowed: the latest step that the run's folder may hold.
-            begin: called on rank 0 when nothing stands in the way; all get what it returns.
-        """
+    def _collect(self, step: int, data: Any) -> tuple[dict[str, Tensor], str]:
+        """All there is to save on this rank, and the name of the folder to write it into."""
         agreement = self._agreement
         with agreement.same_errors():
             state = self._full_state()
@@ -193,12 +156,12 @@ class Checkpointer:
         begun = ""
         with agreement.same_errors():
             if agreement.rank == 0:
-                self._claim([rank["step"] for rank in ranks], newest_allowed)
+                self._claim([rank["step"] for rank in ranks])
                 what = "what is passed to save, or the state of others or of the optimizer,"
                 tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
                 check_same([rank["fingerprints"] for rank in ranks])
                 shared = find_shared(rank["uses"] for rank in ranks)
-                begun = begin()
+                begun = self._begin(step)
         shared, begun = agreement.broadcast((shared, begun))
         if not self._names_are_checked:
             checksums = []
@@ -215,40 +178,23 @@ class Checkpointer:
 
         Raises:
             ValueError: on every rank, where the folder holds a checkpoint of `step` or later, from which a restart
-                would go on, or where another run saves there, or to a node's folder in memory.
+                would go on, or where another run saves there.
         """
         self.wait()
         steps = self._agreement.gather(step)
         with self._agreement.same_errors():
             if steps:
-                self._claim(steps, step - 1)
-        if self._memory is not None:
-            self._memory.claim(self._name_of_run(make=True), step)
+                self._claim(steps)
 
     def wait(self) -> None:
-        """Wait until the saves in the background are on the disk, and in memory.
+        """Wait until the save in the background is on the disk.
 
         Raises:
-            RuntimeError: on every rank, where one failed.
+            RuntimeError: on every rank, where it failed.
         """
-        self._await_disk()
-        self._await_memory()
-
-    def _await_disk(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
-
-    def _await_memory(self) -> None:
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            try:
-                copying.result()
-            except OSError as error:
-                raise RuntimeError(
-                    f"copying to memory failed ({error}): it takes twice what a node's ranks save, and what its "
-                    "neighbour's do; give it more, or go on without `memory`."
-                ) from None
 
     def load(self, path: str | os.PathLike[str] | None = None, *, may_be_empty: bool = False) -> Loaded | None:
         """Load everything there was when it was saved, into the chunks, optimizer and others as they are.
@@ -260,8 +206,7 @@ class Checkpointer:
         sets the damaged one aside.
 
         Args:
-            path: a run's folder, whose latest checkpoint is taken, or one checkpoint; None for the run's own folder. Of
-                that, a whole copy in memory is taken where it is newer.
+            path: a run's folder, whose latest checkpoint is taken, or one checkpoint; None for the run's own folder.
             may_be_empty: return None where there is no checkpoint, instead of an error: the first start of a run.
 
         Returns:
@@ -273,53 +218,27 @@ class Checkpointer:
         """
         self.wait()
         agreement = self._agreement
-        candidates, run = self._candidates(path, may_be_empty)
+        candidates: list[Path] = []
+        with agreement.same_errors():
+            if agreement.rank == 0:
+                candidates = find_checkpoints(self._folder if path is None else path, may_be_empty=may_be_empty)
+        candidates = agreement.broadcast(candidates)
         for candidate, before in zip(candidates, [*candidates[1:], None]):
             try:
-                return self._load(candidate, run)
+                return self._load(candidate)
             except DamagedError as error:
                 if before is None:
                     raise
                 if agreement.rank == 0:
-                    instead = before.name if isinstance(before, Path) else f"the copy of step {before} in memory"
-                    warnings.warn(f"{error} {instead} is loaded in its place.", stacklevel=2)
-                if isinstance(candidate, Path) and candidate.parent.resolve() == self._folder.resolve():
+                    warnings.warn(f"{error} {before.name} is loaded in its place.", stacklevel=2)
+                if candidate.parent.resolve() == self._folder.resolve():
                     self._damaged.append(candidate)
         return None
 
-    def _candidates(self, path: str | os.PathLike[str] | None, may_be_empty: bool) -> tuple[list[Path | int], str]:
-        """Checkpoints on the disk, and steps of whole copies in memory, the latest first; and the name of the run."""
+    def _load(self, checkpoint: Path) -> Loaded:
         agreement = self._agreement
-        is_own = agreement.broadcast(path is None or Path(path).resolve() == self._folder.resolve())
-        run = self._name_of_run() if is_own else ""
-        copies = self._memory.find(run) if run and self._memory else []
-        candidates: list[Path | int] = []
-        with agreement.same_errors():
-            if agreement.rank == 0:
-                start = self._folder if path is None else path
-                candidates += find_checkpoints(start, may_be_empty=may_be_empty or bool(copies))
-                if copies:
-                    candidates += copies
-                    candidates.sort(key=lambda one: one if isinstance(one, int) else step_of(one), reverse=True)
-        return agreement.broadcast(candidates), run
-
-    def _load(self, candidate: Path | int, run_name: str) -> Loaded:
-        agreement = self._agreement
-        memory = None
-        if isinstance(candidate, Path):
-            checkpoint = candidate
-        else:
-            memory = self._memory
-            assert memory is not None
-            checkpoint = memory.open(run_name, candidate)
-        files: set[str] = set()
         with agreement.same_errors():
             reader, state = Reader(checkpoint), self._full_state()
-            if memory is not None:
-                files = reader.files_of({"run": reader.empty("run")})
-        if memory is not None:
-            memory.bring(checkpoint, files)
-        with agreement.same_errors():
             run = reader.read_value("run")
             if missing := self._others.keys() - run["others"].keys():
                 raise ValueError(
@@ -331,10 +250,6 @@ class Checkpointer:
         with agreement.same_errors():
             if agreement.rank == 0:
                 check_all_used(reader, ranks)
-            if memory is not None:
-                files = reader.files_of(self._targets(reader, state, run))
-        if memory is not None:
-            memory.bring(checkpoint, files)
         with agreement.same_errors():
             self._restore(reader, state, run)
         is_training, fits = bool(self._optimizers), run["world_size"] == agreement.num_ranks
@@ -401,7 +316,7 @@ class Checkpointer:
             "seed": torch.initial_seed(),
         }
 
-    def _claim(self, steps: list[int], newest_allowed: int) -> None:
+    def _claim(self, steps: list[int]) -> None:
         """On rank 0: the folder is this run's, and all may save this step."""
         step = steps[0]
         if (other := next((rank for rank, one in enumerate(steps) if one != step), None)) is not None:
@@ -415,21 +330,11 @@ class Checkpointer:
         while self._damaged:
             set_aside(self._damaged.pop())
         newest = next(reversed(checkpoints_in(self._folder)), -1)
-        if newest > newest_allowed:
+        if newest >= step:
             raise ValueError(
                 f"{self._folder} holds a checkpoint of step {newest}, from which a restart would go on rather than "
                 f"from step {step}: load that one, move it away, or save to another folder."
             )
-
-    def _name_of_run(self, *, make: bool = False) -> str:
-        """The same on all ranks; "" where there is none, or none is needed."""
-        name = ""
-        if self._memory is None:
-            return name
-        with self._agreement.same_errors():
-            if self._agreement.rank == 0:
-                name = name_of_run(self._folder, make=make)
-        return self._agreement.broadcast(name)
 
     def _begin(self, step: int) -> str:
         """On rank 0: the name of the folder to write a checkpoint into."""
@@ -437,12 +342,6 @@ class Checkpointer:
         if self._lock.is_held:
             remove_incomplete(self._folder)
         return begin_checkpoint(self._folder, step).name
-
-    def _targets(self, reader: Reader, state: FullState, run: dict[str, Any]) -> dict[str, Tensor]:
-        """Everything that this rank reads of a checkpoint, in tensors of its size."""
-        targets = state.targets(reader, run["aliases"])
-        own = f"rng.{self._agreement.rank}"
-        return targets | {key: reader.empty(key) for key in ("run", own) if key in reader.contents}
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -43,19 +43,15 @@ __all__ = [
     "EXCHANGE",
     "DamagedError",
     "Reader",
-    "RunWriter",
     "Writer",
     "begin_checkpoint",
     "checkpoints_in",
     "deserialise",
     "find_checkpoint",
     "find_checkpoints",
-    "is_name_of_run",
-    "name_of_run",
     "remove_incomplete",
     "serialise",
     "set_aside",
-    "step_of",
     "write_tensors",
 ]
 
@@ -75,11 +71,6 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
         return {}
     matches = ((re.fullmatch(r"step_(\d{8,})", path.name), path) for path in Path(folder).iterdir())
     return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))
-
-
-def step_of(checkpoint: Path) -> int:
-    """Of one that `checkpoints_in` has found."""
-    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -114,22 +105,6 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     return path
 
 
-def name_of_run(folder: Path, *, make: bool = False) -> str:
-    """A name that no other run has, by which what is kept elsewhere is known to be of this folder's; "" where there is
-    none yet, and none is to be made."""
-    file = folder / ".run"
-    if make and not file.exists():
-        written = file.with_name(file.name + INCOMPLETE)
-        written.write_text(f"run_{secrets.token_hex(8)}")
-        written.rename(file)
-    name = file.read_text() if file.exists() else ""
-    return name if is_name_of_run(name) else ""
-
-
-def is_name_of_run(name: str) -> bool:
-    return re.fullmatch("run_[0-9a-f]{16}", name) is not None
-
-
 def _incomplete(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}.{secrets.token_hex(4)}{INCOMPLETE}")
 
@@ -162,29 +137,8 @@ def set_aside(path: Path) -> None:
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's part of a checkpoint, and on rank 0 the list of contents, with its checksum."""
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What is written in the background has been copied before, when an error could still be told to all ranks."""
-        return state_dict
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            raise _cause(error) from error
-
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        super().finish(metadata, results)
-        with open(Path(self.path) / ".metadata", "r+b") as file:
-            file.write(_checksum(file.read()))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-class RunWriter(Writer):
-    """Writes one checkpoint of a run's folder. Rank 0 makes it appear, and removes all but the last `keep_last` then
-    (None: keep all).
+    """Writes this rank's part of one checkpoint of a run's folder. Rank 0 writes the list of contents too, with its
+    checksum, makes the checkpoint appear, and removes all but the last `keep_last` then (None: keep all).
 
     Args:
         path: from `begin_checkpoint`, on one rank.
@@ -203,9 +157,19 @@ class RunWriter(Writer):
         self._keep_last = keep_last
         super().__init__(path)
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _cause(error) from error
+
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         super().finish(metadata, results)
         written, folder = Path(self.path), self._target.parent
+        with open(written / ".metadata", "r+b") as file:
+            file.write(_checksum(file.read()))
+            file.flush()
+            os.fsync(file.fileno())
         _sync(written)
         written.rename(self._target)
         _sync(folder)
@@ -318,7 +282,8 @@ class Reader(FileSystemReader):
 
     def read(self, targets: dict[str, Tensor]) -> None:
         """Fill the tensors with what the checkpoint holds under their keys. Of DTensors each rank reads its shard."""
-        planner = self._planner(targets)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
         self.set_up_storage_reader(self._metadata, is_coordinator=True)
         try:
             self.read_data(planner.create_local_plan(), planner).wait()
@@ -328,32 +293,14 @@ class Reader(FileSystemReader):
                 "missing. Load another checkpoint."
             ) from error
 
-    def files_of(self, targets: dict[str, Tensor]) -> set[str]:
-        """The names of the files that `read` would read."""
-        items = self._planner(targets).create_local_plan().items
-        return {self._metadata.storage_data[item.storage_index].relative_path for item in items}
-
-    def files(self) -> set[str]:
-        """The names of all files with tensors."""
-        return {stored.relative_path for stored in self._metadata.storage_data.values()}
-
-    def _planner(self, targets: dict[str, Tensor]) -> DefaultLoadPlanner:
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
-        return planner
-
     def read_value(self, key: str) -> Any:
         """What `serialise` was given."""
         if key not in self.contents:
             raise ValueError(f"{self.path} has no {key}: no Checkpointer of megapipe has saved it. {OF_TORCH}")
-        target = self.empty(key)
+        what = self.contents[key]
+        target = torch.empty(what.size, dtype=what.properties.dtype)
         self.read({key: target})
         return deserialise(target)
-
-    def empty(self, key: str, device: str = "cpu") -> Tensor:
-        """A tensor to read an entry into."""
-        what = self.contents[key]
-        return torch.empty(what.size, dtype=what.properties.dtype, device=device)
 
 
 def _first_line(error: BaseException) -> str:

@@ -210,22 +210,6 @@ class FullState:
             for part, _ in self._divided(self._saved_name(held.name, reader, aliases), held.value, held.value)
         }
 
-    def targets(self, reader: Reader, aliases: Mapping[str, str]) -> dict[str, Tensor]:
-        """Everything of the checkpoint that this rank loads, in tensors of its shapes and shards."""
-        names: dict[str, Any] = {}
-        for held in self.held:
-            name = self._saved_name(held.name, reader, aliases)
-            names |= {name: held.value, **dict(self._divided(name, held.value, held.value))}
-        targets = {}
-        for key, what in reader.contents.items():
-            kind, _, name = key.partition(".")
-            name = name.partition(".")[2] if kind == "optimizer" else name
-            if name in names:
-                like = names[name]
-                is_alike = isinstance(like, Tensor) and like.shape == what.size
-                targets[key] = like if is_alike else reader.empty(key, "meta")
-        return targets
-
     # Names
 
     def _divided(self, name: str, parameter: Any, tensor: Any) -> list[tuple[str, Tensor]]:

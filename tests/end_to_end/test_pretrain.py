@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -69,16 +68,6 @@ def test_a_checkpoint_goes_on_at_another_pipeline_size(ranks: RankPool, text: st
     ranks.run(4, pretrain, 4, f"{flat} --train-iters 4 --save {tmp_path}")
     for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 6 --load {tmp_path}"):
         assert losses == uninterrupted[-2:]
-
-
-def test_a_copy_in_memory_goes_on(ranks: RankPool, text: str, tmp_path: Path) -> None:
-    flat = f"{text} --min-lr 4e-3"
-    (uninterrupted,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 6")
-    flat += f" --save {tmp_path}/disk --load {tmp_path}/disk --memory-copies {tmp_path}/memory --copy-interval 3"
-    ranks.run(2, pretrain, 2, f"{flat} --train-iters 4")
-    shutil.rmtree(tmp_path / "disk" / "step_00000004")  # as if the run had ended before
-    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 6"):
-        assert losses == uninterrupted[-3:]
 
 
 def test_experts_shared_out(ranks: RankPool, text: str, tmp_path: Path) -> None:
