@@ -300,8 +300,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
 def everything_in(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of the model and the optimizer."""
     reader = Reader(checkpoint)
-    wanted = {key: what for key, what in reader.contents.items() if key.startswith(("model.", "optimizer."))}
-    tensors = {key: torch.empty(what.size, dtype=what.properties.dtype) for key, what in wanted.items()}
+    tensors = {key: reader.empty(key) for key in reader.contents if key.startswith(("model.", "optimizer."))}
     reader.read(tensors)
     return tensors
 

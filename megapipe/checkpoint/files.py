@@ -297,10 +297,14 @@ class Reader(FileSystemReader):
         """What `serialise` was given."""
         if key not in self.contents:
             raise ValueError(f"{self.path} has no {key}: no Checkpointer of megapipe has saved it. {OF_TORCH}")
-        what = self.contents[key]
-        target = torch.empty(what.size, dtype=what.properties.dtype)
+        target = self.empty(key)
         self.read({key: target})
         return deserialise(target)
+
+    def empty(self, key: str) -> Tensor:
+        """A tensor to read an entry into."""
+        what = self.contents[key]
+        return torch.empty(what.size, dtype=what.properties.dtype)
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from megapipe.integrations.transformers import (
     save_pretrained,
     tie_weights,
 )
-from megapipe.integrations.transformers.files import SafetensorsFile
+from megapipe.safetensors_files import SafetensorsFile
 from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert
 

@@ -20,7 +20,7 @@ import transformers
 
 from megapipe.failures import is_disk_full
 from megapipe.integrations.transformers import build_chunks, load_weights, save_pretrained
-from megapipe.integrations.transformers.files import Entry, SafetensorsFile
+from megapipe.safetensors_files import Entry, SafetensorsFile
 
 
 def build(name: str = "llama", **options: Any) -> list[Any]:

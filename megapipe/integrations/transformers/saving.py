@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import math
 import os
 from collections import defaultdict
@@ -21,11 +20,13 @@ from torch import Tensor
 
 from ... import parallel_state
 from ...failures import AllRanks, is_disk_full
+from ...safetensors_files import Entry, SafetensorsFile, finish_files, share_out
 from .adapters import adapters_of, has_adapters, save_adapter_config
-from .files import Entry, SafetensorsFile, share_out
 from .step import tied_names
 
 __all__ = ["save_pretrained"]
+
+OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
 def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_file_size: int = 5 * 10**9) -> None:
@@ -69,10 +70,12 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
                     _write(chunks, files, is_writer)
         with ranks.same_errors(), _telling(folder, ranks.rank):
             if is_first:
-                _finish(folder, name, files)
+                finish_files(folder, name, files)
                 if is_of_adapters:
                     save_adapter_config(chunks[0], folder)
                 else:
+                    for earlier in OF_ADAPTERS:  # which from_pretrained would put on the model
+                        (folder / earlier).unlink(missing_ok=True)
                     _save_config(chunks[0], folder)
     except BaseException:
         if is_first:
@@ -163,23 +166,6 @@ def _whole(tensor: Tensor) -> Tensor:
     """Of a sharded one, all shards."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _finish(folder: Path, name: str, files: Sequence[SafetensorsFile]) -> None:
-    """Give all files their names, remove what an earlier model or a killed process left, and write the index."""
-    for file in files:
-        file.finish()
-    index = folder / f"{name}.safetensors.index.json"
-    patterns = [f"{name}{part}.{ending}" for part in ("", "-*-of-*") for ending in ("safetensors", "incomplete")]
-    if name == "model":  # on which from_pretrained would put an adapter that it finds
-        patterns += ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
-    earlier = {index, *(path for pattern in patterns for path in folder.glob(pattern))}
-    for path in earlier - {file.path for file in files}:
-        path.unlink(missing_ok=True)
-    if len(files) > 1:
-        where = {entry.name: file.path.name for file in files for entry in file.entries}
-        total = sum(entry.num_bytes for file in files for entry in file.entries)
-        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True))
 
 
 def _save_config(chunk: Any, folder: Path) -> None:

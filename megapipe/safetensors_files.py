@@ -1,4 +1,4 @@
-"""safetensors files that several ranks write, each its own tensors in their places.
+"""safetensors files that one process writes, or several ranks, each its own tensors in their places.
 
 A file is the length of its header in 8 bytes, the header (JSON: the dtype, shape and place of each tensor), and the
 tensors one after the other. https://github.com/huggingface/safetensors
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "SafetensorsFile", "share_out"]
+__all__ = ["Entry", "SafetensorsFile", "finish_files", "share_out"]
 
 NAMES = {
     torch.float64: "F64",
@@ -29,6 +29,10 @@ NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
 }
 
 
@@ -64,6 +68,8 @@ class SafetensorsFile:
         self._places: dict[str, int] = {}
         end = 0
         for entry in self.entries:
+            if entry.dtype not in NAMES:
+                raise ValueError(f"{entry.name} is of {entry.dtype}, which files of safetensors cannot hold.")
             begin, end = end, end + entry.num_bytes
             self._places[entry.name] = begin
             header[entry.name] = {
@@ -89,7 +95,6 @@ class SafetensorsFile:
             file.write(values.numpy().data)  # NumPy's own writing does not say that the disk is full
 
     def finish(self) -> None:
-        """One rank does so, when all have written."""
         self._unfinished.replace(self.path)
 
     def discard(self) -> None:
@@ -115,3 +120,19 @@ def share_out(stages: Sequence[Sequence[Entry]], max_size: float, path: Path) ->
         SafetensorsFile(path.with_name(f"{path.name}-{number:05d}-of-{len(shares):05d}.safetensors"), entries)
         for number, entries in enumerate(shares, 1)
     ]
+
+
+def finish_files(folder: Path, name: str, files: Sequence[SafetensorsFile]) -> None:
+    """One rank does so, when all have written: give all files their names, remove what an earlier model or a killed
+    process left, and write the index where there are several."""
+    for file in files:
+        file.finish()
+    index = folder / f"{name}.safetensors.index.json"
+    patterns = [f"{name}{part}.{ending}" for part in ("", "-*-of-*") for ending in ("safetensors", "incomplete")]
+    earlier = {index, *(path for pattern in patterns for path in folder.glob(pattern))}
+    for path in earlier - {file.path for file in files}:
+        path.unlink(missing_ok=True)
+    if len(files) > 1:
+        where = {entry.name: file.path.name for file in files for entry in file.entries}
+        total = sum(entry.num_bytes for file in files for entry in file.entries)
+        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True))
