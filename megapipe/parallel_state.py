@@ -390,7 +390,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     """
     config = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
     device = "cpu" if "cpu:" in config else config.partition(":")[0]
-    own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     num_ranks = dist.get_world_size(group)
     sizes = list(torch.empty(num_ranks, 1, dtype=torch.int64, device=device))
     dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group)
@@ -399,4 +399,4 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     padded[: own.numel()] = own
     texts = list(torch.empty(num_ranks, max(num_bytes), dtype=torch.uint8, device=device))
     dist.all_gather(texts, padded, group)
-    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, num_bytes)]
+    return [json.loads(text[:size].cpu().numpy().tobytes()) for text, size in zip(texts, num_bytes)]

@@ -13,6 +13,7 @@ on one is the same error on all.
 
 from __future__ import annotations
 
+import base64
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import parallel_state
+from ..all_ranks import AllRanks
 from ..chunks import as_list, find_attribute
-from ..failures import AllRanks
 from ..training import PostValidatedOptimizer, load_scheduler
+from .alike import check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
 from .files import (
     EXCHANGE,
     DamagedError,
@@ -35,18 +37,17 @@ from .files import (
     Writer,
     begin_checkpoint,
     checkpoints_in,
+    deserialise,
     find_checkpoints,
     remove_incomplete,
     serialise,
     set_aside,
     write_tensors,
 )
-from .fingerprints import check_same, fingerprints_of
 from .folder_lock import FolderLock, lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
 from .position import Loaded
 from .random_states import random_states, seed_random, set_random_states
-from .shared_names import check_tied, checksums_of, find_shared, uses_of
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -111,9 +112,9 @@ class Checkpointer:
         self._writing: Future[None] | None = None
         self._damaged: list[Path] = []  # checkpoints that `load` has passed over
         self._lock: FolderLock | None = None  # rank 0's
-        self._agreement = AllRanks(EXCHANGE)
+        self._ranks = AllRanks(EXCHANGE)
         # What happens in the background has groups of its own, and disturbs no other communication.
-        self._background = AllRanks(EXCHANGE) if asynchronous else self._agreement
+        self._background = AllRanks(EXCHANGE) if asynchronous else self._ranks
         self._thread = ThreadPoolExecutor(1, "megapipe-checkpoint")
 
     def save(self, step: int, data: Any = None) -> None:
@@ -131,47 +132,36 @@ class Checkpointer:
             RuntimeError: where writing fails, of this save or of the last one in the background.
         """
         self.wait()
-        tensors, name = self._collect(step, data)
-        with self._agreement.same_errors():
+        with self._ranks.together() as phase:
+            state = self._full_state()
+            tensors = state.tensors()
+            tensors[f"rng.{self._ranks.rank}"] = serialise(random_states(), "the random state")
+            common: dict[str, Any] = {"others": {name: other.state_dict() for name, other in self._others.items()}}
+            common["extras"] = state.extras()
+            phase.own = self._own(step, state, common)
+        ranks = phase.all
+        with self._ranks.together() as phase:
+            check_steps([rank["step"] for rank in ranks])
+            check_same([rank["fingerprints"] for rank in ranks])
+            shared = find_shared(use for rank in ranks for use in rank["uses"])
+            sums = uses_of(state, self._pp_rank, self._ranks.rank, shared) if shared else []
+            name = ""
+            if self._ranks.rank == 0:
+                what = "what is passed to save, or the state of others or of the optimizer,"
+                tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
+                name = self._begin(step)
+            phase.own = name, sums
+        (name, _), *_ = phase.all
+        with self._ranks.together():
+            check_tied(use for _, sums in phase.all for use in sums)
+            self._names_are_checked = True
             writer = Writer(self._folder / name, self._keep_last)
             if self._asynchronous:
                 tensors = _on_host(tensors)
         if self._asynchronous:
             self._writing = self._thread.submit(write_tensors, writer, tensors, self._background.group)
         else:
-            write_tensors(writer, tensors, self._agreement.group)
-
-    def _collect(self, step: int, data: Any) -> tuple[dict[str, Tensor], str]:
-        """All there is to save on this rank, and the name of the folder to write it into."""
-        agreement = self._agreement
-        with agreement.same_errors():
-            state = self._full_state()
-            tensors = state.tensors()
-            tensors[f"rng.{agreement.rank}"] = serialise(random_states(), "the random state")
-            common: dict[str, Any] = {"others": {name: other.state_dict() for name, other in self._others.items()}}
-            common["extras"] = state.extras()
-            own = self._own(step, state, common)
-        ranks = agreement.gather(own)
-        shared: set[str] = set()
-        begun = ""
-        with agreement.same_errors():
-            if agreement.rank == 0:
-                self._claim([rank["step"] for rank in ranks])
-                what = "what is passed to save, or the state of others or of the optimizer,"
-                tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
-                check_same([rank["fingerprints"] for rank in ranks])
-                shared = find_shared(rank["uses"] for rank in ranks)
-                begun = self._begin(step)
-        shared, begun = agreement.broadcast((shared, begun))
-        if not self._names_are_checked:
-            checksums = []
-            with agreement.same_errors():
-                checksums = checksums_of(state, shared, self._pp_rank, agreement.rank)
-            checksums_of_ranks = agreement.gather(checksums)
-            with agreement.same_errors():
-                check_tied(checksums_of_ranks)
-            self._names_are_checked = True
-        return tensors, begun
+            write_tensors(writer, tensors, self._ranks.group)
 
     def check_can_save(self, step: int) -> None:
         """Check the folder at the beginning of a run, rather than after hours.
@@ -181,10 +171,9 @@ class Checkpointer:
                 would go on, or where another run saves there.
         """
         self.wait()
-        steps = self._agreement.gather(step)
-        with self._agreement.same_errors():
-            if steps:
-                self._claim(steps)
+        with self._ranks.together() as phase:
+            phase.own = self._claim(step)
+        check_steps(phase.all)
 
     def wait(self) -> None:
         """Wait until the save in the background is on the disk.
@@ -217,27 +206,25 @@ class Checkpointer:
                 or would execute code.
         """
         self.wait()
-        agreement = self._agreement
-        candidates: list[Path] = []
-        with agreement.same_errors():
-            if agreement.rank == 0:
-                candidates = find_checkpoints(self._folder if path is None else path, may_be_empty=may_be_empty)
-        candidates = agreement.broadcast(candidates)
+        with self._ranks.together() as phase:
+            if self._ranks.rank == 0:
+                found = find_checkpoints(self._folder if path is None else path, may_be_empty=may_be_empty)
+                phase.own = [str(checkpoint) for checkpoint in found]
+        candidates = [Path(checkpoint) for checkpoint in phase.all[0]]
         for candidate, before in zip(candidates, [*candidates[1:], None]):
             try:
                 return self._load(candidate)
             except DamagedError as error:
                 if before is None:
                     raise
-                if agreement.rank == 0:
+                if self._ranks.rank == 0:
                     warnings.warn(f"{error} {before.name} is loaded in its place.", stacklevel=2)
                 if candidate.parent.resolve() == self._folder.resolve():
                     self._damaged.append(candidate)
         return None
 
     def _load(self, checkpoint: Path) -> Loaded:
-        agreement = self._agreement
-        with agreement.same_errors():
+        with self._ranks.together() as phase:
             reader, state = Reader(checkpoint), self._full_state()
             run = reader.read_value("run")
             if missing := self._others.keys() - run["others"].keys():
@@ -245,17 +232,14 @@ class Checkpointer:
                     f"the checkpoint {checkpoint} has no state of {sorted(missing)}, only of {sorted(run['others'])}: "
                     "pass the others under the names they were saved with."
                 )
-            used = state.keys(reader, run["aliases"])
-        ranks = agreement.gather(used)
-        with agreement.same_errors():
-            if agreement.rank == 0:
-                check_all_used(reader, ranks)
-        with agreement.same_errors():
+            phase.own = sorted(state.keys(reader, run["aliases"]))
+        with self._ranks.together():
+            check_all_used(reader, phase.all)
             self._restore(reader, state, run)
-        is_training, fits = bool(self._optimizers), run["world_size"] == agreement.num_ranks
-        if is_training and not fits and agreement.rank == 0:
+        is_training, fits = bool(self._optimizers), run["world_size"] == self._ranks.num_ranks
+        if is_training and not fits and self._ranks.rank == 0:
             warnings.warn(
-                f"{checkpoint} was saved by {run['world_size']} ranks and is loaded by {agreement.num_ranks}: their "
+                f"{checkpoint} was saved by {run['world_size']} ranks and is loaded by {self._ranks.num_ranks}: their "
                 f"random states do not fit and are seeded anew, from the seed {run['seed']}, step {run['step']} and "
                 "the rank.",
                 stacklevel=3,
@@ -285,46 +269,45 @@ class Checkpointer:
             else:
                 other.load_state_dict(run["others"][name])
         if self._optimizers:
-            rank, num_ranks = self._agreement.rank, self._agreement.num_ranks
+            rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
             if run["world_size"] == num_ranks:
                 set_random_states(reader.read_value(f"rng.{rank}"))
             else:
                 seed_random(run["seed"] + 1_000_003 * run["step"] + rank)  # larger than any rank
 
     def _own(self, step: int, state: FullState, common: dict[str, Any]) -> dict[str, Any]:
-        """What rank 0 needs from this rank to save."""
-        rank, is_alone = self._agreement.rank, self._agreement.num_ranks == 1
+        """What other ranks need from this rank to save."""
+        rank, is_alone = self._ranks.rank, self._ranks.num_ranks == 1
+        optimizers = {"options": state.options(), "numbers": state.numbers()}
+        packed = serialise(optimizers, "what the optimizer has in its groups and state").numpy().data
         return {
-            "step": step,
+            "step": self._claim(step),
             "fingerprints": {} if is_alone else fingerprints_of(**common),
-            "options": state.options(),
-            "numbers": state.numbers(),
+            "optimizers": base64.b64encode(packed).decode(),
             "aliases": state.aliases,
             "uses": [] if self._names_are_checked else uses_of(state, self._pp_rank, rank),
         }
 
     def _run_of(self, step: int, data: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What a checkpoint holds besides tensors by name. Replicas hand in the same parameter groups."""
-        groups = {repr(group): group for rank in ranks for group in rank["options"]}
+        optimizers = [deserialise(base64.b64decode(rank["optimizers"])) for rank in ranks]
+        groups = {repr(group): group for one in optimizers for group in one["options"]}
         return {
             "step": step,
             "data": data,
             "options": list(groups.values()),
-            "numbers": {name: numbers for rank in ranks for name, numbers in rank["numbers"].items()},
+            "numbers": {name: numbers for one in optimizers for name, numbers in one["numbers"].items()},
             "aliases": {name: first for rank in ranks for name, first in rank["aliases"].items()},
-            "world_size": self._agreement.num_ranks,
+            "world_size": self._ranks.num_ranks,
             "seed": torch.initial_seed(),
         }
 
-    def _claim(self, steps: list[int]) -> None:
-        """On rank 0: the folder is this run's, and all may save this step."""
-        step = steps[0]
-        if (other := next((rank for rank, one in enumerate(steps) if one != step), None)) is not None:
-            raise ValueError(
-                f"rank 0 saves step {step} and rank {other} step {steps[other]}: save the same one on all."
-            )
+    def _claim(self, step: int) -> int:
+        """The step, which may be saved: on rank 0, the folder is this run's, and holds no later one."""
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"a step is a whole number from 0 on, got {step!r}.")
+        if self._ranks.rank != 0:
+            return step
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self._folder)
         while self._damaged:
@@ -335,6 +318,7 @@ class Checkpointer:
                 f"{self._folder} holds a checkpoint of step {newest}, from which a restart would go on rather than "
                 f"from step {step}: load that one, move it away, or save to another folder."
             )
+        return step
 
     def _begin(self, step: int) -> str:
         """On rank 0: the name of the folder to write a checkpoint into."""

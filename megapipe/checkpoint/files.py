@@ -299,7 +299,7 @@ class Reader(FileSystemReader):
             raise ValueError(f"{self.path} has no {key}: no Checkpointer of megapipe has saved it. {OF_TORCH}")
         target = self.empty(key)
         self.read({key: target})
-        return deserialise(target)
+        return deserialise(target.numpy().tobytes())
 
     def empty(self, key: str) -> Tensor:
         """A tensor to read an entry into."""
@@ -350,16 +350,15 @@ def serialise(value: Any, what: str) -> Tensor:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        tensor = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
-        deserialise(tensor)
+        deserialise(stream.getvalue())
     except (pickle.PickleError, AttributeError, TypeError) as error:
         unknown = re.search(r"GLOBAL (\S+)", str(error))
         raise TypeError(
             f"{what} cannot be saved so that loading it executes no code: use numbers, strings, lists, dicts and "
             f"tensors, not {unknown[1] if unknown else str(error).splitlines()[0]}."
         ) from error
-    return tensor
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
 
-def deserialise(tensor: Tensor) -> Any:
-    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
+def deserialise(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)

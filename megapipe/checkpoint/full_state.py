@@ -370,7 +370,7 @@ def check_there(key: str, reader: Reader, target: Tensor | None = None) -> None:
         )
 
 
-def check_all_used(reader: Reader, ranks: list[set[str]]) -> None:
+def check_all_used(reader: Reader, ranks: Sequence[Iterable[str]]) -> None:
     """Raises ValueError where no rank loads an entry of the model."""
     there = {key for key in reader.contents if key.startswith("model.")}
     if left := there.difference(*ranks):

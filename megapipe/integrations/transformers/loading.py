@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...failures import AllRanks
+from ...all_ranks import AllRanks
 from .cut import cut
 from .step import tied_names
 from .whole import make_meta_model
@@ -41,7 +41,7 @@ def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
         FileNotFoundError: on every rank, where there are no such files.
     """
     path = Path(path)
-    with AllRanks("the loading of a model", dist.group.WORLD).same_errors(), _no_progress_bars():
+    with AllRanks("the loading of a model", dist.group.WORLD).together(), _no_progress_bars():
         files = _files_of(path)
         for chunk in chunks:
             _load_chunk(chunk, files, path)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import parallel_state
-from ...failures import AllRanks, is_disk_full
+from ...all_ranks import AllRanks
+from ...failures import is_disk_full
 from ...safetensors_files import Entry, SafetensorsFile, finish_files, share_out
 from .adapters import adapters_of, has_adapters, save_adapter_config
 from .step import tied_names
@@ -45,30 +46,30 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
     """
     folder, group = Path(folder), parallel_state.find_pipeline_group()
     ranks = AllRanks("the saving of a model", dist.group.WORLD)
-    own: list[Any] = []
-    with ranks.same_errors():
-        own += map(_described, chunks)
-    stages = sorted(one for of_rank in _gather(own, group) for one in of_rank)
-    with ranks.same_errors():
-        _check(stages)
-    is_of_adapters = has_adapters(chunks[0])
-    name = "adapter_model" if is_of_adapters else "model"
-    entries = [[Entry.read(*entry) for entry in stage[-1]] for stage in stages]
-    files = share_out(entries, math.inf if is_of_adapters else max_file_size, folder / name)
+    with ranks.together() as phase:
+        phase.own = [_described(chunk) for chunk in chunks]
+    members = [0] if group is None else dist.get_process_group_ranks(group)
+    stages = sorted(one for member in members for one in phase.all[member])
+    files: list[SafetensorsFile] = []
     is_writer = not dist.is_initialized() or parallel_state.get_data_parallel_rank() == 0
     is_first = is_writer and (group is None or group.rank() == 0)
     try:
-        with ranks.same_errors(), _telling(folder, ranks.rank):
+        with ranks.together(), _telling(folder, ranks.rank):
+            _check(stages)
+            is_of_adapters = has_adapters(chunks[0])
+            name = "adapter_model" if is_of_adapters else "model"
+            entries = [[Entry.read(*entry) for entry in stage[-1]] for stage in stages]
+            files += share_out(entries, math.inf if is_of_adapters else max_file_size, folder / name)
             if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
                 for file in files:
                     file.create()
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         for turn in range(size if len(files) == 1 else 1):  # several are written all at once, each by one rank
-            with ranks.same_errors(), _telling(folder, ranks.rank):
+            with ranks.together(), _telling(folder, ranks.rank):
                 if turn == rank or len(files) > 1:
                     _write(chunks, files, is_writer)
-        with ranks.same_errors(), _telling(folder, ranks.rank):
+        with ranks.together(), _telling(folder, ranks.rank):
             if is_first:
                 finish_files(folder, name, files)
                 if is_of_adapters:
@@ -120,11 +121,6 @@ def _telling(folder: Path, rank: int) -> Iterator[None]:
         elif isinstance(error, FileNotFoundError):
             remedy = " All ranks need the same folder."
         raise RuntimeError(f"saving to {folder} failed on rank {rank} ({error}).{remedy}") from error
-
-
-def _gather(value: Any, group: Any) -> list[Any]:
-    """Of all ranks of the pipeline, which wait for each other."""
-    return [value] if group is None else parallel_state.all_gather_json(value, group)
 
 
 def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: bool) -> None:
