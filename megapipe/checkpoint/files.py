@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -227,7 +227,7 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-class Reader(FileSystemReader):
+class Reader:
     """Reads a checkpoint on this rank alone.
 
     Raises:
@@ -236,7 +236,7 @@ class Reader(FileSystemReader):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        self.path = path
         self.contents: dict[str, TensorStorageMetadata] = {}
         try:
             stream = io.BytesIO(data := (path / ".metadata").read_bytes())
@@ -257,41 +257,47 @@ class Reader(FileSystemReader):
                 f"was used. {OF_TORCH}"
             ) from error
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for index in dict.fromkeys(item.storage_index for item in plan.items):
-            self._check_sums(self._metadata.storage_data[index])
-        return super().read_data(plan, planner)
-
-    def _check_sums(self, stored: _StorageInfo) -> None:
-        """Raises BadZipFile, with the file's name, where a bit has changed since it was written."""
+    def read(self, targets: dict[str, Tensor]) -> None:
+        """Fill the tensors with what the checkpoint holds under their keys. Of DTensors each rank reads its shard."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
+        items: dict[MetadataIndex, list[ReadItem]] = {}
         try:
-            with open(Path(self.path) / stored.relative_path, "rb") as file:
-                file.seek(stored.offset)
-                data = file.read(stored.length)
+            for item in planner.create_local_plan().items:
+                items.setdefault(item.storage_index, []).append(item)
+            for index, parts in items.items():
+                stored = self._stored(self._metadata.storage_data[index])
+                for item in parts:
+                    part = stored
+                    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                        part = part.narrow(dim, offset, length)
+                    target = planner.resolve_tensor(item).detach()
+                    if target.shape != part.shape:  # copy_ would expand it
+                        raise ValueError(f"{index.fqn} has shape {[*part.shape]} and not {[*target.shape]}")
+                    target.copy_(part)
+                    planner.commit_tensor(item, target)
+        except Exception as error:
+            raise DamagedError(
+                f"{self.path} cannot be read ({type(error).__name__}: {_first_line(error)}): its files are damaged or "
+                "missing. Load another checkpoint."
+            ) from error
+
+    def _stored(self, info: _StorageInfo) -> Tensor:
+        """A tensor, or a shard of one. Raises BadZipFile, with the file's name, where a bit has changed since."""
+        try:
+            with open(self.path / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                data = file.read(info.length)
             for entry in zipfile.ZipFile(io.BytesIO(data)).infolist():
                 name_and_extra = struct.unpack_from("<HH", data, entry.header_offset + 26)
                 begin = entry.header_offset + 30 + sum(name_and_extra)
                 found = zlib.crc32(memoryview(data)[begin : begin + entry.file_size])
                 if entry.CRC not in (found, 0):  # it is 0 where torch was told to compute none
                     raise ValueError(f"checksum {found:08x} of {entry.filename} where it was {entry.CRC:08x}")
+            stored: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return stored
         except Exception as error:
-            raise zipfile.BadZipFile(f"{stored.relative_path}: {_first_line(error)}") from error
-
-    def read(self, targets: dict[str, Tensor]) -> None:
-        """Fill the tensors with what the checkpoint holds under their keys. Of DTensors each rank reads its shard."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
-        self.set_up_storage_reader(self._metadata, is_coordinator=True)
-        try:
-            self.read_data(planner.create_local_plan(), planner).wait()
-        except Exception as error:
-            raise DamagedError(
-                f"{self.path} cannot be read ({type(error).__name__}: {_first_line(error)}): its files are damaged or "
-                "missing. Load another checkpoint."
-            ) from error
+            raise zipfile.BadZipFile(f"{info.relative_path}: {_first_line(error)}") from error
 
     def read_value(self, key: str) -> Any:
         """What `serialise` was given."""

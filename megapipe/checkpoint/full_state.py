@@ -148,10 +148,10 @@ class FullState:
                 for part, target in self._divided(name, held.value, held.value.detach()):
                     to_read.add(f"model.{part}", target)
         to_read.read()
-        for number, chunk in enumerate(self._chunks):  # again into themselves, for the sake of hooks and extra state
+        for number, chunk in enumerate(self._chunks):  # for hooks and extra state: torch copies no tensor onto itself
             own = [held for held in self.held if held.chunk == number]
             chunk.load_state_dict(
-                {h.local_name: extra[h.name] if is_extra_state(h) else h.value.detach() for h in own}, strict=True
+                {h.local_name: extra[h.name] if is_extra_state(h) else h.value for h in own}, strict=True
             )
 
     def load_optimizers(self, reader: Reader, run: Mapping[str, Any]) -> None:

@@ -489,8 +489,9 @@ def test_errors_that_cannot_be_sent(rank: int, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_ranks_tell_each_other_three_times(rank: int, tmp_path: Path) -> None:
-    """Each save had ten exchanges, the first seventeen and a load fifteen, all pickled. What a rank tells comes with its
-    error, as JSON."""
+    """A save had ten exchanges, the first seventeen, and a load fifteen, all pickled. Now what a rank tells comes with
+    its error, as JSON."""
+    parallel_state.initialize_model_parallel(2)
     checkpointer = Checkpointer(tmp_path, nn.ModuleDict({str(rank): filled(1.0)}))
     gather = mock.Mock(wraps=parallel_state.all_gather_json)
     with mock.patch.object(parallel_state, "all_gather_json", gather):

@@ -299,6 +299,20 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         Checkpointer(tmp_path, layer).load()
 
 
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts the bytes that the process has read")
+def test_each_tensor_is_read_once(tmp_path: Path) -> None:
+    """Once for its checksum, and once more by torch's reader."""
+
+    def num_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    layer = nn.Linear(1024, 1024)
+    Checkpointer(tmp_path, layer).save(1)
+    before = num_read()
+    Checkpointer(tmp_path, layer).load()
+    assert 1 <= (num_read() - before) / layer.weight.nbytes < 1.5
+
+
 def test_one_checkpoint_where_there_may_be_none(tmp_path: Path) -> None:
     """Given one checkpoint and not its run's folder, `load` with `may_be_empty` looked for others in it and found none.
     The run began anew, silently."""
