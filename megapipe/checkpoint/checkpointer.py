@@ -44,7 +44,7 @@ from .files import (
     set_aside,
     write_tensors,
 )
-from .folder_lock import FolderLock, lock_folder
+from .folder_lock import lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
 from .position import Loaded
 from .random_states import random_states, seed_random, set_random_states
@@ -66,7 +66,7 @@ class Checkpointer:
 
     Args:
         folder: of the run, which all ranks can reach. Each checkpoint is a folder `step_00000100` in it. The first
-            save locks it, until the checkpointer is forgotten or the process ends: no other run can save there.
+            save locks it, until the process of rank 0 ends: no other run can save there.
         chunks: this rank's, in the order of `stages_for_rank`. The names of their parameters and buffers, with
             `state_dict()`, must be those of the whole model: a chunk that begins at layer 4 calls it layer 4. Two
             stages that use the same name have a tied parameter there.
@@ -111,7 +111,6 @@ class Checkpointer:
         self._names_are_checked = False
         self._writing: Future[None] | None = None
         self._damaged: list[Path] = []  # checkpoints that `load` has passed over
-        self._lock: FolderLock | None = None  # rank 0's
         self._ranks = AllRanks(EXCHANGE)
         # What happens in the background has groups of its own, and disturbs no other communication.
         self._background = AllRanks(EXCHANGE) if asynchronous else self._ranks
@@ -309,7 +308,7 @@ class Checkpointer:
         if self._ranks.rank != 0:
             return step
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_folder(self._folder)
+        lock_folder(self._folder)
         while self._damaged:
             set_aside(self._damaged.pop())
         newest = next(reversed(checkpoints_in(self._folder)), -1)
@@ -322,9 +321,7 @@ class Checkpointer:
 
     def _begin(self, step: int) -> str:
         """On rank 0: the name of the folder to write a checkpoint into."""
-        assert self._lock is not None
-        if self._lock.is_held:
-            remove_incomplete(self._folder)
+        remove_incomplete(self._folder)
         return begin_checkpoint(self._folder, step).name
 
 

@@ -1,83 +1,86 @@
-"""A run's folder belongs to one run at a time.
+"""A run's folder belongs to one run at a time: to the process that has the only folder in `.locked`, with its name.
 
-The lock is the operating system's, on a file in the folder: it ends with the process that holds it, however that ends
-and on whichever host, so that nothing is left for a restart to wait for. Processes forked from it do not inherit it.
+A process that ends removes it. One that was killed leaves it, and a later run takes it over by renaming it, which
+succeeds for one run only: where that process is gone from this host, or where it was an earlier start of the same
+torchrun (by `--rdzv-id`), which ends all processes before it starts new ones.
 """
 
 from __future__ import annotations
 
-import errno
+import atexit
 import os
 import socket
 import time
 import warnings
-import weakref
+import zlib
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote, unquote
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
+__all__ = ["lock_folder"]
 
-__all__ = ["FolderLock", "lock_folder"]
-
-NAME = ".lock"
-PATIENCE = 30.0  # seconds for which a process that is being killed, perhaps on another host, may still hold the lock
+_held: set[Path] = set()
 
 
-class FolderLock:
-    """Held from when it is made until it is forgotten.
-
-    Attributes:
-        is_held: False where the file system has no locks: then there may be other runs.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            self.is_held = _take(file, folder)
-        except BaseException:
-            os.close(file)
-            raise
-        weakref.finalize(self, os.close, file)
-
-
-def _take(file: int, folder: Path) -> bool:
-    since = time.monotonic()
-    while True:
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOSYS, "this system has no locks")
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                warnings.warn(
-                    f"{folder} cannot be locked ({error}): see to it yourself that no other run saves to it.",
-                    stacklevel=2,
-                )
-                return False
-        if time.monotonic() - since > PATIENCE:
-            owner = os.pread(file, 200, 0).decode(errors="replace") or "unknown"
-            raise ValueError(f"another run saves to {folder} ({owner}): end that one, or save to another folder.")
-        time.sleep(0.05)
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, {time.strftime('since %F %T')}".encode(), 0)
-    return True
-
-
-_held: weakref.WeakValueDictionary[tuple[Path, int], FolderLock] = weakref.WeakValueDictionary()
-"""By folder and process: closing a second lock's file would end the first, as the system counts by process."""
-
-
-def lock_folder(folder: Path) -> FolderLock:
-    """The lock of a folder, which exists; the same one for all who ask in this process.
+def lock_folder(folder: Path) -> None:
+    """Lock a folder, which exists, until this process ends; every time, check that it still is.
 
     Raises:
-        ValueError: where another process holds it.
+        ValueError: where another run has it.
     """
-    key = folder.resolve(), os.getpid()
-    lock = _held.get(key)
-    if lock is None:
-        _held[key] = lock = FolderLock(folder)
-    return lock
+    lock = folder.resolve() / ".locked"
+    own = lock / _name()
+    if own not in _held:
+        lock.mkdir(exist_ok=True)
+        try:
+            others = list(lock.iterdir())
+            if others:
+                _check_left(folder, others[0], own)
+                others[0].rename(own)
+            else:
+                own.mkdir()
+        except FileNotFoundError:  # it was released or taken over meanwhile
+            return lock_folder(folder)
+        _held.add(own)
+        atexit.register(_release, own)
+    if [*lock.glob("*")] != [own]:
+        raise ValueError(f"another run has locked {folder} too, or in place of this one: save to another folder.")
+
+
+def _name() -> str:
+    """Of this process, in all the world: a later one may have its number, and containers share the names of hosts."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = "" if job == "none" else f"{zlib.crc32(job.encode()):08x}"  # one that was given no id is like no other
+    numbers = os.path.realpath("/proc/self/ns/pid").rpartition("/")[2]  # within which process ids are unique
+    return f"{os.getpid()},{_start_of(os.getpid())},{job},{quote(f'{socket.gethostname()} {numbers}', safe='')}"
+
+
+def _start_of(process: int | str) -> str:
+    """When it began, where the system tells it; "gone" where it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "gone"
+    return "gone" if state in "ZX" else fields[18]
+
+
+def _check_left(folder: Path, other: Path, own: Path) -> None:
+    """Warns where the owner of the lock is gone, and raises ValueError otherwise."""
+    process, start, job, host = other.name.split(",")
+    *_, own_job, own_host = own.name.split(",")
+    who = f"process {process} on {unquote(host).split()[0]}"
+    if (job and job == own_job) if host != own_host else _start_of(process) != start:
+        warnings.warn(f"{folder} was locked by {who}, which is gone: this run goes on there.", stacklevel=2)
+        return
+    since = time.strftime("%F %T", time.localtime(other.stat().st_ctime))
+    raise ValueError(
+        f"another run saves to {folder} ({who}, since {since}): end that one, or save to another folder. If it has "
+        f"ended, remove {other.parent}."
+    )
+
+
+def _release(own: Path) -> None:
+    if int(own.name.split(",")[0]) == os.getpid():  # and no fork of it
+        with suppress(OSError):
+            own.rmdir()
+            own.parent.rmdir()

@@ -10,6 +10,8 @@ import pickle
 import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,7 +28,7 @@ from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 
 from megapipe import parallel_state
-from megapipe.checkpoint import Checkpointer, folder_lock, read_position, save_safetensors
+from megapipe.checkpoint import Checkpointer, read_position, save_safetensors
 from megapipe.checkpoint.files import INCOMPLETE, checkpoints_in
 
 
@@ -53,10 +55,9 @@ def saving_process(folder: Path, step: int) -> tuple[int, int]:
     return process, let_go
 
 
-def test_two_runs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_do_not_save_into_one_folder(tmp_path: Path) -> None:
     """Two runs that saved into one folder left checkpoints with weights of both, all reported as saved. The second is
     told, and once the first was killed, nothing that it left holds up a restart."""
-    monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
     process, let_go = saving_process(tmp_path, 1)
     try:
         second = Checkpointer(tmp_path, filled(2.0))
@@ -68,7 +69,8 @@ def test_two_runs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: pytes
         assert second.load() == (1, None)  # reading is for all
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        second.check_can_save(2)
+        with pytest.warns(UserWarning, match=f"was locked by process {process} on .*, which is gone: this run goes on"):
+            second.check_can_save(2)
         # Another checkpointer of this run, and what was left of the failed ones, do not end this one's lock.
         Checkpointer(tmp_path, filled(2.0)).save(2)
         gc.collect()
@@ -82,21 +84,35 @@ def test_two_runs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: pytes
     assert names_in(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
-def test_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said, once for each run, and what may be another run's is not removed."""
-
-    def no_locks(*arguments: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(folder_lock.fcntl, "lockf", no_locks)
-    (tmp_path / f"step_00000001.0123abcd{INCOMPLETE}").mkdir()
-    checkpointer = Checkpointer(tmp_path, filled(0.0))
-    with pytest.warns(UserWarning, match="cannot be locked .*No locks available"):
-        checkpointer.save(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+def test_locks_that_were_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can ask another host for a process: there an earlier start of the same torchrun is known by its id, and
+    for others the remedy is said. A process that was killed before its lock had its name holds nobody up."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "far/away")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    process, let_go = saving_process(tmp_path, 1)
+    os.close(let_go)
+    os.waitpid(process, 0)
+    monkeypatch.undo()
+    remedy = rf"process {process} on far/away, since .* If it has ended, remove {tmp_path}/\.locked"
+    for job in ("none", "another"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        with pytest.raises(ValueError, match=remedy):
+            Checkpointer(tmp_path, filled(2.0)).save(2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    checkpointer = Checkpointer(tmp_path, filled(2.0))
+    with pytest.warns(UserWarning, match=f"by process {process} on far/away, which is gone"):
         checkpointer.save(2)
-    assert names_in(tmp_path) == ["step_00000001", f"step_00000001.0123abcd{INCOMPLETE}", "step_00000002"]
+    checkpointer.save(3)
+    (owner,) = (tmp_path / ".locked").iterdir()
+    (tmp_path / ".locked" / "another").mkdir()
+    with pytest.raises(ValueError, match=r"another run has locked .* too"):
+        checkpointer.save(4)
+    (tmp_path / ".locked" / "another").rename(owner)
+    checkpointer.save(4)
+    code = "import sys, pathlib, megapipe.checkpoint.folder_lock as f; f.lock_folder(pathlib.Path(sys.argv[1]))"
+    owner.rmdir()  # as where a process was killed between two calls
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert not (tmp_path / ".locked").exists(), "a process that ends removes its lock"
 
 
 def test_what_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -146,13 +162,15 @@ def exit_at(number: int) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """But for the lock, which stays."""
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    """But for the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".locked")
 
 
 def test_a_crash_at_any_moment_of_saving(tmp_path: Path) -> None:
     """There is always a whole checkpoint: the last one or the new one. With the removal of old ones, too."""
-    Checkpointer(tmp_path, filled(1.0)).save(1)
+    process, let_go = saving_process(tmp_path, 1)
+    os.close(let_go)
+    os.waitpid(process, 0)
     steps = [1]
     for number in range(1, 100):
         child = os.fork()
