@@ -2,7 +2,7 @@
 
 from .checkpointer import Checkpointer
 from .export import save_safetensors
-from .position import read_position
+from .files import read_position
 
 __all__ = [
     "Checkpointer",

@@ -43,8 +43,8 @@ def fingerprint(value: Any) -> int:
 def fingerprints_of(others: Mapping[str, Any], extras: Sequence[Any]) -> dict[str, int]:
     """Of all of which rank 0's is loaded on every rank."""
     values = {f"the state of others[{name!r}]": state for name, state in others.items()}
-    for number, extra in enumerate(extras):
-        values[f"what optimizer {number} has besides the state of its parameters"] = extra
+    what = "what optimizer {} has besides the state of its parameters"
+    values |= {what.format(number): extra for number, extra in enumerate(extras)}
     return {name: fingerprint(value) for name, value in values.items()}
 
 

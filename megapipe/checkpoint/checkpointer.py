@@ -33,6 +33,7 @@ from .alike import check_same, check_steps, check_tied, find_shared, fingerprint
 from .files import (
     EXCHANGE,
     DamagedError,
+    Loaded,
     Reader,
     Writer,
     begin_checkpoint,
@@ -46,7 +47,6 @@ from .files import (
 )
 from .folder_lock import lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
-from .position import Loaded
 from .random_states import random_states, seed_random, set_random_states
 
 __all__ = ["Checkpointer", "Stateful"]
@@ -277,8 +277,7 @@ class Checkpointer:
     def _own(self, step: int, state: FullState, common: dict[str, Any]) -> dict[str, Any]:
         """What other ranks need from this rank to save."""
         rank, is_alone = self._ranks.rank, self._ranks.num_ranks == 1
-        optimizers = {"options": state.options(), "numbers": state.numbers()}
-        packed = serialise(optimizers, "what the optimizer has in its groups and state").numpy().data
+        packed = serialise(state.settings(), "what the optimizer has in its groups and state").numpy().data
         return {
             "step": self._claim(step),
             "fingerprints": {} if is_alone else fingerprints_of(**common),
@@ -326,4 +325,5 @@ class Checkpointer:
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy, also of what is there already: of that the stager of torch 2.6 makes none."""
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}

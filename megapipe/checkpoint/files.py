@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from contextlib import ExitStack
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from ..failures import collective, is_disk_full
 __all__ = [
     "EXCHANGE",
     "DamagedError",
+    "Loaded",
     "Reader",
     "Writer",
     "begin_checkpoint",
@@ -49,6 +50,7 @@ __all__ = [
     "deserialise",
     "find_checkpoint",
     "find_checkpoints",
+    "read_position",
     "remove_incomplete",
     "serialise",
     "set_aside",
@@ -311,6 +313,28 @@ class Reader:
         """A tensor to read an entry into."""
         what = self.contents[key]
         return torch.empty(what.size, dtype=what.properties.dtype)
+
+
+class Loaded(NamedTuple):
+    """The position in a run.
+
+    Attributes:
+        step: the number of steps before the save.
+        data: as it was passed to `save`.
+    """
+
+    step: int
+    data: Any
+
+
+def read_position(path: str | os.PathLike[str]) -> Loaded:
+    """Step and data of a checkpoint, or of the latest in a run's folder. Any process may ask, without other ranks.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    run = Reader(find_checkpoint(path)).read_value("run")
+    return Loaded(run["step"], run["data"])
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ shard by shard; the rest (learning rates, step counts that are numbers) is small
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -84,20 +85,16 @@ class FullState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All there is to save in tensors, by key."""
-        tensors = self.model_tensors()
+        tensors = {f"model.{name}": tensor for _, name, tensor in self.named_tensors()}
+        for held in self.held:
+            if is_extra_state(held):
+                tensors[f"model.{held.name}"] = serialise(held.value, f"the extra state {held.name}")
         for name, parameter, state in self._optimizer_states():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     self._check_divisible(key, name, parameter, value)
                     key = _without_dots(key)
                     tensors |= {f"optimizer.{key}.{n}": t for n, t in self._divided(name, parameter, value)}
-        return tensors
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        tensors = {f"model.{name}": tensor for _, name, tensor in self.named_tensors()}
-        for held in self.held:
-            if is_extra_state(held):
-                tensors[f"model.{held.name}"] = serialise(held.value, f"the extra state {held.name}")
         return tensors
 
     def named_tensors(self) -> Iterator[tuple[Held, str, Tensor]]:
@@ -107,20 +104,19 @@ class FullState:
                 for name, tensor in self._divided(held.name, held.value, held.value.detach()):
                     yield held, name, tensor
 
-    def options(self) -> list[dict[str, Any]]:
-        """The settings of the optimizers' parameter groups, with the names of their parameters."""
-        return [
-            {"group": number, "names": names, "options": {k: v for k, v in group.items() if k not in PARAMETERS}}
-            for optimizer, packed in zip(self._optimizers, self._packed)
-            for number, ((_, names), group) in enumerate(zip(self._groups(optimizer), packed["param_groups"]))
-        ]
-
-    def numbers(self) -> dict[str, dict[str, Any]]:
-        """Optimizer state that is not in tensors, by parameter."""
-        states = (
-            (name, {k: v for k, v in s.items() if not isinstance(v, Tensor)}) for name, _, s in self._optimizer_states()
-        )
-        return {name: state for name, state in states if state}
+    def settings(self) -> dict[str, Any]:
+        """What optimizers have besides tensors: `options` of the parameter groups, with the names of their parameters,
+        and `numbers`, state by parameter."""
+        options: list[dict[str, Any]] = []
+        numbers: dict[str, dict[str, Any]] = {}
+        for optimizer, packed in zip(self._optimizers, self._packed):
+            for number, (names, group) in enumerate(zip(self._names_of(optimizer), packed["param_groups"])):
+                settings = {key: value for key, value in group.items() if key not in PARAMETERS}
+                options.append({"group": number, "names": names, "options": settings})
+        for name, _, state in self._optimizer_states():
+            if own := {key: value for key, value in state.items() if not isinstance(value, Tensor)}:
+                numbers[name] = own
+        return {"options": options, "numbers": numbers}
 
     def extras(self) -> list[dict[str, Any]]:
         """What each optimizer has besides groups and the state of parameters: state under names of its own, and what
@@ -161,39 +157,44 @@ class FullState:
             run: what the checkpoint says of the optimizers: `aliases`, `options`, `numbers` and `extras`.
         """
         to_read = _ToRead(reader)
-        extras = run.get("extras", [])
-        states = []
-        for number, optimizer in enumerate(self._optimizers):
-            extra = extras[number] if number < len(extras) else {"state": {}, "entries": {}}
-            groups, state = self._state_to_load(optimizer, to_read, run)
-            states.append({**extra["entries"], "state": {**state, **extra["state"]}, "param_groups": groups})
-        to_read.read()
-        for optimizer, loaded in zip(self._optimizers, states):
-            optimizer.load_state_dict(loaded)
-
-    def _state_to_load(
-        self, optimizer: torch.optim.Optimizer, to_read: _ToRead, run: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
-        """Parameter groups and state for `load_state_dict`, once everything in `to_read` has been read."""
+        saved: dict[str, dict[str, TensorStorageMetadata]] = {}  # by parameter
+        for full_key, what in reader.contents.items():
+            if full_key.startswith("optimizer."):
+                _, key, name = full_key.split(".", 2)
+                saved.setdefault(name, {})[_with_dots(key)] = what
         by_name = {name: group["options"] for group in run["options"] for name in group["names"]}
         by_number = {group["group"]: group["options"] for group in reversed(run["options"])}
-        groups: list[dict[str, Any]] = []
-        state: dict[int, dict[str, Any]] = {}
-        for number, (group, names) in enumerate(self._groups(optimizer)):
-            names = [self._saved_name(name, to_read.reader, run["aliases"]) for name in names]
-            options = self._options_of(names, by_name) if names else by_number.get(number, {})
-            first = sum(len(one["params"]) for one in groups)
-            groups.append({**group, **options, "params": list(range(first, first + len(names)))})
-            for index, name, parameter in zip(groups[-1]["params"], names, group["params"]):
-                own = {**run["numbers"].get(name, {}), **self._tensors_to_load(name, parameter, to_read)}
-                if own:
-                    state[index] = own
-        return groups, state
+        extras = run.get("extras", [])
+        loaded: list[dict[str, Any]] = []
+        for number, optimizer in enumerate(self._optimizers):
+            groups: list[dict[str, Any]] = []
+            state: dict[Any, dict[str, Any]] = {}
+            indices = itertools.count()
+            for place, (group, names) in enumerate(zip(optimizer.param_groups, self._names_of(optimizer))):
+                names = [self._saved_name(name, reader, run["aliases"]) for name in names]
+                options = _options_of(names, by_name) if names else by_number.get(place, {})
+                members = list(zip(names, group["params"], indices))
+                groups.append({**group, **options, "params": [index for *_, index in members]})
+                for name, parameter, index in members:
+                    own = {**run["numbers"].get(name, {}), **self._tensors_to_load(name, parameter, saved, to_read)}
+                    if own:
+                        state[index] = own
+            extra = extras[number] if number < len(extras) else {"state": {}, "entries": {}}
+            loaded.append({**extra["entries"], "state": {**state, **extra["state"]}, "param_groups": groups})
+        to_read.read()
+        for optimizer, packed in zip(self._optimizers, loaded):
+            optimizer.load_state_dict(packed)
 
-    def _tensors_to_load(self, name: str, parameter: nn.Parameter, to_read: _ToRead) -> dict[str, Tensor]:
+    def _tensors_to_load(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        saved: Mapping[str, Mapping[str, TensorStorageMetadata]],
+        to_read: _ToRead,
+    ) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         part, like = self._divided(name, parameter, parameter.detach())[0]
-        for key, what in {**to_read.states_of(name), **to_read.states_of(part)}.items():
+        for key, what in {**saved.get(name, {}), **saved.get(part, {})}.items():
             # As the parameter is, sharded too; step counts and the like have a shape of their own.
             is_alike = what.size == like.shape and parameter.dim() > 0
             empty = torch.zeros_like(parameter) if is_alike else torch.zeros(what.size)
@@ -237,8 +238,9 @@ class FullState:
         """Of a tied parameter, the name that it was saved under."""
         return aliases[name] if f"model.{name}" not in reader.contents and name in aliases else name
 
-    def _groups(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[str]]]:
-        return [(group, [self._names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+    def _names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """Of its parameters, group by group."""
+        return [[self._names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
     @cached_property
     def _packed(self) -> list[dict[str, Any]]:
@@ -260,56 +262,42 @@ class FullState:
 
     def _optimizer_states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         for optimizer, packed in zip(self._optimizers, self._packed):
-            for (group, names), packed_group in zip(self._groups(optimizer), packed["param_groups"]):
-                for name, parameter, index in zip(names, group["params"], packed_group["params"]):
-                    yield name, parameter, packed["state"].get(index, {})
-
-    def _options_of(self, names: list[str], by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        for name in names:
-            if name not in by_name:
-                raise ValueError(
-                    f"no optimizer trained {name} when the checkpoint was saved: load without the optimizer."
-                )
-            if by_name[name] != by_name[names[0]]:
-                raise ValueError(
-                    f"{names[0]} and {name} are in one parameter group of the optimizer, but were saved with different "
-                    f"settings ({by_name[names[0]]} and {by_name[name]}): make the groups as they were."
-                )
-        return by_name[names[0]]
+            for group, packed_group in zip(optimizer.param_groups, packed["param_groups"]):
+                for parameter, index in zip(group["params"], packed_group["params"]):
+                    yield self._names[id(parameter)], parameter, packed["state"].get(index, {})
 
 
 class _ToRead:
     """Tensors to be filled from a checkpoint. Of several with one key one is read, and copied to the others."""
 
     def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+        self._reader = reader
         self._targets: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def add(self, key: str, target: Tensor) -> None:
         """Raises ValueError where the checkpoint lacks it or has another shape."""
-        check_there(key, self.reader, target)
+        check_there(key, self._reader, target)
         first = self._targets.setdefault(key, target)
         if first is not target:
             self._copies.append((target, first))
 
     def read(self) -> None:
-        self.reader.read(self._targets)
+        self._reader.read(self._targets)
         for target, first in self._copies:
             target.copy_(first)
 
-    def states_of(self, name: str) -> dict[str, TensorStorageMetadata]:
-        """The optimizer state of a parameter in the checkpoint."""
-        return self._states.get(name, {})
 
-    @cached_property
-    def _states(self) -> dict[str, dict[str, TensorStorageMetadata]]:
-        states: dict[str, dict[str, TensorStorageMetadata]] = {}
-        for full_key, what in self.reader.contents.items():
-            if full_key.startswith("optimizer."):
-                _, key, name = full_key.split(".", 2)
-                states.setdefault(name, {})[_with_dots(key)] = what
-        return states
+def _options_of(names: list[str], by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    for name in names:
+        if name not in by_name:
+            raise ValueError(f"no optimizer trained {name} when the checkpoint was saved: load without the optimizer.")
+        if by_name[name] != by_name[names[0]]:
+            raise ValueError(
+                f"{names[0]} and {name} are in one parameter group of the optimizer, but were saved with different "
+                f"settings ({by_name[names[0]]} and {by_name[name]}): make the groups as they were."
+            )
+    return by_name[names[0]]
 
 
 def _state_dict_of(optimizer: torch.optim.Optimizer, number: int) -> dict[str, Any]:
