@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import parallel_state
 from ..chunks import local
 from ..training import OF_EACH_GROUP
 from .full_state import FullState
@@ -73,9 +74,10 @@ def _plain(value: Any) -> Any:
     return re.sub(r" at 0x\w+", "", repr(value))  # without where in memory it is
 
 
-def uses_of(state: FullState, pp_rank: int, rank: int, names: set[str] | None = None) -> list[tuple[str, str, Any]]:
+def uses_of(state: FullState, rank: int, names: set[str] | None = None) -> list[tuple[str, str, Any]]:
     """Names, each with who uses it and the shape; of `names`, with the sum over the bits."""
     uses: list[tuple[str, str, Any]] = []
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     for held, name, tensor in state.named_tensors():
         user = f"chunk {held.chunk} on pipeline rank {pp_rank}"
         if not getattr(held.value, "allreduce", True):  # Megatron's mark of what is no replica, as a rank's experts

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from .. import parallel_state
 from ..all_ranks import AllRanks
 from ..chunks import as_list, find_attribute
 from ..training import PostValidatedOptimizer, load_scheduler
@@ -53,7 +52,7 @@ __all__ = ["Checkpointer", "Stateful"]
 
 
 class Stateful(Protocol):
-    """An object with a state, as torch has many."""
+    """As torch.distributed.checkpoint's, which a module is not, since its `load_state_dict` returns something."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -143,12 +142,13 @@ class Checkpointer:
             check_steps([rank["step"] for rank in ranks])
             check_same([rank["fingerprints"] for rank in ranks])
             shared = find_shared(use for rank in ranks for use in rank["uses"])
-            sums = uses_of(state, self._pp_rank, self._ranks.rank, shared) if shared else []
+            sums = uses_of(state, self._ranks.rank, shared) if shared else []
             name = ""
             if self._ranks.rank == 0:
                 what = "what is passed to save, or the state of others or of the optimizer,"
                 tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
-                name = self._begin(step)
+                remove_incomplete(self._folder)
+                name = begin_checkpoint(self._folder, step).name
             phase.own = name, sums
         (name, _), *_ = phase.all
         with self._ranks.together():
@@ -245,10 +245,6 @@ class Checkpointer:
             )
         return Loaded(run["step"], run["data"])
 
-    @property
-    def _pp_rank(self) -> int:
-        return parallel_state.get_pipeline_model_parallel_rank()
-
     def _full_state(self) -> FullState:
         configs = (find_attribute(chunk, "config") for chunk in self._chunks)
         training = (getattr(config, "post_validated_optimizer", None) for config in configs)
@@ -283,7 +279,7 @@ class Checkpointer:
             "fingerprints": {} if is_alone else fingerprints_of(**common),
             "optimizers": base64.b64encode(packed).decode(),
             "aliases": state.aliases,
-            "uses": [] if self._names_are_checked else uses_of(state, self._pp_rank, rank),
+            "uses": [] if self._names_are_checked else uses_of(state, rank),
         }
 
     def _run_of(self, step: int, data: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -317,11 +313,6 @@ class Checkpointer:
                 f"from step {step}: load that one, move it away, or save to another folder."
             )
         return step
-
-    def _begin(self, step: int) -> str:
-        """On rank 0: the name of the folder to write a checkpoint into."""
-        remove_incomplete(self._folder)
-        return begin_checkpoint(self._folder, step).name
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ..safetensors_files import Entry, finish_files, share_out
-from .files import Reader, find_checkpoint
+from .files import Reader, find_checkpoints
 
 __all__ = ["save_safetensors"]
 
@@ -29,7 +29,7 @@ def save_safetensors(
     Raises:
         ValueError: where there is no checkpoint or no model in it.
     """
-    reader = Reader(find_checkpoint(checkpoint))
+    reader = Reader(find_checkpoints(checkpoint)[0])
     entries = [
         Entry(key.removeprefix("model."), what.properties.dtype, tuple(what.size))
         for key, what in reader.contents.items()

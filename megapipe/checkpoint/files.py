@@ -48,7 +48,6 @@ __all__ = [
     "begin_checkpoint",
     "checkpoints_in",
     "deserialise",
-    "find_checkpoint",
     "find_checkpoints",
     "read_position",
     "remove_incomplete",
@@ -75,22 +74,13 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))
 
 
-def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    return (Path(path) / ".metadata").is_file()
-
-
-def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """`path` itself where it is a checkpoint, else the latest one in it. Raises ValueError where there is none."""
-    return find_checkpoints(path)[0]
-
-
 def find_checkpoints(path: str | os.PathLike[str], *, may_be_empty: bool = False) -> list[Path]:
     """`path` itself where it is a checkpoint, else all in it, the latest first.
 
     Raises:
         ValueError: where there is none, unless there may be none.
     """
-    if _is_checkpoint(path):
+    if (Path(path) / ".metadata").is_file():
         return [Path(path)]
     if (found := list(checkpoints_in(path).values())) or may_be_empty:
         return found[::-1]
@@ -333,7 +323,7 @@ def read_position(path: str | os.PathLike[str]) -> Loaded:
     Raises:
         ValueError: where there is none.
     """
-    run = Reader(find_checkpoint(path)).read_value("run")
+    run = Reader(find_checkpoints(path)[0]).read_value("run")
     return Loaded(run["step"], run["data"])
 
 
