@@ -61,10 +61,11 @@ def test_checkpoints_of_torch(rank: int, tmp_path: Path) -> None:
     model, _ = reference(4, 2)
     trained = torch.optim.AdamW(model.parameters())
     trained.step()
+    alone = dist.new_group([0])
     if rank == 0:
         saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, trained)}
-        dcp.save(saved, checkpoint_id=tmp_path / "whole", no_dist=True)
-        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "weights", no_dist=True)
+        dcp.save(saved, checkpoint_id=tmp_path / "whole", process_group=alone)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "weights", process_group=alone)
     dist.barrier()
     chunks = build("zbv", 2, 4)
     dcp.load({"model": {k: v for one in chunks for k, v in one.state_dict().items()}}, checkpoint_id=tmp_path / "whole")
