@@ -52,7 +52,6 @@ from .grad_sync import GradientSync, check_replicas, finalize_gradients
 from .monitor import Monitor
 from .pipeline import Chunk, Pipeline
 from .plans import PlanKey
-from .retry import leave_batch, start_together
 from .rollback import RollbackRequired, Speculation, speculate
 from .session import Session
 from .shapes import ShapeArguments
@@ -153,12 +152,8 @@ class ForwardBackward(Schedule):
                 shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
                 keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
                 with collector.between_steps(step.config.gc_interval):
-                    try:
-                        prepared = prepare(self, step, shapes, session)
-                        run(prepared, connect(prepared, session))
-                    except BaseException:
-                        leave_batch(step.data_iterators)
-                        raise
+                    prepared = prepare(self, step, shapes, session)
+                    run(prepared, connect(prepared, session))
                     with _around_finalizing(prepared, session, keywords):
                         if not step.forward_only:
                             finalize_gradients(step.config, models, step.num_tokens, keywords)
@@ -228,7 +223,6 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
     if session is not None:
         watchdog = session.watchdog
         agree(prepared, session, key.schedule.name)
-        start_together(step, session)
         communicator = open_channels(prepared, session)
         communicator.begin_step(lambda: key.plan, step.forward_only)
         if config.overlap_p2p_comm:
@@ -296,6 +290,8 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
         except RollbackRequired:
             assert speculation is not None
             assert connection.communicator is not None
+            if prepared.sharded is not None:
+                prepared.sharded.drop_forwards()
             pipe.discard_forwards(speculation.num_sent)
             connection.communicator.begin_again()
             speculation.roll_back()

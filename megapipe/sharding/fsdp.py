@@ -24,9 +24,6 @@ from .root import Root
 
 __all__ = ["ShardedChunks", "output_dtype"]
 
-PATIENCE = 3.0
-"""Seconds that a reduction may still take after a failure, as much as the watchdog gives other ranks."""
-
 
 class ShardedChunks(AbstractContextManager["ShardedChunks"]):
     """Around one step of chunks of which some hold modules of `fully_shard` (or of `replicate`, which is built on it).
@@ -70,16 +67,10 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            self._abandon()
-            return
-        try:
+        if kind is None:
             self._tasks.wait()
-        except BaseException:
-            self._abandon()
-            raise
-        for root in self._roots():
-            root.end()
+            for root in self._roots():
+                root.end()
 
     def gather(self, chunk: int) -> None:
         """Start to gather the parameters of a chunk, ahead of its first forward."""
@@ -104,10 +95,10 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
         """Until the process groups are free for others to use."""
         self._tasks.wait()
 
-    def _abandon(self) -> None:
-        self._tasks.abandon()
+    def drop_forwards(self) -> None:
+        """The step begins again, with other weights. Nothing but forwards has run."""
         for root in self._roots():
-            root.abandon()
+            root.drop_forwards()
 
     def _roots(self) -> Iterator[Root]:
         for roots in self._chunks:
@@ -143,11 +134,6 @@ class _Tasks:
 
         self._threads.append(threading.Thread(target=run, name="megapipe-fsdp", daemon=True))
         self._threads[-1].start()
-
-    def abandon(self) -> None:
-        """After a failure. The replicas may not come to what is left, so give them a moment and no more."""
-        for thread in self._threads:
-            thread.join(PATIENCE)
 
     def wait(self) -> None:
         for thread in self._threads:

@@ -49,20 +49,11 @@ class PrivateRoot(Root):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
 
-    def abandon(self) -> None:
+    def drop_forwards(self) -> None:
         self._restore()
-        for state in self._states:
-            state._training_state = type(state._training_state).IDLE
+        self._wait_for_gathers()
         for group in self._groups:
-            group.wait_for_unshard()  # the replicas have begun the step too
-            group._training_state = self._state._training_state
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
             group.reshard()
-        self._context.iter_forward_root = None
-        self._context.post_backward_final_callback_queued = False
         self._forget_forwards()
 
     def _finish_backwards(self) -> None:

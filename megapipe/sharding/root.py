@@ -110,8 +110,8 @@ class Root:
             for unused in self._unused:
                 unused.forget_zeros()
 
-    def abandon(self) -> None:
-        """After a failure: sharded parameters, no gradients of the step, and FSDP2 as before a forward."""
+    def drop_forwards(self) -> None:
+        """Before they run again: sharded parameters, and FSDP2 as before a forward."""
         self._restore()
         reduced_before = [(one.sharded_param, one.sharded_param.grad) for one in self._parameters()]
         self._module.reset_iter_state()

@@ -76,9 +76,6 @@ def data_iterators(
         inputs, labels: names in each batch.
         spec: a dimension for all, or by name.
 
-    After a step that failed, the next one begins with the next batch, the same on all ranks; a batch whose reading
-    raised counts as one. So `batches` should go on after it has raised, as a DataLoader does and a generator cannot.
-
     Returns:
         The iterators, or None for a chunk that needs no data.
 
@@ -99,43 +96,34 @@ def data_iterators(
 
 
 class _Reader:
-    """The batches of one rank, each kept until all iterators over its microbatches are past it."""
+    """The batches of one rank. All iterators over its microbatches go through one before any goes on to the next."""
 
     def __init__(self, batches: Iterable[Mapping[str, Any]], cut: Callable[[Any], list[dict[str, Any]]]) -> None:
         self.iterators: list[_Microbatches] = []
         self._batches = batches
         self._cut = cut
         self._source: Iterator[Any] | None = None
-        self._num_read = 0
-        self._kept: dict[int, list[dict[str, Any]] | Exception] = {}
+        self._number = -1  # of the batch read last
+        self._microbatches: list[dict[str, Any]] = []
 
     def batch(self, number: int) -> list[dict[str, Any]]:
-        """Its microbatches. Raises what reading it raised, for each iterator."""
-        while self._num_read <= number:
-            self._read(is_wanted=self._num_read == number)
-        found = self._kept[number]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        """Its microbatches."""
+        if number > self._number:
+            if any(iterator.batch < number for iterator in self.iterators):
+                raise ValueError(
+                    "the last step failed within its batch, of which the two ends of the pipeline have taken different "
+                    "parts: make new data_iterators."
+                )
+            if self._source is None:
+                self._source = iter(self._batches)
+            self._microbatches = self._cut(next(self._source))
+            self._number = number
+        return self._microbatches
 
     def forget(self) -> None:
-        first = min(iterator.batch for iterator in self.iterators)
-        self._kept = {number: found for number, found in self._kept.items() if number >= first}
-
-    def _read(self, is_wanted: bool) -> None:
-        if self._source is None:
-            self._source = iter(self._batches)
-        found: list[dict[str, Any]] | Exception = []
-        try:
-            batch = next(self._source)
-            if is_wanted:
-                found = self._cut(batch)
-        except StopIteration:
-            raise
-        except Exception as error:
-            found = error
-        self._kept[self._num_read] = found
-        self._num_read += 1
+        """Drop a batch that all iterators are past."""
+        if all(iterator.batch > self._number for iterator in self.iterators):
+            self._microbatches = []
 
 
 class _Microbatches(Iterator[dict[str, Any]]):
@@ -150,29 +138,13 @@ class _Microbatches(Iterator[dict[str, Any]]):
         reader.iterators.append(self)
 
     def __next__(self) -> dict[str, Any]:
-        try:
-            microbatches = self._reader.batch(self.batch)
-        except StopIteration:
-            raise
-        except Exception:
-            self.skip_to(self.batch + 1)
-            raise
+        microbatches = self._reader.batch(self.batch)
         microbatch = microbatches[self._num_taken]
         self._num_taken += 1
         if self._num_taken == len(microbatches):
-            self.skip_to(self.batch + 1)
-        return {name: microbatch[name] for name in self._names}
-
-    @property
-    def next_batch(self) -> int:
-        """The number of the first batch of which nothing has been taken."""
-        return self.batch + (self._num_taken > 0)
-
-    def skip_to(self, batch: int) -> None:
-        """Go on with the first microbatch of a batch, of this number, or stay where that is passed already."""
-        if batch > self.batch:
-            self.batch, self._num_taken = batch, 0
+            self.batch, self._num_taken = self.batch + 1, 0
             self._reader.forget()
+        return {name: microbatch[name] for name in self._names}
 
 
 def _look_up(batch: Mapping[str, Any], name: str) -> Any:

@@ -93,8 +93,6 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self._pending: _Pending | None = None
         self._was_rolled_back = False  # by a call of `finalize` on this rank, not yet on the others
         self._is_finite = True
-        self.num_gathers = 0
-        """How many all-gathers of norms this rank has taken part in, finished or not."""
         self._waits = False
         """Whether the last step was clipped or skipped: then the next one waits for its norm."""
 
@@ -123,7 +121,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
                 "config.post_validated_optimizer to it on every rank, or call finalize() before each further step."
             )
         self._was_rolled_back = False
-        sums, work = self._gather(power_sum(self.models, self.norm_type))
+        sums, work = gather_power_sums(power_sum(self.models, self.norm_type), self._group, async_op=True)
         if work is None or self._waits:
             self._conclude(sums, work, check_failures)
             if self._is_finite:
@@ -154,15 +152,6 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self.finalize()
         self._was_rolled_back = False
 
-    def catch_up(self, num_gathers: int) -> None:
-        """Make the weights final on all ranks after a step that failed, where one of them has taken part in
-        `num_gathers` norms. A norm without this rank belongs to a step that this rank did not make: it is rolled back
-        on all others."""
-        while self.num_gathers < num_gathers:
-            _, work = self._gather(torch.full((), math.nan, dtype=torch.float64, device=device_of(self.models)))
-            work.wait()
-        self.finalize_everywhere()
-
     def validate(self, check: Callable[[], None]) -> bool:
         """`finalize` for a schedule.
 
@@ -192,11 +181,6 @@ class PostValidatedOptimizer(PipelinedOptimizer):
                 roll_back()
             self.num_steps -= 1
         return True
-
-    def _gather(self, own: Tensor) -> tuple[Tensor, Any]:
-        """The power sums of all ranks, and the collective to wait for; None for a pipeline of one rank."""
-        self.num_gathers += 1
-        return gather_power_sums(own, self._group, async_op=True)
 
     def _conclude(self, sums: Tensor, work: Any, check: Callable[[], None]) -> None:
         """Read the norm: whether its step is to be skipped, and whether the next one waits.

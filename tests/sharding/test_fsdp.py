@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import needs_fsdp_on_cpu, needs_graphs
-from models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, forward_step, loss_of, run
+from models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, loss_of, run
 from ranks import RankPool, on_ranks
 from replicas import (
     NUM_LAYERS,
@@ -254,32 +254,6 @@ def test_recomputed_unused_and_frozen(rank: int) -> None:
                         assert parameter.grad is None, f"{schedule}, {name}"
                     else:
                         assert torch.equal(full(parameter.grad), want), f"{schedule}, {name}"
-
-
-@on_ranks(2)
-def test_a_step_after_one_that_failed(rank: int) -> None:
-    """The failed step leaves the gradients as they were, and the next one finds everything in place."""
-    use_mesh(pp=1, dp=2)
-    num_calls = 0
-
-    def failing(data_iterator: Any, model: nn.Module) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        output, loss_func = forward_step(data_iterator, model)
-        if num_calls % 2 == 0:
-            raise ZeroDivisionError("a mistake")
-        return output, loss_func
-
-    for schedule in ("1f1b", "zb1p"):
-        chunks = shard(build_replicas(schedule, 1))
-        run(schedule, chunks, 3)
-        before = [full(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
-        with pytest.raises(ZeroDivisionError):
-            run(schedule, chunks, 3, forward_step_func=failing)
-        after = [full(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
-        assert all(torch.equal(one, other) for one, other in zip(before, after))
-        chunks[0].zero_grad()
-        train_and_compare(schedule, chunks, full, num_steps=2, optimizer_of=LocalAdamW)
 
 
 @pytest.mark.skipif(share_comm_ctx is None, reason="this torch has no share_comm_ctx")

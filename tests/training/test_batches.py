@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import assert_same_gradients, batches, build, loss_of, reference, run
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
-from megapipe import PipelineError, StageInfo
+from megapipe import StageInfo
 from megapipe.training import data_iterators, split_batch
 
 
@@ -134,105 +133,48 @@ def test_a_name_that_is_not_there() -> None:
 
 
 class Loader:
-    """The batches of steps 0, 1, 2 and on. Step 1's cannot be read where `bad` is set, and the next one can."""
+    """The batches of steps 0, 1, 2 and on. Step 1's cannot be read, and the next one can."""
 
-    def __init__(self, bad: bool = False) -> None:
+    def __init__(self) -> None:
         self.step = -1
-        self.bad = bad
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> dict[str, Tensor]:
         self.step += 1
-        if self.bad and self.step == 1:
+        if self.step == 1:
             raise OSError("bad block")
         step = list(batches(4, self.step))
         return {name: torch.cat([one[name] for one in step], dim=1) for name in ("tokens", "labels")}
 
 
-def after_a_failure(rank: int, schedule: str, pp_size: int, fails: str) -> None:
-    """Step 0 succeeds, step 1 fails, and step 2 comes out as it should."""
-    num_calls = 0
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if fails == "first stage" and model.info.is_first and num_calls == 4 + 3:
-            raise OSError("bad sample")
-        output, loss = forward_step(data_iterator, model)
-
-        def failing_loss(output: Tensor) -> Any:
-            if fails == "last stage" and num_calls > 4 * len(chunks):
-                raise OSError("bad sample")
-            return loss(output)
-
-        return output, failing_loss
-
-    def finalize(*args: object) -> None:
-        if fails == "behind the others" and num_calls > 4 and rank == 0:
-            dist.barrier()  # the others have left the step
-            raise OSError("bad disk")
-
-    chunks = build(schedule, pp_size, 4, 2 // pp_size, finalize_model_grads_func=finalize)
-    loader = Loader(bad=fails == "loader" and rank == 0)
-    infos = [chunk.info for chunk in chunks]
-    iterators = data_iterators(loader, 4, infos, inputs=["tokens"], labels=["labels"], spec=1)
-    run(schedule, chunks, 4, forward_step_func=step, data_iterator=iterators)
-    if fails == "behind the others" and rank:
-        run(schedule, chunks, 4, forward_step_func=step, data_iterator=iterators)
-        dist.barrier()
-    with pytest.raises((OSError, PipelineError), match="bad"):
-        run(schedule, chunks, 4, forward_step_func=step, data_iterator=iterators)
-    fails = "nowhere"
+@on_ranks(1)
+def test_a_batch_that_cannot_be_read(rank: int) -> None:
+    """A loader that raised once had ended for good."""
+    chunks = build("looped_bfs", 1, 4, 2)
+    iterators = data_iterators(
+        Loader(), 4, [chunk.info for chunk in chunks], inputs=["tokens"], labels=["labels"], spec=1
+    )
+    run("looped_bfs", chunks, 4, forward_step_func=forward_step, data_iterator=iterators)
+    with pytest.raises(OSError, match="bad block"):
+        run("looped_bfs", chunks, 4, forward_step_func=forward_step, data_iterator=iterators)
     for chunk in chunks:
         chunk.zero_grad()
-    run(schedule, chunks, 4, forward_step_func=step, data_iterator=iterators)
+    run("looped_bfs", chunks, 4, forward_step_func=forward_step, data_iterator=iterators)
     assert_same_gradients(chunks, reference(4, 4, seeds=(2,))[0])
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pp_size", "fails"),
-    [
-        ("looped_bfs", 1, "last stage"),
-        ("looped_bfs", 1, "loader"),
-        ("1f1b", 2, "last stage"),
-        ("1f1b", 2, "first stage"),
-        ("1f1b", 2, "loader"),
-        ("1f1b", 2, "behind the others"),
-    ],
-)
-def test_the_step_after_a_failure_begins_with_the_next_batch(
-    ranks: RankPool, schedule: str, pp_size: int, fails: str
-) -> None:
-    """The two ends of the pipeline stop in different places of a batch, and went on from there: inputs were paired with
-    the labels of other samples ever after. A loader that raised once had ended for good."""
-    ranks.run(pp_size, after_a_failure, schedule, pp_size, fails)
-
-
 def test_iterators_over_one_batch() -> None:
-    """Each end takes its own time, both see an error in reading, and skipped batches are not cut."""
-    loader = ({"x": torch.full((size,), float(number))} for number, size in enumerate((4, 3, 4, 4)))
+    """Each end takes its own time within a batch. After a step that failed, inputs were paired with the labels of other
+    samples ever after."""
+    loader = ({"x": torch.full((4,), float(number))} for number in range(3))
     stages = [StageInfo(0, 2), StageInfo(1, 2)]
     first, last = data_iterators(loader, 2, stages, inputs=["x"], labels=["x"])
-    assert [next(first)["x"][0] for _ in range(2)] == [0, 0]
-    assert (first.next_batch, last.next_batch) == (1, 0)
-    with pytest.raises(ValueError, match="the 3 samples"):
+    assert [next(one)["x"][0] for one in (first, first, last, last, first)] == [0, 0, 0, 0, 1]
+    next(first)
+    with pytest.raises(ValueError, match=r"failed within its batch.*make new data_iterators"):
         next(first)
-    next(last)
-    assert (first.next_batch, last.next_batch) == (2, 1)
-    next(last)
-    with pytest.raises(ValueError, match="the 3 samples"):
-        next(last)
-    assert [next(one)["x"][0] for one in (first, last)] == [2, 2]
-    for one in (first, last):
-        one.skip_to(1)  # that is passed
-        assert next(one)["x"][0] == 2
-        one.skip_to(3)
-        assert next(one)["x"][0] == 3
-        one.skip_to(7)
-        with pytest.raises(StopIteration):
-            next(one)
 
 
 @dataclasses.dataclass

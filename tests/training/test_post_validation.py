@@ -6,7 +6,6 @@ import copy
 import itertools
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -35,7 +34,6 @@ from megapipe import (
 )
 from megapipe.plan import make_plan
 from megapipe.runtime.rollback import validation_points
-from megapipe.runtime.session import _sessions
 
 
 def forward_step(data_iterator: Iterator[dict[str, Any]], model: Stage) -> tuple[Tensor, Any]:
@@ -299,73 +297,6 @@ def test_steps_that_no_schedule_validates(rank: int) -> None:
     chunks[0].config.post_validated_optimizer = optimizer
     assert copy.deepcopy(chunks[0]).config.post_validated_optimizer is optimizer
     assert PipelineConfig.of(object()).post_validated_optimizer is None
-
-
-def after_a_failure(rank: int, is_post_validated: bool, failing_rank: int, at: int) -> list[Tensor]:
-    """Every step is to be clipped. One rank fails in the next one, before it has heard of that."""
-
-    def bad(data_iterator: Any) -> Iterator[Any]:
-        for number, batch in enumerate(data_iterator):
-            if rank == failing_rank and number == at:
-                raise OSError("bad sample")
-            yield batch
-
-    chunks = build("1f1b", 2, 4, deferred=True)
-    if is_post_validated:
-        optimizer: Any = validated(PostValidatedOptimizer(chunks, momentum, 0.01), chunks)
-    else:
-        optimizer = PipelinedOptimizer(chunks, momentum)
-    for step in range(3):
-        if step:
-            optimizer._waits = False  # so that no step waits for its norm
-            with pytest.raises((OSError, megapipe.PipelineError)):
-                run("1f1b", chunks, 4, data_iterator=bad(batches(4, step)))
-            optimizer.zero_grad()
-        run("1f1b", chunks, 4, seed=step)
-        if not is_post_validated:
-            clip_grad_norm_(chunks, 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.finalize()
-    return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-
-
-@pytest.mark.parametrize(("failing_rank", "at"), [(1, 0), (0, 1)])
-@on_ranks(2)
-def test_a_failure_before_the_validation(rank: int, failing_rank: int, at: int) -> None:
-    """One rank had validated its last step when another failed, which had not. In the step after that, the one began
-    again and the other did not: each waited for the other until the time limit, from then on in every step."""
-    expected, weights = (after_a_failure(rank, is_post_validated, failing_rank, at) for is_post_validated in (0, 1))
-    assert all(torch.equal(one, other) for one, other in zip(weights, expected))
-
-
-@on_ranks(2)
-def test_a_step_that_not_all_ranks_have_made_is_rolled_back(rank: int) -> None:
-    """A rank that heard of a failure before its optimizer step did not make it, and the others waited for its part in
-    the norm."""
-    chunks = build("zbv", 2, 4, deferred=True)
-    optimizer = validated(PostValidatedOptimizer(chunks, momentum, MAX_NORM), chunks)
-    weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-    run("zbv", chunks, 4)
-    if rank == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(ValueError, match="data_iterator ended"):
-            run("zbv", chunks, 4, data_iterator=iter([]))
-    else:
-        (session,) = _sessions.values()
-        while session.watchdog.failure is None:
-            time.sleep(0.01)
-        with pytest.raises(megapipe.PipelineError):
-            optimizer.step()
-    optimizer.zero_grad()
-    run("zbv", chunks, 4, forward_only=True)
-    assert optimizer.num_steps == 0
-    assert all(torch.equal(one, p) for one, p in zip(weights, (p for chunk in chunks for p in chunk.parameters())))
-    run("zbv", chunks, 4)
-    optimizer.step()
-    optimizer.finalize()
-    assert optimizer.num_steps == 1
 
 
 class CountingInGroups(torch.optim.SGD):
