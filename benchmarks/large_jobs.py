@@ -28,8 +28,8 @@ from unittest import mock
 
 from torch.distributed import PrefixStore, TCPStore
 
-from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, World, helper_thread
-from megapipe.failures.world import Failure
+from megapipe.failures import Agreement, Board, InterruptibleStore, Mailbox, Watchdog, helper_thread
+from megapipe.failures.board import Failure
 
 from .control_plane import serve
 from .tables import FOLDER, save_table
@@ -116,10 +116,9 @@ def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> Non
     sys.stderr = io.StringIO()  # where each of them says that it aborts its process groups
     job = SimpleNamespace(group=SimpleNamespace(WORLD=Group(0, num_ranks)))
     mock.patch("megapipe.failures.helper_thread.dist", job).start()
-    mock.patch("megapipe.failures.world._world", SimpleNamespace(pg_map=Everything())).start()
-    mock.patch("megapipe.failures.world.abort_process_groups").start()
+    mock.patch("megapipe.failures.board.abort_process_groups").start()
     mock.patch("megapipe.failures.store._lock", nullcontext()).start()  # each rank has a connection of its own
-    mock.patch("megapipe.failures.world.StoreAlarm", NoAlarm).start()  # which is a thread of each rank's own process
+    mock.patch("megapipe.failures.board.StoreAlarm", NoAlarm).start()  # which is a thread of each rank's own process
     tasks: list[Callable[[], None]] = []
     begin_tasks = mock.patch.object(helper_thread, "begin", tasks.append)
     begin_tasks.start()
@@ -139,8 +138,8 @@ def play(connection: Connection, port: int, ranks: range, num_ranks: int) -> Non
         helper_thread.begin(task)
     connection.recv()
     if 0 in ranks:
-        members[0].world.publish(Failure("rank 0 failed", list(range(PIPELINE))))
-    while any(member.world.failure is None for member in members):
+        members[0].board.publish(Failure("rank 0 failed", members[0].name))
+    while any(member.board.failure is None for member in members):
         time.sleep(0.02)
     connection.send(None)
     with suppress(EOFError):
@@ -168,33 +167,23 @@ class NoAlarm:
         pass
 
 
-class Everything:
-    def __contains__(self, item: object) -> bool:
-        return True
-
-
 class Member:
     """What one rank has of megapipe, without torch.distributed around it."""
 
     def __init__(self, rank: int, num_ranks: int, store: TCPStore) -> None:
         pipeline, pp_rank = divmod(rank, PIPELINE)
-        with mock.patch("megapipe.failures.world._get_default_store", return_value=store):
-            self.world = World(Group(rank, num_ranks))  # type: ignore[arg-type]
-        part = PrefixStore(f"pipeline {pipeline}", store)
-        own = InterruptibleStore(part, pp_rank, PIPELINE, lambda: self._watchdog.check())
+        self.board = Board(rank, num_ranks, store, has_ended=lambda: False)
+        self.name = f"pipeline {pipeline}"
+        own = InterruptibleStore(PrefixStore(self.name, store), pp_rank, PIPELINE, lambda: self._watchdog.check())
         ranks = range(pipeline * PIPELINE, (pipeline + 1) * PIPELINE)
-        self._watchdog = Watchdog(own, Progress(), lambda: None, lambda: False, self.world, ranks)
+        self._watchdog = Watchdog(self.board, self.name, ranks, own, lambda: None, lambda: False)
         self._mailbox = Mailbox(own, self._watchdog)
         self._agreement = Agreement(self._mailbox, self._watchdog)
 
     def begin_step(self) -> None:
-        """The part of it that all ranks make together: see `agree` and `start_together` in `runtime`."""
-        self._watchdog.progress.begin_step()
+        """The part of it that all ranks make together."""
         with self._watchdog.step():
             self._agreement.agree({f"argument {number}": "as on the other ranks" for number in range(16)})
-            self._mailbox.post("progress, training", "[0, 0]")
-            self._mailbox.collect("progress, training")
-        self._watchdog.progress.end_step()
 
 
 if __name__ == "__main__":

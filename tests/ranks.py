@@ -132,6 +132,20 @@ def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., Any]], Cal
     return decorate
 
 
+def start_again() -> None:
+    """New process groups, as after a restart of all processes: a failure ends the old ones. On all ranks of a test."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    import megapipe
+
+    store, rank, num_ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    megapipe.parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    number = store.add(f"starts of {rank}", 1)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"start {number}", store), rank=rank, world_size=num_ranks)
+
+
 @dataclass(frozen=True)
 class _Body:
     """The function inside a test, found on the ranks by its name: what bears that name in the module is the test."""
@@ -160,9 +174,10 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
 
     gc.freeze()  # what is imported stays: tests that collect garbage need not search it
     torch.set_num_threads(1)
-    megapipe.failures.watchdog.PATIENCE = 1.0  # on one machine news travels fast
+    megapipe.failures.board.PATIENCE = 1.0  # on one machine news travels fast
+    megapipe.failures.board.LOOK = 0.05
+    megapipe.failures.agreement.PATIENCE = PATIENCE  # but a machine may be busy
     megapipe.failures.helper_thread.TICK = 0.05
-    megapipe.failures.world.LOOK = 0.05
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     while True:
@@ -192,7 +207,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             if hasattr(debug, "_clear_sharding_prop_cache"):
                 debug._clear_sharding_prop_cache()  # of meshes whose process groups are gone
         for session in list(megapipe.runtime.session._sessions.values()):
-            session._end()  # the threads of its connections would slow down the next job
+            session.close()  # the threads of its connections would slow down the next job
         try:
             jobs.send((result, text))
         except Exception:  # an exception that cannot be pickled

@@ -2,26 +2,27 @@
 
 from .agreement import Agreement
 from .all_ranks import AllRanks
+from .board import Board, join_ranks
 from .errors import PipelineError, is_disk_full
 from .mailbox import Mailbox
 from .progress import Progress
 from .status import add_status_command
 from .store import InterruptibleStore
 from .watchdog import Watchdog, check_failures, collective, single_rank_step
-from .world import World
 
 __all__ = [
     "Agreement",
     "AllRanks",
+    "Board",
     "InterruptibleStore",
     "Mailbox",
     "PipelineError",
     "Progress",
     "Watchdog",
-    "World",
     "add_status_command",
     "check_failures",
     "collective",
     "is_disk_full",
+    "join_ranks",
     "single_rank_step",
 ]

@@ -1,21 +1,27 @@
-"""All ranks of a pipeline are called with the same arguments, or all of them fail.
+"""All ranks of a pipeline are called with the same arguments, or all of them refuse the step.
 
 Nothing is exchanged while a rank's arguments stay as they were. When they change on one rank, it posts them and asks
-the others for theirs. Ranks whose arguments did not change answer from their helper threads.
+the others for theirs. Ranks whose arguments did not change answer from their helper threads, and compute meanwhile.
+Where all ranks exchange, as in the first step, none computes: a disagreement, or a mistake that one of them has found,
+is raised by all, and the next step may be better.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from .errors import DisagreementError
+from .board import join_ranks
+from .errors import DisagreementError, PipelineError
 from .mailbox import Mailbox
 from .watchdog import Watchdog
-from .world import join_ranks
 
 __all__ = ["Agreement"]
+
+PATIENCE = 10.0  # seconds that a rank waits for the others to hear of its mistake, until it ends the pipeline by it
 
 
 class Agreement:
@@ -31,9 +37,22 @@ class Agreement:
         self._history: list[tuple[int, dict[str, str]]] = [(0, {})]
         """This rank's last two sets of arguments, each with the step from which on it has them."""
         self._known_step = 0  # the last step of this rank whose arguments are in `_history`
+        self._all_ask = True  # in this step all ranks exchange, and nobody has to be told
         self._posted: list[int] = []  # the steps whose arguments this rank has in the mailbox
         self._answered: dict[int, int] = {}  # by rank, the step of its last request
         watchdog.subscribe(self._answer)
+
+    @contextmanager
+    def mistakes(self) -> Iterator[None]:
+        """Around a step: the other ranks are told of an exception before they agree."""
+        step = self._watchdog.progress.step
+        try:
+            yield
+        except Exception as error:
+            if self._known_step < step and self._is_alone() and self._watchdog.board.failure is None:
+                with suppress(Exception):  # then it ends the pipeline
+                    self._exchange({}, self._watchdog.told(error), PATIENCE)
+            raise
 
     def agree(self, arguments: dict[str, str]) -> None:
         """Check that ranks that have an argument in common have the same value for it.
@@ -43,24 +62,42 @@ class Agreement:
 
         Raises:
             ValueError: they differ. Raised on every rank.
-            PipelineError: a rank did not begin this step within the time limit, or failed.
+            PipelineError: a rank did not begin this step within the time limit, made a mistake, or failed.
         """
+        with self._lock:
+            if not self._all_ask and arguments == self._history[-1][1]:
+                self._known_step = self._watchdog.progress.step
+                return
+        wrong = self._exchange(arguments)
+        if wrong is not None:
+            raise wrong
+
+    def _exchange(
+        self, arguments: dict[str, str], mistake: str | None = None, timeout: float | None = None
+    ) -> Exception | None:
+        """Post this rank's arguments, or its mistake, and collect those of all. Returns what is wrong with them."""
         step = self._watchdog.progress.step
         with self._lock:
-            has_asked, self._known_step = self._known_step > 0, step
-            if has_asked and arguments == self._history[-1][1]:
-                return
+            all_ask, self._known_step = self._all_ask, step
             self._history = [self._history[-1], (step, arguments)]
             self._mailbox.post("request", str(step))  # all have answered the one before
-            self._post(step)
-        if has_asked:  # in a first step all ask, and nobody has to be told
+            self._post(step, waits=True, mistake=mistake)
+        if not all_ask:
             self._watchdog.notify()
-        everybody = self._mailbox.collect(f"arguments {step}", f"began step {step}")
+        texts = self._mailbox.collect(f"arguments {step}", f"began step {step}", timeout)
+        everybody = [json.loads(text) for text in texts]
+        wrong = _find_wrong(everybody)
         with self._lock:
-            if not has_asked:
+            if all_ask:
                 self._answered = dict.fromkeys(range(len(everybody)), step)
             self._withdraw(before=step)  # all ranks have come to this exchange
-        _compare([json.loads(text) for text in everybody])
+            self._all_ask = wrong is not None and all(one["waits"] for one in everybody)
+        self._watchdog.is_refused = self._all_ask and self._is_alone()
+        return wrong
+
+    def _is_alone(self) -> bool:
+        """Whether there are no other pipelines, which may have begun to compute."""
+        return len(self._watchdog.ranks) == self._watchdog.board.size
 
     def _answer(self) -> bool:
         """Post this rank's arguments where others have asked for them. Returns whether all have their answer."""
@@ -74,14 +111,16 @@ class Agreement:
                     is_ahead = True  # this rank has still to come to that step
                 elif step > last:
                     if step not in self._posted:
-                        self._post(step)
+                        self._post(step, waits=False)
                     self._answered[rank] = step
                     self._withdraw(before=last)  # all had come to that exchange before this one was asked for
             return not is_ahead
 
-    def _post(self, step: int) -> None:
+    def _post(self, step: int, waits: bool, mistake: str | None = None) -> None:
         arguments = next(arguments for since, arguments in reversed(self._history) if since <= step)
-        self._mailbox.post(f"arguments {step}", json.dumps(arguments))
+        self._mailbox.post(
+            f"arguments {step}", json.dumps({"arguments": arguments, "waits": waits, "mistake": mistake})
+        )
         self._posted.append(step)
 
     def _withdraw(self, before: int) -> None:
@@ -92,13 +131,17 @@ class Agreement:
         self._posted = [step for step in self._posted if step >= before]
 
 
-def _compare(everybody: Sequence[dict[str, str]]) -> None:
-    """Raises DisagreementError where two ranks have different values for an argument."""
-    for name in sorted({name for one in everybody for name in one}):
+def _find_wrong(everybody: Sequence[dict[str, Any]]) -> Exception | None:
+    """The first mistake of a rank, or else an argument for which two ranks have different values."""
+    for one in everybody:
+        if one["mistake"] is not None:
+            return PipelineError(one["mistake"])
+    for name in sorted({name for one in everybody for name in one["arguments"]}):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, one in enumerate(everybody):
-            if name in one:
-                ranks_by_value.setdefault(one[name], []).append(rank)
+            if name in one["arguments"]:
+                ranks_by_value.setdefault(one["arguments"][name], []).append(rank)
         if len(ranks_by_value) > 1:
             values = "; ".join(f"{value} on {join_ranks(ranks)}" for value, ranks in ranks_by_value.items())
-            raise DisagreementError(f"the ranks of the pipeline disagree on {name}: {values}. Make them the same.")
+            return DisagreementError(f"the ranks of the pipeline disagree on {name}: {values}. Make them the same.")
+    return None

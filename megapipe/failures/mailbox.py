@@ -1,22 +1,23 @@
-"""Short texts that the ranks of a session leave for each other in the store."""
+"""Short texts that the ranks of a pipeline leave for each other in the store."""
 
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Sequence
 
 from torch.distributed import DistStoreError
 
+from .board import join_ranks
 from .errors import NoResponseError
 from .store import InterruptibleStore
 from .watchdog import Watchdog
-from .world import join_ranks
 
 __all__ = ["Mailbox"]
 
 
 class Mailbox:
-    """Waits here end when the session fails, and after `watchdog.timeout` seconds.
+    """Waits here end when a rank fails, and after `watchdog.timeout` seconds.
 
     Args:
         watchdog: polled after each wait, as a rank may have posted a text and then given up.
@@ -41,21 +42,24 @@ class Mailbox:
         keys = [f"{name} {rank}" for rank in range(self.pp_size)]
         return self._read(keys) if self._store.check(keys) else None
 
-    def collect(self, name: str, reached: str | None = None) -> list[str]:
+    def collect(self, name: str, reached: str | None = None, timeout: float | None = None) -> list[str]:
         """Wait for the texts of all ranks, and return them by rank.
 
         Args:
             reached: what the ranks have done when they post it, for the error where one does not.
+            timeout: if it is shorter than the watchdog's.
         """
-        return self._collect(name, range(self.pp_size), reached)
+        return self._collect(name, range(self.pp_size), reached, timeout)
 
     def collect_from(self, rank: int, name: str) -> str:
         """Wait for that rank's text."""
-        return self._collect(name, [rank], None)[0]
+        return self._collect(name, [rank])[0]
 
-    def _collect(self, name: str, ranks: Sequence[int], reached: str | None) -> list[str]:
+    def _collect(
+        self, name: str, ranks: Sequence[int], reached: str | None = None, timeout: float | None = None
+    ) -> list[str]:
         keys = [f"{name} {rank}" for rank in ranks]
-        timeout = self._watchdog.timeout
+        timeout = min(self._watchdog.timeout, timeout or math.inf)
         try:
             self._store.wait(keys, datetime.timedelta(seconds=timeout))
         except DistStoreError:

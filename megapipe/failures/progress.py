@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-__all__ = ["DeviceWaits", "Progress"]
+__all__ = ["DeviceWaits", "Progress", "report"]
 
 
 @dataclass(slots=True)
@@ -16,7 +17,7 @@ class Progress:
     """Written by the main thread, read by the watchdog."""
 
     step: int = 0
-    """How many steps of the session have begun."""
+    """How many steps have begun."""
     action: object = None
     """The action begun last, which prints like "2B1". None outside a step."""
     awaited: str | None = None
@@ -30,6 +31,41 @@ class Progress:
 
     def end_step(self) -> None:
         self.action, self.awaited, self.peer = None, None, None
+
+    def as_json(self) -> str:
+        action = None if self.action is None else str(self.action)
+        return json.dumps({**asdict(self), "action": action})
+
+
+def report(everybody: Sequence[Progress | None], have_begun: Sequence[bool]) -> str:
+    """Where every rank of a pipeline is.
+
+    Args:
+        everybody: by rank, None for one that has not told.
+        have_begun: by rank, whether it was ever in a step.
+    """
+    places = [_place(*one) for one in zip(everybody, have_begun)]
+    lines = []
+    for rank, one in enumerate(everybody):
+        if one is None or one.awaited is None:
+            lines.append(f"rank {rank} is {places[rank]}")
+        elif one.peer is None:
+            lines.append(f"rank {rank} waits for {one.awaited}")
+        else:
+            lines.append(f"rank {rank} waits for {one.awaited} from rank {one.peer}, which is {places[one.peer]}")
+    is_outside = any("any step" in place for place in places)
+    question = " Does every rank call the schedule equally often?" if is_outside else ""
+    return "; ".join(lines) + "." + question
+
+
+def _place(progress: Progress | None, has_begun: bool) -> str:
+    if progress is None:
+        # A living process would have told, whatever its main thread does.
+        silent = "silent: its process ended without a word (killed, or out of memory?), or stands still"
+        return silent if has_begun else "still to begin any step"
+    if progress.action is None:
+        return f"outside any step, after {progress.step} of them"
+    return f"at {progress.action}"
 
 
 class _DeviceWait(NamedTuple):

@@ -1,7 +1,7 @@
 """The command `megapipe status`: where every rank of a running job is, also while it hangs.
 
-It reads what the helper threads of the ranks write into the job's store every few seconds (see `world`), and asks them
-for nothing.
+It reads what the helper threads of the ranks write into the job's store every few seconds (see `positions`), and asks
+them for nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .world import BEAT, POSITIONS
+from .positions import BEAT, POSITIONS
 
 __all__ = ["add_status_command"]
 

@@ -1,13 +1,12 @@
 """The ranks' part of the store that torch.distributed was set up with.
 
-A wait in it ends when the session fails, also that of a transport that looks for its peers here: torch's own waits end
+A wait in it ends when the job fails, also that of a transport that looks for its peers here: torch's own waits end
 only when their time is up, and until then they block all other threads that use the store.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from . import helper_thread
 
-__all__ = ["InterruptibleStore"]
+__all__ = ["InterruptibleStore", "StoreGoneError"]
 
 TIMEOUT = datetime.timedelta(minutes=5)  # as in torch's own stores
 PAUSE = 0.05  # seconds, at most, between two looks of a rank that waits; in large jobs more
@@ -27,13 +26,17 @@ PAUSE = 0.05  # seconds, at most, between two looks of a rank that waits; in lar
 _lock = threading.RLock()  # not every store may be used by two threads at once
 
 
+class StoreGoneError(DistNetworkError):
+    """The connection to the store is closed."""
+
+
 class InterruptibleStore(Store):
-    """A store that all ranks of a session share, and nobody else. May be used by several threads.
+    """A store that all ranks of a pipeline share, and nobody else. May be used by several threads.
 
     Args:
         store: where its keys are kept.
-        pp_rank, pp_size: this rank's number in the session, and how many there are.
-        check_failure: called during waits; raises where the session has failed.
+        pp_rank, pp_size: this rank's number in the pipeline, and how many there are.
+        check_failure: called during waits; raises where a rank has failed.
     """
 
     def __init__(self, store: Store, pp_rank: int, pp_size: int, check_failure: Callable[[], None]) -> None:
@@ -43,20 +46,18 @@ class InterruptibleStore(Store):
         self._store = store
         self._check_failure = check_failure
         self._longest_pause = helper_thread.interval(PAUSE)
-        self._keys: set[str] = set()  # written by this rank
-        self._has_left = False
         self._lost: str | None = None  # why the connection was closed
 
     def set(self, key: str, value: Any) -> None:
-        with self._open(key) as store:
+        with self._open() as store:
             store.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        with self._open(key) as store:
+        with self._open() as store:
             return store.add(key, amount)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        with self._open(key) as store:
+        with self._open() as store:
             return store.compare_set(key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
@@ -65,7 +66,6 @@ class InterruptibleStore(Store):
 
     def delete_key(self, key: str) -> bool:
         with self._open() as store:
-            self._keys.discard(key)
             return store.delete_key(key)
 
     def get(self, key: str) -> bytes:
@@ -89,25 +89,11 @@ class InterruptibleStore(Store):
             time.sleep(pause)
             pause = min(2 * pause, self._longest_pause)
 
-    def leave(self) -> None:
-        """This rank will not use it any more. The last one to leave deletes the keys of all."""
-        own, count = f"left behind by {self.pp_rank}", "number of ranks that left"
-        with self._open(own, count) as store:
-            store.set(own, json.dumps(sorted(self._keys)))
-            if store.add(count, 1) == self.pp_size:
-                left_behind = [json.loads(store.get(f"left behind by {rank}")) for rank in range(self.pp_size)]
-                for key in {key for keys in left_behind for key in keys}:
-                    store.delete_key(key)
-            self._has_left = True
-
     @contextmanager
-    def _open(self, *keys: str) -> Iterator[Store]:
+    def _open(self) -> Iterator[Store]:
         with _lock:
-            if self._has_left:
-                raise DistStoreError("this rank has left the session.")
             if self._lost is not None:  # torch does not connect again, and logs its own stack for each request
-                raise DistNetworkError(self._lost)
-            self._keys.update(keys)
+                raise StoreGoneError(self._lost)
             try:
                 yield self._store
             except DistNetworkError as error:
@@ -116,4 +102,4 @@ class InterruptibleStore(Store):
                     f"torch.distributed's store is gone ({reason}): the process that held it, torchrun or a rank, was "
                     "killed or has ended, or its host is gone."
                 )
-                raise DistNetworkError(self._lost) from None
+                raise StoreGoneError(self._lost) from None

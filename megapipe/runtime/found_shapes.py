@@ -49,7 +49,7 @@ class Seen(NamedTuple):
 
 
 class FoundShapes:
-    """What has been seen in a session, by chunk. It ends with the session, on all ranks."""
+    """What has been seen in a session, by chunk."""
 
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[nn.Module, dict[object, Seen]] = WeakKeyDictionary()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import threading
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
-from ..failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, World
+from ..failures import Agreement, Board, InterruptibleStore, Mailbox, Watchdog, join_ranks
 from ..p2p_communication import Communicator
 from ..plan import Placement
 from ..transports import Members, make_transport
@@ -30,42 +29,46 @@ SAFETY = 60  # seconds that a transport waits longer than the watchdog, which sa
 
 
 class Session:
-    """One pipeline on one rank, for as long as its steps succeed.
+    """One pipeline on one rank, for as long as its process group is there.
 
-    A failed step leaves messages under way that no rank will take, so it ends the session: the next step begins another
-    one, with channels of its own. If a rank has finished its part of the step when another rank fails, it raises where
-    it clips gradients or steps its optimizer, or else in its next step. So every rank sees every session fail.
+    A failed step leaves messages under way that no rank will take, so it ends the pipeline. If a rank has finished its
+    part of the step when another rank fails, it raises where it clips gradients or steps its optimizer, or else in its
+    next step.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        world = World.current()
+        board = Board.current()
+        assert board is not None
+        board.check()
         self._group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.pp_rank = group.rank()
-        name = f"megapipe {'-'.join(map(str, self.ranks))} {_number_of(group)}"
+        number = _number_of(group)
+        name = join_ranks(self.ranks) + (f" (group {number})" if number else "")
         store = _get_default_store()
         # Counted in the store, which may outlive this process group or have known others before.
-        number = store.add(f"{name} sessions of {self.pp_rank}", 1)
-        self._torch_store = PrefixStore(f"{name} {number}", store)
+        count = store.add(f"megapipe pipelines of {name}, {self.pp_rank}", 1)
+        self._torch_store = PrefixStore(f"megapipe pipeline of {name}, {count}", store)
         self._store = InterruptibleStore(
             self._torch_store, self.pp_rank, len(self.ranks), check_failure=lambda: self.watchdog.check()
         )
-        self._progress = Progress()
-        self.watchdog = Watchdog(self._store, self._progress, self._abort, self.has_ended, world, self.ranks)
+        self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
+        self.watchdog = Watchdog(board, name, self.ranks, self._store, self._abort, self.has_ended)
+        self._progress = self.watchdog.progress
         self.mailbox = Mailbox(self._store, self.watchdog)
-        self.agree = Agreement(self.mailbox, self.watchdog).agree
+        self._agreement = Agreement(self.mailbox, self.watchdog)
+        self.agree = self._agreement.agree
         self._is_in_step = False
         self._exchanged: set[str] = set()
         self._is_device_shared = False
-        self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
         self.found_shapes = FoundShapes()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:
         """The session of the pipeline that `group` is, begun if there is none."""
         for session in list(_sessions.values()):
-            if session.has_ended() or (session._group is group and session.watchdog.has_raised):
-                session._end()
+            if session.has_ended():
+                session.close()
         if group not in _sessions:
             _sessions[group] = cls(group)
         return _sessions[group]
@@ -76,7 +79,7 @@ class Session:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step. An exception in it ends the session.
+        """Around one step. An exception in it ends the pipeline, unless all ranks refuse the step.
 
         Raises:
             ValueError: another step of this session, or of this thread, is under way.
@@ -89,18 +92,17 @@ class Session:
             )
         self._is_in_step = _this_thread.is_in_step = True
         try:
-            self._progress.begin_step()
-            with self.watchdog.step():
+            with self.watchdog.step(), self._agreement.mistakes():
                 yield
-            self._progress.end_step()
         except BaseException:
-            self._end()
+            if not self.watchdog.is_refused:
+                self._close_channels()
             raise
         finally:
             self._is_in_step = _this_thread.is_in_step = False
 
     def exchange_once(self, name: str, own: Any) -> list[Any] | None:
-        """The values of all ranks of the pipeline, by rank, at the first call under `name` in this session; after it
+        """The values of all ranks of the pipeline, by rank, at the first call under `name`; after it
         None. Collective.
 
         Args:
@@ -160,16 +162,12 @@ class Session:
         for communicator in list(self._communicators.values()):
             communicator.abort()
 
-    def _end(self) -> None:
-        if _sessions.get(self._group) is self:
-            del _sessions[self._group]
-        self._close()
-        if not self.has_ended():  # with the group the store may be gone
-            with contextlib.suppress(RuntimeError):
-                self._store.leave()
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        _sessions.pop(self._group, None)
         self.watchdog.close()
+        self._close_channels()
+
+    def _close_channels(self) -> None:
         for communicator in self._communicators.values():
             communicator.close()
         self._communicators.clear()  # with their connections: each has threads that poll
@@ -189,5 +187,5 @@ _this_thread = threading.local()
 
 @atexit.register
 def _close_sessions() -> None:
-    for session in _sessions.values():
-        session._close()
+    for session in list(_sessions.values()):
+        session.close()

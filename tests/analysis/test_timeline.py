@@ -15,7 +15,7 @@ import pytest
 import torch
 from measured import as_measured
 from models import build, run
-from ranks import RankPool
+from ranks import RankPool, start_again
 
 from megapipe import PipelineError, StageInfo, TimelineRecorder, distribute_layers
 from megapipe.analysis import BubbleSplit, Timeline, load_timeline, split_bubble
@@ -133,6 +133,8 @@ def record_a_failure(rank: int) -> int:
         run("1f1b", chunks, num_microbatches)
     with pytest.raises((ValueError, PipelineError), match="data_iterator ended"):
         run("1f1b", chunks, 2, data_iterator=iter([]))
+    start_again()
+    chunks = build("1f1b", 2, 2, record_timeline=recorder)
     run("1f1b", chunks, 2)
     return len(recorder.gather().steps)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPool, start_again
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -335,11 +335,12 @@ def told(function: Callable[[], object]) -> list[str]:
 
 
 def all_told(rank: int) -> list[list[str]]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     sentences = []
     for function in MISTAKES.values():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
         sentences.append(told(function))
         dist.barrier()
+        start_again()
     return sentences
 
 

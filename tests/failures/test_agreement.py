@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import SEQUENCE, build, run
+from models import SEQUENCE, assert_same_gradients, build, reference, run
 from ranks import RankPool, on_ranks
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megapipe.failures import Agreement, InterruptibleStore, Mailbox, Progress, Watchdog, helper_thread
+from megapipe import PipelineError
+from megapipe.failures import Agreement, Board, InterruptibleStore, Mailbox, Watchdog, helper_thread
 from megapipe.runtime.session import _sessions
 
 PP = 4
@@ -58,7 +59,7 @@ def early_leaver(rank: int) -> str:
         run("1f1b", chunks, 2 if rank == 2 else 1, forward_only=True)
         store.set("left", "1")  # rank 0 has sent its only microbatch and is gone
         (session,) = _sessions.values()
-        while session.watchdog.failure is None:
+        while session.watchdog.board.failure is None:
             time.sleep(0.01)
         run("1f1b", chunks, 1, forward_only=True)  # it raises here
 
@@ -73,15 +74,18 @@ def test_a_rank_that_has_left_its_step_still_answers(ranks: RankPool) -> None:
     ranks.run(3, early_leaver)
 
 
+def watchdog_of(own: InterruptibleStore, board: Board) -> Watchdog:
+    ranks = range(own.pp_size)
+    return Watchdog(board, "of the test", ranks, own, abort=lambda: None, has_ended=lambda: False)
+
+
 def keys_after_exchanges(rank: int) -> list[int]:
     store = _get_default_store()
-    progress = Progress()
     own = InterruptibleStore(dist.PrefixStore("exchanges", store), rank, 3, check_failure=lambda: None)
-    watching = Watchdog(own, progress, abort=lambda: None, has_ended=lambda: False)
+    watching = watchdog_of(own, Board.current())
     agreement = Agreement(Mailbox(own, watching), watching)
     num_keys = []
     for step in range(12):
-        progress.begin_step()
         with watching.step():
             agreement.agree({} if rank == 2 else {"the message from stage 0 to stage 1": str(step)})
         num_keys.append(store.num_keys())
@@ -114,6 +118,9 @@ def ranks_disagree(rank: int, what: str) -> str:
     chunks = build(schedule, PP, 4, **options)
     with pytest.raises(ValueError, match="disagree") as caught:
         run(schedule, chunks, num_microbatches, **arguments)
+    chunks = build("1f1b", PP, 4)
+    run("1f1b", chunks, 4)
+    assert_same_gradients(chunks, reference(4, 4)[0])
     return str(caught.value)
 
 
@@ -135,12 +142,40 @@ def test_ranks_that_disagree_at_the_first_step(ranks: RankPool, what: str, text:
         assert text in message
 
 
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("wrong_ranks", [[1], [0, 1]])
+@on_ranks(2)
+def test_a_mistake_before_anything_is_computed(rank: int, wrong_ranks: list[int], num_steps: int) -> None:
+    """Where all ranks ask each other, none computes before it has heard of it, and the pipeline may be used again. A
+    rank that has computed meanwhile has sent messages that nobody takes."""
+    chunks = build("1f1b", 2, 4)
+    for _ in range(num_steps):
+        run("1f1b", chunks, 4)
+    for _ in range(2):
+        wrong = 0 if rank in wrong_ranks else 4
+        with pytest.raises((ValueError, PipelineError), match="num_microbatches must be") as caught:
+            run("1f1b", chunks, wrong)
+        if "has ended" not in str(caught.value):
+            assert (caught.type is ValueError) == (rank in wrong_ranks)
+            assert rank in wrong_ranks or str(caught.value).startswith("rank 1 failed at the start of its step: Value")
+    if num_steps and len(wrong_ranks) == 1:
+        with pytest.raises(PipelineError, match=r"has ended with a failure .*num_microbatches must be"):
+            run("1f1b", chunks, 4)
+    else:
+        for chunk in chunks:
+            chunk.zero_grad()
+        run("1f1b", chunks, 4)
+        assert_same_gradients(chunks, reference(4, 4)[0])
+
+
 def one_rank_changes_its_mind(rank: int) -> str:
     chunks = build("1f1b", PP, 4)
     for _ in range(2):
         run("1f1b", chunks, 4)
     with pytest.raises(ValueError, match="disagree") as caught:
         run("1f1b", chunks, 5 if rank == 1 else 4)
+    with pytest.raises(PipelineError, match=r"has ended with a failure .*disagree.*start all processes again"):
+        run("1f1b", chunks, 4)
     return str(caught.value)
 
 
@@ -191,10 +226,15 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
     """In a first step each rank looked at the requests of each other, one by one, whenever one more had come. The store
     of a job of 8,192 ranks was busy for many seconds by that."""
     store: Any = CountingStore(HashStore())
-    watchdogs, threads = [], []
+    watchdogs: list[Watchdog] = []
+    threads = []
     for rank in range(pp_size):
         own = InterruptibleStore(store, rank, pp_size, check_failure=lambda: None)
-        watchdogs.append(Watchdog(own, Progress(step=1), abort=lambda: None, has_ended=lambda: False))
+        with mock.patch.object(helper_thread, "begin"):
+            board = Board(rank, pp_size, HashStore(), has_ended=lambda: False)
+        board._store = own
+        watchdogs.append(watchdog_of(own, board))
+        watchdogs[-1].progress.begin_step()
         agreement = Agreement(Mailbox(own, watchdogs[-1]), watchdogs[-1])
         threads.append(threading.Thread(target=agreement.agree, args=({"num_microbatches": "4"},)))
         threads[-1].start()

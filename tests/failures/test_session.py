@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import assert_same_gradients, build, forward_step, reference, run
-from ranks import RankPool, on_ranks
-from torch.distributed.distributed_c10d import _get_default_store
+from ranks import RankPool, on_ranks, start_again
 
 from megapipe import PipelineError, parallel_state
 from megapipe.runtime.session import Session
@@ -26,10 +25,7 @@ def test_ranks_meet_again_after_one_missed_a_session(rank: int) -> None:
         with pytest.raises(PipelineError):
             run("1f1b", chunks, 2)
     dist.barrier()
-    store = _get_default_store()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+    start_again()
     chunks = build("1f1b", 2, 4)
     run("1f1b", chunks, 2)
     assert_same_gradients(chunks, reference(4, 2)[0])
@@ -114,25 +110,3 @@ def a_step_within_a_step(rank: int) -> str:
 def test_a_schedule_called_within_a_step_is_refused(ranks: RankPool) -> None:
     """The next rank's forward needs what this one's returns, so it cannot come to the call within that: a hang."""
     assert ranks.run(2, a_step_within_a_step) == ["ValueError", "PipelineError"]
-
-
-def keys_after_failures(rank: int) -> list[int]:
-    chunks = build("1f1b", 2, 4)
-    num_keys = []
-
-    def failing(data_iterator: Any, model: Any) -> Any:
-        raise KeyError("no such thing")
-
-    for _ in range(4):
-        with pytest.raises((KeyError, PipelineError)):
-            run("1f1b", chunks, 3, forward_step_func=failing if rank == 1 else forward_step)
-        dist.barrier()
-        num_keys.append(_get_default_store().num_keys())
-        dist.barrier()
-    return num_keys
-
-
-def test_failed_steps_leave_nothing_in_the_store(ranks: RankPool) -> None:
-    """Each failed session left what its ranks had told each other, and the addresses of its connections."""
-    for first, *others in ranks.run(2, keys_after_failures):
-        assert others == [first] * 3

@@ -13,17 +13,17 @@ from ranks import RankPool
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe.analysis.cli import main
-from megapipe.failures import world
+from megapipe.failures import board, positions
 from megapipe.failures.status import read_positions
 
 
 def table_of_a_job_that_hangs(rank: int) -> list[str]:
     """Of two pipelines of two ranks. Rank 1 stands still in a forward, and asks where everybody is."""
-    with mock.patch.object(world, "BEAT", 0.1):
+    with mock.patch.object(positions, "BEAT", 0.1):
         chunks = build("1f1b", 2, 4)
         run("1f1b", chunks, 2)
         store = _get_default_store()
-        root = world._root(store)
+        root = board._root(store)
         address = f"{root.host}:{root.port}"
         output = io.StringIO()
 

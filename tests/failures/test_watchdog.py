@@ -1,4 +1,4 @@
-"""One failure anywhere becomes one clear error everywhere, within seconds, and the next step works."""
+"""One failure anywhere becomes one clear error everywhere, within seconds, and ends the pipeline."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import SEQUENCE, Stage, assert_same_gradients, batches, build, forward_step, reference, run
+from models import SEQUENCE, Stage, batches, build, forward_step, run
 from ranks import RankPool, on_ranks
 from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
-from megapipe.failures import InterruptibleStore, Progress, Watchdog, helper_thread, watchdog
+from megapipe.failures import Board, InterruptibleStore, Watchdog, board, helper_thread
 from megapipe.runtime.session import Session, _sessions
 from megapipe.training import GradientReducer, TiedWeights
 
@@ -49,21 +49,23 @@ def test_an_exception_on_one_rank_reaches_all(rank: int, schedule: str, failing_
     step = failing("no such thing", at) if rank == failing_rank else forward_step
     with pytest.raises((PipelineError, KeyError)) as caught:
         run(schedule, chunks, 6, forward_step_func=step)
+    message = f"rank {failing_rank} failed at {failing_rank}F{at}: KeyError: 'no such thing'"
     if rank == failing_rank:
         assert caught.type is KeyError
     else:
         assert caught.type is PipelineError
-        message = f"rank {failing_rank} failed at {failing_rank}F{at}: KeyError: 'no such thing'"
         assert str(caught.value) == message
-    # The pipeline goes on as if nothing had been.
-    for chunk in chunks:
-        chunk.zero_grad()
-    run(schedule, chunks, 4, seed=3)
-    assert_same_gradients(chunks, reference(4, 4, seeds=(3,))[0])
+    for _ in range(2):
+        with pytest.raises(PipelineError) as again:
+            run(schedule, chunks, 4)
+        assert str(again.value) == (
+            f"the pipeline has ended with a failure ({message}): start all processes again, as torchrun does, and go "
+            "on from the last checkpoint."
+        )
 
 
 def one_rank_sleeps(rank: int, stuck: int) -> str:
-    chunks = build("1f1b", PP, 4, timeout=1.0)
+    chunks = build("1f1b", PP, 4, timeout=4.0)  # time enough for the first step on a busy machine
     run("1f1b", chunks, 4)
     num_calls = 0
 
@@ -83,7 +85,7 @@ def test_a_wait_that_runs_out_says_where_every_rank_is(ranks: RankPool) -> None:
     messages = ranks.run(PP, one_rank_sleeps, 1)
     assert len(set(messages)) == 1, messages
     message = messages[0]
-    assert "waited longer than 1 s for a message" in message
+    assert "waited longer than 4 s for a message" in message
     assert "rank 1 is at 1F1" in message
     assert "rank 2 waits for the forward input of microbatch 1 from rank 1, which is at 1F1" in message
     assert "rank 0 waits for the output gradient of microbatch 0 from rank 1, which is at 1F1" in message
@@ -214,7 +216,7 @@ def test_a_killed_rank_reaches_all(ranks: RankPool) -> None:
 def wait_for_failure() -> None:
     """Until this rank's helper thread has heard of one."""
     (session,) = _sessions.values()
-    while session.watchdog.failure is None:
+    while session.watchdog.board.failure is None:
         time.sleep(0.01)
 
 
@@ -265,33 +267,6 @@ def test_a_rank_that_fails_within_its_connecting(rank: int, failing_rank: int) -
         pytest.raises((PipelineError, KeyError)),
     ):
         run("1f1b", chunks, 2)
-    run("1f1b", chunks, 2)
-    assert_same_gradients(chunks, reference(4, 2)[0])
-
-
-@on_ranks(2)
-def test_a_slow_rank_meets_the_others_again(rank: int) -> None:
-    """A rank that was slower than the time limit came to sessions that the others had given up, found their arguments
-    there and looked no further. In each it waited for a minute to connect to nobody, and was ever further behind."""
-    chunks = build("1f1b", 2, 4, timeout=1.0)
-    steps = iter([1.6 * rank])
-
-    def slow_step(data_iterator: Any, model: Any) -> Any:
-        time.sleep(next(steps, 0.0))
-        return forward_step(data_iterator, model)
-
-    num_failures = 0
-    while True:
-        for chunk in chunks:
-            chunk.zero_grad()
-        try:
-            run("1f1b", chunks, 4, forward_step_func=slow_step)
-        except PipelineError:
-            num_failures += 1
-        else:
-            break
-    assert num_failures > 0
-    assert_same_gradients(chunks, reference(4, 4)[0])
 
 
 class SilentError(Exception):
@@ -394,11 +369,6 @@ def test_no_optimizer_step_after_a_failure_elsewhere(rank: int, number: int) -> 
         with pytest.raises(PipelineError, match="rank 0 failed at the end of its step: KeyError: 'no such thing'"):
             call()
     assert all(torch.equal(p, q) for p, q in zip(weights, [p for chunk in chunks for p in chunk.parameters()]))
-    for chunk in chunks:
-        chunk.config.finalize_model_grads_func = None
-        chunk.zero_grad()
-    run("1f1b", chunks, 4)  # on both ranks: no other call has to fail first
-    assert_same_gradients(chunks, reference(4, 4)[0])
 
 
 def user_times_out(rank: int) -> str:
@@ -427,10 +397,10 @@ def test_the_watchdog_ends_with_torch_distributed(rank: int) -> None:
     store ended first, the others printed a page of warnings at the end of every run."""
     chunks = build("1f1b", 2, 4)
     run("1f1b", chunks, 2)
-    assert watchdog.watched
+    assert helper_thread._tasks
     dist.destroy_process_group()
-    time.sleep(4 * helper_thread.TICK)
-    assert not watchdog.watched
+    while helper_thread._tasks:
+        time.sleep(0.01)
 
 
 @on_ranks(2)
@@ -451,9 +421,12 @@ def test_a_time_limit_may_be_raised(rank: int) -> None:
         run("1f1b", chunks, 1, forward_step_func=slow_step)
 
 
-def watchdog_of(rank: int, store: HashStore, progress: Progress, abort: Callable[[], None]) -> Watchdog:
+def watchdog_of(rank: int, store: HashStore, abort: Callable[[], None] = lambda: None) -> Watchdog:
+    """Of a pipeline of two ranks without torch.distributed. The test calls what the helper thread calls."""
+    with mock.patch.object(helper_thread, "begin"):
+        board = Board(rank, 2, store, has_ended=lambda: False)
     own = InterruptibleStore(store, rank, 2, check_failure=lambda: None)
-    return Watchdog(own, progress, abort, has_ended=lambda: False)
+    return Watchdog(board, "ranks 0, 1", [0, 1], own, abort, has_ended=lambda: False)
 
 
 @pytest.mark.parametrize(("awaited", "order"), [(None, ["raise", "abort"]), ("a message", ["abort", "raise"])])
@@ -461,45 +434,40 @@ def test_a_rank_that_computes_raises_before_its_transport_is_aborted(awaited: st
     """The helper thread aborted communicators at once. A main thread that was just sending then used one that had been
     freed. One that waits for a message is freed by the abort only."""
     store = HashStore()
-    failing, progress = Progress(), Progress()
     found: list[str] = []
-    other = watchdog_of(1, store, failing, lambda: None)
-    own = watchdog_of(0, store, progress, lambda: found.append("abort"))
-    failing.begin_step()
-    with pytest.raises(KeyError), other.step():
+    other, own = watchdog_of(1, store), watchdog_of(0, store, lambda: found.append("abort"))
+    with pytest.raises(KeyError), mock.patch.object(board, "PATIENCE", 0.0), other.step():
         raise KeyError("no such thing")
-    progress.begin_step()
-    progress.awaited = awaited
-    helper = threading.Thread(target=own.watch)
+    own.progress.begin_step()
+    own.progress.awaited = awaited
+    helper = threading.Thread(target=own.board.watch)
     helper.start()
-    while own.failure is None or (awaited and not found):
+    while own.board.failure is None or (awaited and not found):
         time.sleep(0.001)
     found.append("raise")
     with pytest.raises(PipelineError, match="rank 1 failed at the start of its step: KeyError"):
         own.check()
     helper.join()
     assert found == order
-    other.close()
 
 
 def test_waits_of_different_steps_are_not_one_long_wait() -> None:
     """The watchdog took a wait for the same message, seen at the same place, for one and the same wait. A healthy rank
     that waits for its first input in every step was given up once the steps added up to the time limit."""
-    progress, now = Progress(), [0.0]
-    own = watchdog_of(0, HashStore(), progress, lambda: None)
-    own.timeout = 1.0
+    own, now = watchdog_of(0, HashStore()), [0.0]
+    progress, own.timeout = own.progress, 1.0
 
     def wait(seconds: float) -> None:
         own.poll()
         now[0] += seconds
         own.poll()  # publishes that it has waited too long
-        own.poll()  # reads that
 
     with mock.patch("megapipe.failures.watchdog.time", SimpleNamespace(monotonic=lambda: now[0])):
         for _ in range(4):
             progress.begin_step()
             progress.awaited = "the forward input of microbatch 0"
             wait(0.4)
-        assert own.failure is None
+        assert own.board.failure is None
         wait(0.7)
-    assert str(own.failure).startswith("rank 0 waited longer than 1 s for the forward input of microbatch 0: ")
+    assert own.board.failure is not None
+    assert own.board.failure.text.startswith("rank 0 waited longer than 1 s for the forward input of microbatch 0: ")

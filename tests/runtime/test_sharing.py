@@ -50,17 +50,18 @@ def test_nested_values(rank: int, source: int) -> None:
         assert not session._store.check([f"results of step 2 {source}"])  # nothing piles up in the store
 
 
+def lose_or_share(rank: int, session: Session, value: Any = None) -> None:
+    session.agree({})
+    if rank == 0:
+        raise OSError("no loss")
+    session.share([value], 0, CPU)
+
+
 @on_ranks(2)
 def test_what_cannot_travel_is_refused_on_every_rank(rank: int) -> None:
     session = session_of_all(2)
     with pytest.raises((TypeError, megapipe.PipelineError), match="cannot be sent"), session.step():
-        session.share([lambda: 0], 0, CPU)
-
-
-def lose_or_share(rank: int, session: Session) -> None:
-    if rank == 0:
-        raise OSError("no loss")
-    session.share(None, 0, CPU)
+        lose_or_share(1, session, lambda: 0)
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import assert_same_gradients, build, reference, run
-from ranks import RankPool, on_ranks
+from ranks import RankPool, on_ranks, start_again
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from megapipe import PipelineError, parallel_state
@@ -48,16 +48,13 @@ class StrictTimer:
 
 @on_ranks(2)
 def test_timers_are_stopped_by_a_failure(rank: int) -> None:
-    """A step that failed left its timers running. Megatron's refuse to be started twice, so the next step failed on
-    them."""
+    """A step that failed left its timers running."""
     timers: dict[str, StrictTimer] = {}
     (chunk,) = build("1f1b", 2, 4)
     chunk.config.timers = lambda name, log_level=0: timers.setdefault(name, StrictTimer())
     with pytest.raises((PipelineError, ValueError)):
         run("1f1b", chunk, 2, data_iterator=iter([]))
-    chunk.zero_grad()
-    run("1f1b", chunk, 2)
-    assert_same_gradients([chunk], reference(4, 2)[0])
+    assert not any(timer.running for timer in timers.values())
 
 
 def wrapped_by_torch(rank: int) -> int:
@@ -96,6 +93,8 @@ def test_torchs_data_parallelism_in_a_pipeline_is_refused(rank: int) -> None:
     wrapped = [torch.nn.parallel.DistributedDataParallel(chunk) for chunk in chunks]
     with pytest.raises(ValueError, match=r"would not reduce the gradients of its 2 replicas, .*GradientReducer"):
         run("zbv", wrapped, 3)
+    start_again()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
     run("zbv", wrapped, 3, forward_only=True)
 
 

@@ -42,6 +42,7 @@ except ImportError:  # an older torch
 import megapipe
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
+from megapipe.sharding import ShardedChunks
 from megapipe.stages.stage import Stage as RunningStage
 
 pytestmark = needs_fsdp_on_cpu
@@ -313,9 +314,10 @@ def test_mistakes(rank: int) -> None:
     use_mesh(pp=1, dp=2)
     mesh = parallel_state.get_data_parallel_mesh()
 
-    def message(chunk: nn.Module, kind: type[Exception] = ValueError, **options: Any) -> str:
+    def message(chunk: nn.Module, kind: type[Exception] = ValueError) -> str:
+        """As a step begins."""
         with pytest.raises(kind, match=r".") as error:
-            run("no_pipelining", [chunk], 1, **options)
+            ShardedChunks.find([chunk], forward_only=False, is_reduced_elsewhere=False)
         return str(error.value)
 
     (chunk,) = build_replicas("no_pipelining", 1)

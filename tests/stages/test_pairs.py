@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from models import Stage, assert_same_gradients, build, loss_of, reference, run
-from ranks import on_ranks
+from ranks import on_ranks, start_again
 from torch import Tensor, nn
 
 import megapipe
@@ -248,6 +248,8 @@ def test_a_forward_that_fails_inside_of_a_backward(rank: int) -> None:
     model = Breaks if rank == 1 else InSegments
     with pytest.raises((RuntimeError, megapipe.PipelineError), match="the sixth forward breaks"):
         run("dualpipev", [model(info, NUM_LAYERS) for info in stages_for_rank("dualpipev")], 8)
+    start_again()
+    build("dualpipev", 2, NUM_LAYERS)
     chunks = [InSegments(info, NUM_LAYERS) for info in stages_for_rank("dualpipev")]
     run("dualpipev", chunks, 4)
     assert_same_gradients(chunks, reference(NUM_LAYERS, 4)[0])

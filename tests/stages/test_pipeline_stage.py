@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from graphs import skip_without_tracer
 from models import Window, seed_cpu
-from ranks import RankPool, on_ranks
+from ranks import RankPool, on_ranks, start_again
 from torch import Tensor, nn
 
 import megapipe
@@ -308,7 +308,7 @@ def test_microbatches_that_differ_in_the_first_step_may_always(rank: int) -> Non
 
 @on_ranks(2)
 def test_other_shapes_after_the_first_step(rank: int) -> None:
-    """They are found anew where they differ by what all ranks know. Otherwise all ranks are told, and may go on."""
+    """They are found anew where they differ by what all ranks know. Otherwise all ranks are told."""
     parallel_state.initialize_model_parallel(2)
     (info,) = stages_for_rank("1f1b")
     chunk = PipelineStage(mlp(info), info, PipelineConfig(timeout=20.0))
@@ -320,7 +320,6 @@ def test_other_shapes_after_the_first_step(rank: int) -> None:
         train("1f1b", [chunk], of_sizes(4, 3))
     assert "stage 1 expects float32[4, 8]. It was so in the first step." in str(caught.value)
     assert "pass another seq_length or micro_batch_size with it" in str(caught.value)
-    train("1f1b", [chunk], of_sizes(3, 3))
 
 
 @on_ranks(2)
@@ -383,6 +382,8 @@ def test_one_rank_with_new_chunks_is_told(rank: int) -> None:
         ValueError, match=r"the message from stage 0 to stage 1: float32\[4, 8\] on rank 0; described by"
     ):
         train("1f1b", [other], of_sizes(4, 4))
+    start_again()
+    parallel_state.initialize_model_parallel(2)
     with pytest.raises(ValueError, match="disagree on seq_length, micro_batch_size and decoder_seq_length"):
         train("1f1b", [other], of_sizes(4, 4), micro_batch_size=4 + rank)
     train("1f1b", [other], of_sizes(4, 4))
