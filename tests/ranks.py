@@ -133,7 +133,7 @@ def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., Any]], Cal
 
 
 def start_again() -> None:
-    """New process groups, as after a restart of all processes: a failure ends the old ones. On all ranks of a test."""
+    """New process groups, as after a restart of all processes: a failure ends the old ones. Every rank calls it."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -141,9 +141,18 @@ def start_again() -> None:
 
     store, rank, num_ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
     megapipe.parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    _shut_down()
     number = store.add(f"starts of {rank}", 1)
     dist.init_process_group("gloo", store=dist.PrefixStore(f"start {number}", store), rank=rank, world_size=num_ranks)
+
+
+def _shut_down() -> None:
+    import torch.distributed as dist
+
+    # A thread of gloo's may be about to free the last collective's tensors. For that it needs the GIL, which some torch
+    # (2.6) holds while it waits for that thread to end.
+    time.sleep(0.005)
+    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     torch.set_num_threads(1)
     megapipe.failures.board.PATIENCE = 1.0  # on one machine news travels fast
     megapipe.failures.board.LOOK = 0.05
-    megapipe.failures.agreement.PATIENCE = PATIENCE  # but a machine may be busy
+    megapipe.failures.agreement.PATIENCE = 60.0  # but a machine may be busy
     megapipe.failures.helper_thread.TICK = 0.05
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
@@ -198,10 +207,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
         if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
             megatron.destroy_model_parallel()
         if dist.is_initialized():
-            # A thread of gloo's may be about to free the last collective's tensors. For that it needs the GIL, which
-            # some torch (2.6) holds while it waits for that thread to end.
-            time.sleep(0.005)
-            dist.destroy_process_group()
+            _shut_down()
         if "torch.distributed.tensor" in sys.modules:
             debug = importlib.import_module("torch.distributed.tensor.debug")
             if hasattr(debug, "_clear_sharding_prop_cache"):

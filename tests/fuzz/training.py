@@ -209,7 +209,7 @@ class MistakeError(Exception):
 
 class Failure(Feature):
     """A rank fails, or is killed, at one of its actions. Every rank hears of it: in this step, or in the next where it
-    has left this one already (docs/limits.md). A pipeline without replicas then goes on, if all live."""
+    has left this one already (docs/limits.md). Then the pipeline has ended."""
 
     chance = 0.35
     goes = staticmethod(lambda case: not LEAVE_TRACES & case.odd)
@@ -235,8 +235,9 @@ class Failure(Feature):
             silent = f"{named} is silent: its process ended without a word|lost its connection"
             ahead = max(2, case.pp_size) if case.get("Frozen") else 2  # without a gradient to wait for, a step per rank
             self.hear(trial, silent if self.kills else f"{named} failed .*MistakeError", ahead if is_alone else 10**6)
-        if is_alone and not self.kills:
-            trial.train(10)
+        if case.num_ranks > 1:
+            with pytest.raises(PipelineError, match="has ended with a failure"):
+                trial.run(900)
 
     def hear(self, trial: Any, text: str, num_steps: int) -> None:
         begin, error = time.monotonic(), ""
