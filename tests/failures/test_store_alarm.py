@@ -166,15 +166,18 @@ def torch_waits_in_the_store(rank: int) -> None:
     with connected_by_cable(rank):
         store = _get_default_store()
         chunks = build("1f1b", 2, 4)
-        run("1f1b", chunks, 4)
 
         def step(data_iterator: Any, model: Any) -> Any:
             store.get("an id")  # as for a communicator of NCCL
             return forward_step(data_iterator, model)
 
-        if rank == 1:
-            time.sleep(1.5 * LIMIT)
-            store.set("an id", "1")
+        try:
+            run("1f1b", chunks, 4)
+            if rank == 1:
+                time.sleep(1.5 * LIMIT)
+        finally:  # nothing else ends the other's wait
+            if rank == 1:
+                store.set("an id", "1")
         run("1f1b", chunks, 4, forward_step_func=step)
 
 

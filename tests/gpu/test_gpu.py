@@ -236,11 +236,6 @@ def test_a_failure_reaches_both_ranks(rank: int) -> None:
     with pytest.raises(MemoryError if rank else PipelineError):
         steps()
     assert time.monotonic() - begin < 60
-    for chunk in chunks:
-        chunk._forward_pre_hooks.clear()
-        chunk.zero_grad()
-    step(rank, "zbv", chunks)
-    assert_close_to_whole_model(chunks, 5)
 
 
 @on_ranks(2)
