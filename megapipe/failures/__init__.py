@@ -1,7 +1,6 @@
 """One failure anywhere becomes one clear error everywhere."""
 
 from .agreement import Agreement
-from .all_ranks import AllRanks
 from .board import Board, join_ranks
 from .errors import PipelineError, is_disk_full
 from .mailbox import Mailbox
@@ -12,7 +11,6 @@ from .watchdog import Watchdog, check_failures, collective, single_rank_step
 
 __all__ = [
     "Agreement",
-    "AllRanks",
     "Board",
     "InterruptibleStore",
     "Mailbox",
