@@ -46,7 +46,7 @@ class AllRanks:
 
     @contextmanager
     def together(self) -> Iterator[Phase]:
-        """At the end of the block every rank has what all have told, or raises what the first of those that failed in
+        """Around a phase. Behind it every rank has what all have told, or raises what the first of those that failed in
         it has raised. One exchange."""
         phase, own, text = Phase(), None, ""
         try:

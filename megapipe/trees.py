@@ -24,7 +24,7 @@ VALUE = "value"
 CONTAINERS = {"list": list, "tuple": tuple, "dict": dict}
 PLAIN = (bool, int, float, str, type(None))
 KEYS = (bool, int, str)
-"""Of dicts. Others that compare equal, as those of enums, would be these on other ranks."""
+"""Keys of dicts. Others that compare equal, as those of enums, would be these on other ranks."""
 
 
 def describe(message: object) -> tuple[str, list[torch.Tensor]]:

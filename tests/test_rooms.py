@@ -51,3 +51,18 @@ def test_no_name_is_both_a_file_and_a_function() -> None:
 
 def test_every_room_is_on_the_map() -> None:
     assert {file.parts[0].removesuffix(".py") for file in FILES} == LEVEL.keys()
+
+
+BEGINS_WITHOUT_A_SUBJECT = re.compile(r"(Of|By|As|With|In|For|From|Without|Between|To|At|On|Over|Behind|Under) ")
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_docstrings_begin_with_a_subject_or_a_verb(file: Path) -> None:
+    tree = ast.parse((PACKAGE / file).read_text())
+    notes = [
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    wrong = [note for note in notes if isinstance(note, str) and BEGINS_WITHOUT_A_SUBJECT.match(note.strip())]
+    assert wrong == []

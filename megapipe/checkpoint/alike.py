@@ -30,7 +30,7 @@ Uses = Iterable[Sequence[Any]]
 
 
 def check_steps(steps: Sequence[int]) -> None:
-    """Of all ranks."""
+    """All ranks save the same step."""
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise ValueError(f"rank 0 saves step {steps[0]} and rank {rank} step {step}: save the same one on all.")
@@ -42,7 +42,7 @@ def fingerprint(value: Any) -> int:
 
 
 def fingerprints_of(others: Mapping[str, Any], extras: Sequence[Any]) -> dict[str, int]:
-    """Of all of which rank 0's is loaded on every rank."""
+    """Digests of all of which rank 0's is loaded on every rank."""
     values = {f"the state of others[{name!r}]": state for name, state in others.items()}
     what = "what optimizer {} has besides the state of its parameters"
     values |= {what.format(number): extra for number, extra in enumerate(extras)}

@@ -52,7 +52,8 @@ __all__ = ["Checkpointer", "Stateful"]
 
 
 class Stateful(Protocol):
-    """As torch.distributed.checkpoint's, which a module is not, since its `load_state_dict` returns something."""
+    """The Stateful of torch.distributed.checkpoint, which a module is not, since its `load_state_dict` returns
+    something."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -48,7 +48,8 @@ def lock_folder(folder: Path) -> None:
 
 
 def _name() -> str:
-    """Of this process, in all the world: a later one may have its number, and containers share the names of hosts."""
+    """A name of this process in all the world: a later one may have its number, and containers share the names of
+    hosts."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     job = "" if job == "none" else f"{zlib.crc32(job.encode()):08x}"  # one that was given no id is like no other
     numbers = os.path.realpath("/proc/self/ns/pid").rpartition("/")[2]  # within which process ids are unique

@@ -235,16 +235,16 @@ class FullState:
             )
 
     def _saved_name(self, name: str, reader: Reader, aliases: Mapping[str, str]) -> str:
-        """Of a tied parameter, the name that it was saved under."""
+        """The name that a tied parameter was saved under."""
         return aliases[name] if f"model.{name}" not in reader.contents and name in aliases else name
 
     def _names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """Of its parameters, group by group."""
+        """The names of its parameters, group by group."""
         return [[self._names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
     @cached_property
     def _packed(self) -> list[dict[str, Any]]:
-        """Of each optimizer, its `state_dict()`. Raises ValueError where what is in it could not be found again."""
+        """The `state_dict()` of each optimizer. Raises ValueError where what is in it could not be found again."""
         for number, optimizer in enumerate(self._optimizers):
             parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for key, state in optimizer.state.items():
@@ -313,7 +313,7 @@ def _state_dict_of(optimizer: torch.optim.Optimizer, number: int) -> dict[str, A
 
 
 def _without_dots(key: str) -> str:
-    """As part of a longer key, whose parts dots divide."""
+    """A name as part of a longer key, whose parts dots divide."""
     return key.replace("%", "%25").replace(".", "%2E")
 
 

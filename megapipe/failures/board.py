@@ -38,7 +38,7 @@ UNTIL_ABORT = 3.0  # seconds given to a main thread to raise, before its process
 
 
 class Failure(NamedTuple):
-    """As the ranks tell it.
+    """A failure, as the ranks tell it.
 
     Attributes:
         text: why the step fails.
@@ -105,7 +105,7 @@ class Board:
     # Main thread
 
     def check(self) -> None:
-        """At the beginning of whatever ranks do together: raise the failure, if there is one."""
+        """Raise the failure, if there is one. To be called before whatever ranks do together."""
         if self.has_raised:
             raise PipelineError(
                 f"the pipeline has ended with a failure ({self.error()}): start all processes again, as torchrun does, "
@@ -165,7 +165,7 @@ class Board:
         return is_first
 
     def look(self) -> None:
-        """For a failure."""
+        """Look for a failure."""
         with self._lock, suppress(RuntimeError):  # the store is gone
             if self.failure is None and self._store.check(["failure"]):
                 self._hear(Failure(*json.loads(self._store.get("failure"))))
@@ -274,7 +274,7 @@ def join_ranks(ranks: Sequence[int]) -> str:
 
 
 def _root(store: Store) -> Store:
-    """Without the prefixes by which torch and torchrun part it."""
+    """The store without the prefixes by which torch and torchrun part it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

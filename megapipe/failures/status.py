@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def read_positions(address: str) -> list[dict[str, Any] | None]:
-    """By rank; None for a rank that has not begun a step.
+    """The position of each rank; None for a rank that has not begun a step.
 
     Raises:
         ValueError: there is no store at the address, or no job has written to it.
@@ -113,7 +113,7 @@ def _address_in(environment: dict[str, str]) -> str | None:
 
 
 def _address_of_ranks_here() -> str:
-    """Of the job whose ranks this user runs on this host.
+    """The address of the job whose ranks this user runs on this host.
 
     Raises:
         ValueError: there is none, or several.

@@ -174,7 +174,7 @@ class Session:
 
 
 def _number_of(group: dist.ProcessGroup) -> int:
-    """Of the groups of the same ranks, which one this is: the same on all of these, who made them in one order. The
+    """Which one of the groups of the same ranks this is: the same on all of these, who made them in one order. The
     name of a group need not be."""
     ranks = dist.get_process_group_ranks(group)
     alike = [other for other, members in list(_world.pg_group_ranks.items()) if list(members) == ranks]

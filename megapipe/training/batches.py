@@ -191,7 +191,7 @@ def _check(named: Sequence[tuple[str, Any, int | None]], num_microbatches: int, 
 
 
 def _has_samples(value: Any) -> bool:
-    """Of what is no tensor: an array, or a container that is none to torch's pytrees."""
+    """Whether it is an array, or a container that is not one to torch's pytrees."""
     return bool(getattr(value, "shape", ())) or isinstance(value, Mapping) or dataclasses.is_dataclass(value)
 
 

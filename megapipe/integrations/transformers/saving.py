@@ -159,7 +159,7 @@ def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Of a sharded one, all shards."""
+    """The whole tensor: of a sharded one, all shards."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
