@@ -157,7 +157,7 @@ def keeping_output(odd: Odd, x: Tensor) -> Tensor:
 ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "idle": lambda odd, x: x,
     "strided": lambda odd, x: odd.bend(x.transpose(0, 1)).transpose(0, 1),
-    "dropout": lambda odd, x: F.dropout(odd.bend(x), 0.3),
+    "dropout": lambda odd, x: F.dropout(odd.bend(x).contiguous(), 0.3),
     "Python's random numbers": lambda odd, x: odd.bend(x) if random.random() < 0.5 else x,
     "NumPy's random numbers": lambda odd, x: odd.bend(x) if numpy.random.random() < 0.5 else x,
     "weight in list": lambda odd, x: x + torch.tanh(x @ odd.in_list[0]),
