@@ -280,8 +280,6 @@ def test_gradients_reduced_in_part_are_refused(rank: int) -> None:
     chunks[0].set_requires_all_reduce(False)
     with pytest.raises(ValueError, match=r"set_requires_all_reduce\(False\).*use set_requires_gradient_sync\(False\)"):
         run("1f1b", chunks, 3)
-    chunks[0].set_requires_all_reduce(True)
-    run("1f1b", chunks, 3)
 
 
 @on_ranks(4)
