@@ -66,3 +66,21 @@ def test_docstrings_begin_with_a_subject_or_a_verb(file: Path) -> None:
     ]
     wrong = [note for note in notes if isinstance(note, str) and BEGINS_WITHOUT_A_SUBJECT.match(note.strip())]
     assert wrong == []
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports for types only count too."""
+    below = {
+        file: {found for path in imports_of(file) if (found := as_file(path)) not in (None, file)} for file in FILES
+    }
+    left = dict(below)
+    while free := [file for file, needed in left.items() if not needed & left.keys()]:
+        for file in free:
+            del left[file]
+    assert sorted(map(str, left)) == []
+
+
+def as_file(path: tuple[str, ...]) -> Path | None:
+    """The file of a module; None for a face, which gathers what lies in files."""
+    file = Path(*path).with_suffix(".py")
+    return file if file in FILES else None

@@ -8,16 +8,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .deferred import DeferredGrads
-    from .grad_hooks import HooksToCall
+__all__ = ["BackwardContext", "Deferring", "backward_context"]
 
-__all__ = ["BackwardContext", "backward_context"]
+
+class Deferring(Protocol):
+    """What takes the weight gradients of a backward: `DeferredGrads`."""
+
+    saved: list[Any]
+
+    def is_under_way(self) -> bool: ...
+    def add(
+        self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
+    ) -> None: ...
+
+
+class Hooked(Protocol):
+    """Weights whose hooks are to be called: `HooksToCall`."""
+
+    weights: dict[Tensor, None]
 
 
 class BackwardContext:
@@ -25,11 +38,11 @@ class BackwardContext:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.deferred: DeferredGrads | None = None
+        self.deferred: Deferring | None = None
         """Takes the weight gradients; None where they are computed at once."""
         self.dummy_grads: dict[Tensor, Tensor] | None = None
         """Zeros that take the place of `.grad` until the backward ends. None outside of a backward."""
-        self.hooks_to_call: WeakValueDictionary[int, HooksToCall] = WeakValueDictionary()
+        self.hooks_to_call: WeakValueDictionary[int, Hooked] = WeakValueDictionary()
         """Weights whose hooks are to be called at the end of a backward, by autograd's number of it."""
         self.overlap_callback: Callable[[], object] | None = None
         """Called in each overlap window of the backward (megapipe.overlap)."""

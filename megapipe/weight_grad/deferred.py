@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from .accumulation import Contributions, accumulate, accumulate_all, add_dummy_grad, remove_dummy_grads, without_grad
 from .aliasing import SavedTensor, copy_shared
-from .context import backward_context
+from .context import Deferring, backward_context
 from .grad_hooks import (
     SilencedHooks,
     autograd_calls_hooks_without_gradient,
@@ -167,7 +167,7 @@ class deferring:  # noqa: N801  # a context; a generator would take longer than 
             context.lock.release()
 
 
-def deferring_to() -> DeferredGrads | None:
+def deferring_to() -> Deferring | None:
     """Takes the weight gradients that the backward that is running leaves to its W; None where it leaves none."""
     deferred = backward_context.deferred
     return deferred if deferred is not None and deferred.is_under_way() else None
