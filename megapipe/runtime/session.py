@@ -14,14 +14,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
-from ..failures import Agreement, Board, InterruptibleStore, Mailbox, Watchdog, join_ranks
+from ..failures import (
+    Agreement,
+    Board,
+    InterruptibleStore,
+    Mailbox,
+    PipelineError,
+    Watchdog,
+    join_ranks,
+    single_rank_step,
+)
 from ..p2p_communication import Communicator
 from ..plan import Placement
 from ..transports import Members, make_transport
 from .found_shapes import FoundShapes
 from .sharing import share
 
-__all__ = ["Session"]
+__all__ = ["Session", "one_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +180,24 @@ class Session:
         for communicator in self._communicators.values():
             communicator.close()
         self._communicators.clear()  # with their connections: each has threads that poll
+
+
+@contextmanager
+def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | None]:
+    """Around all that ranks do together in a step, or in the warm-up.
+
+    Args:
+        group: of the pipeline.
+
+    Returns:
+        The session; None for a pipeline of one rank.
+    """
+    session = None if group is None or group.size() == 1 else Session.of(group)
+    try:
+        with session.step() if session is not None else single_rank_step():
+            yield session
+    except PipelineError as error:
+        raise error.with_traceback(None) from None  # another rank failed: our own calls have nothing to do with it
 
 
 def _number_of(group: dist.ProcessGroup) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .. import parallel_state
 from ..config import PipelineConfig
-from ..failures import PipelineError, Watchdog, single_rank_step
+from ..failures import Watchdog
 from ..overlap import find_forward_segments
 from ..p2p_communication import Communicator, Lookahead
 from ..plan import (
@@ -53,7 +53,7 @@ from .monitor import Monitor
 from .pipeline import Chunk, Pipeline
 from .plans import PlanKey
 from .rollback import RollbackRequired, Speculation, speculate
-from .session import Session
+from .session import Session, one_step
 from .shapes import ShapeArguments
 
 __all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
@@ -132,33 +132,28 @@ class ForwardBackward(Schedule):
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
             PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
         """
-        group = pipeline_group(pg_collection, p2p_communicator)
-        session = None if group is None or group.size() == 1 else Session.of(group)
-        try:
-            with session.step() if session is not None else single_rank_step():
-                models = chunks_of(model)
-                step = StepArguments(
-                    forward_step_func=forward_step_func,
-                    data_iterators=iterator_per_chunk(data_iterator, len(models)),
-                    models=models,
-                    num_microbatches=num_microbatches,
-                    config=config_of(self, models, pg_collection),
-                    device=device_of(models),
-                    forward_only=forward_only or self.forward_only,
-                    collect_non_loss_data=collect_non_loss_data,
-                    first_val_step=first_val_step,
-                )
-                lengths = (seq_length, micro_batch_size, decoder_seq_length)
-                shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
-                keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-                with collector.between_steps(step.config.gc_interval):
-                    prepared = prepare(self, step, shapes, session)
-                    run(prepared, connect(prepared, session))
-                    with _around_finalizing(prepared, session, keywords):
-                        if not step.forward_only:
-                            finalize_gradients(step.config, models, step.num_tokens, keywords)
-        except PipelineError as error:
-            raise error.with_traceback(None) from None  # another rank failed: our own calls have nothing to do with it
+        with one_step(pipeline_group(pg_collection, p2p_communicator)) as session:
+            models = chunks_of(model)
+            step = StepArguments(
+                forward_step_func=forward_step_func,
+                data_iterators=iterator_per_chunk(data_iterator, len(models)),
+                models=models,
+                num_microbatches=num_microbatches,
+                config=config_of(self, models, pg_collection),
+                device=device_of(models),
+                forward_only=forward_only or self.forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
+            )
+            lengths = (seq_length, micro_batch_size, decoder_seq_length)
+            shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
+            keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+            with collector.between_steps(step.config.gc_interval):
+                prepared = prepare(self, step, shapes, session)
+                run(prepared, connect(prepared, session))
+                with _around_finalizing(prepared, session, keywords):
+                    if not step.forward_only:
+                        finalize_gradients(step.config, models, step.num_tokens, keywords)
         return step.results
 
 

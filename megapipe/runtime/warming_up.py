@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..chunks import find_attribute, iter_wrapped, named_parameters
-from ..failures import PipelineError, single_rank_step
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import KINDS, Kind
@@ -31,7 +30,7 @@ from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent, run_alone
 from .arguments import chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments
 from .rollback import restores_of_buffers, restores_of_random_states
-from .session import Session
+from .session import one_step
 from .shapes import ShapeArguments, message_specs, spec_of
 from .step import ForwardBackward, PreparedStep, agree, open_channels, prepare
 
@@ -81,37 +80,32 @@ def warm_up(
             reached by another way than their modules' attributes (a list, a closure).
         PipelineError: when another rank failed.
     """
-    group = pipeline_group(pg_collection, p2p_communicator)
-    session = None if group is None or group.size() == 1 else Session.of(group)
-    try:
-        with session.step() if session is not None else single_rank_step():
-            models = chunks_of(model)
-            config = replace(config_of(schedule, models, pg_collection), timers=None)
-            step = StepArguments(
-                forward_step_func=forward_step_func,
-                data_iterators=[None if microbatch is None else itertools.repeat(microbatch)] * len(models),
-                models=models,
-                num_microbatches=num_microbatches,
-                config=config,
-                device=device_of(models),
-                forward_only=schedule.forward_only,
-            )
-            lengths = (seq_length, micro_batch_size, decoder_seq_length)
-            shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
-            prepared = prepare(schedule, step, shapes, session)
-            _refuse_what_cannot_be_left_alone(prepared)
-            inputs = _inputs(prepared, shapes, received)
-            if session is not None:
-                agree(prepared, session, f"{schedule.name}, in megapipe.warm_up")
-                open_channels(prepared, session)
-            with _without_a_trace(prepared):
-                for chunk, info in enumerate(prepared.stages):
-                    if session is not None:
-                        session.watchdog.check()
-                        session.watchdog.progress.action = f"the warm-up of stage {info.index}"
-                    _run(prepared, chunk, inputs[chunk])
-    except PipelineError as error:
-        raise error.with_traceback(None) from None  # another rank failed: our own calls have nothing to do with it
+    with one_step(pipeline_group(pg_collection, p2p_communicator)) as session:
+        models = chunks_of(model)
+        config = replace(config_of(schedule, models, pg_collection), timers=None)
+        step = StepArguments(
+            forward_step_func=forward_step_func,
+            data_iterators=[None if microbatch is None else itertools.repeat(microbatch)] * len(models),
+            models=models,
+            num_microbatches=num_microbatches,
+            config=config,
+            device=device_of(models),
+            forward_only=schedule.forward_only,
+        )
+        lengths = (seq_length, micro_batch_size, decoder_seq_length)
+        shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
+        prepared = prepare(schedule, step, shapes, session)
+        _refuse_what_cannot_be_left_alone(prepared)
+        inputs = _inputs(prepared, shapes, received)
+        if session is not None:
+            agree(prepared, session, f"{schedule.name}, in megapipe.warm_up")
+            open_channels(prepared, session)
+        with _without_a_trace(prepared):
+            for chunk, info in enumerate(prepared.stages):
+                if session is not None:
+                    session.watchdog.check()
+                    session.watchdog.progress.action = f"the warm-up of stage {info.index}"
+                _run(prepared, chunk, inputs[chunk])
 
 
 def _refuse_what_cannot_be_left_alone(prepared: PreparedStep) -> None:
