@@ -210,8 +210,9 @@ class Board:
                 self._ask()
             except RuntimeError:
                 # The store is gone, and with it the process that held it: whoever needs that finds its connections
-                # closed.
-                self._stop()
+                # closed. Where the alarm has given it up, the main thread is still to be ended.
+                if self.failure is None:
+                    self._stop()
         if self.failure is not None:
             for pipeline in list(self.pipelines):
                 pipeline.end_waits()
