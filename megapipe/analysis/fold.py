@@ -24,7 +24,7 @@ class Cut(NamedTuple):
         return self.length / max(1, self.repeats - 1)
 
     def place(self, time: float) -> float:
-        """Where a time is in the picture."""
+        """The place of a time in the picture."""
         return min(time, max(self.start, time - self.length))
 
     def time_at(self, place: float) -> float:

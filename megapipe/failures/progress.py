@@ -97,7 +97,7 @@ class DeviceWaits:
             return not self._waits
 
     def current(self) -> Progress | None:
-        """Where the device is, if it waits for a message."""
+        """The place of the device, if it waits for a message."""
         if self.all_have_arrived():
             return None
         with self._lock:

@@ -162,16 +162,17 @@ class Pipeline(Verbs):
             self._end(row, chunk, number, unit)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
-        pair = {KINDS[name].message: (KINDS[name], chunk) for name, chunk in (first, second)}
-        is_overlapped = not self.forward_only and self.num_slices == 1 and pair.keys() == {"forward", "backward"}
-        if is_overlapped and can_overlap(self._chunks[pair["forward"][1]].stage):
-            self._overlap(*pair["forward"], *pair["backward"])
+        (name, chunk), (other_name, other_chunk) = first, second
+        kind, other = KINDS[name], KINDS[other_name]
+        # A plan's order: what the first of a pair makes is sent first, which is the forward where they overlap.
+        is_overlapped = (kind.message, other.message) == ("forward", "backward") and self.num_slices == 1
+        if is_overlapped and not self.forward_only and can_overlap(self._chunks[chunk].stage):
+            self._overlap(kind, chunk, other, other_chunk)
             return
-        self.run(*first)
-        kind, chunk = KINDS[first[0]], first[1]
-        if kind.message is not None and not (self.forward_only and not kind.is_forward):
-            self._chunks[chunk].send(kind, self._counts[f"{kind.message}_step"][chunk] - 1)
-        self.run(*second)
+        self.run(name, chunk)
+        if kind.is_forward or (kind.message is not None and not self.forward_only):
+            self._chunks[chunk].send(kind, self._counts[self._steps[name]][chunk] - 1)
+        self.run(other_name, other_chunk)
 
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""

@@ -309,7 +309,7 @@ def _gradient_sync(prepared: PreparedStep) -> GradientSync:
 
 
 def _begin_record(prepared: PreparedStep) -> StepRecord | None:
-    """Where the times of this step are written down; None for nowhere."""
+    """The record of this step's times; None for none."""
     step, schedule = prepared.arguments, prepared.key.schedule
     if step.config.record_timeline is None or (step.forward_only and not schedule.forward_only):
         return None

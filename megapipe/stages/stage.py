@@ -225,7 +225,7 @@ class Stage:
         self._take_input_grads(unit)
 
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
-        """Where backward begins, with which gradients."""
+        """The edges at which backward begins, and their gradients."""
         assert unit.output_grads is not None
         roots = [(edge, grad) for edge, grad in zip(unit.edges, unit.output_grads) if edge is not None]
         if self._is_last:
