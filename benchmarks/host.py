@@ -48,7 +48,7 @@ includes waiting for the other rank, the main thread's CPU does not, the process
 *by-hand*: the same actions over bare `isend` and `irecv`, which no package can beat by much."""
 
 PLACES = {
-    "stages": ("runtime/stage.py", "runtime/edges.py", "runtime/loss.py", "messages.py"),
+    "stages": ("stages/", "messages.py"),
     "messages": ("transports/", "p2p_communication.py", "runtime/boundary.py"),
     "weight gradients": ("weight_grad/",),
     "verbs and all else": ("",),
