@@ -369,7 +369,7 @@ def prepare_megatron() -> None:
         sys.path.append(tests)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # apex and transformer-engine are not there
-        import megatron_on_cpu
+        from fakes import megatron_on_cpu
 
         megatron_on_cpu.prepare()
         from megatron.core import parallel_state as theirs

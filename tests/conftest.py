@@ -1,7 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
-from ranks import RankPool
+from tools.ranks import RankPool
 
 
 @pytest.fixture(scope="session")

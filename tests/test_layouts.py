@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from ranks import RankPool
+from tools.ranks import RankPool
 
 from megapipe import StageInfo, distribute_layers
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 from matplotlib.text import Annotation, Text
-from measured import as_measured
-from ranks import PATIENCE
+from tools.measured import as_measured
+from tools.ranks import PATIENCE
 
 from megapipe.analysis import save_picture
 from megapipe.analysis.cells import levels_of

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from measured import as_measured
+from tools.measured import as_measured
 
 import megapipe
 from megapipe.analysis import Timeline

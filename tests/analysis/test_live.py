@@ -6,10 +6,10 @@ import io
 import re
 
 import pytest
-from measured import as_measured
-from models import build, run
-from ranks import on_ranks
 from rich.console import Console
+from tools.measured import as_measured
+from tools.models import build, run
+from tools.ranks import on_ranks
 
 from megapipe import TimelineRecorder
 from megapipe.analysis import LiveView, Timeline

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from measured import as_measured
-from models import build, run
-from ranks import RankPool, start_again
+from tools.measured import as_measured
+from tools.models import build, run
+from tools.ranks import RankPool, start_again
 
 from megapipe import PipelineError, StageInfo, TimelineRecorder, distribute_layers
 from megapipe.analysis import BubbleSplit, Timeline, load_timeline, split_bubble

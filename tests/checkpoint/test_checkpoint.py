@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import HIDDEN, Stage, build, run
-from ranks import RankPool, on_ranks
-from saving import Counting, error_of, filled
+from tools.models import HIDDEN, Stage, build, run
+from tools.ranks import RankPool, on_ranks
+from tools.saving import Counting, error_of, filled
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Stage, build, reference
-from ranks import RankPool, on_ranks
 from safetensors.torch import load_file
+from tools.models import Stage, build, reference
+from tools.ranks import RankPool, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 

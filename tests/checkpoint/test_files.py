@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
-from ranks import on_ranks
-from saving import error_of, filled
+from tools.ranks import on_ranks
+from tools.saving import error_of, filled
 from torch import nn
 from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo

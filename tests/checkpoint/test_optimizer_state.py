@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, run
-from optimizers import same, sgd, weights_of
-from ranks import RankPool, on_ranks
-from restarts import validated
-from saving import Counting, filled
+from tools.models import build, run
+from tools.optimizers import same, sgd, weights_of
+from tools.ranks import RankPool, on_ranks
+from tools.restarts import validated
+from tools.saving import Counting, filled
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 

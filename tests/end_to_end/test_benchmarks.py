@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import PATIENCE, RankPool
+from tools.ranks import PATIENCE, RankPool
 
 from megapipe import parallel_state
 from megapipe.plan import Action, plan_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, start_again
+from tools.ranks import RankPool, start_again
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

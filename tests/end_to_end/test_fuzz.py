@@ -2,7 +2,7 @@
 
 import pytest
 from fuzz import make_case, run_case
-from ranks import RankPool
+from tools.ranks import RankPool
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 20, 21, 22, 23, 32, 34])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, build, reference, run
-from pretraining import EXAMPLES, pretrain
-from pretraining import text as text  # the fixture
-from ranks import RankPool
+from tools.models import batches, build, reference, run
+from tools.pretraining import EXAMPLES, pretrain
+from tools.pretraining import text as text  # the fixture
+from tools.ranks import RankPool
 
 from megapipe import StageInfo, parallel_state
 

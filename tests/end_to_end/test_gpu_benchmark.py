@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import RankPool
+from tools.ranks import RankPool
 from torch.multiprocessing import ProcessExitedException
 
 from megapipe.timing.records import CudaClock
@@ -61,8 +61,7 @@ ROOT = str(Path(__file__).parents[2])
 
 
 def tables(rank: int) -> Any:
-    import cuda_like
-    import lazy_device
+    from fakes import cuda_like, lazy_device
 
     sys.path.append(ROOT)
     from benchmarks import gpu, gpu_pipelines, gpu_stages, memory

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import RankPool, on_ranks
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe

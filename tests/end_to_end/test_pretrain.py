@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from pretraining import EXAMPLES, SMALL, pretrain
-from pretraining import text as text  # the fixture
-from ranks import PATIENCE, RankPool, on_ranks
+from tools.pretraining import EXAMPLES, SMALL, pretrain
+from tools.pretraining import text as text  # the fixture
+from tools.ranks import PATIENCE, RankPool, on_ranks
 
 from megapipe import parallel_state
 from megapipe.analysis import load_timeline

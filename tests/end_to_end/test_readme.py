@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ranks import RankPool
+from tools.ranks import RankPool
 
 import megapipe
 from megapipe.analysis import as_text

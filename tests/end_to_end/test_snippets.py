@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from ranks import RankPool
+from tools.ranks import RankPool
 
 from megapipe.analysis import cli
 

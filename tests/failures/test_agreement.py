@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import SEQUENCE, assert_same_gradients, build, reference, run
-from ranks import RankPool, on_ranks
+from tools.models import SEQUENCE, assert_same_gradients, build, reference, run
+from tools.ranks import RankPool, on_ranks
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 

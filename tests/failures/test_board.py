@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import build, forward_step, run
-from ranks import RankPool, on_ranks
+from tools.models import build, forward_step, run
+from tools.ranks import RankPool, on_ranks
 from torch.distributed import HashStore
 
 from megapipe import PipelineError, TiedWeights, clip_grad_norm_

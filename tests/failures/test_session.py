@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_same_gradients, build, forward_step, reference, run
-from ranks import RankPool, on_ranks, start_again
+from tools.models import assert_same_gradients, build, forward_step, reference, run
+from tools.ranks import RankPool, on_ranks, start_again
 
 from megapipe import PipelineError, parallel_state
 from megapipe.runtime.session import Session

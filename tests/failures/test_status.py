@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from models import build, forward_step, run
-from ranks import RankPool
+from tools.models import build, forward_step, run
+from tools.ranks import RankPool
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe.analysis.cli import main

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import build, forward_step, run
-from ranks import RankPool
+from tools.models import build, forward_step, run
+from tools.ranks import RankPool
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 

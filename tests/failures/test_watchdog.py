@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import SEQUENCE, Stage, batches, build, forward_step, run
-from ranks import RankPool, on_ranks
+from tools.models import SEQUENCE, Stage, batches, build, forward_step, run
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])
 
-from ranks import RankPool  # noqa: E402
+from tools.ranks import RankPool  # noqa: E402
 
 import fuzz  # noqa: E402
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
-from ranks import MAX_RANKS
+from tools.ranks import MAX_RANKS
 
 import megapipe
 from megapipe.plan import find_schedule

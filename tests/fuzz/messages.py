@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import HIDDEN
+from tools.models import HIDDEN
 from torch.utils import _pytree as pytree
 
 SIDE = 4  # features that a second tensor carries

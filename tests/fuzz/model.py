@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from models import BATCH, HIDDEN, seed_cpu
+from tools.models import BATCH, HIDDEN, seed_cpu
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 

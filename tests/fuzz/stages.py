@@ -10,9 +10,9 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from by_slices import run_by_slices
-from models import BATCH, HIDDEN, VOCABULARY, Block, Window, batches, loss_of, seed_cpu
-from replicas import average
+from tools.by_slices import run_by_slices
+from tools.models import BATCH, HIDDEN, VOCABULARY, Block, Window, batches, loss_of, seed_cpu
+from tools.replicas import average
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

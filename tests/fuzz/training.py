@@ -14,10 +14,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from marks import needs_fsdp_on_cpu
-from models import BATCH
-from optimizers import adamw
-from ranks import MAX_RANKS
+from tools.marks import needs_fsdp_on_cpu
+from tools.models import BATCH
+from tools.optimizers import adamw
+from tools.ranks import MAX_RANKS
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import BATCH
-from ranks import RankError, RankPool
+from tools.models import BATCH
+from tools.ranks import RankError, RankPool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from by_slices import run_by_slices
+from tools.by_slices import run_by_slices
 from torch import Tensor
 
 from megapipe import slices

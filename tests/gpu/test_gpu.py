@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import skip_without_tracer
-from models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
-from ranks import RankPool, on_ranks
+from tools.graphs import skip_without_tracer
+from tools.models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graphs import skip_without_tracer
-from ranks import on_ranks
+from tools.graphs import skip_without_tracer
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.fx import Node

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graphs import skip_without_tracer
-from models import HIDDEN, VOCABULARY, Block, assert_same_gradients, batches, loss_of
-from pretraining import EXAMPLES, pretrain
-from ranks import RankPool, on_ranks
+from tools.graphs import skip_without_tracer
+from tools.models import HIDDEN, VOCABULARY, Block, assert_same_gradients, batches, loss_of
+from tools.pretraining import EXAMPLES, pretrain
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe

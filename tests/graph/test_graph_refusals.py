@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import H, Plain, skip_without_tracer
+from tools.graphs import H, Plain, skip_without_tracer
 from torch import Tensor, nn
 
 from megapipe import graph, weight_grad

@@ -11,14 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import RankPool
+from tools.ranks import RankPool
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-import hf_models
 import tokenizers
 import transformers
+from tools import hf_models
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (

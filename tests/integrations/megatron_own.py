@@ -87,7 +87,7 @@ def main(checkout: Path) -> int:
     sys.path[:0] = [str(checkout), str(Path(__file__).parents[1])]
     dist.init_process_group("gloo")  # before theirs, which would take NCCL
 
-    import megatron_on_cpu
+    from fakes import megatron_on_cpu
 
     megatron_on_cpu.prepare()
     from megatron.core import pipeline_parallel

@@ -11,14 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, on_ranks
+from tools.ranks import RankPool, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
-import hf_models
 import transformers
+from tools import hf_models
 
 from megapipe import PipelinedOptimizer, clip_grad_norm_, parallel_state
 from megapipe.checkpoint import Checkpointer

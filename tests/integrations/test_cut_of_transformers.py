@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ranks import RankPool, on_ranks
+from tools.ranks import RankPool, on_ranks
 
 pytest.importorskip("transformers")
 
-import hf_models
 import torch
 import transformers
+from tools import hf_models
 
 from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items
 from megapipe.integrations.transformers.check import check_cut

@@ -9,14 +9,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ranks import RankPool, on_ranks
+from tools.ranks import RankPool, on_ranks
 
 pytest.importorskip("transformers")
 
-import hf_models
 import torch
 import torch.distributed as dist
 import transformers
+from tools import hf_models
 
 from megapipe.failures import is_disk_full
 from megapipe.integrations.transformers import build_chunks, load_weights, save_pretrained

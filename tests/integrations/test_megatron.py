@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import replicas
 import torch
 import torch.distributed as dist
-from megatron_on_cpu import with_optimizers
-from models import Stage, run
-from ranks import RankPool, on_ranks
+from fakes.megatron_on_cpu import with_optimizers
+from tools import replicas
+from tools.models import Stage, run
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -38,7 +38,7 @@ SEQUENCE, BATCH, VOCABULARY, HIDDEN, NUM_LAYERS = 8, 2, 32, 16, 8
 
 def megatron(pp_size: int, vp_size: int | None = None, **options: Any) -> Any:
     """Initialises Megatron's groups and returns its config for a small GPT."""
-    import megatron_on_cpu
+    from fakes import megatron_on_cpu
 
     megatron_on_cpu.prepare()
     from megatron.core import parallel_state

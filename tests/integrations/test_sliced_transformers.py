@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+from tools.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
-import hf_models
 import torch
+from tools import hf_models
 
 from megapipe.integrations.transformers import count_items
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor.debug
-from models import BATCH, Stage, batches, loss_of, run
-from ranks import RankPool, on_ranks
+from tools.models import BATCH, Stage, batches, loss_of, run
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

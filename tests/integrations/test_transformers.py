@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+from tools.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
-import hf_models
 import torch
 import torch.distributed as dist
 import transformers
+from tools import hf_models
 from transformers.pytorch_utils import Conv1D
 
 import megapipe

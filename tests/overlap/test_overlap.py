@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as reference
-from ranks import on_ranks
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 from megapipe.overlap import filling_windows, in_segments, run_segments, start_all_to_all

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.pipelining.schedules as theirs
-from measured import as_measured
+from tools.measured import as_measured
 
 from megapipe.analysis import load_timeline
 from megapipe.analysis.recorder import RankRecord, merge

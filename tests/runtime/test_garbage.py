@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from models import build, forward_step, run
-from ranks import on_ranks
+from tools.models import build, forward_step, run
+from tools.ranks import on_ranks
 
 import megapipe.runtime.step
 from megapipe import PipelineError
@@ -141,7 +141,8 @@ def test_the_first_step_freezes_what_is_there_unless_the_user_has(rank: int) -> 
 def is_of_a_step(thing: object) -> bool:
     """Other threads of the process, and what it imports meanwhile, may make cycles of their own."""
     modules = [str(getattr(one, "__module__", "")) for one in (thing, type(thing))]
-    return isinstance(thing, torch.Tensor) or any(name.startswith(("megapipe.runtime", "models")) for name in modules)
+    ours = ("megapipe.runtime", "tools.models")
+    return isinstance(thing, torch.Tensor) or any(name.startswith(ours) for name in modules)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", *SPLIT])

@@ -4,8 +4,8 @@ import functools
 import itertools
 
 import pytest
-from models import Stage, assert_same_gradients, assert_same_losses, build, reference, run
-from ranks import RankPool, on_ranks
+from tools.models import Stage, assert_same_gradients, assert_same_losses, build, reference, run
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor
 
 import megapipe

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import assert_same_gradients, build, reference, run
-from ranks import on_ranks
+from tools.models import assert_same_gradients, build, reference, run
+from tools.ranks import on_ranks
 
 from megapipe import TimelineRecorder
 from megapipe.analysis import as_text

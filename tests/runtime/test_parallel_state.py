@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from tools.ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megapipe import parallel_state

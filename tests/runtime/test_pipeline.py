@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import (
+from tools.models import (
     BATCH,
     HIDDEN,
     SEQUENCE,
@@ -26,7 +26,7 @@ from models import (
     reference,
     run,
 )
-from ranks import RankPool, on_ranks
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 from megapipe import StageInfo, stages_for_rank

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch.distributed.pipelining.schedules as theirs
-from models import assert_same_gradients, assert_same_losses, build, reference, run
-from ranks import on_ranks
+from tools.models import assert_same_gradients, assert_same_losses, build, reference, run
+from tools.ranks import on_ranks
 
 from megapipe import PipelineError, get_forward_backward_func, schedule_names, stages_for_rank
 from megapipe.plan import ScheduleError, load_plan, make_plan

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import build, reference, run
-from ranks import on_ranks
+from tools.models import build, reference, run
+from tools.ranks import on_ranks
 from torch import nn
 
 import megapipe

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from by_slices import run_by_slices
-from marks import needs_fsdp_on_cpu, needs_graphs
-from models import seed_cpu
-from ranks import on_ranks
+from tools.by_slices import run_by_slices
+from tools.marks import needs_fsdp_on_cpu, needs_graphs
+from tools.models import seed_cpu
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint

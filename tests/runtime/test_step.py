@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_same_gradients, build, reference, run
-from ranks import RankPool, on_ranks, start_again
+from tools.models import assert_same_gradients, build, reference, run
+from tools.ranks import RankPool, on_ranks, start_again
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from megapipe import PipelineError, parallel_state

@@ -12,9 +12,9 @@ import pytest
 import test_sliced
 import torch
 import torch.nn.functional as F
-from marks import needs_fsdp_on_cpu, needs_graphs
-from models import seed_cpu
-from ranks import RankPool, on_ranks
+from tools.marks import needs_fsdp_on_cpu, needs_graphs
+from tools.models import seed_cpu
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe

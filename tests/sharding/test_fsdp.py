@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import needs_fsdp_on_cpu, needs_graphs
-from models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, loss_of, run
-from ranks import RankPool, on_ranks
-from replicas import (
+from tools.marks import needs_fsdp_on_cpu, needs_graphs
+from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, loss_of, run
+from tools.ranks import RankPool, on_ranks
+from tools.replicas import (
     NUM_LAYERS,
     NUM_STEPS,
     SCHEDULES,
@@ -23,7 +23,7 @@ from replicas import (
     build_replicas,
     train_and_compare,
 )
-from restarts import counting_restarts
+from tools.restarts import counting_restarts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from by_slices import run_by_slices
-from pretraining import EXAMPLES
+from tools.by_slices import run_by_slices
+from tools.pretraining import EXAMPLES
 from torch import Tensor
 
 from megapipe import StageInfo

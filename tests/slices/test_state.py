@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_slices import make_slices, run_by_slices
+from tools.by_slices import make_slices, run_by_slices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import assert_same_gradients, build, run
-from ranks import on_ranks
+from tools.models import assert_same_gradients, build, run
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, run, seed_cpu
-from ranks import RankPool, on_ranks
+from tools.models import build, run, seed_cpu
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import models
 import pytest
 import torch
-from models import Stage, assert_same_gradients, build, loss_of, reference, run
-from ranks import on_ranks, start_again
+from tools import models
+from tools.models import Stage, assert_same_gradients, build, loss_of, reference, run
+from tools.ranks import on_ranks, start_again
 from torch import Tensor, nn
 
 import megapipe

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import skip_without_tracer
-from models import Window, seed_cpu
-from ranks import RankPool, on_ranks, start_again
+from tools.graphs import skip_without_tracer
+from tools.models import Window, seed_cpu
+from tools.ranks import RankPool, on_ranks, start_again
 from torch import Tensor, nn
 
 import megapipe

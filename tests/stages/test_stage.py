@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Window, assert_same_gradients, build, forward_step, reference, run
-from ranks import RankPool, on_ranks, start_again
+from tools.models import Window, assert_same_gradients, build, forward_step, reference, run
+from tools.ranks import RankPool, on_ranks, start_again
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import assert_same_gradients, batches, build, loss_of, reference, run
-from ranks import RankPool, on_ranks
+from tools.models import assert_same_gradients, batches, build, loss_of, reference, run
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 from megapipe import StageInfo

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import build, reference, run
-from optimizers import sgd
-from ranks import RankPool, on_ranks
+from tools.models import build, reference, run
+from tools.optimizers import sgd
+from tools.ranks import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

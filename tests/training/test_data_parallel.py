@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stage, build, run
-from ranks import on_ranks
-from replicas import NUM_STEPS, SCHEDULES, average, build_replicas, replica_gradients, train_and_compare
+from tools.models import Stage, build, run
+from tools.ranks import on_ranks
+from tools.replicas import NUM_STEPS, SCHEDULES, average, build_replicas, replica_gradients, train_and_compare
 from torch import Tensor, nn
 
 from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stage, batches, build, loss_of, run
-from optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
-from ranks import RankPool, on_ranks
-from restarts import validated
+from tools.models import Stage, batches, build, loss_of, run
+from tools.optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
+from tools.ranks import RankPool, on_ranks
+from tools.restarts import validated
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR

@@ -15,11 +15,11 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from in_order import transport_in_order
-from models import Stage, batches, build, loss_of, run
-from optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
-from ranks import RankPool, on_ranks
-from restarts import counting_restarts, validated
+from tools.in_order import transport_in_order
+from tools.models import Stage, batches, build, loss_of, run
+from tools.optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
+from tools.ranks import RankPool, on_ranks
+from tools.restarts import counting_restarts, validated
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import SEQUENCE, Stage, batches, build, loss_of, run
-from ranks import RankPool, on_ranks
+from tools.models import SEQUENCE, Stage, batches, build, loss_of, run
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 from megapipe import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import build, run
-from ranks import on_ranks
+from tools.models import build, run
+from tools.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, on_ranks
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -118,9 +118,7 @@ def build(schedule: str, pp_size: int, transport: str, **config: Any) -> list[St
 @contextlib.contextmanager
 def on_lazy_device(chunks: list[Stage]) -> Iterator[Any]:
     """Moves the chunks to the device, and in the end their gradients back."""
-    import cuda_like
-    import lazy_device
-    import nccl_like
+    from fakes import cuda_like, lazy_device, nccl_like
 
     for chunk in chunks:
         for name, parameter in list(chunk.layer.named_parameters()):
@@ -199,7 +197,7 @@ def test_nothing_sent_is_held_when_a_step_returns(rank: int, transport: str) -> 
 
 
 def occupied(rank: int, pp_size: int, num_chunks: int) -> None:
-    import nccl_like
+    from fakes import nccl_like
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pp_size, virtual_pipeline_model_parallel_size=num_chunks)

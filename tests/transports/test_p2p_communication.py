@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import communicator
-from ranks import on_ranks
+from tools.models import communicator
+from tools.ranks import on_ranks
 from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store

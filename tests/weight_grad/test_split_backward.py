@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from models import BATCH, SEQUENCE, Stage, assert_same_gradients, batches, build, loss_of, reference, run
-from ranks import RankPool, on_ranks
+from tools.models import BATCH, SEQUENCE, Stage, assert_same_gradients, batches, build, loss_of, reference, run
+from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe

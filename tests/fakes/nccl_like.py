@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lazy_device import COMPUTE, Stream
+from fakes.lazy_device import COMPUTE, Stream
 
 from megapipe.transports.nccl import CARRIED
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import Stage, batches, build, loss_of, run
+from tools.models import Stage, batches, build, loss_of, run
 from torch import Tensor, nn
 
 import megapipe

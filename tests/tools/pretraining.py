@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 16 --train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 2"

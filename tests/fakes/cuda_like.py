@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import lazy_device
 import torch
+from fakes import lazy_device
 
 from megapipe.transports.choice import DEVICES
 

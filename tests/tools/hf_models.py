@@ -7,10 +7,10 @@ import resource
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
 import torch.distributed as dist
 import transformers
+from tools import ranks
 from torch import Tensor, nn
 
 import megapipe
