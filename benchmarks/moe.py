@@ -95,11 +95,9 @@ def row(args: argparse.Namespace, schedule: str, overlap: bool, times: list[floa
 def planned(args: argparse.Namespace, schedule: str, overlap: bool) -> float:
     chunks = NUM_CHUNKS if schedule == "interleaved_1f1b" else None
     plan = make_plan(schedule, args.pp, args.microbatches, chunks)
-    exchanges = 2 * args.exchange_milliseconds
-    forward = args.milliseconds + exchanges
-    hidden = min(1.0, 2 * exchanges / forward) if overlap else 0.0
-    times = (NUM_CHUNKS * forward, NUM_CHUNKS * forward, NUM_CHUNKS * args.milliseconds)
-    return plan.simulate(*times, overlap=hidden).makespan
+    compute, exchange = NUM_CHUNKS * args.milliseconds, 2 * NUM_CHUNKS * args.exchange_milliseconds
+    times = (compute + exchange, compute + exchange, compute)
+    return plan.simulate(*times, exchange=exchange if overlap else 0.0).makespan
 
 
 @contextmanager

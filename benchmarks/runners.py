@@ -110,8 +110,7 @@ class Megapipe(Runner):
         size = parallel_state.get_pipeline_model_parallel_world_size()
         schedule, _, count = schedule.partition(" x")
         self.num_slices = int(count or 1)
-        chunks = 2 if schedule in ("interleaved_1f1b", "interleaved_zb1p", "looped_bfs") else None
-        infos = stages_for_rank(schedule, rank, size, chunks)
+        infos = stages_for_rank(schedule, rank, size)
         config["num_sequence_slices"] = self.num_slices
         self.config = PipelineConfig(hidden_size=config.pop("width", 1024), **config)
         self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m

@@ -2,7 +2,7 @@
 
 from . import parallel_state, slices, weight_grad
 
-from . import schedules, zero_bubble, dualpipe  # noqa: F401  # isort: skip  # registered in this order
+from . import schedules, zero_bubble, combined, dualpipe  # noqa: F401  # isort: skip  # registered in this order
 from . import integrations as integrations
 from .analysis import TimelineRecorder
 from .config import PipelineConfig

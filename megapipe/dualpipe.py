@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .combined import pair
 from .plan import Verbs, v_shape
 from .runtime import schedule
 from .schedules import BW, B, F, W
@@ -21,11 +22,7 @@ def FB(pipe: Verbs, forward_chunk: int, backward_chunk: int) -> None:
         F(pipe, forward_chunk)
         BW(pipe, backward_chunk)
         return
-    pipe.recv_forward(forward_chunk)
-    pipe.recv_backward(backward_chunk)
-    pipe.forward_backward_step(forward_chunk, backward_chunk)
-    pipe.send_forward(forward_chunk)
-    pipe.send_backward(backward_chunk)
+    pair(pipe, forward_chunk, "BW", backward_chunk)
 
 
 @schedule("dualpipev", placement=v_shape, num_chunks=2)

@@ -67,7 +67,7 @@ class Plan(PlanFacts):
         p2p: float = 0.0,
         *,
         message: float = 0.0,
-        overlap: float = 0.0,
+        exchange: PerStage = 0.0,
         optimizer: float = 0.0,
         slices: Sequence[float] | None = None,
         num_steps: int = 1,
@@ -76,7 +76,7 @@ class Plan(PlanFacts):
         """Play the plan through time.
 
         Args:
-            forward, backward_input, backward_weight, p2p, message, overlap, optimizer, slices: see `Costs`.
+            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
 
@@ -85,7 +85,7 @@ class Plan(PlanFacts):
                 `num_steps` is less than 1.
             ScheduleError: a rank waits for ever.
         """
-        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, overlap, slices)
+        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices)
         return simulate(self, costs, num_steps, synchronize)
 
     # Files

@@ -106,10 +106,10 @@ def run(
     durations: Sequence[Sequence[float]],
     clocks: list[float],
     begin: Callable[[int, int, float, float], float] | None = None,
+    tails: Sequence[Sequence[float]] | None = None,
     *,
     p2p: float = 0.0,
     message: float = 0.0,
-    overlap: float = 0.0,
 ) -> tuple[list[array[float]], list[array[float]]]:
     """Run all ranks side by side from the times in `clocks`, which are moved on.
 
@@ -118,13 +118,13 @@ def run(
         clocks: when each rank begins; moved on to when it ends.
         begin: called as begin(rank, index, clock, arrival) when a rank gets to an action at `clock` whose last message
             is there at `arrival` (-inf for an action without one). Returns the time from which the rank is free for it.
-        p2p, message, overlap: as in `Costs`.
+        tails: by rank, how long before its end an action has sent what it makes. With them a pair runs as one action,
+            which waits for the messages of both, and sends both at its end. None runs one after the other.
+        p2p, message: as in `Costs`.
 
     Returns:
         By rank, the starts and the ends of the actions that it gets through: all, unless the plan hangs.
     """
-    if overlap:
-        durations = [_overlapped(*rank, overlap) for rank in zip(durations, program.pairs)]
     never = len(program.channels)  # the message that a rank waits for at its end
     arrivals = array("d", [NOT_SENT]) * (never + 1)
     arrivals.append(-inf)  # at -1: for an action that needs no message
@@ -132,8 +132,11 @@ def run(
     starts, ends = ([array("d") for _ in clocks] for _ in range(2))
     ranks = []
     for rank, (clock, sources, times) in enumerate(zip(clocks, program.sources, durations)):
-        others = _others(sources, program.pairs[rank]) if overlap else repeat(-1)
-        actions = zip(sources, others, times, program.sent_until[rank])
+        actions: Iterable[tuple[int, int, float, float, int]]
+        if tails is None:
+            actions = zip(sources, repeat(-1), times, repeat(0.0), program.sent_until[rank])
+        else:
+            actions = _in_pairs(program, rank, times, tails[rank])
         ranks.append(_run_rank(rank, clock, actions, program.sent[rank], begin, starts[rank], ends[rank], transfers))
     missing = [-1] * len(ranks)  # by rank, the message that it waits for
     while ready := [rank for rank, number in enumerate(missing) if arrivals[number] != NOT_SENT]:
@@ -158,7 +161,7 @@ class _Transfers(NamedTuple):
 def _run_rank(
     rank: int,
     clock: float,
-    actions: Iterable[tuple[int, int, float, int]],
+    actions: Iterable[tuple[int, int, float, float, int]],
     sent: array[int],
     begin: Callable[[int, int, float, float], float] | None,
     starts: array[float],
@@ -168,7 +171,7 @@ def _run_rank(
     """Run a rank to its end. Yields each message that it has to wait for; to be resumed once that is sent."""
     channels, arrivals, busy_until, p2p, message = transfers
     num_sent = 0
-    for source, other, time, sent_until in actions:
+    for source, other, time, tail, sent_until in actions:
         arrival = arrivals[source]
         if arrival == NOT_SENT:
             yield source
@@ -188,31 +191,23 @@ def _run_rank(
             number = sent[num_sent]
             num_sent += 1
             channel = channels[number]
+            sent_at = clock - tail
             if channel < 0:
-                arrivals[number] = clock
+                arrivals[number] = sent_at
             else:
                 busy = busy_until[channel]
-                busy_until[channel] = free_at = (busy if busy > clock else clock) + message
+                busy_until[channel] = free_at = (busy if busy > sent_at else sent_at) + message
                 arrivals[number] = free_at + p2p
 
 
-def _others(sources: array[int], pairs: dict[int, int]) -> Iterable[int]:
-    """The message of its pair's second that each action waits for as well; -1 for none."""
-    if not pairs:
-        return repeat(-1)
+def _in_pairs(
+    program: Program, rank: int, times: Sequence[float], tails: Sequence[float]
+) -> Iterable[tuple[int, int, float, float, int]]:
+    """The actions of a rank whose pairs are overlapped: the first of a pair waits for the second's message as well, and
+    the second sends what the first has made."""
+    sources, sent_until = program.sources[rank], program.sent_until[rank][:]
     others = array("q", [-1]) * len(sources)
-    for first, second in pairs.items():
+    for first, second in program.pairs[rank].items():
         others[first] = sources[second]
-    return others
-
-
-def _overlapped(durations: Sequence[float], pairs: dict[int, int], overlap: float) -> Sequence[float]:
-    """The longer action of a pair hides a share of the shorter one. Both shrink alike."""
-    if not pairs:
-        return durations
-    shrunk = list(durations)
-    for pair in pairs.items():
-        times = [durations[index] for index in pair]
-        for index in pair:
-            shrunk[index] *= 1 - overlap * min(times) / (sum(times) or 1.0)
-    return shrunk
+        sent_until[first] = sent_until[first - 1] if first else 0
+    return zip(sources, others, times, tails, sent_until)

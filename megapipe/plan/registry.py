@@ -32,6 +32,7 @@ class Schedule:
         max_pp_size: the largest pipeline it is meant for; None where any is.
         forward_only: it never goes backward.
         default_chunks: stages per rank where neither the schedule nor the caller decides.
+        min_chunks: the fewest stages per rank where there are several ranks and the caller decides.
         slices: it can cut sequences into slices.
         sizes: those of the plan that it runs; None where it runs any.
     """
@@ -43,6 +44,7 @@ class Schedule:
     max_pp_size: int | None = None
     forward_only: bool = False
     default_chunks: int = 1
+    min_chunks: int = 1
     slices: bool = False
     sizes: PlanSizes | None = None
 
@@ -68,8 +70,9 @@ class Schedule:
             )
         if num_chunks is None:
             return self.default_chunks
-        if num_chunks < 1 or self.num_chunks not in (None, num_chunks):
-            wanted = "at least 1 chunk" if self.num_chunks is None else f"{self.num_chunks} chunk(s)"
+        least = self.min_chunks if pp_size > 1 else 1
+        if num_chunks < least or self.num_chunks not in (None, num_chunks):
+            wanted = f"at least {least} chunk(s)" if self.num_chunks is None else f"{self.num_chunks} chunk(s)"
             raise ValueError(
                 f"{self.name} runs {wanted} of the model on each rank, got {num_chunks}: pass as model a list with "
                 "one module for each of the rank's stages (stages_for_rank tells which)."

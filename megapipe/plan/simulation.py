@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .check import check_ended
+from .exchanges import hide
 from .facts import PlanFacts
 from .kinds import KINDS
 from .program import run
@@ -37,13 +38,13 @@ class Costs:
         p2p: from the end of an action until its result can be used on another rank, for a message of no size.
         message: time for which a message occupies its channel: its size over the bandwidth.
         optimizer: the optimizer's step on each rank, at the end of a training step.
-        overlap: how much of the shorter one of an overlapped forward and backward the longer one hides: 0 where they
-            run one after the other, 1 where the pair takes no longer than the longer one.
+        exchange: the part of `forward`, and of `backward_input`, that is communication within the stage, such as
+            exchanges of experts, and that overlapped pairs hide (exchanges.py). 0 where nothing is overlapped.
         slices: how long the slices of a sequence take beside each other, one number for each; they share out the times
             of a microbatch. None where all take as long. A message takes its equal share in any case.
 
     Raises:
-        ValueError: a time is negative or not finite, `overlap` is more than 1, or no slice takes any time.
+        ValueError: a time is negative or not finite, or no slice takes any time.
     """
 
     forward: PerStage = 1.0
@@ -52,7 +53,7 @@ class Costs:
     p2p: float = 0.0
     message: float = 0.0
     optimizer: float = 0.0
-    overlap: float = 0.0
+    exchange: PerStage = 0.0
     slices: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
@@ -61,14 +62,12 @@ class Costs:
             for time in [value] if isinstance(value, (int, float)) else value or ():
                 if not (math.isfinite(time) and time >= 0):
                     raise ValueError(f"{field_.name} must be a finite number from 0 on, got {time:g}.")
-        if self.overlap > 1:
-            raise ValueError(f"overlap is a share between 0 and 1, got {self.overlap:g}.")
         if self.slices is not None and not sum(self.slices):
             raise ValueError(f"slices are relative times of which one at least is more than 0, got {self.slices}.")
 
     def of_messages(self, plan: PlanFacts) -> dict[str, float]:
-        """The arguments of the player that are no times of actions."""
-        return {"p2p": self.p2p, "message": self.message / plan.num_slices, "overlap": self.overlap}
+        """The arguments of the player that are times of messages."""
+        return {"p2p": self.p2p, "message": self.message / plan.num_slices}
 
     def of_actions(self, plan: PlanFacts) -> Callable[[Action], float]:
         """Tells the time of an action."""
@@ -84,6 +83,26 @@ class Costs:
             of_slices = shares[np.asarray(row.units) % plan.num_slices]
             durations.append(column("d", row.look_up(of_words, float) * of_slices))
         return durations
+
+    def hidden(self, plan: PlanFacts) -> tuple[list[array[float]], list[array[float]] | None]:
+        """By rank, the times of the actions less what is hidden of their exchanges, and the `tails` of the player.
+
+        Raises:
+            ValueError: a stage's exchange takes longer than its F or B, of which it is a part.
+        """
+        durations = self.durations(plan)
+        exchange, weights = (self.per_stage(cost, plan) for cost in ("exchange", "backward_weight"))
+        if not any(exchange):
+            return durations, None
+        for cost in ("forward", "backward_input"):
+            for part, whole in zip(exchange, self.per_stage(cost, plan)):
+                if part > whole:
+                    raise ValueError(f"exchange is a part of {cost}, got {part:g} of {whole:g}.")
+        shares = self.shares(plan.num_slices)
+        of_action = [lambda action, of=of: of[action.stage] * shares[action.slice] for of in (exchange, weights)]
+        ranks = zip(plan.actions, plan.program.pairs, durations)
+        left, tails = zip(*(hide(*rank, *of_action) for rank in ranks))
+        return list(left), list(tails)
 
     def shares(self, num_slices: int) -> list[float]:
         """The share of each slice in the times of a microbatch."""
@@ -188,12 +207,12 @@ def simulate(plan: PlanFacts, costs: Costs, num_steps: int = 1, synchronize: boo
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
-    durations, of_messages = costs.durations(plan), costs.of_messages(plan)
+    (durations, tails), of_messages = costs.hidden(plan), costs.of_messages(plan)
     clocks = [0.0] * plan.pp_size
     spans = list(map(Spans, plan.actions))
     step_ends = []
     for _ in range(num_steps):
-        starts, ends = run(plan.program, durations, clocks, None, **of_messages)
+        starts, ends = run(plan.program, durations, clocks, None, tails, **of_messages)
         check_ended(plan, ends)
         for rank, starts_of, ends_of in zip(spans, starts, ends):
             rank.starts += starts_of
@@ -217,7 +236,7 @@ def play(
 
     Args:
         duration: the time of an action.
-        costs: the times of messages, and the overlap of pairs; its times of actions are not used.
+        costs: the times of messages; its times of actions are not used.
         clocks: the time at which each rank begins; moved on to the time at which it ends.
         spans: by rank; the actions of this step are appended.
         pause: how long a rank is busy with other things before an action, and before it waits for its message.
@@ -227,7 +246,8 @@ def play(
         return clock + pause(plan.actions[rank][index])  # type: ignore[misc]
 
     durations = [list(map(duration, actions)) for actions in plan.actions]
-    starts, ends = run(plan.program, durations, clocks, None if pause is None else begin, **costs.of_messages(plan))
+    begins = None if pause is None else begin
+    starts, ends = run(plan.program, durations, clocks, begins, None, **costs.of_messages(plan))
     for rank, actions in enumerate(plan.actions):
         spans[rank] += map(Span, actions, starts[rank], ends[rank])
 
@@ -251,8 +271,8 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
     """A rank can begin only when the first microbatch, or its first slice, has come up to it, and then has all its work
     to do; and the first microbatch, or its longest slice, has to go up and down through all stages."""
     num_stages = plan.pp_size * plan.num_chunks
-    forward, inputs, weights = (
-        costs.per_stage(cost, plan) for cost in ("forward", "backward_input", "backward_weight")
+    forward, inputs, weights, exchange = (
+        costs.per_stage(cost, plan) for cost in ("forward", "backward_input", "backward_weight", "exchange")
     )
     shares = costs.shares(plan.num_slices)
     hops = [
@@ -260,19 +280,18 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
         for stage in range(num_stages - 1)
     ]
     training = not plan.forward_only
-    # Of a pair's two actions, either may seem to take up to half of the pair's gain less.
-    overlap = costs.overlap if any(map(bool, plan.program.pairs)) else 0.0
+    alone = [min(part / 2, weight) for part, weight in zip(exchange, weights)]
+    hidden = [2 * part for part in exchange] if any(map(bool, plan.program.pairs)) else alone
     bounds = []
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
-        forwards, backwards = sum(forward[s] for s in stages), training * sum(inputs[s] + weights[s] for s in stages)
-        work = forwards + backwards - overlap * min(forwards, backwards)
-        start = (1 - overlap / 2) * shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
+        work = sum(forward[s] + training * (inputs[s] + weights[s] - hidden[s]) for s in stages)
+        start = shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
         bounds.append(start + plan.num_microbatches * work)
     latency = max(shares) * sum(forward) + sum(hops)
     if training:
-        latency += max(shares) * (sum(inputs) + weights[0]) + sum(hops)
-    return max(*bounds, (1 - overlap / 2) * latency)
+        latency += max(shares) * (sum(inputs) + weights[0] - alone[0]) + sum(hops)
+    return max(*bounds, latency)
 
 
 def _idle_share(spans: Spans, duration: float) -> float:

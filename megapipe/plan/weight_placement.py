@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from .kinds import KINDS, kind_of
 from .plan import Plan
 from .program import run
 from .recorder import Event
@@ -74,7 +75,7 @@ def move_weights(plan: Plan, counts: Counts) -> Plan:
     for events, row in zip(plan.events, counts):
         others = [event for event in events if event.verb != "backward_weight_step"]
         weights = iter(
-            [event._replace(verb="backward_weight_step") for event in others if event.verb == "backward_input_step"]
+            [event._replace(verb="backward_weight_step") for event in others if kind_of(event.verb) is KINDS["B"]]
         )
         moved.append(list(_merge(others, weights, row)))
     return replace(plan, events=moved)
@@ -132,7 +133,7 @@ class _Search:
         self.of_messages = costs.of_messages(plan)
         self.program = unweighted.program
         self.kinds = [[action.kind for action in row] for row in actions]
-        self.durations = [list(map(duration, row)) for row in actions]
+        self.durations, self.tails = costs.hidden(unweighted)
         self.weights = [[duration(a._replace(kind="W")) for a in row if a.kind == "B"] for row in actions]
         """The Ws of each rank, in their order."""
         self.closed = [set(pairs.values()) for pairs in self.program.pairs]
@@ -215,7 +216,7 @@ class _Search:
         """When each rank ends its last F or B."""
         self.plays_left -= 1
         clocks = [0.0 for _ in self.ranks]
-        run(self.program, self.durations, clocks, begin, **self.of_messages)
+        run(self.program, self.durations, clocks, begin, self.tails, **self.of_messages)
         return clocks
 
     def _can_hold(self, rank: int, row: list[int]) -> bool:
@@ -245,10 +246,14 @@ class _Search:
         last = len(waits[rank])
         holes = sorted((k for k in range(last) if waits[rank][k] > 1e-9), key=lambda k: -waits[rank][k])
         moves = [(rank, last, hole) for hole in holes[:12]] if counts[rank][last] else []
-        k = last - 1
-        while k >= 0:
+        unseen, seen = [(rank, last - 1)], set()
+        while unseen:
+            rank, k = unseen.pop()
+            if k < 0 or (rank, k) in seen:
+                continue
+            seen.add((rank, k))
             if waits[rank][k] > 1e-9:
-                rank, k = self.program.senders[self.program.sources[rank][k]]
+                unseen += self._senders(rank, k)
                 continue
             if counts[rank][k]:
                 last = len(waits[rank])
@@ -257,5 +262,12 @@ class _Search:
                 )
                 targets = dict.fromkeys([*range(k + 1, min(k + 4, last)), *holes[:6], last])
                 moves += [(rank, k, target) for target in targets if target != k]
-            k -= 1
+            unseen.append((rank, k - 1))
         return moves
+
+    def _senders(self, rank: int, index: int) -> list[tuple[int, int]]:
+        """Rank and index of the actions whose messages an action waits for; the first of a pair waits for both."""
+        sources, waiting = self.program.sources[rank], [index]
+        if self.tails is not None and index in self.program.pairs[rank]:
+            waiting.append(self.program.pairs[rank][index])
+        return [self.program.senders[sources[each]] for each in waiting if sources[each] >= 0]

@@ -354,6 +354,7 @@ def schedule(
     max_pp_size: int | None = None,
     forward_only: bool = False,
     default_chunks: int = 1,
+    min_chunks: int = 1,
     slices: bool = False,
 ) -> Callable[[Callable[[Verbs], Any]], ForwardBackward]:
     """Make a function of the verbs a schedule that can be trained with, recorded, and found by its name.
@@ -364,11 +365,12 @@ def schedule(
         max_pp_size: the largest pipeline it is meant for.
         forward_only: it has no backward.
         default_chunks: stages per rank where neither the schedule nor the caller says.
+        min_chunks: the fewest of them on several ranks, where the caller decides.
         slices: it counts in slices of sequences (`pipe.num_units`), and so can cut them.
     """
 
     def decorate(loops: Callable[[Verbs], Any]) -> ForwardBackward:
-        settings = (placement, num_chunks, max_pp_size, forward_only, default_chunks, slices)
+        settings = (placement, num_chunks, max_pp_size, forward_only, default_chunks, min_chunks, slices)
         decorated = ForwardBackward(name, loops, *settings)
         register(decorated)
         return decorated

@@ -114,7 +114,7 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_schedules_that_need_layers_that_defer_are_marked(capsys: pytest.CaptureFixture[str], recorded: str) -> None:
     """The fastest schedules of the table were none for layers that compute W in B, and nothing said so."""
-    split = {"zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"}
+    split = {"zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "combined_zb1p", "dualpipev"}
     for command in (["compare", "--pp", "2", "--microbatches", "4"], ["tune", recorded, "--chunks", "2"]):
         out = output_of(capsys, *command)
         assert set(re.findall(r"^(\w+) \* ", out, flags=re.MULTILINE)) == split
@@ -236,7 +236,7 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
     [
         (["show", "1f2b"], "there is no schedule '1f2b'"),
         (["show", "1f1b"], "--pp and --microbatches are needed"),
-        (["compare", "--pp", "2", "--microbatches", "4", "--overlap", "2"], "between 0 and 1, got 2"),
+        (["compare", "--pp", "2", "--microbatches", "4", "--exchange", "2"], "exchange is a part of forward, got"),
         (["show", "1f1b", "--pp", "0", "--microbatches", "4"], "at least 1 rank and 1 microbatch, got 0 and 4"),
         (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--steps", "0"], "num_steps must be at least 1, got 0"),
         (["show", "nothing.csv"], "No such file"),

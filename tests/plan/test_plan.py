@@ -393,13 +393,13 @@ def test_torch_reads_our_files(name: str, tmp_path: Path) -> None:
 
 def test_bounds_of_overlapped_pairs() -> None:
     """A pair's chunks were taken for the same one in the lower bound, which came out above the step itself."""
-    uneven = make_plan("dualpipev", 1, 8).simulate([10, 1], [0.5, 5], [0.5, 5], overlap=1.0)
+    uneven = make_plan("dualpipev", 1, 8).simulate([10, 1], [0.5, 5], [0.5, 5], exchange=[0.5, 1])
     assert uneven.lower_bound <= uneven.makespan
     draw = random.Random(0)
     for pp_size, m in ((2, 5), (3, 7), (4, 8)):
         for _ in range(20):
             times = ([draw.uniform(0.3, 2.0) for _ in range(2 * pp_size)] for _ in range(3))
-            simulation = make_plan("dualpipev", pp_size, m).simulate(*times, p2p=0.1, overlap=draw.random())
+            simulation = make_plan("dualpipev", pp_size, m).simulate(*times, p2p=0.1, exchange=0.6 * draw.random())
             assert simulation.lower_bound <= simulation.makespan + 1e-9
 
 

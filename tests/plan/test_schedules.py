@@ -122,6 +122,26 @@ PICTURES = {
         .   1F0 2F0 .   .   2B0 1B0 1F1 2F1 2W0 1W0 2B1 1B1 1F2 2F2 2W1 1W1 2B2 1B2 1F3 2F3 2W2 1W2 2B3 1B3 2W3 1W3
         """,
     ),
+    "combined_1f1b": (
+        (2, 4),
+        """
+        0F0 0F1 2F0 2F1 0F2 0F3 .   2B0 2B0 2F2 2B1 2B1 2F3 0B0 0B0 .   0B1 0B1 .   2B2 2B2 2B3 2B3 0B2 0B2 0B3 0B3
+        .   1F0 1F1 3F0 3F1 3B0 3B0 1F2 3B1 3B1 1F3 1B0 1B0 3F2 1B1 1B1 3F3 3B2 3B2 3B3 3B3 1B2 1B2 1B3 1B3 .   .
+        """,
+    ),
+    "combined_1f1b on one rank": (
+        (1, 3, 1),
+        """
+        0F0 0F1 0B0 0B0 0F2 0B1 0B1 0B2 0B2
+        """,
+    ),
+    "combined_zb1p": (
+        (2, 4),
+        """
+        0F0 0F1 2F0 2F1 0F2 0F3 2B0 2W0 2F2 2B1 2W1 2F3 0B0 0W0 0B1 0W1 .   2B2 2W2 2B3 2W3 0B2 0W2 0B3 0W3
+        .   1F0 1F1 3F0 3F1 3B0 1F2 3B1 3W0 1F3 1B0 3W1 3F2 1B1 1W0 3F3 3B2 1W1 3B3 3W2 1B2 3W3 1B3 1W2 1W3
+        """,
+    ),
     "dualpipev": (
         (2, 4),
         """
@@ -160,6 +180,8 @@ CHUNKS: dict[str, list[int]] = {
     "looped_bfs": [1, 2, 3],
     "interleaved_1f1b": [1, 2, 3, 4],
     "interleaved_zb1p": [1, 2, 3, 4],
+    "combined_1f1b": [2, 3, 4],
+    "combined_zb1p": [2, 3, 4],
 }
 # Those that cut sequences have the plans of others with one slice: test_slices.py tries them with several.
 SLICED = [name for name in megapipe.schedule_names() if find_schedule(name).slices]
@@ -202,6 +224,7 @@ def assert_complete(plan: Plan) -> None:
         "backward_weight_step",
         "overlapped_forward_step",
         "overlapped_backward_step",
+        "overlapped_backward_input_step",
     }
     for part in ("B", "W"):  # whether they are run together or apart
         done = [(stage, *unit) for stage, kind, *unit in backwards if part in kind]
@@ -216,7 +239,8 @@ def test_plans_are_complete_and_cannot_hang(name: str, pp_size: int) -> None:
         for num_microbatches in (*range(1, 7), 8, 13, 16, 31, 32):
             plan = make_plan(name, pp_size, num_microbatches, num_chunks)
             assert_complete(plan)
-            plan.check(max_waiting=3)  # a receive, and sends to two neighbours
+            # A receive, or those of a pair, and sends to two neighbours.
+            plan.check(max_waiting=4 if name.startswith("combined") else 3)
 
 
 def received_early(plan: Plan, sender: int, receiver: int) -> int:

@@ -56,8 +56,8 @@ def test_the_search_optimises_what_the_simulation_judges_by(name: str) -> None:
     """The search had a player of its own, which knew neither overlapped pairs nor messages that occupy their channels.
     It put Ws between the halves of pairs, which run side by side."""
     plan = make_plan(name, 4, 12)
-    for overlap, message in ((0.0, 0.0), (0.7, 0.0), (0.0, 1.3), (0.5, 0.8)):
-        costs = Costs(1.0, 1.4, 0.6, p2p=0.1, message=message, overlap=overlap)
+    for exchange, message in ((0.0, 0.0), (0.7, 0.0), (0.0, 1.3), (0.3, 0.8)):
+        costs = Costs(1.0, 1.4, 0.6, p2p=0.1, message=message, exchange=exchange)
         search = _Search(plan, costs, 100)
         for counts in (count_weights(plan), search.fill(0.0), search.fill(9.0), find_counts(plan, costs, 6.0)):
             moved = move_weights(plan, counts)

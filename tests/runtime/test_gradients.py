@@ -13,6 +13,7 @@ from megapipe.plan import make_plan
 
 NUM_LAYERS, MORE_LAYERS = 8, 12  # the latter for three chunks on four ranks
 CHUNKS = {name: [1, 2, 3] for name in ("no_pipelining", "looped_bfs", "interleaved_1f1b", "interleaved_zb1p")}
+CHUNKS |= {"combined_1f1b": [2], "combined_zb1p": [2]}
 TRAINING = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
 SPLIT = [name for name in TRAINING if any(action.kind == "W" for action in make_plan(name, 4, 8).actions[0])]
 WHOLE = [name for name in TRAINING if name not in SPLIT]

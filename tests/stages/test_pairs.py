@@ -57,20 +57,28 @@ class InSegments(Stage):
 expect = functools.lru_cache(maxsize=None)(reference)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+CASES = [
+    *(("dualpipev", num_ranks, 2) for num_ranks in (1, 2, 3, 4)),
+    *(("combined_1f1b", *sizes) for sizes in [(1, 1), (1, 3), (2, 2), (2, 4), (3, 2), (4, 2)]),
+    *(("combined_zb1p", *sizes) for sizes in [(1, 1), (2, 2), (2, 4), (3, 2), (4, 2)]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_chunks"), CASES)
 @on_ranks()
-def test_equal_in_segments(rank: int, num_ranks: int) -> None:
-    build("dualpipev", num_ranks, NUM_LAYERS)
+def test_equal_in_segments(rank: int, schedule: str, num_ranks: int, num_chunks: int) -> None:
+    build(schedule, num_ranks, NUM_LAYERS, num_chunks)
     for m in range(2 * num_ranks, 4 * num_ranks + 1, max(1, num_ranks // 2)):
-        chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
+        infos = stages_for_rank(schedule, num_chunks=num_chunks)
+        chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in infos]
         LOG.clear()
-        reports = run("dualpipev", chunks, m)
+        reports = run(schedule, chunks, m)
         assert LOG.count("window") == LOG.count("segment") == m * sum(len(chunk.layers) for chunk in chunks)
         in_windows = sum(LOG[k : k + 2] == ["window", "segment"] for k in range(len(LOG)))
         assert in_windows > m // 2  # forwards went on while backwards waited
         expected, losses = expect(NUM_LAYERS, m)
         assert_same_gradients(chunks, expected)
-        if rank == 0:
+        if any(info.is_last for info in infos):
             assert [report["loss"] for report in reports] == losses
 
 

@@ -16,7 +16,7 @@ from megapipe import StageInfo, parallel_state
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 2, 20
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
-SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 
 
 def adamw(chunks: Any) -> torch.optim.Optimizer:
@@ -111,5 +111,4 @@ def assert_close(found: Tensor, expected: Tensor, atol: float, what: str) -> Non
 
 
 def build_replicas(schedule: str, pp_size: int, **options: Any) -> list[Stage]:
-    num_chunks = 2 if schedule in ("looped_bfs", "interleaved_1f1b", "interleaved_zb1p") else None
-    return build(schedule, pp_size, NUM_LAYERS, num_chunks, deferred=schedule in SPLIT, **options)
+    return build(schedule, pp_size, NUM_LAYERS, deferred=schedule in SPLIT, **options)

@@ -22,7 +22,7 @@ from megapipe.analysis import TimelineRecorder
 from megapipe.plan import Costs, Plan, make_plan
 from megapipe.plan.weight_placement import _Search, move_weights
 
-SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
+SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 SEED = random.randrange(2**32)
 
 
@@ -75,7 +75,7 @@ def random_configurations(rank: int, pp_size: int, seed: int, count: int) -> Non
     draw = random.Random(seed)
     for _ in range(count):
         schedule = draw.choice(SPLIT)
-        num_chunks = draw.choice([1, 2, 3]) if schedule == "interleaved_zb1p" else None
+        num_chunks = {"interleaved_zb1p": draw.choice([1, 2, 3]), "combined_zb1p": draw.choice([2, 3])}.get(schedule)
         m, hidden, frozen = draw.randint(1, 9), draw.choice([1, 3, 8, 33]), draw.choice([0.0, 0.3, 0.8])
         num_layers = draw.randint(pp_size * (num_chunks or 2), 14)
         what = f"seed {seed}: {schedule} pp={pp_size} chunks={num_chunks} m={m} {hidden=} {frozen=} {num_layers=}"

@@ -49,16 +49,10 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--backward-input", 1.0, "B, the part of the backward for the input"),
         ("--backward-weight", 1.0, "W, the part for the weights"),
         ("--p2p", 0.0, "latency of a message"),
+        ("--exchange", 0.0, "the part of F, and of B, that is communication within stages, and that pairs hide"),
         ("--optimizer", 0.0, "the optimizer's step, after each step"),
     ):
         times.add_argument(name, type=float, default=default, metavar="T", help=f"{what}; default: {default:g}")
-    times.add_argument(
-        "--overlap",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="of the shorter of an overlapped F and B, how much the longer hides; default: 0",
-    )
     add_unsplit(times)
 
 
@@ -81,7 +75,7 @@ def costs_of(args: argparse.Namespace) -> Costs:
     times = (args.forward, args.backward_input, args.backward_weight, args.p2p)
     if not any(times[:3]):
         raise ValueError("--forward, --backward-input and --backward-weight are all 0: there is nothing to draw.")
-    costs = Costs(*times, optimizer=args.optimizer, overlap=args.overlap)
+    costs = Costs(*times, optimizer=args.optimizer, exchange=args.exchange)
     return unsplit(costs) if args.unsplit else costs
 
 

@@ -1,0 +1,51 @@
+"""Communication within stages, such as exchanges of experts, that computation hides.
+
+In an overlapped pair each computes while the other's data is on its way, and both end together. A whole backward that
+has no partner runs its own Ws while the exchanges of its layers but the last are under way: half of them, on average.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+from .kinds import KINDS
+from .verbs import Action
+
+__all__ = ["hide"]
+
+
+def hide(
+    actions: Sequence[Action],
+    pairs: Mapping[int, int],
+    durations: Sequence[float],
+    exchange: Callable[[Action], float],
+    weights: Callable[[Action], float],
+) -> tuple[array[float], array[float]]:
+    """
+    Args:
+        actions, pairs, durations: of one rank.
+        exchange: the time of an action that others may hide, if it has a message; part of its duration.
+        weights: the time of the Ws of an action that completes the gradients of weights; part of its duration.
+
+    Returns:
+        What is left of the durations, and how long before an action's end what it makes has left: while the Ws of a
+        backward run.
+    """
+    left, tails = array("d", durations), array("d", [0.0]) * len(durations)
+    in_pairs = {index for pair in pairs.items() for index in pair}
+    for index, action in enumerate(actions):
+        if KINDS[action.kind].completes_weights and KINDS[action.kind].message is not None:
+            tails[index] = weights(action)
+            if index not in in_pairs:
+                hidden = min(exchange(action) / 2, tails[index])
+                left[index] -= hidden
+                tails[index] -= hidden
+    for pair in pairs.items():
+        waits = [exchange(actions[index]) for index in pair]
+        first, second = (durations[index] - wait - tails[index] for index, wait in zip(pair, waits))
+        whole = durations[pair[0]] + durations[pair[1]]
+        hidden = min(waits[0], second) + min(waits[1], first)
+        for index in pair:  # the two cannot be told apart: both shrink alike
+            left[index] *= 1 - hidden / (whole or 1.0)
+    return left, tails

@@ -1,0 +1,59 @@
+"""Communication within stages, as plans hide it."""
+
+import pytest
+
+from megapipe.plan import make_plan, plan_of
+from megapipe.plan.verbs import Action
+
+COMPUTE, EXCHANGE = 1.0, 0.6  # of F, B and W, and of F and B: three eighths of an F are communication
+
+
+def step(name: str, pp_size: int, num_microbatches: int, num_chunks: int | None, hides: bool) -> float:
+    """In microbatches of pure computation."""
+    plan = make_plan(name, pp_size, num_microbatches, num_chunks)
+    whole = COMPUTE + EXCHANGE
+    makespan = plan.simulate(whole, whole, COMPUTE, exchange=EXCHANGE if hides else 0.0).makespan
+    return makespan / num_microbatches / 3 / COMPUTE
+
+
+def test_a_pair_ends_as_a_whole() -> None:
+    """By hand, on two ranks. Rank 0 runs F0, F1 and the pair F2B0, whose exchanges are hidden: its output leaves with
+    the gradient when both are done. It left in the middle of the pair, sooner than a model that runs it can send it."""
+    rows = [["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
+    actions = [[Action(int(a[0]), "F" if a[1] == "F" else "BW", int(a[2])) for a in row] for row in rows]
+    plan = plan_of("mine", actions, [[2], []])
+    plan.check()
+    simulation = plan.simulate(1.5, 1.5, 1.0, exchange=0.5)
+    spans = [{str(span.action): (span.start, span.end) for span in rank} for rank in simulation.spans]
+    # A whole backward alone takes F's 1.5, and 1 less the quarter that its Ws hide; its gradient leaves before its Ws.
+    assert spans[1]["1B0"] == pytest.approx((3.0, 5.25))
+    assert spans[0]["0F2"][0] == pytest.approx(4.5)
+    assert spans[0]["0B0"][1] == pytest.approx(7.5)  # 1 + 1 + 1
+    assert spans[1]["1F2"][0] == pytest.approx(9.0)  # after 1B1; its input came at 6.5, when the pair's Ws began
+    assert spans[1]["1F1"][0] == pytest.approx(5.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp_size", "num_chunks", "of_without"),
+    [
+        ("dualpipev", 4, None, (0.866, 0.794, 0.755)),
+        ("combined_1f1b", 4, 2, (0.778, 0.749, 0.732)),
+        ("combined_1f1b", 4, 4, (0.798, 0.758, 0.737)),
+        ("combined_1f1b", 1, 1, (0.741, 0.728, 0.721)),
+    ],
+)
+def test_no_step_of_pairs_is_shorter_than_this(
+    name: str, pp_size: int, num_chunks: int | None, of_without: tuple[float, ...]
+) -> None:
+    """Against the same without overlap, at 8, 16 and 32 microbatches: as a simulation of messages within actions had
+    it, written apart from this one."""
+    without = {"dualpipev": "dualpipev"}.get(name, "interleaved_1f1b" if pp_size > 1 else "no_pipelining")
+    for m, expected in zip((8, 16, 32), of_without):
+        ratio = step(name, pp_size, m, num_chunks, True) / step(without, pp_size, m, num_chunks, False)
+        assert ratio == pytest.approx(expected, abs=0.0006)
+
+
+def test_exchanges_are_a_part_of_an_action() -> None:
+    plan = make_plan("dualpipev", 2, 4)
+    with pytest.raises(ValueError, match=r"exchange is a part of backward_input, got 0.6 of 0.5"):
+        plan.simulate(2.0, 1.0, exchange=1.2)
