@@ -43,11 +43,13 @@ class Emulation:
         num_rows: a message between stages is [num_rows, 1, HIDDEN] in float32.
         latency: seconds that a message between ranks takes longer than it does. What a stage makes is stamped with the
             time and the rank, and whoever uses it on another rank waits until it may have come.
+        num_pieces: a deferred W comes in so many, each as long as `seconds` says.
     """
 
     seconds: Callable[[str, int], float]
     num_rows: int = 16
     latency: float = 0.0
+    num_pieces: int = 1
     calls: list[Call] = field(default_factory=list)
 
     @contextmanager
@@ -105,7 +107,8 @@ class Deferring(Whole):
         ctx.emulation.arrive(grad)
         with ctx.emulation.during("B", ctx.stage):
             inputs = grad.clone()
-        defer(ctx.weight, functools.partial(_weight_gradient, ctx.emulation, ctx.stage, ctx.weight))
+        for _ in range(ctx.emulation.num_pieces):
+            defer(ctx.weight, functools.partial(_weight_gradient, ctx.emulation, ctx.stage, ctx.weight))
         return ctx.emulation.stamp(inputs), None, None, None
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.moe --pp 4 --microbatches 16
 
-A layer sleeps for its attention and for its experts, half of its F, B and W in each, and exchanges tokens before and
-after its experts, forward and backward alike: by a real all-to-all between two replicas that ends no sooner than a
-given time after it was started.
+A layer sleeps for its attention and for its experts, half of its F, B and W in each. Its W comes in four pieces, as the
+W of a transformer's layer comes in products of matrices. It exchanges tokens before and after its experts, forward and
+backward alike: by a real all-to-all between two replicas that ends no sooner than a given time after it was started.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megapipe import parallel_state
 from megapipe.overlap import in_segments, run_segments, start_all_to_all
-from megapipe.plan import make_plan
+from megapipe.plan import Settings, Simulation, make_plan
 
 from .emulation import Deferring, Emulation
 from .launching import launch
@@ -32,9 +32,56 @@ from .rounds import Emulated, take_turns
 from .tables import FOLDER, median_and_spread, save_table
 
 NUM_REPLICAS = 2
-NUM_CHUNKS = 2  # of a rank, where it has several; so many layers it has in any case
-SCHEDULES = ["zbv", "1f1b", "interleaved_1f1b", "zb1p"]
-HEADER = ["schedule", "step, ms", "over dualpipev without overlap", "step / ideal", "by the plan, ms"]
+NUM_PIECES = 4  # of a layer's W
+HEADER = [
+    "schedule",
+    "in flight",
+    "step, ms",
+    "over itself without",
+    "step / ideal",
+    "by the plan, ms",
+    "over the plan",
+]
+
+
+class Kind(NamedTuple):
+    """A schedule and how it overlaps.
+
+    Attributes:
+        num_chunks: stages per rank.
+        num_pending: `min_pending_weights`.
+    """
+
+    schedule: str
+    num_chunks: int
+    overlap: bool
+    num_pending: int = 0
+
+    def __str__(self) -> str:
+        chunks = f" x{self.num_chunks}" if self.schedule[0] in "ic" else ""
+        pending = f", {self.num_pending} more W pending" if self.num_pending else ""
+        return self.schedule + chunks + (", overlap" if self.overlap else "") + pending
+
+    def without(self) -> Kind:
+        """The same without overlap: pairs one after the other."""
+        return self._replace(overlap=False, num_pending=0)
+
+
+KINDS = [
+    Kind("1f1b", 1, False),
+    Kind("dualpipev", 2, False),
+    Kind("dualpipev", 2, True),
+    Kind("zbv", 2, False),
+    Kind("zbv", 2, True, 1),
+    Kind("combined_1f1b", 2, False),
+    Kind("combined_1f1b", 2, True),
+    Kind("combined_1f1b", 4, False),
+    Kind("combined_1f1b", 4, True),
+    Kind("interleaved_zb1p", 4, False),
+    Kind("interleaved_zb1p", 4, True, 1),
+    Kind("combined_zb1p", 4, False),
+    Kind("combined_zb1p", 4, True, 1),
+]
 
 
 def main() -> None:
@@ -43,11 +90,11 @@ def main() -> None:
     compute, exchange = args.milliseconds, args.exchange_milliseconds
     title = f"Emulated mixture of experts, pp={args.pp}, ep={NUM_REPLICAS}, m={args.microbatches}"
     notes = (
-        f"A rank has {NUM_CHUNKS} layers. Per microbatch a layer computes for {3 * compute:g} ms ({compute:g} each in "
+        f"A rank has {args.layers} layers. Per microbatch a layer computes for {3 * compute:g} ms ({compute:g} each in "
         f"F, B and W) and exchanges for {4 * exchange:g} ms ({exchange:g} each in dispatch and combine, in F and again "
         f"in B), {4 * exchange / 3 / compute:.0%} of that. Medians of interleaved steps, in brackets the middle half. "
-        "*ideal*: all of the compute, and no communication. *by the plan*: with these times and nothing else, where "
-        "an overlapped pair hides all of its exchanges."
+        f"The W of a layer comes in {NUM_PIECES} pieces. *in flight*: microbatches. *ideal*: all of the compute, and "
+        "no communication. *by the plan*: with these times and nothing else, where Ws can be cut anywhere."
     )
     save_table(f"moe-pp{args.pp}", title, HEADER, rows, notes, args.folder)
 
@@ -58,7 +105,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--milliseconds", type=float, default=10.0, help="of each of F, B, W, of a layer's microbatch")
     parser.add_argument("--exchange-milliseconds", type=float, default=3.0, help="of a dispatch, and of a combine")
-    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="only dualpipev, with or without")
+    parser.add_argument("--layers", type=int, default=4, help="of a rank")
+    parser.add_argument("--only", nargs="+", default=[], help="schedules; default: all")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--block", type=int, default=2, help="steps that a schedule does in its turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each that do not count")
@@ -68,36 +116,39 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
     parallel_state.initialize_model_parallel(args.pp, expert_model_parallel_size=NUM_REPLICAS)
-    if args.overlap is None:
-        kinds = [("dualpipev", True), ("dualpipev", False), *((schedule, False) for schedule in SCHEDULES)]
-    else:
-        kinds = [("dualpipev", args.overlap)]
-    emulated = [EmulatedExperts(schedule, overlap, args) for schedule, overlap in kinds]
+    kinds = [kind for kind in KINDS if not args.only or kind.schedule in args.only]
+    kinds = [kind for kind in kinds if args.layers % kind.num_chunks == 0]
+    emulated = [EmulatedExperts(kind, args) for kind in kinds]
     with delayed_all_to_alls(args.exchange_milliseconds / 1000):
         all_steps = take_turns(emulated, args.rounds, args.warmup, args.block)
-    times = [[1000 * step.duration for step in steps] for steps in all_steps]
-    base = median(times[kinds.index(("dualpipev", False))]) if ("dualpipev", False) in kinds else None
-    return [row(args, *kind, time, base) for kind, time in zip(kinds, times)]
-
-
-def row(args: argparse.Namespace, schedule: str, overlap: bool, times: list[float], base: float | None) -> list[str]:
-    """`base`: the step of dualpipev without overlap."""
-    ideal = 3 * NUM_CHUNKS * args.microbatches * args.milliseconds
+    medians = {kind: median(1000 * step.duration for step in steps) for kind, steps in zip(kinds, all_steps)}
     return [
-        schedule + {True: ", overlap", False: ", no overlap"}[overlap] * (schedule == "dualpipev"),
-        median_and_spread(times, "{:.0f}"),
-        "-" if base is None else f"{median(times) / base:.3f}",
-        f"{median(times) / ideal:.3f}",
-        f"{planned(args, schedule, overlap):.0f}",
+        row(args, kind, [1000 * step.duration for step in steps], medians.get(kind.without()))
+        for kind, steps in zip(kinds, all_steps)
     ]
 
 
-def planned(args: argparse.Namespace, schedule: str, overlap: bool) -> float:
-    chunks = NUM_CHUNKS if schedule == "interleaved_1f1b" else None
-    plan = make_plan(schedule, args.pp, args.microbatches, chunks)
-    compute, exchange = NUM_CHUNKS * args.milliseconds, 2 * NUM_CHUNKS * args.exchange_milliseconds
+def row(args: argparse.Namespace, kind: Kind, times: list[float], without: float | None) -> list[str]:
+    """`without`: the step of the same schedule without overlap."""
+    ideal = 3 * args.layers * args.microbatches * args.milliseconds
+    simulation = planned(args, kind)
+    return [
+        str(kind),
+        f"{max(simulation.peak_activations):g}",
+        median_and_spread(times, "{:.0f}"),
+        "-" if without is None or not kind.overlap else f"{median(times) / without:.3f}",
+        f"{median(times) / ideal:.3f}",
+        f"{simulation.makespan:.0f}",
+        f"{median(times) / simulation.makespan:.3f}",
+    ]
+
+
+def planned(args: argparse.Namespace, kind: Kind) -> Simulation:
+    settings = Settings(min_pending_weights=kind.num_pending)
+    plan = make_plan(kind.schedule, args.pp, args.microbatches, kind.num_chunks, settings=settings)
+    compute, exchange = args.layers * args.milliseconds, 2 * args.layers * args.exchange_milliseconds
     times = (compute + exchange, compute + exchange, compute)
-    return plan.simulate(*times, exchange=exchange if overlap else 0.0).makespan
+    return plan.simulate(*times, exchange=exchange if kind.overlap else 0.0)
 
 
 @contextmanager
@@ -131,11 +182,21 @@ class Delayed:
 class EmulatedExperts(Emulated):
     """A schedule with emulated layers."""
 
-    def __init__(self, schedule: str, overlap: bool, args: argparse.Namespace) -> None:
-        self._stage = OverlappedStage if overlap else Stage
-        self._num_layers = NUM_CHUNKS * args.pp
+    def __init__(self, kind: Kind, args: argparse.Namespace) -> None:
+        self._stage = OverlappedStage if kind.overlap else Stage
+        self._num_layers = args.layers * args.pp
         half = args.milliseconds / 1000 / 2
-        super().__init__(f"megapipe {schedule}", args.microbatches, lambda kind, stage: half, 2 * NUM_REPLICAS)
+        pieces = NUM_PIECES // 2
+        of_kind = {"F": half, "B": half, "W": half / pieces}
+        super().__init__(
+            f"megapipe {kind.schedule}",
+            args.microbatches,
+            lambda letter, stage: of_kind[letter],
+            2 * NUM_REPLICAS,
+            num_chunks=kind.num_chunks,
+            min_pending_weights=kind.num_pending,
+        )
+        self.emulation.num_pieces = pieces
 
     def _make_stage(self, index: int, num_stages: int, how: str, config: Any) -> nn.Module:
         return self._stage(index, self._num_layers // num_stages, self.emulation, config)

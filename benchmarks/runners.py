@@ -110,7 +110,7 @@ class Megapipe(Runner):
         size = parallel_state.get_pipeline_model_parallel_world_size()
         schedule, _, count = schedule.partition(" x")
         self.num_slices = int(count or 1)
-        infos = stages_for_rank(schedule, rank, size)
+        infos = stages_for_rank(schedule, rank, size, config.pop("num_chunks", None))
         config["num_sequence_slices"] = self.num_slices
         self.config = PipelineConfig(hidden_size=config.pop("width", 1024), **config)
         self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m

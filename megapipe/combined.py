@@ -9,7 +9,7 @@ from typing import Any
 
 from .plan import Verbs, loop
 from .runtime import schedule
-from .schedules import BW, B, F, W, interleaved_order
+from .schedules import BW, B, F, W, interleaved_order, limit_pending_weights
 
 __all__ = ["forward_backward_combined_1f1b", "forward_backward_combined_zb1p"]
 
@@ -21,6 +21,7 @@ def pair(pipe: Verbs, forward_chunk: int, kind: str, backward_chunk: int) -> Non
     pipe.run_pair(("F", forward_chunk), (kind, backward_chunk))
     pipe.send_forward(forward_chunk)
     pipe.send_backward(backward_chunk)
+    limit_pending_weights(pipe)
 
 
 def combined_order(pipe: Verbs) -> tuple[list[int], list[tuple[int, int]], list[int]]:

@@ -97,6 +97,13 @@ class PipelineConfig:
         max_in_flight: Most microbatches that a rank may hold, from F to W, in whole ranks (a chunk is its share of
             one). More let some schedules (1f1b, zb1p, zb2p, the interleaved ones) start further ahead and wait less.
             None: as many as the schedule holds by itself.
+        min_pending_weights: As many Ws of a rank stay pending until its last B is done. In the overlap windows of Fs
+            and Bs (`megapipe.overlap`) their products run while communication is under way. Each holds the activations
+            of a chunk. Schedules have some pending by themselves. Default: 0.
+        max_pending_weights: Most Ws of a rank that stay pending after a B. Fewer hold fewer activations, at the price
+            of time: with 0 each W follows its B at once. None: as many as the schedule has.
+        weights_per_window: Gradients deferred to pending Ws, one product of matrices each, that are computed in an
+            overlap window of an F or a B. More fit where windows are long. Default: 1.
         delay_wgrad_compute: Modules with a method `backward_dw()`, such as transformer-engine's built with this
             setting, defer their weight gradients by themselves: it is called in W, or at the end of a backward that is
             not split. Default: True.
@@ -159,6 +166,9 @@ class PipelineConfig:
     sequence_slice_lengths: Sequence[int] | None = None
     microbatch_group_size_per_vp_stage: int | None = None
     max_in_flight: float | None = None
+    min_pending_weights: int = 0
+    max_pending_weights: int | None = None
+    weights_per_window: int = 1
     delay_wgrad_compute: bool = True
     gc_interval: int | None = 100
 
@@ -194,7 +204,12 @@ class PipelineConfig:
     @property
     def settings(self) -> Settings:
         """The settings that schedules know."""
-        return Settings(self.microbatch_group_size_per_vp_stage, self.max_in_flight)
+        return Settings(
+            self.microbatch_group_size_per_vp_stage,
+            self.max_in_flight,
+            self.min_pending_weights,
+            self.max_pending_weights,
+        )
 
     @classmethod
     def of(cls, config: object, **overrides: Any) -> PipelineConfig:
@@ -241,7 +256,18 @@ _FUNCTIONS = ("grad_scale_func", "finalize_model_grads_func", *PER_CHUNK)
 
 CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]] = [
     (("pipeline_dtype", "autocast_dtype"), TypeError, _is_dtype, "a torch.dtype, like torch.bfloat16, or None"),
-    (("p2p_lookahead",), ValueError, lambda value: is_whole_number(value, 0), "a whole number from 0 on, or None"),
+    (
+        ("p2p_lookahead", "max_pending_weights"),
+        ValueError,
+        lambda value: is_whole_number(value, 0),
+        "a whole number from 0 on, or None",
+    ),
+    (
+        ("min_pending_weights", "weights_per_window"),
+        ValueError,
+        lambda value: is_whole_number(value, 0),
+        "a whole number from 0 on",
+    ),
     (("p2p_transport",), ValueError, lambda value: value in ("nccl", "host"), "'nccl', 'host' or None"),
     (("timeout", "max_in_flight"), ValueError, _is_number, "a finite number"),
     (("timeout",), ValueError, lambda value: value > 0, "more than 0 seconds"),

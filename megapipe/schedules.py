@@ -49,12 +49,25 @@ def B(pipe: Verbs, chunk: int = 0) -> None:
         pipe.recv_backward(chunk)
         pipe.backward_input_step(chunk)
         pipe.send_backward(chunk)
+        limit_pending_weights(pipe)
 
 
 def W(pipe: Verbs, chunk: int | None = None) -> None:
-    """The weight-gradient pass deferred longest, of this chunk or of all."""
-    if pipe.num_pending_weights(chunk):
+    """The weight-gradient pass deferred longest, of this chunk or of all. While backwards are left, as many stay
+    pending as the setting `min_pending_weights` says, the youngest."""
+    least = pipe.settings.min_pending_weights
+    if least and any(map(pipe.num_backwards_left, range(pipe.num_chunks))):
+        if pipe.num_pending_weights() > least:
+            pipe.backward_weight_step()
+    elif pipe.num_pending_weights(chunk):
         pipe.backward_weight_step(chunk)
+
+
+def limit_pending_weights(pipe: Verbs) -> None:
+    """After a B: the Ws that are too many by the setting `max_pending_weights`."""
+    most = pipe.settings.max_pending_weights
+    while most is not None and pipe.num_pending_weights() > most:
+        pipe.backward_weight_step()
 
 
 def BW(pipe: Verbs, chunk: int = 0) -> None:

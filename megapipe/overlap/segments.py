@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..chunks import iter_wrapped
+from .windows import fill_window
 
 __all__ = ["Segments", "find_forward_segments", "in_segments", "run_segments"]
 
@@ -84,9 +85,9 @@ class Segments:
         return not self._is_done
 
     def finish(self) -> Any:
-        """Run the remaining segments. Returns the forward's result."""
+        """Run the remaining segments, and fill the windows between them. Returns the forward's result."""
         while self.advance():
-            pass
+            fill_window()
         return self._result
 
 

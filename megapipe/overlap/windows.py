@@ -1,4 +1,4 @@
-"""The overlap window: the time between the start of a communication in a backward and the wait for it."""
+"""The overlap window: the time between the start of a communication in a forward or backward and the wait for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["fill_window", "filling_windows"]
 
 @contextmanager
 def filling_windows(callback: Callable[[], object]) -> Iterator[None]:
-    """Around one backward: call `callback` in each of its overlap windows.
+    """Around one action: call `callback` in each of its overlap windows.
 
     Args:
-        callback: called without arguments, on the thread that runs the backward.
+        callback: called without arguments, on the thread that runs the action.
     """
     with backward_context.lock:
         before, backward_context.overlap_callback = backward_context.overlap_callback, callback
@@ -26,10 +26,10 @@ def filling_windows(callback: Callable[[], object]) -> Iterator[None]:
 
 
 def fill_window() -> None:
-    """Call the callback of the backward under way, if it has one. For the backward of an autograd Function that has
+    """Call the callback of the action under way, if it has one. For the backward of an autograd Function that has
     started a communication and is about to wait for it.
 
-    A backward that the callback runs itself has no windows.
+    An action that the callback runs itself has no windows.
     """
     callback, backward_context.overlap_callback = backward_context.overlap_callback, None
     if callback is None:

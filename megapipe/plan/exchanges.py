@@ -1,7 +1,8 @@
 """Communication within stages, such as exchanges of experts, that computation hides.
 
-In an overlapped pair each computes while the other's data is on its way, and both end together. A whole backward that
-has no partner runs its own Ws while the exchanges of its layers but the last are under way: half of them, on average.
+In an overlapped pair each computes while the other's data is on its way, and both end together. A forward or a backward
+that has no partner runs the products of pending Ws meanwhile. A backward's own Ws come last: while the exchanges of its
+layers but the last are under way, half of them on average, some are there.
 """
 
 from __future__ import annotations
@@ -34,13 +35,28 @@ def hide(
     """
     left, tails = array("d", durations), array("d", [0.0]) * len(durations)
     in_pairs = {index for pair in pairs.items() for index in pair}
+    deferred = {_unit(action): index for index, action in enumerate(actions) if KINDS[action.kind].after is not None}
+    pending: list[int] = []
     for index, action in enumerate(actions):
-        if KINDS[action.kind].completes_weights and KINDS[action.kind].message is not None:
+        kind = KINDS[action.kind]
+        if kind.message is None:
+            pending.remove(index)
+            continue
+        if kind.completes_weights:
             tails[index] = weights(action)
             if index not in in_pairs:
                 hidden = min(exchange(action) / 2, tails[index])
                 left[index] -= hidden
                 tails[index] -= hidden
+            continue
+        window = 0.0 if index in in_pairs else exchange(action)
+        own = [] if kind.is_forward or _unit(action) not in deferred else [deferred[_unit(action)]]
+        for several, most in ((pending, window), (own, window / 2)):
+            for one in several:
+                part = min(left[one], window, most)
+                left[one] -= part
+                window -= part
+        pending += own
     for pair in pairs.items():
         waits = [exchange(actions[index]) for index in pair]
         first, second = (durations[index] - wait - tails[index] for index, wait in zip(pair, waits))
@@ -49,3 +65,7 @@ def hide(
         for index in pair:  # the two cannot be told apart: both shrink alike
             left[index] *= 1 - hidden / (whole or 1.0)
     return left, tails
+
+
+def _unit(action: Action) -> tuple[int, int, int]:
+    return action.stage, action.microbatch, action.slice

@@ -39,7 +39,7 @@ class Costs:
         message: time for which a message occupies its channel: its size over the bandwidth.
         optimizer: the optimizer's step on each rank, at the end of a training step.
         exchange: the part of `forward`, and of `backward_input`, that is communication within the stage, such as
-            exchanges of experts, and that overlapped pairs hide (exchanges.py). 0 where nothing is overlapped.
+            exchanges of experts, and that pairs and pending Ws hide (exchanges.py). 0 where nothing is overlapped.
         slices: how long the slices of a sequence take beside each other, one number for each; they share out the times
             of a microbatch. None where all take as long. A message takes its equal share in any case.
 
@@ -85,7 +85,7 @@ class Costs:
         return durations
 
     def hidden(self, plan: PlanFacts) -> tuple[list[array[float]], list[array[float]] | None]:
-        """By rank, the times of the actions less what is hidden of their exchanges, and the `tails` of the player.
+        """The times of the actions less what is hidden of exchanges, by rank, and the `tails` of the player.
 
         Raises:
             ValueError: a stage's exchange takes longer than its F or B, of which it is a part.
@@ -281,7 +281,8 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
     ]
     training = not plan.forward_only
     alone = [min(part / 2, weight) for part, weight in zip(exchange, weights)]
-    hidden = [2 * part for part in exchange] if any(map(bool, plan.program.pairs)) else alone
+    pairs = any(map(bool, plan.program.pairs))
+    hidden = [2 * part if pairs else min(2 * part, weight) for part, weight in zip(exchange, weights)]
     bounds = []
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]

@@ -84,10 +84,14 @@ class Settings:
             next; None for the number of ranks.
         max_in_flight: most microbatches of a whole rank that any rank may have in flight, from F to W; None for the
             schedule's own. Some schedules trade memory for speed within it; the others are refused if they need more.
+        min_pending_weights: as many Ws of a rank wait until its last B is done: work for overlap windows.
+        max_pending_weights: most Ws of a rank that wait after a B; None for the schedule's own. Fewer hold less memory.
     """
 
     microbatch_group_size: int | None = None
     max_in_flight: float | None = None
+    min_pending_weights: int = 0
+    max_pending_weights: int | None = None
 
 
 class Verbs(ABC):

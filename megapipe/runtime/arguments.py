@@ -228,6 +228,8 @@ def to_agree_on(called: str, step: StepArguments, stages: Sequence[StageInfo], s
         "variable_seq_lengths": str(step.config.variable_seq_lengths),
         "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
         "max_in_flight": str(step.config.max_in_flight),
+        "min_pending_weights": str(step.config.min_pending_weights),
+        "max_pending_weights": str(step.config.max_pending_weights),
         "the type of device": step.device.type,
         "p2p_transport": str(step.config.p2p_transport),
         "timeout": str(step.config.timeout),

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from ..overlap import filling_windows
 from ..p2p_communication import Transfer
 from ..plan import KINDS, Action, Kind, Verbs, unit_in_words
-from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, can_overlap, run_alone, run_pair
+from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, can_overlap, run_pair
 from ..weight_grad import unshared
 from .boundary import Above, Below
 from .first_step import FirstStep
@@ -44,6 +46,7 @@ class Chunk:
     ) -> None:
         self.stage = stage
         self.index = stage.info.index
+        self.has_windows = can_overlap(stage)
         self.actions = actions
         self.below = below
         self.above = above
@@ -110,6 +113,9 @@ class Pipeline(Verbs):
         self._monitor = monitor
         self._speculation = speculation
         self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
+        self._weights_per_window = step.config.weights_per_window
+        self._pending_units: dict[Unit, None] = {}
+        """Whose W is still to come, in the order of their Bs."""
         self._has_waited = False
 
     # Messages
@@ -151,14 +157,9 @@ class Pipeline(Verbs):
         action = this.actions[kind][number]
         with self._monitor.at(action):
             unit = self._await(row, chunk, number, action)
-            if row.is_forward:
-                this.stage.run(kind, unit, *next(self._checkpoint_arguments))
-            elif not row.completes_weights:
-                this.stage.run(kind, unit)
-            elif row.message is not None and unit.has_windows:
-                run_alone(this.stage, unit)
-            else:
-                self._complete_weights(kind, chunk, unit)
+            fills = this.has_windows and row.message is not None
+            with filling_windows(partial(self._fill_window, unit)) if fills else NOTHING:
+                self._compute(row, chunk, unit)
             self._end(row, chunk, number, unit)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
@@ -166,7 +167,7 @@ class Pipeline(Verbs):
         kind, other = KINDS[name], KINDS[other_name]
         # A plan's order: what the first of a pair makes is sent first, which is the forward where they overlap.
         is_overlapped = (kind.message, other.message) == ("forward", "backward") and self.num_slices == 1
-        if is_overlapped and not self.forward_only and can_overlap(self._chunks[chunk].stage):
+        if is_overlapped and not self.forward_only and self._chunks[chunk].has_windows:
             self._overlap(kind, chunk, other, other_chunk)
             return
         self.run(name, chunk)
@@ -224,13 +225,31 @@ class Pipeline(Verbs):
             this.keep_output(unit)
         elif kind.message is not None:
             this.keep_gradients(unit)
+            self._pending_units[unit] = None
         if kind.completes_weights:
             if unit.deferred is not None:
                 this.send(kind, number)
                 self._complete_weights("W", chunk, unit)
+            del self._pending_units[unit]
             this.end(unit)
         elif self.forward_only:
             this.end(unit)
+
+    def _compute(self, kind: Kind, chunk: int, unit: Unit) -> None:
+        stage = self._chunks[chunk].stage
+        if kind.is_forward:
+            stage.run(kind.name, unit, *next(self._checkpoint_arguments))
+        elif not kind.completes_weights or (kind.message is not None and unit.has_windows):
+            stage.run(kind.name, unit)
+        else:
+            self._complete_weights(kind.name, chunk, unit)
+
+    def _fill_window(self, unit: Unit) -> None:
+        """Compute gradients left to pending Ws in an overlap window of this unit: the oldest first, its own last."""
+        deferred = [one.deferred for one in (*self._pending_units, unit) if one.deferred is not None]
+        for _ in range(self._weights_per_window):
+            if not any(grads.compute_next() for grads in deferred):
+                return
 
     def _complete_weights(self, kind: str, chunk: int, unit: Unit) -> None:
         """Run what may complete the gradients of a chunk."""
@@ -258,7 +277,7 @@ class Pipeline(Verbs):
         other = backwards.actions[backward.name][of_backward]
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
-            run_pair(begun, backwards.stage, in_flight, fills_weights=backward.completes_weights)
+            run_pair(begun, backwards.stage, in_flight, partial(self._fill_window, in_flight))
             self._end(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 

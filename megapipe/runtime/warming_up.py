@@ -26,7 +26,7 @@ from ..chunks import find_attribute, iter_wrapped, named_parameters
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import KINDS, Kind
-from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent, run_alone
+from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent
 from .arguments import chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments
 from .rollback import restores_of_buffers, restores_of_random_states
@@ -224,10 +224,7 @@ def _run_backward(stage: Stage, unit: Unit, kind: Kind) -> None:
         assert unit.output.spec is not None
         device = unit.output.tensors[0].device
         unit.output_grads = [_random(spec, device) for spec in unit.output.spec.gradient().tensors]
-    if unit.has_windows and kind.completes_weights:
-        run_alone(stage, unit)
-    else:
-        stage.run(kind.name, unit)
+    stage.run(kind.name, unit)
     if unit.deferred is not None:
         stage.run("W", unit)
 

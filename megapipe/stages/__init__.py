@@ -4,7 +4,7 @@ from . import hooks
 from .arguments import StepArguments
 from .hooks import AroundForward, StepEnd
 from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
-from .overlapped import Forward, can_overlap, run_alone, run_pair
+from .overlapped import Forward, can_overlap, run_pair
 from .pipeline_stage import PipelineStage, as_sent
 from .sliced import SlicedStage
 from .stage import NOTHING, Stage
@@ -26,7 +26,6 @@ __all__ = [
     "as_sent",
     "can_overlap",
     "hooks",
-    "run_alone",
     "run_pair",
     "warn",
 ]

@@ -1,7 +1,7 @@
 """A forward of one stage and a backward of another, overlapped on one thread.
 
 `forward_step_func` returns `in_segments(model, ...)`, and forward and backward run in each other's waits for
-communication (megapipe.overlap). A backward without a partner fills its overlap windows with its own weight gradients.
+communication (megapipe.overlap).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..weight_grad import DeferredGrads
 from .stage import Stage
 from .unit import Unit
 
-__all__ = ["Forward", "can_overlap", "run_alone", "run_pair"]
+__all__ = ["Forward", "can_overlap", "run_pair"]
 
 
 def can_overlap(forward: Stage) -> bool:
@@ -38,15 +38,15 @@ class Forward:
         self.done = done
 
 
-def run_pair(forward: Forward, backward: Stage, unit: Unit, fills_weights: bool) -> None:
+def run_pair(forward: Forward, backward: Stage, unit: Unit, fill: Callable[[], None]) -> None:
     """Run a forward and B of a unit in segments.
 
     A forward that `forward_step_func` has run by itself is not overlapped.
 
     Args:
-        fills_weights: W follows at once, so it begins in the windows that the forward leaves.
+        fill: called in the windows that the forward leaves.
     """
-    unit.deferred = deferred = DeferredGrads()
+    unit.deferred = DeferredGrads()
     stage = forward.stage
     stage.take_input(forward.unit)
     output, loss_func = stage.begin(forward.unit, *forward.extra)
@@ -63,8 +63,7 @@ def run_pair(forward: Forward, backward: Stage, unit: Unit, fills_weights: bool)
 
     def advance() -> None:
         if output is None:
-            if fills_weights:
-                deferred.compute()
+            fill()
             return
         stage.show(forward.unit)
         if not output.advance():
@@ -78,10 +77,3 @@ def run_pair(forward: Forward, backward: Stage, unit: Unit, fills_weights: bool)
         backward.backward(unit)
     while output is not None:
         advance()
-
-
-def run_alone(backward: Stage, unit: Unit) -> None:
-    """Run B of a unit, and in its overlap windows the weight gradients that it has deferred so far."""
-    unit.deferred = DeferredGrads()
-    with backward.timed("backward-compute"), filling_windows(unit.deferred.compute):
-        backward.backward(unit)

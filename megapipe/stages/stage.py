@@ -120,7 +120,9 @@ class Stage:
         self.backward(unit)
 
     def BW(self, unit: Unit) -> None:
-        """B and W in one."""
+        """B and W in one. Where F ran in segments W is left as after B, to fill overlap windows."""
+        if unit.has_windows:
+            unit.deferred = DeferredGrads()
         self.backward(unit)
 
     def W(self, unit: Unit) -> None:

@@ -59,20 +59,24 @@ class Contributions:
             if by_autograd is not None:
                 self.left.append((lambda: by_autograd, None))
 
-    def compute(self) -> None:
-        while self.left:
-            compute, add_to = self.left.popleft()
-            if not self._adds_up:
-                accumulate(self.weight, compute, add_to)
-                continue
+    def compute_next(self) -> bool:
+        """Compute the next contribution. False if none is left."""
+        if not self.left:
+            return False
+        compute, add_to = self.left.popleft()
+        if self._adds_up:
             grad = _gradient(self.weight, compute, is_ours=add_to is not None)
             self._sum = grad if self._sum is None else self._sum + grad
+        else:
+            accumulate(self.weight, compute, add_to)
+        return True
 
     def accumulate(self) -> None:
         if self._sum is None and len(self.left) == 1:
             accumulate(self.weight, *self.left.popleft())
             return
-        self.compute()
+        while self.compute_next():
+            pass
         if self._sum is not None:
             add_gradient(self.weight, self._sum)
 

@@ -105,12 +105,15 @@ class DeferredGrads:
         copy_shared(self.saved)
         self.saved.clear()
 
-    def compute(self) -> None:
-        """Compute all that has been deferred so far. B may not have ended yet."""
+    def compute_next(self) -> bool:
+        """Compute the gradient deferred longest, which is one product of matrices where a layer has deferred it. B may
+        not have ended yet. False if none is left."""
         with without_grad():
-            for contributions in (*self._ended.values(), *self._running.values()):
-                for contribution in contributions.values():
-                    contribution.compute()
+            return any(
+                contribution.compute_next()
+                for contributions in (*self._ended.values(), *self._running.values())
+                for contribution in contributions.values()
+            )
 
     def run(self) -> None:
         """W: compute the rest, add it to the gradients, and call each weight's hooks once."""

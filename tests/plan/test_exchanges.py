@@ -2,7 +2,7 @@
 
 import pytest
 
-from megapipe.plan import make_plan, plan_of
+from megapipe.plan import Settings, make_plan, plan_of
 from megapipe.plan.verbs import Action
 
 COMPUTE, EXCHANGE = 1.0, 0.6  # of F, B and W, and of F and B: three eighths of an F are communication
@@ -36,7 +36,7 @@ def test_a_pair_ends_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "pp_size", "num_chunks", "of_without"),
     [
-        ("dualpipev", 4, None, (0.866, 0.794, 0.755)),
+        ("dualpipev", 4, None, (0.862, 0.791, 0.754)),
         ("combined_1f1b", 4, 2, (0.778, 0.749, 0.732)),
         ("combined_1f1b", 4, 4, (0.798, 0.758, 0.737)),
         ("combined_1f1b", 1, 1, (0.741, 0.728, 0.721)),
@@ -46,7 +46,7 @@ def test_no_step_of_pairs_is_shorter_than_this(
     name: str, pp_size: int, num_chunks: int | None, of_without: tuple[float, ...]
 ) -> None:
     """Against the same without overlap, at 8, 16 and 32 microbatches: as a simulation of messages within actions had
-    it, written apart from this one."""
+    it, written apart from this one. It did not know that Ws fill windows of dualpipev, for half a percent."""
     without = {"dualpipev": "dualpipev"}.get(name, "interleaved_1f1b" if pp_size > 1 else "no_pipelining")
     for m, expected in zip((8, 16, 32), of_without):
         ratio = step(name, pp_size, m, num_chunks, True) / step(without, pp_size, m, num_chunks, False)
@@ -57,3 +57,57 @@ def test_exchanges_are_a_part_of_an_action() -> None:
     plan = make_plan("dualpipev", 2, 4)
     with pytest.raises(ValueError, match=r"exchange is a part of backward_input, got 0.6 of 0.5"):
         plan.simulate(2.0, 1.0, exchange=1.2)
+
+
+def test_pending_weights_hide_exchanges() -> None:
+    """By hand, on one rank. F0 has nothing to run meanwhile. B0 runs a part of its own W, in half of its window. F1 and
+    B1 run the rest of that W, and then B1 a part of its own."""
+    actions = [Action(0, kind, m) for kind, m in (("F", 0), ("B", 0), ("F", 1), ("B", 1), ("W", 0), ("W", 1))]
+    simulation = plan_of("mine", [actions]).simulate(1.6, 1.6, 1.0, exchange=0.6)
+    times = {str(span.action): span.end - span.start for span in simulation.spans[0]}
+    assert times == pytest.approx({"0F0": 1.6, "0B0": 1.6, "0F1": 1.6, "0B1": 1.6, "0W0": 0.0, "0W1": 0.7})
+    assert simulation.makespan >= simulation.lower_bound
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "most", "expected"),
+    [
+        ("zbv", None, 8.5, (1.150, 1.075, 1.037)),
+        ("interleaved_zb1p", 4, 10.0, (1.094, 1.047, 1.024)),
+        ("combined_zb1p", 4, 10.25, (1.092, 1.046, 1.023)),
+    ],
+)
+def test_one_more_pending_weight(name: str, num_chunks: int | None, most: float, expected: tuple[float, ...]) -> None:
+    """On 8 ranks, with a fifth of F and B communication. The first is as a simulation written apart from this one has
+    it."""
+    for m, of_ideal in zip((16, 32, 64), expected):
+        plan = make_plan(name, 8, m, num_chunks, settings=Settings(min_pending_weights=1))
+        plan.check()
+        simulation = plan.simulate(1.25, 1.25, 1.0, exchange=0.25)
+        assert max(simulation.peak_activations) == most
+        assert simulation.makespan / 3 / m == pytest.approx(of_ideal, abs=0.0006)
+
+
+@pytest.mark.parametrize("name", ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min"])
+def test_limits_of_pending_weights(name: str) -> None:
+    """Both settings only move Ws."""
+    for p in range(1, 5):
+        for m in (1, 2, 5, 9):
+            own = make_plan(name, p, m)
+            for settings in (
+                Settings(min_pending_weights=2),
+                *(Settings(max_pending_weights=most) for most in (0, 1, 3)),
+            ):
+                plan = make_plan(name, p, m, settings=settings)
+                plan.check()
+                for actions, before in zip(plan.actions, own.actions):
+                    assert [a for a in actions if a.kind != "W"] == [a for a in before if a.kind != "W"]
+                    pending = 0
+                    for number, action in enumerate(actions):
+                        pending += {"B": 1, "W": -1}.get(action.kind, 0)
+                        if action.kind == "B" and settings.max_pending_weights is not None:
+                            following = [a.kind for a in actions[number + 1 :]]
+                            num_ws = next((k for k, kind in enumerate(following) if kind != "W"), len(following))
+                            assert pending - num_ws <= settings.max_pending_weights
+                        if action.kind == "W" and any(a.kind == "B" for a in actions[number:]):
+                            assert pending >= settings.min_pending_weights

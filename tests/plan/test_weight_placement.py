@@ -61,7 +61,11 @@ def test_the_search_optimises_what_the_simulation_judges_by(name: str) -> None:
         search = _Search(plan, costs, 100)
         for counts in (count_weights(plan), search.fill(0.0), search.fill(9.0), find_counts(plan, costs, 6.0)):
             moved = move_weights(plan, counts)
-            assert search.makespan(counts) == pytest.approx(simulate(moved, costs).makespan)
+            makespan = simulate(moved, costs).makespan
+            if exchange:  # which Ws hide as well, wherever they are: the search does not know
+                assert makespan <= search.makespan(counts) + 1e-9
+            else:
+                assert search.makespan(counts) == pytest.approx(makespan)
             for actions, pairs in zip(moved.actions, moved.program.pairs):
                 assert all(backward == forward + 1 for forward, backward in pairs.items())
                 assert sum(action.kind == "W" for action in actions) == sum(action.kind == "B" for action in actions)

@@ -82,6 +82,66 @@ def test_equal_in_segments(rank: int, schedule: str, num_ranks: int, num_chunks:
             assert [report["loss"] for report in reports] == losses
 
 
+WINDOWS = [
+    ("zbv", 1, 2, 1),
+    ("zbv", 2, 2, 1),
+    ("zbv", 4, 2, 3),
+    ("v_half", 3, 2, 1),
+    ("zb1p", 3, 1, 1),
+    ("interleaved_zb1p", 2, 3, 1),
+    ("combined_zb1p", 3, 2, 1),
+    ("combined_zb1p", 1, 1, 2),
+]
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_chunks", "num_pending"), WINDOWS)
+@on_ranks()
+def test_pending_weights_fill_windows(
+    rank: int, schedule: str, num_ranks: int, num_chunks: int, num_pending: int
+) -> None:
+    """Of forwards and of backwards without a partner: products of older Ws first."""
+    build(schedule, num_ranks, NUM_LAYERS, num_chunks)
+    m = 2 * num_ranks + 1
+    expected, _ = expect(NUM_LAYERS, m)
+    for weights_per_window in (0, 1, 100):
+        chunks = [
+            InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank(schedule, None, None, num_chunks)
+        ]
+        for chunk in chunks:
+            chunk.config.min_pending_weights = num_pending
+            chunk.config.weights_per_window = weights_per_window
+        LOG.clear()
+        with mock.patch.object(DeferredGrads, "compute_next", logged_product):
+            run(schedule, chunks, m)
+        num_windows = 2 * LOG.count("window")
+        assert ("product" in LOG) == bool(weights_per_window)
+        assert LOG.count("product") <= weights_per_window * num_windows
+        if weights_per_window == 1 and schedule != "combined_zb1p":
+            assert LOG.count("product") > num_windows / 2, "most windows have one"
+        assert_same_gradients(chunks, expected)
+
+
+compute_next = DeferredGrads.compute_next
+
+
+def logged_product(deferred: DeferredGrads) -> bool:
+    has_computed = compute_next(deferred)
+    LOG.extend(["product"] * has_computed)
+    return has_computed
+
+
+@pytest.mark.parametrize("schedule", ["zb1p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half"])
+@on_ranks(3)
+def test_fewer_pending_weights(rank: int, schedule: str) -> None:
+    expected, _ = expect(NUM_LAYERS, 7)
+    for most in (0, 1):
+        chunks = build(schedule, 3, NUM_LAYERS, deferred=True)
+        for chunk in chunks:
+            chunk.config.max_pending_weights = most
+        run(schedule, chunks, 7)
+        assert_same_gradients(chunks, expected)
+
+
 @on_ranks(2)
 def test_a_timeline_tells_its_pairs(rank: int) -> None:
     """A measured step showed the halves of a pair one after the other: a forward that took no time, and a backward as
@@ -194,8 +254,7 @@ def test_a_forward_beside_a_backward_whose_w_comes_later(rank: int, num_ranks: i
     build("1f1b", num_ranks, NUM_LAYERS)
     chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("1f1b")]
     LOG.clear()
-    with mock.patch.object(DeferredGrads, "compute", side_effect=AssertionError("its Ws are for later")):
-        run(path, chunks, 5)
+    run(path, chunks, 5)
     assert "window segment window segment" in " ".join(LOG)
     assert_same_gradients(chunks, expect(NUM_LAYERS, 5)[0])
 
@@ -210,21 +269,13 @@ def test_a_lone_backward_fills_its_windows_with_its_own_weight_gradients() -> No
             parameter.register_post_accumulate_grad_hook(lambda _, name=name, hooked=hooked: hooked.append(name))
         for layer in chunk.layers.values():
             layer.up.register_forward_pre_hook(lambda *_: LOG.append("F"))
-        original = DeferredGrads.compute
-
-        def compute(self: DeferredGrads, original: Any = original) -> None:
-            LOG.append(f"{sum(len(each.left) for weights in self._running.values() for each in weights.values())} Ws")
-            original(self)
-
-        DeferredGrads.compute = compute
-        try:
+        chunk.config.weights_per_window = 10
+        with mock.patch.object(DeferredGrads, "compute_next", logged_product):
             for _ in range(2):
                 run("no_pipelining", [chunk], 2)
-        finally:
-            DeferredGrads.compute = original
         last_backward = LOG[LOG.index("F", len(LOG) - LOG[::-1].index("F") - 1) + 1 :]
         if has_windows:  # those of the head and the last layer, and of the first layer; at the end the embedding's
-            assert last_backward == ["window", "3 Ws", "window", "2 Ws"]
+            assert last_backward == ["window", *3 * ["product"], "window", *2 * ["product"]]
         else:
             assert last_backward == []
         assert sorted(hooked) == sorted(4 * [name for name, _ in chunk.named_parameters()])

@@ -49,7 +49,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--backward-input", 1.0, "B, the part of the backward for the input"),
         ("--backward-weight", 1.0, "W, the part for the weights"),
         ("--p2p", 0.0, "latency of a message"),
-        ("--exchange", 0.0, "the part of F, and of B, that is communication within stages, and that pairs hide"),
+        ("--exchange", 0.0, "the part of F, and of B, that is communication within stages, and that pairs and Ws hide"),
         ("--optimizer", 0.0, "the optimizer's step, after each step"),
     ):
         times.add_argument(name, type=float, default=default, metavar="T", help=f"{what}; default: {default:g}")
