@@ -153,7 +153,9 @@ def _draw_legend(figure: Any, plan: Plan, cut: Cut | None) -> None:
     shades = min(plan.num_chunks, 2)
     entries = {kind.label: patches(*kind.colours[:shades]) for kind in kinds_in(plan)}
     if any(plan.program.pairs):
-        entries["F above B: overlapped pair"] = patches(KINDS["F"].colours[0], KINDS["BW"].colours[0])
+        entries["F above B: overlapped pair"] = patches(
+            *{kind.message: kind.colours[0] for kind in kinds_in(plan) if kind.message}.values()
+        )
     if not plan.forward_only:
         entries["microbatches held, with the most at the right"] = patches(LIGHT.faint)
     notes = ["dark: odd chunks"] * (plan.num_chunks > 1)

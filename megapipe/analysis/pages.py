@@ -81,7 +81,8 @@ def _short(time: float) -> float:
 
 def look() -> dict[str, Any]:
     """The kinds of action, as page.js draws them."""
-    needed = {"forward": ("F", -1), "backward": ("B", 1)}  # of which stage, counted from this one
+    # The letter, and of which stage it is needed, counted from this one.
+    needed = {kind.message: (kind.name[0], -1 if kind.is_forward else 1) for kind in KINDS.values() if kind.message}
     kinds = {
         name: {
             "label": kind.label,

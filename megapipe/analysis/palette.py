@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..plan import KINDS
+from ..plan import FORWARD
 
 __all__ = ["ACCENT", "DARK", "LIGHT", "LIMIT_COLOUR", "Scheme", "ink_on"]
 
-ACCENT = KINDS["F"].colours[1]
+ACCENT = FORWARD.colours[1]
 """The colour of what is good, beside actions."""
 
 LIMIT_COLOUR = "#c0504d"

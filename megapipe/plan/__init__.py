@@ -1,7 +1,7 @@
 """A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
 
 from .files import load_plan, parse_json, read_text
-from .kinds import KINDS, Kind
+from .kinds import FORWARD, KINDS, WEIGHTS, Kind
 from .making import make_plan
 from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, plan_of
@@ -13,7 +13,9 @@ from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_w
 from .weight_placement import place_weights
 
 __all__ = [
+    "FORWARD",
     "KINDS",
+    "WEIGHTS",
     "Action",
     "AnySchedule",
     "ChannelName",

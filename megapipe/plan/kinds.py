@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["KINDS", "Kind", "is_overlapped", "kind_of", "overlapped"]
+__all__ = ["FORWARD", "KINDS", "TORCHS_LETTERS", "WEIGHTS", "Kind", "is_overlapped", "kind_of", "overlapped"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ _ROWS = (
 )
 
 KINDS = {kind.name: kind for kind in _ROWS}
+
+FORWARD, WEIGHTS = KINDS["F"], KINDS["W"]
+
+TORCHS_LETTERS = {"BW": "B", "B": "I"}
+"""Kinds that are printed with another letter in torch.distributed.pipelining's plans."""
 
 _OVERLAPPED = "overlapped_"
 

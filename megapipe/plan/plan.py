@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from .check import check_channels
 from .facts import PlanFacts
-from .kinds import KINDS, overlapped
+from .kinds import KINDS, TORCHS_LETTERS, overlapped
 from .occupancy import check_occupancy, peak_waiting
 from .placement import Placement, loop, v_shape
 from .recorder import Event
@@ -94,7 +94,7 @@ class Plan(PlanFacts):
         """Write one row per rank, one action or overlapped pair per cell, in the form that torch.distributed.pipelining
         reads: it calls a backward B only if that is a whole one, and the part for the input I."""
         with open(path, "w", newline="") as file:
-            csv.writer(file).writerows(self.cells({"B": "I"}))
+            csv.writer(file).writerows(self.cells(TORCHS_LETTERS))
 
     def save_json(self, path: str | Path) -> None:
         """Write the name, the sizes, the name of the placement and the actions, for `load_plan`."""

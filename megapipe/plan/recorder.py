@@ -72,9 +72,8 @@ class Event(NamedTuple):
         action = self.action
         if action is not None:
             return str(action)
-        letter = "F" if self.is_forward else "B"
-        unit = unit_name(self.microbatch, self.slice)
-        return f"{self.stage}{self.verb.partition('_')[0].upper()}_{letter}{unit}"
+        way, _, message = self.verb.partition("_")
+        return f"{self.stage}{way}_{message[0]}".upper() + unit_name(self.microbatch, self.slice)
 
 
 class PlanRecorder(Verbs):

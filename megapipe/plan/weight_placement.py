@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from .kinds import KINDS, kind_of
+from .kinds import KINDS, WEIGHTS
 from .plan import Plan
 from .program import run
 from .recorder import Event
@@ -61,7 +61,7 @@ def count_weights(plan: Plan) -> Counts:
     for actions in plan.actions:
         row = [0]
         for action in actions:
-            if action.kind == "W":
+            if action.kind == WEIGHTS.name:
                 row[-1] += 1
             else:
                 row.append(0)
@@ -73,10 +73,8 @@ def move_weights(plan: Plan, counts: Counts) -> Plan:
     """`plan` with its Ws in other places, in the order of the Bs."""
     moved = []
     for events, row in zip(plan.events, counts):
-        others = [event for event in events if event.verb != "backward_weight_step"]
-        weights = iter(
-            [event._replace(verb="backward_weight_step") for event in others if kind_of(event.verb) is KINDS["B"]]
-        )
+        others = [event for event in events if event.verb != WEIGHTS.verb]
+        weights = iter([e._replace(verb=WEIGHTS.verb) for e in others if e.action and e.action.kind == WEIGHTS.after])
         moved.append(list(_merge(others, weights, row)))
     return replace(plan, events=moved)
 
@@ -108,8 +106,8 @@ def _deadlines(actions: Sequence[Action], pairs: dict[int, int]) -> list[int]:
     num_deferred = 0
     last: dict[int, int] = {}  # per stage, how many had been deferred when its last was
     for action in actions:
-        deadlines.append(last.get(action.stage, 0) if action.kind == "BW" else 0)
-        if action.kind == "B":
+        deadlines.append(last.get(action.stage, 0) if KINDS[action.kind].completes_weights else 0)
+        if action.kind == WEIGHTS.after:
             num_deferred += 1
             last[action.stage] = num_deferred
     for first, second in pairs.items():
@@ -125,7 +123,7 @@ class _Search:
     """
 
     def __init__(self, plan: Plan, costs: Costs, max_held: int) -> None:
-        unweighted = replace(plan, events=[[e for e in row if e.verb != "backward_weight_step"] for row in plan.events])
+        unweighted = replace(plan, events=[[e for e in row if e.verb != WEIGHTS.verb] for row in plan.events])
         duration = costs.of_actions(plan)
         actions = unweighted.actions
         self.ranks = range(plan.pp_size)
@@ -134,7 +132,9 @@ class _Search:
         self.program = unweighted.program
         self.kinds = [[action.kind for action in row] for row in actions]
         self.durations, self.tails = costs.hidden(unweighted)
-        self.weights = [[duration(a._replace(kind="W")) for a in row if a.kind == "B"] for row in actions]
+        self.weights = [
+            [duration(a._replace(kind=WEIGHTS.name)) for a in row if a.kind == WEIGHTS.after] for row in actions
+        ]
         """The Ws of each rank, in their order."""
         self.closed = [set(pairs.values()) for pairs in self.program.pairs]
         """The second halves of overlapped pairs, by rank: no W runs between the halves."""
@@ -152,7 +152,7 @@ class _Search:
 
         def begin(rank: int, index: int, clock: float, arrival: float) -> float:
             kind, weights = self.kinds[rank][index], self.weights[rank]
-            is_full = kind == "F" and num_held[rank] >= self.max_held
+            is_full = KINDS[kind].held > 0 and num_held[rank] >= self.max_held
             while (
                 index not in self.closed[rank]
                 and num_done[rank] < num_deferred[rank]
@@ -167,8 +167,8 @@ class _Search:
                 num_held[rank] -= 1
                 counts[rank][index] += 1
                 is_full = False
-            num_held[rank] += {"F": 1, "B": 0, "BW": -1}[kind]
-            num_deferred[rank] += kind == "B"
+            num_held[rank] += KINDS[kind].held
+            num_deferred[rank] += kind == WEIGHTS.after
             return clock
 
         self._run(begin)
@@ -229,14 +229,10 @@ class _Search:
             num_held -= count
             if not deadline <= num_done <= num_deferred:
                 return False
-            if kind == "F":
-                num_held += 1
-                if num_held > self.max_held:
-                    return False
-            elif kind == "B":
-                num_deferred += 1
-            else:
-                num_held -= 1
+            num_deferred += kind == WEIGHTS.after
+            num_held += KINDS[kind].held
+            if num_held > self.max_held:
+                return False
         return True
 
     def _moves(self, counts: Counts) -> list[tuple[int, int, int]]:

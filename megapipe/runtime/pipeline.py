@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..overlap import filling_windows
 from ..p2p_communication import Transfer
-from ..plan import KINDS, Action, Kind, Verbs, unit_in_words
+from ..plan import FORWARD, KINDS, WEIGHTS, Action, Kind, Verbs, unit_in_words
 from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, can_overlap, run_pair
 from ..weight_grad import unshared
 from .boundary import Above, Below
@@ -193,7 +193,7 @@ class Pipeline(Verbs):
         """
         for chunk in self._chunks:
             for transfer in chunk.below.discard_inputs(num_sent[chunk.index - 1]):
-                self._wait(transfer, "an input to be discarded", chunk.actions["F"][0], chunk.below.peer)
+                self._wait(transfer, "an input to be discarded", chunk.actions[FORWARD.name][0], chunk.below.peer)
             chunk.above.discard_outputs()
 
     # What they have in common
@@ -229,7 +229,7 @@ class Pipeline(Verbs):
         if kind.completes_weights:
             if unit.deferred is not None:
                 this.send(kind, number)
-                self._complete_weights("W", chunk, unit)
+                self._complete_weights(WEIGHTS.name, chunk, unit)
             del self._pending_units[unit]
             this.end(unit)
         elif self.forward_only:

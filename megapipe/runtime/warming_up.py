@@ -25,7 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from ..chunks import find_attribute, iter_wrapped, named_parameters
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
-from ..plan import KINDS, Kind
+from ..plan import FORWARD, KINDS, WEIGHTS, Kind
 from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent
 from .arguments import chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments
@@ -213,7 +213,7 @@ def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None
         for part, spec in enumerate(inputs):
             done.append(unit := Unit(0, part))
             unit.received = _message(spec, step.device)
-            stage.run("F", unit, *extra)
+            stage.run(FORWARD.name, unit, *extra)
         while backward is not None and done:  # of slices, the last first
             _run_backward(stage, done.pop(), backward)
     stage.forget_input()
@@ -226,7 +226,7 @@ def _run_backward(stage: Stage, unit: Unit, kind: Kind) -> None:
         unit.output_grads = [_random(spec, device) for spec in unit.output.spec.gradient().tensors]
     stage.run(kind.name, unit)
     if unit.deferred is not None:
-        stage.run("W", unit)
+        stage.run(WEIGHTS.name, unit)
 
 
 def _message(spec: MessageSpec | None, device: torch.device) -> Transfer | None:

@@ -8,7 +8,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...plan import Costs, Plan, ScheduleError, Simulation, find_schedule, place_weights, schedule_names, simulate
+from ...plan import (
+    WEIGHTS,
+    Costs,
+    Plan,
+    ScheduleError,
+    Simulation,
+    find_schedule,
+    place_weights,
+    schedule_names,
+    simulate,
+)
 from ..bubble import split_bubble
 from ..comparison import save_comparison
 from ..pages import save_comparison_html
@@ -104,7 +114,7 @@ def _tune(args: argparse.Namespace) -> None:
     )
     if args.unsplit:
         costs = unsplit(costs)
-    elif "W" not in measured.mean_times:
+    elif WEIGHTS.name not in measured.mean_times:
         say("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
     print_hint(measured)
     num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches

@@ -45,7 +45,7 @@ def add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
 def add_costs(parser: argparse.ArgumentParser) -> None:
     times = parser.add_argument_group("times", "of one microbatch on a whole rank, in any unit")
     for name, default, what in (
-        ("--forward", 1.0, "F"),
+        ("--forward", 1.0, "F, the forward"),
         ("--backward-input", 1.0, "B, the part of the backward for the input"),
         ("--backward-weight", 1.0, "W, the part for the weights"),
         ("--p2p", 0.0, "latency of a message"),

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ...plan import KINDS, Plan, Span
+from ...plan import KINDS, WEIGHTS, Plan, Span
 from ..cells import cells_of, kinds_in
 from ..palette import ink_on
 from ..text import text_rows
@@ -96,7 +96,7 @@ def _console() -> Any:
 def print_hint(measured: Timeline) -> None:
     """Say so where the Ws take less than a tenth of the Bs: with layers that defer they take about as long."""
     times = measured.mean_times
-    if "W" in times and sum(times["W"]) < 0.1 * sum(times["B"]):
+    if WEIGHTS.name in times and sum(times[WEIGHTS.name]) < 0.1 * sum(times[WEIGHTS.after or ""]):
         say(
             "hint       the weight-gradient passes (W) are all but empty: the layers compute their weight gradients in "
             "B. To defer them, see megapipe.weight_grad.convert"
