@@ -22,14 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
 __all__ = [
-    "Groups",
-    "abort_gloo",
-    "abort_process_groups",
-    "all_gather_json",
-    "check_groups",
     "destroy_model_parallel",
-    "find_groups",
-    "find_pipeline_group",
     "get_data_parallel_group",
     "get_data_parallel_mesh",
     "get_data_parallel_rank",
@@ -45,6 +38,15 @@ __all__ = [
     "initialize_from_mesh",
     "initialize_model_parallel",
     "model_parallel_is_initialized",
+]
+__all__ += [  # between rooms
+    "Groups",
+    "abort_gloo",
+    "abort_process_groups",
+    "all_gather_json",
+    "check_groups",
+    "find_groups",
+    "find_pipeline_group",
 ]
 
 

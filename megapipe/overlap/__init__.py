@@ -12,11 +12,13 @@ from .windows import fill_window, filling_windows
 
 __all__ = [
     "PendingAllToAll",
+    "in_segments",
+    "run_segments",
+    "start_all_to_all",
+]
+__all__ += [  # between rooms
     "Segments",
     "fill_window",
     "filling_windows",
     "find_forward_segments",
-    "in_segments",
-    "run_segments",
-    "start_all_to_all",
 ]

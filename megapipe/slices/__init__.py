@@ -4,4 +4,16 @@ from .attending import attention
 from .cost import equal_cost
 from .state import CarriedState, SequenceSlice, current, cut, earlier, keep, positions
 
-__all__ = ["CarriedState", "SequenceSlice", "attention", "current", "cut", "earlier", "equal_cost", "keep", "positions"]
+__all__ = [
+    "SequenceSlice",
+    "attention",
+    "current",
+    "cut",
+    "earlier",
+    "equal_cost",
+    "keep",
+    "positions",
+]
+__all__ += [  # between rooms
+    "CarriedState",
+]
