@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..overlap import filling_windows
 from ..p2p_communication import Transfer
-from ..plan import FORWARD, KINDS, WEIGHTS, Action, Kind, Verbs, unit_in_words
+from ..plan import KINDS, WEIGHTS, Action, Kind, Verbs, unit_in_words
 from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, can_overlap, run_pair
 from ..weight_grad import unshared
 from .boundary import Above, Below
@@ -23,7 +23,6 @@ from .first_step import FirstStep
 from .grad_sync import GradientSync
 from .monitor import Monitor
 from .plans import PlanKey
-from .rollback import Speculation
 
 __all__ = ["Chunk", "Pipeline", "checkpoint_arguments"]
 
@@ -93,7 +92,6 @@ class Pipeline(Verbs):
     Args:
         key: of the plan that the schedule follows.
         sync: told when gradients become complete.
-        speculation: told before forwards and backwards whose weights may not stand; None where they all do.
     """
 
     def __init__(
@@ -104,14 +102,12 @@ class Pipeline(Verbs):
         step: StepArguments,
         sync: GradientSync,
         monitor: Monitor,
-        speculation: Speculation | None = None,
     ) -> None:
         super().__init__(key.schedule.placement, pp_rank, *key[1:4], step.forward_only, key.settings, key.num_slices)
         self._chunks = chunks
         self._results = step.results
         self._sync = sync
         self._monitor = monitor
-        self._speculation = speculation
         self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
         self._weights_per_window = step.config.weights_per_window
         self._pending_units: dict[Unit, None] = {}
@@ -121,8 +117,6 @@ class Pipeline(Verbs):
     # Messages
 
     def recv_forward(self, chunk: int = 0) -> None:
-        if self._speculation is not None:
-            self._speculation.before_recv_forward()
         self._advance("recv_forward", chunk)
         self._chunks[chunk].below.recv_input()
 
@@ -134,8 +128,6 @@ class Pipeline(Verbs):
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
-            if self._speculation is not None:
-                self._speculation.before_backward()
             self._advance("recv_backward", chunk)
             self._chunks[chunk].above.recv_gradient()
 
@@ -183,18 +175,6 @@ class Pipeline(Verbs):
             chunk.stage.forget_input()
         self._monitor.drain()
         return self._results
-
-    def discard_forwards(self, num_sent: Mapping[int, int]) -> None:
-        """After a rollback: take the messages that other ranks send until they roll back too, so that the step can be
-        run again over the same boundaries.
-
-        Args:
-            num_sent: by stage, the outputs that it sends until then.
-        """
-        for chunk in self._chunks:
-            for transfer in chunk.below.discard_inputs(num_sent[chunk.index - 1]):
-                self._wait(transfer, "an input to be discarded", chunk.actions[FORWARD.name][0], chunk.below.peer)
-            chunk.above.discard_outputs()
 
     # What they have in common
 

@@ -7,26 +7,25 @@ the plan, takes the messages that are still under way, and runs the step again w
 
 from __future__ import annotations
 
-import functools
-import random
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..failures import Watchdog
-from ..plan import Event, Plan
+from ..p2p_communication import Communicator
+from ..plan import FORWARD, Event, Plan
+from ..sharding import ShardedChunks
 from ..stages import StepArguments
+from .pipeline import Pipeline
 from .plans import PlanKey
+from .restoring import restores_of_buffers, restores_of_random_states
 
 __all__ = [
     "RollbackRequired",
     "Speculation",
-    "restores_of_buffers",
-    "restores_of_random_states",
+    "SpeculativePipeline",
     "speculate",
     "validation_points",
 ]
@@ -120,8 +119,13 @@ class Speculation:
                 raise RollbackRequired
             self._forget(again=False)
 
-    def roll_back(self) -> None:
-        """Restore everything that the forwards have changed."""
+    def begin_again(self, pipe: SpeculativePipeline, communicator: Communicator, sharded: ShardedChunks | None) -> None:
+        """Restore everything that the forwards have changed, so that the step can be run again over the same
+        boundaries."""
+        if sharded is not None:
+            sharded.drop_forwards()
+        pipe.discard_forwards()
+        communicator.begin_again()
         for restore in self._restore:
             restore()
         self._step.results.clear()
@@ -132,6 +136,29 @@ class Speculation:
         for iterator in self._iterators.values():
             iterator.stop(again)
         self._restore.clear()
+
+
+class SpeculativePipeline(Pipeline):
+    """A pipeline whose weights may not stand until its first backward."""
+
+    def __init__(self, speculation: Speculation, *args: Any) -> None:
+        super().__init__(*args)
+        self._speculation = speculation
+
+    def recv_forward(self, chunk: int = 0) -> None:
+        self._speculation.before_recv_forward()
+        super().recv_forward(chunk)
+
+    def recv_backward(self, chunk: int = 0) -> None:
+        self._speculation.before_backward()
+        super().recv_backward(chunk)
+
+    def discard_forwards(self) -> None:
+        """Take the messages that other ranks send until they roll back too."""
+        for chunk in self._chunks:
+            for transfer in chunk.below.discard_inputs(self._speculation.num_sent[chunk.index - 1]):
+                self._wait(transfer, "an input to be discarded", chunk.actions[FORWARD.name][0], chunk.below.peer)
+            chunk.above.discard_outputs()
 
 
 class _Recorded(Iterator[Any]):
@@ -162,29 +189,3 @@ class _Recorded(Iterator[Any]):
         if again:
             self._again.extend(self._seen or ())
         self._seen = None
-
-
-def restores_of_random_states(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Functions that bring the random numbers of torch, Python and NumPy to where they are now."""
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        yield functools.partial(module.set_rng_state, module.get_rng_state(device), device)
-    yield functools.partial(random.setstate, random.getstate())
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield functools.partial(numpy.random.set_state, numpy.random.get_state())
-
-
-def restores_of_buffers(models: list[nn.Module]) -> Iterator[Callable[[], None]]:
-    """The same for statistics and counters that a forward moves on, and for buffers that it makes or replaces."""
-    for module in (module for model in models for module in model.modules()):
-        values = [(buffer, buffer.clone()) for buffer in module._buffers.values() if buffer is not None]
-        yield functools.partial(_restore_buffers, module, dict(module._buffers), values)
-
-
-def _restore_buffers(module: nn.Module, buffers: dict[str, Tensor | None], values: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in values:
-            buffer.copy_(value)
-    module._buffers.clear()
-    module._buffers.update(buffers)

@@ -52,7 +52,7 @@ from .grad_sync import GradientSync, check_replicas, finalize_gradients
 from .monitor import Monitor
 from .pipeline import Chunk, Pipeline
 from .plans import PlanKey
-from .rollback import RollbackRequired, Speculation, speculate
+from .rollback import RollbackRequired, SpeculativePipeline, speculate
 from .session import Session, one_step
 from .shapes import ShapeArguments
 
@@ -256,7 +256,7 @@ def build(
     connection: Connection,
     sync: GradientSync,
     record: StepRecord | None,
-    speculation: Speculation | None,
+    make_pipeline: Callable[..., Pipeline],
 ) -> Pipeline:
     """The object that the schedule's loops drive."""
     step = prepared.arguments
@@ -265,7 +265,7 @@ def build(
         Chunk(stage, *around, actions_of(stage.info.index, step.num_microbatches, step.num_slices), look)
         for stage, around, look in zip(stages, connection.boundaries, looks)
     ]
-    return Pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, speculation)
+    return make_pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor)
 
 
 def run(prepared: PreparedStep, connection: Connection) -> None:
@@ -273,23 +273,21 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
     step, schedule = prepared.arguments, prepared.key.schedule
     sync = _gradient_sync(prepared)
     speculation = speculate(step, prepared.key, prepared.pp_rank, connection.watchdog)
+    make_pipeline = Pipeline if speculation is None else functools.partial(SpeculativePipeline, speculation)
     while True:
         record = _begin_record(prepared)
         stages = make_stages(step, prepared.stages, prepared.specs, prepared.undescribed)
         looks = first_steps(stages, step, prepared.undescribed)
-        pipe = build(prepared, stages, looks, connection, sync, record, speculation)
+        pipe = build(prepared, stages, looks, connection, sync, record, make_pipeline)
         try:
             with _timed(step.config), sync:
                 reports = schedule.loops(pipe)
             break
         except RollbackRequired:
             assert speculation is not None
+            assert isinstance(pipe, SpeculativePipeline)
             assert connection.communicator is not None
-            if prepared.sharded is not None:
-                prepared.sharded.drop_forwards()
-            pipe.discard_forwards(speculation.num_sent)
-            connection.communicator.begin_again()
-            speculation.roll_back()
+            speculation.begin_again(pipe, connection.communicator, prepared.sharded)
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
     end_first_steps(looks, step, prepared.key, prepared.undescribed, is_sharded=prepared.sharded is not None)

@@ -29,7 +29,7 @@ from ..plan import FORWARD, KINDS, WEIGHTS, Kind
 from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent
 from .arguments import chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments
-from .rollback import restores_of_buffers, restores_of_random_states
+from .restoring import restores_of_buffers, restores_of_random_states
 from .session import one_step
 from .shapes import ShapeArguments, message_specs, spec_of
 from .step import ForwardBackward, PreparedStep, agree, open_channels, prepare

@@ -14,17 +14,17 @@ from megapipe.runtime.rollback import Speculation
 def counting_restarts() -> Iterator[list[Speculation]]:
     """Gives a list that grows by one whenever a step of this rank begins again."""
     restarts: list[Speculation] = []
-    roll_back = Speculation.roll_back
+    begin_again = Speculation.begin_again
 
-    def count(self: Speculation) -> None:
+    def count(self: Speculation, *args: Any) -> None:
         restarts.append(self)
-        roll_back(self)
+        begin_again(self, *args)
 
-    Speculation.roll_back = count
+    Speculation.begin_again = count
     try:
         yield restarts
     finally:
-        Speculation.roll_back = roll_back
+        Speculation.begin_again = begin_again
 
 
 def validated(optimizer: PostValidatedOptimizer, chunks: list[Any]) -> PostValidatedOptimizer:
