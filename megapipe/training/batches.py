@@ -1,7 +1,7 @@
 """A step's batch cut into microbatches, of which each rank reads only what its stages need.
 
 Only the first stage needs inputs and only the last one labels. With V placement that is the same rank, in two chunks;
-most ranks need neither and never ask for a batch.
+most ranks need neither and never ask for a batch, unless every stage is called with a keyword from it.
 """
 
 from __future__ import annotations
@@ -60,20 +60,22 @@ def data_iterators(
     *,
     inputs: Sequence[str],
     labels: Sequence[str],
+    keywords: Sequence[str] = (),
     spec: Any = 0,
     uneven: bool = False,
 ) -> list[Iterator[dict[str, Any]] | None]:
     """The `data_iterator` for all steps: one iterator over microbatches for each of the rank's chunks.
 
-    The first stage's yields dicts with the `inputs`, the last one's with the `labels`; the others are None. Of a batch
-    only the names needed on this rank are looked up, so a mapping that reads when asked reads no more; on ranks without
-    either stage `batches` is not even begun.
+    The first stage's yields dicts with the `inputs`, the last one's with the `labels`, and every one's with the
+    `keywords`; where there are none of these, the others are None. Of a batch only the names needed on this rank are
+    looked up, so a mapping that reads when asked reads no more; on ranks that need none `batches` is not even begun.
 
     Args:
         batches: of this replica, one per step.
         num_microbatches, uneven: see `split_batch`.
         stages: the rank's, as `stages_for_rank` returns them.
         inputs, labels: names in each batch.
+        keywords: names of what the modules of all stages are called with, such as a mask: `chunk(x, mask=mask)`.
         spec: a dimension for all, or by name.
 
     Returns:
@@ -82,10 +84,13 @@ def data_iterators(
     Raises:
         ValueError: where the spec lacks a name; by the iterators, where a batch lacks a name or does not fit.
     """
-    wanted = [[*(inputs if stage.is_first else ()), *(labels if stage.is_last else ())] for stage in stages]
+    wanted = [
+        list(dict.fromkeys([*(inputs if stage.is_first else ()), *(labels if stage.is_last else ()), *keywords]))
+        for stage in stages
+    ]
     names = list(dict.fromkeys(itertools.chain(*wanted)))
     if isinstance(spec, Mapping) and (missing := [name for name in names if name not in spec]):
-        raise ValueError(f"the spec {dict(spec)} has no {missing[0]!r}: give it every name of inputs and labels.")
+        raise ValueError(f"the spec {dict(spec)} has no {missing[0]!r}: give it every name of inputs, labels and keywords.")
     specs = {name: spec[name] for name in names} if isinstance(spec, Mapping) else spec
 
     def cut(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -152,7 +157,7 @@ def _look_up(batch: Mapping[str, Any], name: str) -> Any:
         return batch[name]
     except KeyError:
         raise ValueError(
-            f"the batch has no {name!r}, only {list(batch)}: name what it has as inputs or labels."
+            f"the batch has no {name!r}, only {list(batch)}: name what it has as inputs, labels or keywords."
         ) from None
 
 

@@ -125,6 +125,21 @@ def test_each_rank_reads_what_its_stages_need(ranks: RankPool) -> None:
     ranks.run(2, train, "zbv", 2, [["tokens", "labels"], []])
 
 
+def test_keywords_are_read_for_every_stage() -> None:
+    """Stages between the first and the last got no data. A mask for all of them had to travel with every message."""
+    batch = {name: torch.arange(4) + 10 * number for number, name in enumerate(("x", "y", "mask"))}
+    needs = [["x", "mask"], ["mask"], ["y", "mask"]]
+    for number, names in enumerate(needs):
+        (iterator,) = data_iterators([batch], 2, [StageInfo(number, 3)], inputs=["x"], labels=["y"], keywords=["mask"])
+        assert iterator is not None
+        second = [next(iterator), next(iterator)][1]
+        assert list(second) == names
+        assert all(torch.equal(second[name], batch[name][2:]) for name in names)
+    (iterator,) = data_iterators([batch], 2, [StageInfo(0, 1)], inputs=["x"], labels=["x"], keywords=["x"])
+    assert iterator is not None
+    assert list(next(iterator)) == ["x"]
+
+
 def test_a_name_that_is_not_there() -> None:
     (iterator,) = data_iterators([{"x": torch.zeros(2)}], 2, [StageInfo(0, 1)], inputs=["x"], labels=["y"])
     assert iterator is not None
