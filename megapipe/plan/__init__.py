@@ -1,8 +1,9 @@
 """A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
 
-from .files import load_plan, parse_json, read_text
+from .files import load_plan, load_stage_bytes, parse_json, read_text
 from .kinds import KINDS, Kind
 from .making import make_plan
+from .memory import RankBytes, StageBytes
 from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, plan_of
 from .planned import AnySchedule, find_schedule
@@ -22,16 +23,19 @@ __all__ = [
     "Kind",
     "Placement",
     "Plan",
+    "RankBytes",
     "Schedule",
     "ScheduleError",
     "Settings",
     "Simulation",
     "Span",
+    "StageBytes",
     "StageInfo",
     "Verbs",
     "actions_of",
     "find_schedule",
     "load_plan",
+    "load_stage_bytes",
     "loop",
     "make_plan",
     "parse_json",
