@@ -4,6 +4,7 @@ from .bubble import BubbleSplit, split_bubble
 from .charts import save_picture
 from .live import LiveView
 from .recorder import TimelineRecorder
+from .stage_bytes import bytes_of_stages
 from .text import as_text
 from .timeline import Timeline, load_timeline, step_time
 
@@ -13,6 +14,7 @@ __all__ = [
     "Timeline",
     "TimelineRecorder",
     "as_text",
+    "bytes_of_stages",
     "load_timeline",
     "save_picture",
     "split_bubble",

@@ -1,13 +1,27 @@
-"""What a timeline shows of a rank: its actions, overlapped pairs as one, and how many microbatches it holds."""
+"""What a timeline shows of a rank: its actions, overlapped pairs as one, and what it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..plan import KINDS, Action, Kind, Plan, Span
+from ..plan import KINDS, Action, Kind, Plan, Simulation, Span
+from ..timing import RankStep
 
-__all__ = ["Cell", "Level", "cells_of", "kinds_in", "levels_of"]
+__all__ = [
+    "Cell",
+    "Held",
+    "Level",
+    "cells_of",
+    "held_as_measured",
+    "held_by_plan",
+    "kinds_in",
+    "levels_in_bytes",
+    "levels_of",
+]
+
+Held = tuple[Sequence[float], Sequence[float]]
+"""The bytes of a rank during each of its actions, and after it."""
 
 
 class Cell(NamedTuple):
@@ -45,7 +59,7 @@ def cells_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Cell]]:
 
 
 class Level(NamedTuple):
-    """How long a rank holds so many microbatches, counted as `Simulation.peak_activations` counts them."""
+    """How long a rank holds so much: bytes, or microbatches as `Simulation.peak_activations` counts them."""
 
     held: float
     start: float
@@ -67,6 +81,33 @@ def levels_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Level]]:
             held, before = held + change, time
         rows.append(row)
     return rows
+
+
+def levels_in_bytes(ranks: Sequence[Sequence[Span]], memory: Sequence[Held]) -> list[list[Level]]:
+    """The bytes held on each rank over time: the most during each action, and what is left after it."""
+    rows = []
+    for spans, (during, after) in zip(ranks, memory):
+        row: list[Level] = []
+        for index, span in enumerate(spans):
+            if row and span.start > row[-1].end:
+                row.append(Level(after[(index - 1) % len(after)], row[-1].end, span.start))
+            row.append(Level(during[index % len(during)], span.start, span.end))
+        rows.append([level for level in row if level.end > level.start])
+    return rows
+
+
+def held_by_plan(simulation: Simulation) -> list[Held] | None:
+    """The bytes of each rank over a plan's actions; None where they are not known."""
+    if simulation.memory is None:
+        return None
+    return [((rank.model + rank.during).tolist(), (rank.model + rank.after).tolist()) for rank in simulation.memory]
+
+
+def held_as_measured(step: Sequence[RankStep]) -> list[Held] | None:
+    """Those of a measured step; None where they were not counted."""
+    if not all(rank.memory for rank in step):
+        return None
+    return [([held.peak for held in rank.memory], [held.held for held in rank.memory]) for rank in step]
 
 
 def kinds_in(plan: Plan) -> list[Kind]:

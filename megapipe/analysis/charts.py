@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..plan import KINDS, Action, Plan, Simulation, Span
 from ..timing import RankStep
-from .cells import cells_of, kinds_in, levels_of
+from .cells import Held, Level, cells_of, held_as_measured, held_by_plan, kinds_in, levels_in_bytes, levels_of
 from .extras import import_extra
 from .fold import Cut, find_cut
+from .memory import bytes_in_words
 from .palette import DARK, LIGHT, ink_on
 
 __all__ = ["TITLES", "save_figure", "save_picture", "svg_of"]
@@ -32,7 +33,8 @@ def save_picture(
     plan: Plan, simulation: Simulation, path: str | Path, measured: Sequence[RankStep] | None = None
 ) -> None:
     """Save a timeline as .svg or .png, by the ending of `path`: a row per rank, each action with its microbatch, and
-    below them how many microbatches the rank holds. Of a long one, all but one period of the steady phase is left out.
+    below them how many bytes the rank holds, or microbatches where bytes are not known. Of a long one, all but one
+    period of the steady phase is left out.
 
     Args:
         simulation: of the plan, in milliseconds or abstract units.
@@ -45,8 +47,10 @@ def save_picture(
     from matplotlib.figure import Figure
 
     panels: list[Sequence[Sequence[Span]]] = [simulation.spans]
+    held = [held_by_plan(simulation)]
     if measured is not None:
         panels.insert(0, [step.spans for step in measured])
+        held.insert(0, held_as_measured(measured))
     begin = min(spans[0].start for ranks in panels for spans in ranks)
     end = max(spans[-1].end for ranks in panels for spans in ranks)
     column = _usual_length(simulation.spans)
@@ -55,27 +59,32 @@ def save_picture(
     size = (max(6.0, COLUMN * columns + 1.2), 0.6 + len(panels) * (0.35 + ROW * plan.pp_size))
     figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.page)
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    for axes, ranks, title in zip(grid, panels, TITLES):
+    for axes, ranks, memory, title in zip(grid, panels, held, TITLES):
         # What was measured is not the same over and over: there it is a cut, no repetition.
-        _draw_timeline(axes, plan, ranks, cut._replace(repeats=0) if cut and ranks is not simulation.spans else cut)
+        own_cut = cut._replace(repeats=0) if cut and ranks is not simulation.spans else cut
+        _draw_timeline(axes, plan, ranks, memory, own_cut)
         axes.set_xlim(begin, end - (cut.length if cut else 0.0))
         if measured is not None:
             axes.set_title(title, loc="left", fontsize=9, color=LIGHT.text)
     if measured is not None:
         _draw_waits(grid[0], measured, cut)
         grid[-1].set_xlabel("ms", color=LIGHT.text)
-    _draw_legend(figure, plan, cut)
+    _draw_legend(figure, plan, cut, "bytes" if any(held) else "microbatches")
     save_figure(figure, path)
 
 
-def _draw_timeline(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], cut: Cut | None) -> None:
+def _draw_timeline(
+    axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], memory: Sequence[Held] | None, cut: Cut | None
+) -> None:
     for rank, cells in enumerate(cells_of(plan, ranks)):
         for cell in cells:
             height = CELL / len(cell.actions)
             for index, action in enumerate(cell.actions):  # a pair: F above B
                 _draw_action(axes, plan, action, cell.start, cell.end, rank - 0.5 + index * height, height, cut)
-    if not plan.forward_only:
-        _draw_levels(axes, plan, ranks, cut)
+    if memory is not None:
+        _draw_levels(axes, levels_in_bytes(ranks, memory), bytes_in_words, cut)
+    elif not plan.forward_only:
+        _draw_levels(axes, levels_of(plan, ranks), "{:g}".format, cut)
     names = [f"rank {rank}" for rank in range(plan.pp_size)]
     axes.set_yticks([rank - 0.5 + CELL / 2 for rank in range(plan.pp_size)], names)
     axes.set_ylim(plan.pp_size - 0.5, -0.5)
@@ -103,9 +112,8 @@ def _draw_action(
             )  # fmt: skip
 
 
-def _draw_levels(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], cut: Cut | None) -> None:
-    """The microbatches held by each rank over time, below its actions, and the most of them at the right."""
-    rows = levels_of(plan, ranks)
+def _draw_levels(axes: Any, rows: Sequence[Sequence[Level]], in_words: Callable[[float], str], cut: Cut | None) -> None:
+    """What each rank holds over time, below its actions, and the most of it at the right."""
     most = max(level.held for row in rows for level in row)
     for rank, row in enumerate(rows):
         if not row:  # nothing takes any time there
@@ -115,9 +123,14 @@ def _draw_levels(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], cut: Cu
         tops = [base - LEVEL * level.held / most for level in row]
         places = edges if cut is None else list(map(cut.place, edges))
         axes.stairs(tops, places, baseline=base, fill=True, color=LIGHT.faint)
-        peak = f"{max(level.held for level in row):g}"
         axes.annotate(
-            peak, (1, base), (4, 0), axes.get_yaxis_transform(), "offset points", color=LIGHT.text, fontsize=8
+            in_words(max(level.held for level in row)),
+            (1, base),
+            (4, 0),
+            axes.get_yaxis_transform(),
+            "offset points",
+            color=LIGHT.text,
+            fontsize=8,
         )
 
 
@@ -143,7 +156,7 @@ def _draw_cut(axes: Any, cut: Cut) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{cut.time_at(place):g}"))
 
 
-def _draw_legend(figure: Any, plan: Plan, cut: Cut | None) -> None:
+def _draw_legend(figure: Any, plan: Plan, cut: Cut | None, what: str) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -157,7 +170,7 @@ def _draw_legend(figure: Any, plan: Plan, cut: Cut | None) -> None:
             *{kind.message: kind.colours[0] for kind in kinds_in(plan) if kind.message}.values()
         )
     if not plan.forward_only:
-        entries["microbatches held, with the most at the right"] = patches(LIGHT.faint)
+        entries[f"{what} held, with the most at the right"] = patches(LIGHT.faint)
     notes = ["dark: odd chunks"] * (plan.num_chunks > 1)
     if cut is not None:
         notes.append(f"steady phase folded: x {cut.repeats}" if cut.repeats else f"left out: {cut.length:.4g} of time")

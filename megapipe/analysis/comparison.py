@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from ..plan import Plan, Simulation
 from .charts import save_figure
 from .extras import import_extra
+from .memory import MICROBATCHES, Memory, bytes_in_words
 from .palette import ACCENT, LIGHT, LIMIT_COLOUR
 
-__all__ = ["axis_names", "draw_comparison", "points_of", "save_comparison"]
+__all__ = ["draw_comparison", "points_of", "save_comparison", "time_axis"]
 
 
 class Point(NamedTuple):
@@ -19,74 +20,75 @@ class Point(NamedTuple):
 
     time: float
     memory: float
-    """The peak of activations, in microbatches of a whole rank."""
+    """The most that a rank holds."""
     label: str
     fits: bool
     """Into the limit of memory."""
 
 
 def save_comparison(
-    rows: Sequence[tuple[Plan, Simulation]], path: str | Path, memory_limit: float | None = None, unit: str = ""
+    rows: Sequence[tuple[Plan, Simulation]], path: str | Path, memory: Memory = MICROBATCHES, unit: str = ""
 ) -> None:
     """Save time against memory as .svg or .png, by the ending of `path`: a point per schedule.
 
     Args:
         rows: plans for the same ranks and microbatches, each with its simulation.
-        memory_limit: drawn as a line, in microbatches of a whole rank. Schedules beyond it are grey.
+        memory: what is counted of it. A limit is drawn as a line; schedules beyond it are grey.
         unit: of the simulations' times.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
-    save_figure(draw_comparison(rows, memory_limit, unit), path)
+    save_figure(draw_comparison(rows, memory, unit), path)
 
 
-def draw_comparison(rows: Sequence[tuple[Plan, Simulation]], memory_limit: float | None, unit: str) -> Any:
+def draw_comparison(rows: Sequence[tuple[Plan, Simulation]], memory: Memory, unit: str) -> Any:
     """The picture of `save_comparison`, as a figure of matplotlib's."""
     import_extra("matplotlib")
     from matplotlib.figure import Figure
 
-    points = points_of(rows, memory_limit)
+    points, limit = points_of(rows, memory), memory.limit
     figure = Figure(figsize=(8, 5), layout="constrained", facecolor=LIGHT.page)
     axes = figure.subplots()
     for fits, colour in ((True, ACCENT), (False, LIGHT.faint)):
         shown = [point for point in points if point.fits == fits]
         axes.scatter([p.time for p in shown], [p.memory for p in shown], s=42, color=colour, zorder=3)
     axes.margins(x=0.15, y=0.12)
-    axes.set_ylim(bottom=0, top=1.15 * max([point.memory for point in points] + [memory_limit or 0]))
-    if memory_limit is not None:
-        axes.axhline(memory_limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
-        place = (1, memory_limit)
+    axes.set_ylim(bottom=0, top=1.15 * max([point.memory for point in points] + [limit or 0]))
+    if limit is not None:
+        axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
+        place = (1, limit)
         axes.annotate(
-            f"limit {memory_limit:g}", place, (-4, 3), axes.get_yaxis_transform(), "offset points",
+            f"limit {memory.in_words(limit)}", place, (-4, 3), axes.get_yaxis_transform(), "offset points",
             ha="right", color=LIMIT_COLOUR, fontsize=9,
         )  # fmt: skip
-    time, memory = axis_names(unit)
-    axes.set_xlabel(time, color=LIGHT.text)
-    axes.set_ylabel(memory, color=LIGHT.text)
+    if memory.in_bytes:
+        axes.yaxis.set_major_formatter(lambda amount, _: bytes_in_words(amount))
+    axes.set_xlabel(time_axis(unit), color=LIGHT.text)
+    axes.set_ylabel(memory.name, color=LIGHT.text)
     axes.set_facecolor(LIGHT.page)
     axes.tick_params(colors=LIGHT.text)
     axes.grid(color=LIGHT.wait, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
-    _place_labels(figure, axes, points, memory_limit)
+    _place_labels(figure, axes, points, limit)
     return figure
 
 
-def axis_names(unit: str) -> tuple[str, str]:
-    return "time of a step" + (f", {unit}" if unit else ""), "microbatches held on the fullest rank"
+def time_axis(unit: str) -> str:
+    return "time of a step" + (f", {unit}" if unit else "")
 
 
-def points_of(rows: Iterable[tuple[Plan, Simulation]], memory_limit: float | None) -> list[Point]:
+def points_of(rows: Iterable[tuple[Plan, Simulation]], memory: Memory) -> list[Point]:
     """One point for all schedules in the same place, with all their names."""
     places: dict[tuple[float, float], list[str]] = {}
     for plan, simulation in rows:
-        place = round(simulation.makespan, 9), round(max(simulation.peak_activations), 9)
+        place = round(simulation.makespan, 9), round(memory.of(simulation), 9)
         chunks = f" x{plan.num_chunks}" if plan.num_chunks > 1 else ""
         slices = f", {plan.num_slices} slices" if plan.num_slices > 1 else ""
         places.setdefault(place, []).append(plan.name + chunks + slices)
     return [
-        Point(time, memory, ", ".join(names), memory_limit is None or memory <= memory_limit)
-        for (time, memory), names in places.items()
+        Point(time, held, ", ".join(names), memory.limit is None or held <= memory.limit)
+        for (time, held), names in places.items()
     ]
 
 

@@ -1,12 +1,16 @@
 "use strict";
-// Draws timelines: a row per rank, each action with its microbatch, and below them the microbatches that it holds.
+// Draws timelines: a row per rank, each action with its microbatch, and below them the microbatches or bytes that it holds.
 
-const ROW = 50, CELL = 30, LEVEL = 12, LEFT = 56, RIGHT = 36, HEAD = 24;
+const ROW = 50, CELL = 30, LEVEL = 12, LEFT = 56, RIGHT = 52, HEAD = 24;
+const size = bytes => {
+  const power = Math.max(0, Math.min(5, Math.floor(Math.log10(bytes) / 3)));
+  return `${number(+(bytes / 1000 ** power).toPrecision(3))} ${["", "k", "M", "G", "T", "P"][power]}B`;
+};
 const number = value => String(+value.toPrecision(6));
 
 // data: begin and end of what is seen at first; unit; ranks (of each stage); numSlices; kinds;
 // panels, each with a title, rows of [stage, kind, microbatch, slice, start, end] per rank, pairs (by rank the places of
-// the first actions of overlapped pairs), and waits of [text, start, end] per rank.
+// the first actions of overlapped pairs), bytes per rank as [held, from, to] where they are known, and waits of [text, start, end] per rank.
 function drawTimeline(box, data, zooms = true) {
   const tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
   box.className = "timeline" + (zooms ? " zooms" : "");
@@ -24,10 +28,10 @@ function drawTimeline(box, data, zooms = true) {
       parts.push(`<text x="0" y="${top + 15}">${panel.title}</text>`);
       top += panel.title ? HEAD : 4;
       panel.rows.forEach((row, rank) => {
-        const levels = heldBy(row, data.kinds), y = top + ROW * rank;
+        const levels = levelsOf(panel, rank), y = top + ROW * rank;
         parts.push(`<text x="0" y="${y + 20}">rank ${rank}</text>`);
         if (levels.length)
-          parts.push(`<text x="${LEFT + width + 4}" y="${y + CELL + LEVEL}">${number(most(levels) / scaleOf(data))}</text>`);
+          parts.push(`<text x="${LEFT + width + 4}" y="${y + CELL + LEVEL}">${panel.bytes ? size(most(levels)) : number(most(levels) / scaleOf(data))}</text>`);
         parts.push(`<svg x="${LEFT}" y="${y}" width="${width}" height="${ROW}">`);
         for (const [text, from, to] of panel.waits?.[rank] ?? [])
           if (to > begin && from < end)
@@ -44,6 +48,10 @@ function drawTimeline(box, data, zooms = true) {
     parts.push(axis(top, width, scale));
     svg.setAttribute("height", top + 22);
     svg.innerHTML = parts.join("");
+  }
+
+  function levelsOf(panel, rank) {
+    return panel.bytes?.[rank] ?? heldBy(panel.rows[rank], data.kinds);
   }
 
   function cell(panel, index, rank, at, scale) {
@@ -107,7 +115,7 @@ function drawTimeline(box, data, zooms = true) {
     });
     svg.addEventListener("dblclick", () => show(data.begin, data.end));
   }
-  for (const panel of data.panels) panel.most = Math.max(...panel.rows.map(row => most(heldBy(row, data.kinds))));
+  for (const panel of data.panels) panel.most = Math.max(...panel.rows.map((_, rank) => most(levelsOf(panel, rank))));
   draw();
   new ResizeObserver(draw).observe(box);
 }
@@ -140,7 +148,7 @@ function drawLegend(box, data) {
   if (numShades > 1) parts.push("dark: odd chunks");
   if (data.panels.some(panel => panel.pairs?.some(one => one.length))) parts.push("F above B: overlapped pair");
   if (data.panels.some(panel => panel.waits)) parts.push(swatch("var(--wait)") + "waits for messages");
-  parts.push(swatch("var(--faint)") + "microbatches held, with the most at the right");
+  parts.push(swatch("var(--faint)") + `${data.panels.some(panel => panel.bytes) ? "bytes" : "microbatches"} held, with the most at the right`);
   box.className = "legend";
   box.innerHTML = parts.map(part => `<span>${part}</span>`).join("");
 }

@@ -10,8 +10,10 @@ from typing import Any
 
 from ..plan import KINDS, Plan, Simulation, Span
 from ..timing import RankStep
+from .cells import Held, held_as_measured, held_by_plan, levels_in_bytes
 from .charts import TITLES, svg_of
-from .comparison import axis_names, draw_comparison
+from .comparison import draw_comparison, time_axis
+from .memory import MICROBATCHES, Memory
 from .palette import DARK, LIGHT, Scheme, ink_on
 
 __all__ = ["compact", "look", "page_of", "save_comparison_html", "save_html"]
@@ -26,9 +28,9 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path, measured: Se
         simulation: of the plan, in milliseconds or abstract units.
         measured: a step of each rank, in milliseconds, drawn above the plan on the same scale, with its waits in grey.
     """
-    panels = [_panel(plan, simulation.spans)]
+    panels = [_panel(plan, simulation.spans, held_by_plan(simulation))]
     if measured is not None:
-        above = _panel(plan, [step.spans for step in measured])
+        above = _panel(plan, [step.spans for step in measured], held_as_measured(measured))
         above["waits"] = list(map(_waits, measured))
         panels.insert(0, above)
         for panel, title in zip(panels, TITLES):
@@ -53,12 +55,16 @@ def save_html(plan: Plan, simulation: Simulation, path: str | Path, measured: Se
     Path(path).write_text(page_of(title, body, script))
 
 
-def _panel(plan: Plan, ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:
+def _panel(plan: Plan, ranks: Sequence[Sequence[Span]], memory: Sequence[Held] | None) -> dict[str, Any]:
+    bytes_ = {}
+    if memory is not None:
+        bytes_["bytes"] = [[[*map(_short, level)] for level in row] for row in levels_in_bytes(ranks, memory)]
     repeats = [range(0, len(spans), len(actions)) for spans, actions in zip(ranks, plan.actions)]
     return {
         "title": "",
         "rows": [[[*_place(span)] for span in spans] for spans in ranks],
         "pairs": [[step + at for step in steps for at in pairs] for steps, pairs in zip(repeats, plan.program.pairs)],
+        **bytes_,
     }
 
 
@@ -119,27 +125,27 @@ def _variables(scheme: Scheme) -> str:
 
 
 def save_comparison_html(
-    rows: Sequence[tuple[Plan, Simulation]], path: str | Path, memory_limit: float | None = None, unit: str = ""
+    rows: Sequence[tuple[Plan, Simulation]], path: str | Path, memory: Memory = MICROBATCHES, unit: str = ""
 ) -> None:
     """Save time against memory as a self-contained page: a chart, and a table of its figures.
 
     Args:
         rows: plans for the same ranks and microbatches, each with its simulation.
-        memory_limit: drawn as a line, in microbatches of a whole rank. A schedule beyond it is grey.
+        memory: what is counted of it. A limit is drawn as a line; a schedule beyond it is grey.
         unit: of the simulations' times.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
-    names = ("schedule", "chunks", "slices", *axis_names(unit), "messages per step")
+    names = ("schedule", "chunks", "slices", time_axis(unit), memory.name, "messages per step")
     lines = ["".join(f"<th>{name}</th>" for name in names)]
     for plan, simulation in rows:
         figures = (plan.num_chunks, plan.num_slices, f"{simulation.makespan:.4g}")
-        cells = (plan.name, *figures, f"{max(simulation.peak_activations):.3g}", plan.num_messages)
+        cells = (plan.name, *figures, memory.in_words(memory.of(simulation)), plan.num_messages)
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
     plan, _ = rows[0]
     title = f"Schedules for {plan.pp_size} ranks and {plan.num_microbatches} microbatches"
-    chart = svg_of(draw_comparison(rows, memory_limit, unit))
+    chart = svg_of(draw_comparison(rows, memory, unit))
     table = "\n".join(f"<tr>{line}</tr>" for line in lines)
     body = f"<h1>{title}</h1>\n{chart[chart.index('<svg') :]}\n<table>\n{table}\n</table>"
     Path(path).write_text(page_of(title, body))

@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ..plan import Action, Plan
-from .cells import Cell
+from .cells import Cell, Level
 
-__all__ = ["Segment", "as_text", "text_rows"]
+__all__ = ["Segment", "as_text", "level_rows", "text_rows"]
 
 
 def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weight: int = 1) -> str:
@@ -67,6 +67,28 @@ def text_rows(rows: Sequence[Sequence[Cell]], width: int, duration: float) -> li
             column = max(column, last)
         row.append(Segment(" " * (width - column), None))
         texts.append(row)
+    return texts
+
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def level_rows(rows: Sequence[Sequence[Level]], width: int, duration: float) -> list[str]:
+    """A row of blocks per rank, as high as what it holds: the highest for the most that any rank does.
+
+    Args:
+        rows, width, duration: as in `text_rows`.
+    """
+    begin = min(levels[0].start for levels in rows)
+    most = max(level.held for levels in rows for level in levels) or 1.0
+    texts = []
+    for levels in rows:
+        heights = [0.0] * width
+        for held, start, end in levels:
+            first, last = ((time - begin) * width / duration for time in (start, end))
+            for column in range(int(first), min(width, max(int(first) + 1, round(last)))):
+                heights[column] = max(heights[column], held)
+        texts.append("".join(BLOCKS[round(height / most * (len(BLOCKS) - 1))] for height in heights).rstrip())
     return texts
 
 

@@ -30,7 +30,7 @@ from ..plan import (
     read_text,
     simulate,
 )
-from ..timing import RankStep, Wait
+from ..timing import ActionBytes, RankStep, Wait
 
 __all__ = ["MeasuredMessage", "Timeline", "first_start", "load_timeline", "measured_messages", "step_time"]
 
@@ -178,6 +178,13 @@ class Timeline:
         forward, inputs, weights = (sum(part) / self.plan.pp_size for part in parts if isinstance(part, list))
         return Costs(forward, inputs, weights, costs.p2p)
 
+    @cached_property
+    def peak_bytes(self) -> list[int]:
+        """Most bytes of tensors made in a step that each rank held at once; none where they were not counted."""
+        ranks = zip(*([rank.memory for rank in step] for step in self.steps))
+        peaks = [max((held.peak for memory in steps for held in memory), default=0) for steps in ranks]
+        return peaks if any(peaks) else []
+
     def predict(self) -> Simulation:
         """Simulate the plan with `costs`: in ms."""
         return simulate(self.plan, self.costs())
@@ -195,6 +202,7 @@ class Timeline:
                         for action, start, end in rank.waits
                     ],
                     "pairs": rank.pairs,
+                    "memory": rank.memory,
                 }
                 for rank in step
             ]
@@ -240,7 +248,10 @@ def _read_rank(rank: dict[str, Any]) -> RankStep:
     pairs = tuple(rank.get("pairs", ()))  # older files have none
     if not all(isinstance(at, int) and 0 <= at < len(spans) - 1 for at in pairs):
         raise ValueError
-    return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits, pairs)
+    memory = tuple(ActionBytes(*map(int, held)) for held in rank.get("memory", ()))  # older files have none
+    if len(memory) not in (0, len(spans)):
+        raise ValueError
+    return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits, pairs, memory)
 
 
 def _read_action(stage: Any, kind: Any, microbatch: Any, part: Any = 0) -> Action:

@@ -1,8 +1,9 @@
 """A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
 
-from .files import load_plan, parse_json, read_text
+from .files import load_plan, load_stage_bytes, parse_json, read_text
 from .kinds import FORWARD, KINDS, WEIGHTS, Kind
 from .making import make_plan
+from .memory import RankBytes, StageBytes
 from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, plan_of
 from .planned import AnySchedule, find_schedule
@@ -17,15 +18,18 @@ __all__ = [
     "Costs",
     "Placement",
     "Plan",
+    "RankBytes",
     "Schedule",
     "ScheduleError",
     "Settings",
     "Simulation",
     "Span",
+    "StageBytes",
     "StageInfo",
     "Verbs",
     "find_schedule",
     "load_plan",
+    "load_stage_bytes",
     "loop",
     "make_plan",
     "schedule_names",

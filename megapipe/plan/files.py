@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from .kinds import KINDS
+from .memory import StageBytes
 from .plan import Plan, plan_of
 from .verbs import Action
 
-__all__ = ["load_plan", "parse_json", "read_text"]
+__all__ = ["load_plan", "load_stage_bytes", "parse_json", "read_text"]
 
 
 def read_text(path: str | Path) -> str:
@@ -68,6 +69,19 @@ def load_plan(path: str | Path) -> Plan:
             f"{path} says that it has {said}, but its actions have {plan.sizes}: it is not as it was saved."
         )
     return replace(plan, placement=replace(plan.placement, name=str(content.get("placement", plan.placement.name))))
+
+
+def load_stage_bytes(path: str | Path) -> StageBytes:
+    """Read what `StageBytes.save` wrote.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    content = parse_json(path, read_text(path))
+    try:
+        return StageBytes(**content["bytes"])
+    except (LookupError, TypeError):
+        raise ValueError(f"{path} does not hold the bytes of stages: write them by StageBytes.save.") from None
 
 
 def _read_csv(path: str | Path, text: str) -> list[list[str]]:

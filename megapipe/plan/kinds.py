@@ -24,6 +24,7 @@ class Kind:
         is_optional: a unit may go backward without it. Behind that it is too late.
         in_flight, held: by how many units more a rank has after it of those between their F and their B, and between
             their F and the last action of their backward.
+        keeps: the fields of `StageBytes` that a unit holds from its end on, in place of what it held before.
         is_forward: whether its message is a forward one.
         completes_weights: whether a chunk's last one completes the gradients of its weights.
     """
@@ -38,6 +39,7 @@ class Kind:
     in_flight: int = 0
     held: int = 0
     is_optional: bool = False
+    keeps: tuple[str, ...] = ()
 
     is_forward: bool = field(init=False)
     completes_weights: bool = field(init=False)
@@ -52,9 +54,11 @@ _BLUE, _VERMILION, _YELLOW = ("#acd0f5", "#2d66b0"), ("#e46e46", "#943012"), ("#
 _INPUTS, _WEIGHTS = "backward_input", "backward_weight"
 
 _ROWS = (
-    Kind("F", "forward_step", "forward", _BLUE, ("forward",), "forward", None, 1, 1),
+    Kind("F", "forward_step", "forward", _BLUE, ("forward",), "forward", None, 1, 1, keeps=("saved",)),
     Kind("BW", "backward_step", "backward", _VERMILION, (_INPUTS, _WEIGHTS), "backward", None, -1, -1),
-    Kind("B", "backward_input_step", "input gradient", _VERMILION, (_INPUTS,), "backward", None, -1, 0),
+    Kind(
+        "B", "backward_input_step", "input gradient", _VERMILION, (_INPUTS,), "backward", None, -1, 0, keeps=("kept",)
+    ),
     Kind("W", "backward_weight_step", "weight gradient", _YELLOW, (_WEIGHTS,), None, "B", 0, -1),
 )
 

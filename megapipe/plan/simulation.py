@@ -19,6 +19,7 @@ from .check import check_ended
 from .exchanges import hide
 from .facts import PlanFacts
 from .kinds import KINDS
+from .memory import RankBytes, StageBytes, rank_bytes
 from .program import run
 from .rows import LazySequence, Row, column
 from .verbs import Action
@@ -42,6 +43,7 @@ class Costs:
             exchanges of experts, and that pairs and pending Ws hide (exchanges.py). 0 where nothing is overlapped.
         slices: how long the slices of a sequence take beside each other, one number for each; they share out the times
             of a microbatch. None where all take as long. A message takes its equal share in any case.
+        memory: the bytes of each stage; None where they are not known.
 
     Raises:
         ValueError: a time is negative or not finite, or no slice takes any time.
@@ -55,10 +57,13 @@ class Costs:
     optimizer: float = 0.0
     exchange: PerStage = 0.0
     slices: Sequence[float] | None = None
+    memory: StageBytes | None = None
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
             value = getattr(self, field_.name)
+            if isinstance(value, StageBytes):
+                continue
             for time in [value] if isinstance(value, (int, float)) else value or ():
                 if not (math.isfinite(time) and time >= 0):
                     raise ValueError(f"{field_.name} must be a finite number from 0 on, got {time:g}.")
@@ -169,6 +174,13 @@ class Simulation:
     """A time that no order of these actions can beat in one step, however much memory it may use."""
     step_ends: list[float]
     """When the last rank ends each step, optimizer included."""
+    memory: list[RankBytes] | None = None
+    """The bytes of a step; None where those of the stages are not known."""
+
+    @property
+    def peak_bytes(self) -> list[float]:
+        """Most bytes that each rank holds at once; none where those of the stages are not known."""
+        return [rank.peak for rank in self.memory or ()]
 
     @property
     def makespan(self) -> float:
@@ -221,7 +233,8 @@ def simulate(plan: PlanFacts, costs: Costs, num_steps: int = 1, synchronize: boo
             clocks = [max(clocks)] * plan.pp_size
         clocks = [clock + costs.optimizer for clock in clocks]
         step_ends.append(max(clocks))
-    return Simulation(spans, peak_activations(plan), _lower_bound(plan, costs), step_ends)
+    memory = None if costs.memory is None else [rank_bytes(plan, rank, costs.memory) for rank in range(plan.pp_size)]
+    return Simulation(spans, peak_activations(plan), _lower_bound(plan, costs), step_ends, memory)
 
 
 def play(

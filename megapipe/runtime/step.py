@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -280,7 +280,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
         looks = first_steps(stages, step, prepared.undescribed)
         pipe = build(prepared, stages, looks, connection, sync, record, make_pipeline)
         try:
-            with _timed(step.config), sync:
+            with _timed(step.config), sync, nullcontext() if record is None else record.storages:
                 reports = schedule.loops(pipe)
             break
         except RollbackRequired:

@@ -11,7 +11,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +19,9 @@ import torch
 
 from ..plan import KINDS, Action, Span
 from .cuda_events import CudaEvents, RecordedEvent
+from .storages import LiveStorages
 
-__all__ = ["Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
+__all__ = ["ActionBytes", "Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
 
 
 class Wait(NamedTuple):
@@ -32,12 +33,22 @@ class Wait(NamedTuple):
     end: float
 
 
+class ActionBytes(NamedTuple):
+    """The bytes of tensors that were made in the step, beside one action."""
+
+    peak: int
+    """The most from the end of the action before until its own end."""
+    held: int
+    """Those at its end."""
+
+
 @dataclass(frozen=True)
 class RankStep:
     """One step on one rank, in milliseconds. `spans` and `waits` are in order; an action starts behind its wait.
 
     `pairs` has the places in `spans` of the forwards that ran at once with the backward behind them: of such a pair
-    only the sum of the two times means anything.
+    only the sum of the two times means anything. `memory` has one entry for each span; none where bytes were not
+    counted.
     """
 
     begin: float
@@ -45,6 +56,7 @@ class RankStep:
     spans: list[Span]
     waits: list[Wait]
     pairs: tuple[int, ...] = ()
+    memory: tuple[ActionBytes, ...] = ()
 
     @property
     def busy(self) -> float:
@@ -77,7 +89,7 @@ class RankStep:
         """The same step on a clock that shows `offset` more."""
         spans = [Span(action, start + offset, end + offset) for action, start, end in self.spans]
         waits = [Wait(action, start + offset, end + offset) for action, start, end in self.waits]
-        return RankStep(self.begin + offset, self.end + offset, spans, waits, self.pairs)
+        return RankStep(self.begin + offset, self.end + offset, spans, waits, self.pairs, self.memory)
 
 
 class Clock(Protocol):
@@ -162,12 +174,17 @@ class StepRecord:
         "begin",
         "end",
         "entries",
+        "memory",
         "name",
         "number",
         "overlapped",
+        "storages",
     )
 
-    def __init__(self, name: str, number: int, clock: Clock) -> None:
+    def __init__(self, name: str, number: int, clock: Clock, storages: LiveStorages | None = None) -> None:
+        self.storages = nullcontext() if storages is None else storages
+        """The context around the step."""
+        self.memory: list[ActionBytes] = []
         self.name = name
         self.number = number
         self._clock = clock
@@ -194,6 +211,9 @@ class StepRecord:
         self._inner.__exit__(*error)
         self.entries.append((self._action, False, self._start, self._now()))
         self._action = None
+        if isinstance(self.storages, LiveStorages):
+            self.memory.append(ActionBytes(self.storages.peak, self.storages.held))
+            self.storages.restart()
 
     def now(self) -> Any:
         return self._now()
@@ -224,6 +244,7 @@ class StepRecord:
             spans,
             [Wait(action, time_of(start), time_of(end)) for action, is_wait, start, end in self.entries if is_wait],
             tuple(at for at, span in enumerate(spans) if span.action in self.overlapped and _is_forward(span.action)),
+            tuple(self.memory),
         )
 
 

@@ -90,7 +90,9 @@ def data_iterators(
     ]
     names = list(dict.fromkeys(itertools.chain(*wanted)))
     if isinstance(spec, Mapping) and (missing := [name for name in names if name not in spec]):
-        raise ValueError(f"the spec {dict(spec)} has no {missing[0]!r}: give it every name of inputs, labels and keywords.")
+        raise ValueError(
+            f"the spec {dict(spec)} has no {missing[0]!r}: give it every name of inputs, labels and keywords."
+        )
     specs = {name: spec[name] for name in names} if isinstance(spec, Mapping) else spec
 
     def cut(batch: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from megapipe.analysis import save_picture
 from megapipe.analysis.cells import levels_of
 from megapipe.analysis.comparison import points_of, save_comparison
 from megapipe.analysis.fold import find_cut
+from megapipe.analysis.memory import Memory
 from megapipe.analysis.pages import save_html
 from megapipe.analysis.palette import DARK, LIGHT, ink_on
 from megapipe.plan import KINDS, Action, Span, make_plan
@@ -217,7 +218,7 @@ def test_labels_can_be_read() -> None:
 def test_a_schedule_as_large_as_the_limit_fits() -> None:
     plan = make_plan("1f1b", 4, 8)
     for limit, fits in ((4.0, True), (3.9, False)):
-        (point,) = points_of([(plan, plan.simulate())], limit)
+        (point,) = points_of([(plan, plan.simulate())], Memory(limit=limit))
         assert point.fits == fits
 
 
@@ -232,7 +233,7 @@ def test_no_label_of_a_comparison_lies_on_another(tmp_path: Path, monkeypatch: p
         rows.append((plan, simulation))
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    save_comparison(rows, tmp_path / "chart.png", memory_limit=4)
+    save_comparison(rows, tmp_path / "chart.png", Memory(limit=4))
     labels = [text for text in figures[0].axes[0].texts if isinstance(text, Annotation)]
     boxes = []
     for label in labels:

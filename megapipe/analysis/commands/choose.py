@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...plan import (
@@ -15,15 +15,29 @@ from ...plan import (
     ScheduleError,
     Simulation,
     find_schedule,
+    load_stage_bytes,
     place_weights,
     schedule_names,
     simulate,
 )
 from ..bubble import split_bubble
 from ..comparison import save_comparison
+from ..memory import Memory, bytes_in_words, front_of
 from ..pages import save_comparison_html
 from ..timeline import load_timeline
-from .options import add_costs, add_pictures, add_sizes, add_unsplit, check_time, costs_of, record_plan, unsplit
+from .options import (
+    add_bytes,
+    add_costs,
+    add_limit,
+    add_pictures,
+    add_sizes,
+    add_unsplit,
+    check_time,
+    costs_of,
+    memory_of,
+    record_plan,
+    unsplit,
+)
 from .terminal import print_hint, say
 
 __all__ = ["add_compare", "add_tune"]
@@ -41,6 +55,7 @@ def add_compare(commands: Any) -> None:
     )
     add_sizes(compare, required=True)
     add_costs(compare)
+    add_bytes(compare)
     _add_choice(compare)
     compare.set_defaults(run=_compare)
 
@@ -70,6 +85,7 @@ def add_tune(commands: Any) -> None:
         help="slices of equal cost per sequence to try, for models that know slices; default: as measured",
     )
     add_unsplit(tune)
+    tune.add_argument("--bytes", metavar="FILE", help="those of each stage, as StageBytes.save wrote them")
     tune.add_argument(
         "--save",
         metavar="FILE",
@@ -81,15 +97,15 @@ def add_tune(commands: Any) -> None:
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory-limit", type=float, default=None, metavar="N", help="microbatches that a rank has memory for at once"
-    )
+    add_limit(parser)
     add_pictures(parser, "a chart of time against memory")
 
 
 def _compare(args: argparse.Namespace) -> None:
-    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], costs_of(args), [args.slices])
-    _show_rows(rows, args, unit="")
+    costs = costs_of(args)
+    memory = memory_of(args, costs.memory)
+    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], costs, [args.slices])
+    _show_rows(rows, args, memory, unit="")
     say(f"step: F of a microbatch on a whole rank takes {args.forward:g}; {UNITS}")
 
 
@@ -103,6 +119,8 @@ def _tune(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
         )
+    costs.memory = None if args.bytes is None else load_stage_bytes(args.bytes)
+    memory = memory_of(args, costs.memory)
     times = (costs.forward, costs.backward_input, costs.backward_weight)
     say(
         f"measured: {plan.name}, {plan.pp_size} ranks, {plan.num_microbatches} microbatches: "
@@ -119,11 +137,12 @@ def _tune(args: argparse.Namespace) -> None:
     print_hint(measured)
     num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches
     rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs, args.slices or [plan.num_slices])
-    _show_rows(rows, args, unit="ms")
+    _show_rows(rows, args, memory, unit="ms")
     say(UNITS)
-    plan = _recommend(rows, args.memory_limit, may_split=not args.unsplit)
+    plan, simulation = _recommend(rows, memory, may_split=not args.unsplit)
     if args.save:
-        _save_placed(plan, costs, args.memory_limit, args.save)
+        held = max(simulation.peak_activations) if memory.in_bytes and memory.limit is not None else memory.limit
+        _save_placed(plan, costs, held, args.save)
 
 
 def _save_placed(plan: Plan, costs: Costs, limit: float | None, path: str) -> None:
@@ -138,19 +157,21 @@ def _save_placed(plan: Plan, costs: Costs, limit: float | None, path: str) -> No
     say(f"saved: {path}, {simulate(placed, costs).makespan:.4g} ms per step ({moved})")
 
 
-def _recommend(rows: Rows, limit: float | None, may_split: bool) -> Plan:
+def _recommend(rows: Rows, memory: Memory, may_split: bool) -> tuple[Plan, Simulation]:
     """The one that needs least memory, then fewest messages, of the fastest within the limit."""
-    fitting = [row for row in rows if limit is None or max(row[1].peak_activations) <= limit]
+    fitting = [row for row in rows if memory.fits(row[1])]
     if not fitting:
-        least = min(max(simulation.peak_activations) for _, simulation in rows)
+        assert memory.limit is not None
+        least = min(memory.of(simulation) for _, simulation in rows)
+        what = "" if memory.in_bytes else " microbatches of a whole rank"
         raise ValueError(
-            f"no schedule fits {limit:g} microbatches of a whole rank: the smallest needs {least:.3g}. Use smaller "
-            "microbatches, activation checkpointing, or more ranks."
+            f"no schedule fits {memory.in_words(memory.limit)}{what}: the smallest needs {memory.in_words(least)}. Use "
+            "smaller microbatches, activation checkpointing, or more ranks."
         )
     fastest = min(simulation.makespan for _, simulation in fitting)
     plan, simulation = min(
         (row for row in fitting if row[1].makespan <= 1.001 * fastest),
-        key=lambda row: (max(row[1].peak_activations), row[0].num_messages),
+        key=lambda row: (memory.of(row[1]), row[0].num_messages),
     )
     sizes = []
     if plan.num_chunks > 1:
@@ -160,7 +181,7 @@ def _recommend(rows: Rows, limit: float | None, may_split: bool) -> Plan:
     choice = plan.name + " with " * bool(sizes) + " and ".join(sizes)
     needed = ", where layers defer their weight gradients" if may_split and plan.splits_backward else ""
     say(f"recommended: {choice}, {simulation.makespan:.4g} ms per step{needed}")
-    return plan
+    return plan, simulation
 
 
 def _all_schedules(
@@ -168,6 +189,8 @@ def _all_schedules(
 ) -> Rows:
     """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks,
     and those that cut sequences with each number of slices above 1. What cannot run is printed, with its reason."""
+    if costs.memory is not None:
+        costs = replace(costs, memory=costs.memory.even(pp_size))
     rows: Rows = []
     for name in schedule_names():
         schedule = find_schedule(name)
@@ -191,30 +214,32 @@ def _all_schedules(
     return sorted(rows, key=lambda row: (row[1].makespan, max(row[1].peak_activations)))
 
 
-def _show_rows(rows: Rows, args: argparse.Namespace, unit: str) -> None:
-    limit = args.memory_limit
-    if limit is not None and math.isnan(limit):
-        raise ValueError("--memory-limit is a number of microbatches, got nan.")
+def _show_rows(rows: Rows, args: argparse.Namespace, memory: Memory, unit: str) -> None:
     for picture in (args.svg, args.png):
         if picture:
-            save_comparison(rows, picture, limit, unit)
+            save_comparison(rows, picture, memory, unit)
     if args.html:
-        save_comparison_html(rows, args.html, limit, unit)
+        save_comparison_html(rows, args.html, memory, unit)
     best = rows[0][1].makespan
     marks = [" *" * (plan.splits_backward and not args.unsplit) for plan, _ in rows]
     names = [
         plan.name + f", {plan.num_slices} slices" * (plan.num_slices > 1) + mark for mark, (plan, _) in zip(marks, rows)
     ]
+    is_known = rows[0][1].memory is not None
+    fits = "" if memory.limit is None else f"fits {memory.in_words(memory.limit)}"
     width = max(18, *map(len, names))
     step = f"step {unit}".strip()
-    header = f"{'schedule':<{width}} {'chunks':>6} {step:>9} {'of best':>8} {'bubble':>7} {'held':>9} {'messages':>8}"
-    print(header + ("" if limit is None else f"  fits {limit:g}"))
-    for name, (plan, simulation) in zip(names, rows):
-        peak = max(simulation.peak_activations)
+    header = f"{'schedule':<{width}} {'chunks':>6} {step:>9} {'of best':>8} {'bubble':>7} {'held':>9} "
+    print(header + f"{'bytes':>8} " * is_known + f"{'messages':>8}" + f"  {fits}" * bool(fits) + "  beaten by")
+    for name, (plan, simulation), winner in zip(names, rows, front_of(rows, memory)):
         line = (
             f"{name:<{width}} {plan.num_chunks:>6} {simulation.makespan:>9.4g} {simulation.makespan / best:>7.3f}x "
-            f"{max(simulation.bubble):>7.1%} {peak:>9.3g} {plan.num_messages:>8}"
+            f"{max(simulation.bubble):>7.1%} {max(simulation.peak_activations):>9.3g} "
         )
-        print(line + ("" if limit is None else f"  {'yes' if peak <= limit else 'no'}"))
+        line += f"{bytes_in_words(max(simulation.peak_bytes)):>8} " if is_known else ""
+        line += f"{plan.num_messages:>8}"
+        line += f"  {'yes' if memory.fits(simulation) else 'no':<{len(fits)}}" if fits else ""
+        chunks = f" x{winner.num_chunks}" if winner is not None and winner.num_chunks > 1 else ""
+        print(f"{line}  {'-' if winner is None else winner.name + chunks}")
     if any(marks):
         say(NEEDS_SPLIT)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
+from typing import Any
 
-from ...plan import Costs, Plan, Simulation, find_schedule, make_plan
+from ...plan import Costs, Plan, Simulation, StageBytes, find_schedule, load_stage_bytes, make_plan
+from ..memory import Memory, parse_bytes
 
 __all__ = [
+    "add_bytes",
     "add_costs",
+    "add_limit",
     "add_pictures",
     "add_sizes",
     "add_unsplit",
+    "bytes_of",
     "check_size",
     "check_time",
     "costs_of",
+    "memory_of",
     "record_plan",
     "unsplit",
 ]
@@ -64,6 +70,57 @@ def add_unsplit(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     )
 
 
+def add_bytes(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("bytes", "such as 1.5GB or 800MiB; shown beside microbatches")
+    sizes.add_argument("--bytes", metavar="FILE", help="those of each stage, as StageBytes.save wrote them")
+    for name, what in (
+        ("--saved", "what the F of a microbatch leaves on a whole rank, for its backward"),
+        ("--model", "weights, gradients and optimizer state of a rank"),
+        ("--message", "the output of a stage"),
+    ):
+        sizes.add_argument(name, metavar="SIZE", help=what)
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory-limit",
+        metavar="N",
+        help="microbatches that a rank has memory for at once, or, where bytes are known, a size such as 80GB",
+    )
+
+
+def bytes_of(args: argparse.Namespace) -> StageBytes | None:
+    """The bytes of stages that the caller gave; None for none."""
+    sizes = {name: getattr(args, name) for name in ("saved", "model", "message")}
+    given: dict[str, Any] = {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    if args.bytes is not None:
+        if given:
+            raise ValueError(f"--bytes {args.bytes} has all sizes: leave out --{' and --'.join(given)}.")
+        return load_stage_bytes(args.bytes)
+    if given and "saved" not in given:
+        raise ValueError(f"--{' and --'.join(given)} need --saved too: what the F of a microbatch leaves on a rank.")
+    return StageBytes(**given) if given else None
+
+
+def memory_of(args: argparse.Namespace, known: StageBytes | None) -> Memory:
+    """What is counted, and the limit. One in microbatches is for these, one with a unit for bytes."""
+    limit: str | None = args.memory_limit
+    if limit is None:
+        return Memory(in_bytes=known is not None)
+    try:
+        number = float(limit)
+    except ValueError:
+        if known is None:
+            raise ValueError(
+                f"--memory-limit {limit} is in bytes, and those of the stages are not known: give --bytes or --saved, "
+                "or a number of microbatches."
+            ) from None
+        return Memory(True, parse_bytes(limit))
+    if math.isnan(number):
+        raise ValueError("--memory-limit is a number of microbatches, got nan.")
+    return Memory(False, number)
+
+
 def unsplit(costs: Costs) -> Costs:
     """The costs of layers that compute their weight gradients in B."""
     assert isinstance(costs.backward_input, float)
@@ -75,7 +132,7 @@ def costs_of(args: argparse.Namespace) -> Costs:
     times = (args.forward, args.backward_input, args.backward_weight, args.p2p)
     if not any(times[:3]):
         raise ValueError("--forward, --backward-input and --backward-weight are all 0: there is nothing to draw.")
-    costs = Costs(*times, optimizer=args.optimizer, exchange=args.exchange)
+    costs = Costs(*times, optimizer=args.optimizer, exchange=args.exchange, memory=bytes_of(args))
     return unsplit(costs) if args.unsplit else costs
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from ...plan import Plan, Simulation, find_schedule, load_plan, schedule_names, simulate
 from ..bubble import split_bubble
+from ..cells import held_as_measured, held_by_plan
 from ..charts import save_picture
+from ..memory import bytes_in_words
 from ..pages import save_html
 from ..timeline import Timeline, load_timeline
 from ..trace import save_trace
-from .options import add_costs, add_pictures, add_sizes, check_size, check_time, costs_of, record_plan
+from .options import add_bytes, add_costs, add_pictures, add_sizes, check_size, check_time, costs_of, record_plan
 from .terminal import listed, print_hint, print_legend, print_timeline, say
 
 __all__ = ["add_show"]
@@ -24,6 +27,7 @@ def add_show(commands: Any) -> None:
     show.add_argument("schedule", help=f"{', '.join(schedule_names())}, {files}")
     add_sizes(show, required=False)
     add_costs(show)
+    add_bytes(show)
     show.add_argument(
         "--steps", type=int, default=1, metavar="N", help="training steps, one after the other without a barrier"
     )
@@ -47,7 +51,7 @@ def _show(args: argparse.Namespace) -> None:
     check_time(simulation)
     _save_files(plan, simulation, measured, args)
     if measured is None:
-        print_timeline(plan, simulation.spans, args.width, simulation.makespan)
+        print_timeline(plan, simulation.spans, args.width, simulation.makespan, held_by_plan(simulation))
     else:
         _print_both(measured, simulation, args.width)
     print_legend(plan)
@@ -90,7 +94,8 @@ def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -
     spans = [rank.spans for rank in measured.typical_step]
     duration = max(rank.end for rank in measured.typical_step)
     print(f"measured, the median of {len(measured.steps)} steps:")
-    print_timeline(measured.plan, spans, width, max(duration, simulation.makespan))
+    memory = held_as_measured(measured.typical_step)
+    print_timeline(measured.plan, spans, width, max(duration, simulation.makespan), memory)
     print("by the plan, with the mean times that were measured:")
     print_timeline(measured.plan, simulation.spans, width, max(duration, simulation.makespan))
 
@@ -104,6 +109,10 @@ def _print_figures(plan: Plan, simulation: Simulation, forward: float) -> None:
         share = f", a chunk's counted as 1/{plan.num_chunks}" if plan.num_chunks > 1 else ""
         share += f", a slice as 1/{plan.num_slices}" if plan.num_slices > 1 else ""
         say(f"held       {listed(simulation.peak_activations, 'g')} (microbatches at once{share})")
+    if simulation.memory:
+        fullest = max(simulation.memory, key=lambda rank: rank.peak)
+        parts = " + ".join(f"{bytes_in_words(number)} {name}" for name, number in fullest.parts.items())
+        say(f"bytes      {_bytes(simulation.peak_bytes)} (at once; at the most {parts})")
     say(f"messages   {plan.num_messages} per step")
 
 
@@ -117,5 +126,11 @@ def _print_measured(measured: Timeline, simulation: Simulation) -> None:
         say(f"{name:<10} {listed(means, '.3g', ' ms per step')}")
     for kind, times in measured.mean_times.items():
         say(f"{f'{kind} takes':<10} {listed(times, '.3g', ' ms', 'stage')}")
+    if measured.peak_bytes:
+        say(f"bytes      {_bytes(measured.peak_bytes)} (at once, of tensors made in a step)")
     say(f"messages   {measured.plan.num_messages} per step, latency {measured.latency:.3g} ms")
     print_hint(measured)
+
+
+def _bytes(numbers: Sequence[float]) -> str:
+    return listed(list(map(bytes_in_words, numbers)), "s")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...plan import KINDS, WEIGHTS, Plan, Span
-from ..cells import cells_of, kinds_in
+from ..cells import Held, cells_of, kinds_in, levels_in_bytes
 from ..palette import ink_on
-from ..text import text_rows
+from ..text import level_rows, text_rows
 from ..timeline import Timeline
 
 __all__ = ["listed", "print_hint", "print_legend", "print_timeline", "say"]
@@ -28,12 +28,20 @@ def say(text: str) -> None:
     print(text)
 
 
-def print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | None, duration: float) -> None:
+def print_timeline(
+    plan: Plan,
+    ranks: Sequence[Sequence[Span]],
+    width: int | None,
+    duration: float,
+    memory: Sequence[Held] | None = None,
+) -> None:
+    """A row for each rank, and one below it for the bytes that it holds, where they are known."""
     prefix = len(f"rank {plan.pp_size - 1} ")
     columns = max(20, (width or shutil.get_terminal_size((120, 24)).columns) - prefix)
     if columns > WIDEST:
         raise ValueError(f"{columns} columns are more than any terminal has: choose a --width of {WIDEST:,} at most.")
     rows = text_rows(cells_of(plan, ranks), columns, duration)
+    levels = [] if memory is None else level_rows(levels_in_bytes(ranks, memory), columns, duration)
     console = _console()
     for rank, row in enumerate(rows):
         name = f"rank {rank}".ljust(prefix)
@@ -52,6 +60,8 @@ def print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | Non
                     piece = text[round(index * share) : round((index + 1) * share)]
                     line.append(piece, style=_style(action.kind, plan.chunk_of(action.stage)))
             console.print(line)
+        if levels:
+            print(" " * prefix + levels[rank])
 
 
 def print_legend(plan: Plan) -> None:
@@ -103,6 +113,6 @@ def print_hint(measured: Timeline) -> None:
         )
 
 
-def listed(values: Sequence[float], form: str, unit: str = "", what: str = "rank") -> str:
+def listed(values: Sequence[float] | Sequence[str], form: str, unit: str = "", what: str = "rank") -> str:
     texts = [format(value, form) for value in values]
     return f"{texts[0]}{unit} on every {what}" if len(set(texts)) == 1 else " ".join(texts) + unit

@@ -1,0 +1,138 @@
+"""The bytes of each stage, found by running it once by itself: without ranks, and on fake tensors without memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import PipelineConfig
+from ..messages import MessageSpec
+from ..p2p_communication import Transfer
+from ..plan import StageBytes, StageInfo
+from ..stages import Stage, StepArguments, Unit
+from ..timing import LiveStorages
+
+__all__ = ["bytes_of_stages"]
+
+COMPONENTS = ("saved", "kept", "model", "message", "forward", "backward_input", "backward_weight")
+
+
+def bytes_of_stages(
+    make_stage: Callable[[StageInfo], nn.Module],
+    num_stages: int,
+    forward_step_func: Callable[..., Any],
+    microbatch: Any,
+    *,
+    optimizer_state: float = 2.0,
+    fake: bool = True,
+    posted: int = 2,
+    posted_bytes: int = 2**20,
+    outbox: int = 2**20,
+) -> StageBytes:
+    """Run one microbatch through every stage, one after the other in this process, and count what each holds.
+
+    Args:
+        make_stage: makes the module of a stage, as for `get_forward_backward_func`.
+        num_stages: of the pipeline: ranks times chunks.
+        forward_step_func: as in a step.
+        microbatch: what the data iterator yields for one microbatch.
+        optimizer_state: how many tensors of a weight's size the optimizer keeps for it: 2 for Adam.
+        fake: run on torch's fake tensors, which have no memory, on the device that the stages are made for. False for
+            stages that cannot: captured ones, for example. Each then takes its memory, one at a time.
+        posted, posted_bytes, outbox: how messages travel, as in `StageBytes`. The defaults are gloo's; over NCCL all
+            are 0.
+
+    Raises:
+        ValueError, TypeError: as in a step.
+    """
+    found: dict[str, list[float]] = {component: [] for component in COMPONENTS}
+    received: MessageSpec | None = None
+    around, as_fake = _fake_mode() if fake else (nullcontext(), lambda made: made)
+    with around:
+        microbatch = torch.utils._pytree.tree_map_only(Tensor, as_fake, microbatch)
+        for index in range(num_stages):
+            info = StageInfo(index, num_stages)
+            module = make_stage(info)
+            step = _step_of(module, forward_step_func, microbatch)
+            of_stage, received = _measure(info, module, step, received)
+            weights = sum(p.nbytes for p in module.parameters())
+            trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+            of_stage["model"] = weights + (1 + optimizer_state) * trained
+            for component, number in of_stage.items():
+                found[component].append(number)
+            del module, step
+    return StageBytes(**found, posted=posted, posted_bytes=posted_bytes, outbox=outbox)
+
+
+def _fake_mode() -> tuple[AbstractContextManager[Any], Callable[[Tensor], Tensor]]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    return mode, mode.from_tensor
+
+
+def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatch: Any) -> StepArguments:
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    config = getattr(module, "config", None)
+    return StepArguments(
+        forward_step_func=forward_step_func,
+        data_iterators=[itertools.repeat(microbatch)],
+        models=[module],
+        num_microbatches=1,
+        config=config if isinstance(config, PipelineConfig) else PipelineConfig(),
+        device=device,
+    )
+
+
+def _measure(
+    info: StageInfo, module: nn.Module, step: StepArguments, received: MessageSpec | None
+) -> tuple[dict[str, float], MessageSpec | None]:
+    """What the actions of a stage hold, and the message that it sends. The first microbatch makes the gradients."""
+    stage = Stage(info, 0, step, None)
+    stage.looks_for_none = False  # it would look into tensors that have no memory
+    found: dict[str, float] = {}
+    output: MessageSpec | None = None
+    for _ in range(2):
+        with LiveStorages() as storages:
+            found, output = _run(stage, received, storages, step.device)
+        step.results.clear()
+    return found, output
+
+
+def _run(
+    stage: Stage, received: MessageSpec | None, storages: LiveStorages, device: torch.device
+) -> tuple[dict[str, float], MessageSpec | None]:
+    def message(spec: MessageSpec) -> list[Tensor]:
+        return [torch.zeros(of.shape, dtype=of.dtype, device=device) for of in spec.tensors]
+
+    def most(held_after: int) -> float:
+        peak = storages.peak
+        storages.restart()
+        return max(0, peak - held_after)
+
+    found: dict[str, float] = {}
+    unit = Unit(0)
+    unit.received = None if received is None else Transfer(received, message(received))
+    stage.F(unit)
+    output = None if unit.output is None else unit.output.spec
+    found["message"] = 0 if unit.output is None else sum(tensor.nbytes for tensor in unit.output.tensors)
+    unit.output = None
+    found["saved"] = storages.held
+    found["forward"] = most(storages.held)
+    if output is not None:
+        unit.output_grads = message(output.gradient())
+    stage.B(unit)
+    found["backward_input"] = max(0, storages.peak - found["saved"])
+    unit.input_grads = None
+    unit.release()
+    storages.restart()
+    found["kept"] = storages.held
+    stage.W(unit)
+    found["backward_weight"] = max(0, storages.peak - found["kept"])
+    stage.forget_input()
+    return found, output

@@ -1,0 +1,211 @@
+"""What a rank holds, in bytes, over the actions of a plan: one cumulative sum over what each action leaves.
+
+Activations are counted as a plan has them: a unit holds what the row of its last action says (`Kind.keeps`). Messages
+are
+counted by rule, since when a send is over depends on the moment: receives that are posted ahead, sends that are kept
+until they are over, and a boundary between two stages of the same rank, where the output of one is the input of the
+other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .facts import PlanFacts
+from .kinds import KINDS
+from .rows import Row
+from .verbs import Action
+
+__all__ = ["RankBytes", "StageBytes", "rank_bytes"]
+
+PerStage = float | Sequence[float]
+
+SHARED_OUT = ("saved", "kept", "model")
+"""Components of which one number is that of a whole rank."""
+Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes, by component and stage. A list has one number for each stage.
+
+    Attributes:
+        saved: what the F of a microbatch leaves for its backward: its input included, its output not. One number is
+            that of a whole rank, shared out evenly over its chunks.
+        kept: what its B leaves for its W. None for as much as was saved: a layer that defers its weight gradient holds
+            its input and the gradient of its output.
+        model: weights, gradients, optimizer state and buckets, which are there all the time. One number is that of a
+            rank.
+        message: the output of a stage; the gradient that comes back for it is as large. One number is that of every
+            stage.
+        forward, backward_input, backward_weight: most that F, B or W of a microbatch needs while it runs, beyond what
+            it leaves; a whole backward needs the larger of the two. One number is that of every stage.
+        posted: how many receives of each channel are posted ahead: 2 over gloo, 0 over NCCL.
+        posted_bytes: the receives that a rank posts on each channel when it waits for the first time: 1 MiB over gloo.
+        outbox: bytes of sent messages that are kept together until they are waited for: 1 MiB over gloo, 0 over NCCL.
+
+    Raises:
+        ValueError: a number is negative or not finite.
+    """
+
+    saved: PerStage
+    kept: PerStage | None = None
+    model: PerStage = 0.0
+    message: PerStage = 0.0
+    forward: PerStage = 0.0
+    backward_input: PerStage = 0.0
+    backward_weight: PerStage = 0.0
+    posted: int = 0
+    posted_bytes: float = 0.0
+    outbox: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for number in [value] if isinstance(value, (int, float)) else value or ():
+                if not (math.isfinite(number) and number >= 0):
+                    raise ValueError(f"{field.name} is a number of bytes from 0 on, got {number:g}.")
+
+    def even(self, pp_size: int) -> StageBytes:
+        """The same with all ranks alike, for plans with any number of chunks: of what shares are had (`saved`, `kept`,
+        `model`) the mean rank's, of the others the largest."""
+        numbers: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Sequence):
+                value = sum(value) / pp_size if field.name in SHARED_OUT else max(value)
+            numbers[field.name] = value
+        return StageBytes(**numbers)
+
+    def save(self, path: str | Path) -> None:
+        """Write the numbers as JSON, for `load_stage_bytes` and `megapipe show --bytes`."""
+        Path(path).write_text(json.dumps({"bytes": asdict(self)}) + "\n")
+
+    def per_stage(self, component: str, plan: PlanFacts) -> list[float]:
+        """The bytes of a component on each stage.
+
+        Raises:
+            ValueError: a list has not one for each.
+        """
+        value = getattr(self, component)
+        if component == "kept" and value is None:
+            value = self.saved
+        num_stages = plan.pp_size * plan.num_chunks
+        if isinstance(value, (int, float)):
+            return [value / plan.num_chunks if component in SHARED_OUT else value] * num_stages
+        if len(value) != num_stages:
+            raise ValueError(f"{component} has one number for each of the {num_stages} stages, got {len(value)}.")
+        return list(value)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """The bytes of one rank in a step.
+
+    Attributes:
+        model: those that are there all the time; the others count without them.
+        during: the most in each action of the rank.
+        after: what is held after it.
+        messages: of `during`, what messages take.
+    """
+
+    model: float
+    during: Numbers
+    after: Numbers
+    messages: Numbers
+
+    @property
+    def peak(self) -> float:
+        """The most at any time, model included."""
+        return self.model + float(self.during.max(initial=0.0))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The peak by its parts."""
+        if not len(self.during):
+            return {"model": self.model, "activations": 0.0, "messages": 0.0}
+        at = int(self.during.argmax())
+        messages = float(self.messages[at])
+        return {"model": self.model, "activations": float(self.during[at]) - messages, "messages": messages}
+
+
+def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
+    """The bytes of a rank over the actions of a plan.
+
+    Raises:
+        ValueError: a list of bytes has not one for each stage.
+    """
+    row = plan.actions[rank]
+    of = {field.name: stages.per_stage(field.name, plan) for field in fields(stages)[:-3]}
+    own = [stage for stage in range(len(of["saved"])) if plan.rank_of(stage) == rank]
+    model = sum(of["model"][stage] for stage in own)
+    words = [(stage, KINDS[kind]) if kind else None for stage, kind in row.words]
+
+    def look_up(fact: Any) -> Numbers:
+        return row.look_up([0.0 if word is None else fact(*word) for word in words], float) / plan.num_slices
+
+    left = look_up(lambda stage, kind: sum(of[component][stage] for component in kind.keeps))
+    extra = look_up(lambda stage, kind: max(of[cost][stage] for cost in kind.costs))
+    change = left - _of_the_action_before(row, left)
+    local = {s: of["message"][s] if {s, s + 1} <= set(own) else 0.0 for s in range(-1, len(of["saved"]))}
+    # What a stage hands to its neighbour on the same rank is held until the neighbour's action, which counts it as its
+    # own.
+    made = look_up(lambda s, kind: local[s - (kind.message == "backward")] if kind.message else 0.0)
+    taken = look_up(lambda s, kind: local[s - (kind.message == "forward")] if kind.message else 0.0)
+    held = (change + made - taken).cumsum()
+    during = held - made + extra + np.maximum(0.0, -change)
+    for first, second in plan.program.pairs[rank].items():  # both run at once
+        during[second] += extra[first]
+    posted, posted_after = _posted(plan, row, of["message"], stages, rank)
+    sent = look_up(lambda s, kind: _sent(plan, rank, s, kind.message, of["message"]))
+    kept = np.maximum(np.minimum(stages.outbox, sent.cumsum()), sent)
+    before = np.concatenate([[0.0], kept[:-1]])
+    return RankBytes(model, during + posted + before, held + posted_after + kept, posted + before)
+
+
+def _of_the_action_before(row: Row[Action], values: Numbers) -> Numbers:
+    """The value of the action before of the same unit on the same stage; 0 for its first one."""
+    units = np.asarray(row.units)
+    keys = row.look_up([stage for stage, _ in row.words], int) * (units.max(initial=0) + 1) + units
+    order = np.argsort(keys, kind="stable")
+    follows = keys[order][1:] == keys[order][:-1]
+    found = np.zeros(len(values))
+    found[order[1:][follows]] = values[order[:-1][follows]]
+    return found
+
+
+def _posted(
+    plan: PlanFacts, row: Row[Action], message: Sequence[float], stages: StageBytes, rank: int
+) -> tuple[Numbers, Numbers]:
+    """The bytes of the receives that are posted during each action, and after it: no more than are still to come. One
+    that an action takes is posted anew after it, once no more than `stages.posted` are."""
+    during, after = np.zeros(len(row)), np.zeros(len(row))
+    for way, offset in (("forward", -1), ("backward", 0)):
+        for stage in {stage for stage, _ in row.words}:
+            sender = stage + (1 if way == "backward" else -1)
+            if not plan.has_stage(sender) or plan.rank_of(sender) == rank:
+                continue
+            takes = row.look_up(
+                [of == stage and bool(kind) and KINDS[kind].message == way for of, kind in row.words], bool
+            )
+            size = message[stage + offset] / plan.num_slices
+            taken = takes.cumsum()
+            first = stages.posted_bytes // size if size else 0
+            for posted, again in ((during, stages.posted - takes), (after, stages.posted)):
+                posted += size * np.minimum(np.maximum(first - taken, again), taken[-1] - taken).clip(min=0)
+    return during, after
+
+
+def _sent(plan: PlanFacts, rank: int, stage: int, way: str | None, message: Sequence[float]) -> float:
+    """The bytes that an action sends to another rank."""
+    taker = stage + (1 if way == "forward" else -1)
+    if way is None or not plan.has_stage(taker) or plan.rank_of(taker) == rank:
+        return 0.0
+    return message[min(stage, taker)]
