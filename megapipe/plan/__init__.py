@@ -8,7 +8,7 @@ from .plan import Plan, plan_of
 from .planned import AnySchedule, find_schedule
 from .recorder import ChannelName, Event
 from .registry import Schedule, register, schedule_names
-from .simulation import Costs, Simulation, Span, play, simulate
+from .simulation import Costs, Simulation, Span, held_changes, play, simulate
 from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
 from .weight_placement import place_weights
 
@@ -31,6 +31,7 @@ __all__ = [
     "Verbs",
     "actions_of",
     "find_schedule",
+    "held_changes",
     "load_plan",
     "loop",
     "make_plan",

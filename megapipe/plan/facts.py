@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .kinds import KINDS, kind_of
+from .kinds import kind_of
 from .placement import Placement
 from .program import Program, compile_rows
 from .recorder import ChannelName, Event
@@ -103,7 +103,12 @@ class PlanFacts:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether the schedule runs weight-gradient passes (W) by themselves."""
-        return any(KINDS[action.kind].after for action in self.actions[0])
+        return any(action.kind == "W" for action in self.actions[0])
+
+    @cached_property
+    def recomputed(self) -> list[frozenset[Action]]:
+        """Per rank, the Fs whose activations are computed again (R)."""
+        return [frozenset(a._replace(kind="F") for a in row if a.kind == "R") for row in self.actions]
 
     @cached_property
     def program(self) -> Program:

@@ -22,6 +22,8 @@ class Kind:
             None for an action that needs no message.
         after: without a message, the kind whose units it takes, in the order in which they go backward.
         is_optional: a unit may go backward without it. Behind that it is too late.
+        takes_over: the kind whose `held` counts from this action on, for the units that have both: what that would have
+            held, this one makes.
         in_flight, held: by how many units more a rank has after it of those between their F and their B, and between
             their F and the last action of their backward.
         is_forward: whether its message is a forward one.
@@ -38,6 +40,7 @@ class Kind:
     in_flight: int = 0
     held: int = 0
     is_optional: bool = False
+    takes_over: str | None = None
 
     is_forward: bool = field(init=False)
     completes_weights: bool = field(init=False)
@@ -47,8 +50,9 @@ class Kind:
         object.__setattr__(self, "completes_weights", _WEIGHTS in self.costs)
 
 
-# Blue, vermilion and yellow, each as bright as no other.
+# Blue, vermilion, yellow and purple, each as bright as no other. Only one purple: there is no room for two.
 _BLUE, _VERMILION, _YELLOW = ("#acd0f5", "#2d66b0"), ("#e46e46", "#943012"), ("#f8e690", "#d0ae2a")
+_PURPLE = ("#4d3559", "#4d3559")
 _INPUTS, _WEIGHTS = "backward_input", "backward_weight"
 
 _ROWS = (
@@ -56,6 +60,8 @@ _ROWS = (
     Kind("BW", "backward_step", "backward", _VERMILION, (_INPUTS, _WEIGHTS), "backward", None, -1, -1),
     Kind("B", "backward_input_step", "input gradient", _VERMILION, (_INPUTS,), "backward", None, -1, 0),
     Kind("W", "backward_weight_step", "weight gradient", _YELLOW, (_WEIGHTS,), None, "B", 0, -1),
+    # An F with an R holds no more than its input; the R makes what any other F holds.
+    Kind("R", "recompute_step", "recomputation", _PURPLE, ("recompute",), None, "F", 0, 1, True, "F"),
 )
 
 KINDS = {kind.name: kind for kind in _ROWS}

@@ -70,13 +70,14 @@ class Plan(PlanFacts):
         exchange: PerStage = 0.0,
         optimizer: float = 0.0,
         slices: Sequence[float] | None = None,
+        recompute: PerStage | None = None,
         num_steps: int = 1,
         synchronize: bool = False,
     ) -> Simulation:
         """Play the plan through time.
 
         Args:
-            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices: see `Costs`.
+            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices, recompute: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
 
@@ -85,7 +86,7 @@ class Plan(PlanFacts):
                 `num_steps` is less than 1.
             ScheduleError: a rank waits for ever.
         """
-        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices)
+        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices, recompute)
         return simulate(self, costs, num_steps, synchronize)
 
     # Files

@@ -11,7 +11,7 @@ import operator
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from .program import run
 from .rows import LazySequence, Row, column
 from .verbs import Action
 
-__all__ = ["Costs", "Simulation", "Span", "peak_activations", "peak_held", "play", "simulate"]
+__all__ = ["Costs", "Simulation", "Span", "held_changes", "peak_activations", "peak_held", "play", "simulate"]
 
 PerStage = float | Sequence[float]
 
@@ -35,6 +35,8 @@ class Costs:
     Attributes:
         forward, backward_input, backward_weight: a number is the time of one microbatch on a whole rank, shared out
             evenly over its chunks; a list has the time of each stage.
+        recompute: the same for recomputation. None where it takes as long as the forward; less where only some layers
+            are computed again.
         p2p: from the end of an action until its result can be used on another rank, for a message of no size.
         message: time for which a message occupies its channel: its size over the bandwidth.
         optimizer: the optimizer's step on each rank, at the end of a training step.
@@ -55,6 +57,7 @@ class Costs:
     optimizer: float = 0.0
     exchange: PerStage = 0.0
     slices: Sequence[float] | None = None
+    recompute: PerStage | None = None
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
@@ -121,6 +124,8 @@ class Costs:
     def per_stage(self, cost: str, plan: PlanFacts) -> list[float]:
         """The time of a field on each stage."""
         time, num_chunks = getattr(self, cost), plan.num_chunks
+        if time is None:
+            time = self.forward
         num_stages = plan.pp_size * num_chunks
         if isinstance(time, (int, float)):
             return [time / num_chunks] * num_stages
@@ -263,8 +268,24 @@ def peak_held(actions: Row[Action], what: str) -> int:
     Args:
         what: as which field of `Kind` counts them, "in_flight" or "held".
     """
-    changes = [getattr(KINDS[kind], what) if kind else 0 for _, kind in actions.words]
-    return int(actions.look_up(changes, int).cumsum().max(initial=0))
+    return int(held_changes(actions, what).cumsum().max(initial=0))
+
+
+def held_changes(actions: Row[Action], what: str = "held") -> np.ndarray[Any, Any]:
+    """Changes of what a rank holds by each of its actions, in microbatches or slices of them; see `peak_held`."""
+    changes = actions.look_up([getattr(KINDS[kind], what) if kind else 0 for _, kind in actions.words], int)
+    if what != "held":
+        return changes
+    units = np.asarray(actions.units)
+    for stage, name in set(actions.words):
+        other = KINDS[name].takes_over if name else None
+        if other is not None:
+            own, theirs = (
+                np.flatnonzero(actions.look_up([word == (stage, kind) for word in actions.words], bool))
+                for kind in (name, other)
+            )
+            changes[theirs[np.isin(units[theirs], units[own])]] = 0
+    return changes
 
 
 def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
@@ -274,6 +295,7 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
     forward, inputs, weights, exchange = (
         costs.per_stage(cost, plan) for cost in ("forward", "backward_input", "backward_weight", "exchange")
     )
+    recompute = _recompute_times(plan, costs)
     shares = costs.shares(plan.num_slices)
     hops = [
         0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message / plan.num_slices
@@ -288,11 +310,17 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
         work = sum(forward[s] + training * (inputs[s] + weights[s] - hidden[s]) for s in stages)
         start = shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
-        bounds.append(start + plan.num_microbatches * work)
+        bounds.append(start + plan.num_microbatches * work + recompute[rank])
     latency = max(shares) * sum(forward) + sum(hops)
     if training:
         latency += max(shares) * (sum(inputs) + weights[0] - alone[0]) + sum(hops)
     return max(*bounds, latency)
+
+
+def _recompute_times(plan: PlanFacts, costs: Costs) -> list[float]:
+    """How long each rank's recomputations take."""
+    time = costs.of_actions(plan)
+    return [sum(time(action._replace(kind="R")) for action in actions) for actions in plan.recomputed]
 
 
 def _idle_share(spans: Spans, duration: float) -> float:

@@ -15,7 +15,7 @@ from .kinds import KINDS, kind_of
 from .plan import Plan
 from .program import run
 from .recorder import Event
-from .simulation import Costs, simulate
+from .simulation import Costs, held_changes, simulate
 from .verbs import Action
 
 __all__ = ["place_weights"]
@@ -133,6 +133,7 @@ class _Search:
         self.of_messages = costs.of_messages(plan)
         self.program = unweighted.program
         self.kinds = [[action.kind for action in row] for row in actions]
+        self.held = [held_changes(row).tolist() for row in actions]
         self.durations, self.tails = costs.hidden(unweighted)
         self.weights = [[duration(a._replace(kind="W")) for a in row if a.kind == "B"] for row in actions]
         """The Ws of each rank, in their order."""
@@ -151,8 +152,8 @@ class _Search:
         num_done, num_deferred, num_held = ([0 for _ in self.ranks] for _ in range(3))
 
         def begin(rank: int, index: int, clock: float, arrival: float) -> float:
-            kind, weights = self.kinds[rank][index], self.weights[rank]
-            is_full = kind == "F" and num_held[rank] >= self.max_held
+            change, weights = self.held[rank][index], self.weights[rank]
+            is_full = change > 0 and num_held[rank] >= self.max_held
             while (
                 index not in self.closed[rank]
                 and num_done[rank] < num_deferred[rank]
@@ -167,8 +168,8 @@ class _Search:
                 num_held[rank] -= 1
                 counts[rank][index] += 1
                 is_full = False
-            num_held[rank] += {"F": 1, "B": 0, "BW": -1}[kind]
-            num_deferred[rank] += kind == "B"
+            num_held[rank] += change
+            num_deferred[rank] += self.kinds[rank][index] == "B"
             return clock
 
         self._run(begin)
@@ -224,19 +225,15 @@ class _Search:
         num_held = num_deferred = num_done = 0
         if any(row[index] for index in self.closed[rank]):
             return False
-        for kind, count, deadline in zip(self.kinds[rank], row, self.deadlines[rank]):
+        for kind, change, count, deadline in zip(self.kinds[rank], self.held[rank], row, self.deadlines[rank]):
             num_done += count
             num_held -= count
             if not deadline <= num_done <= num_deferred:
                 return False
-            if kind == "F":
-                num_held += 1
-                if num_held > self.max_held:
-                    return False
-            elif kind == "B":
-                num_deferred += 1
-            else:
-                num_held -= 1
+            num_held += change
+            if change > 0 and num_held > self.max_held:
+                return False
+            num_deferred += kind == "B"
         return True
 
     def _moves(self, counts: Counts) -> list[tuple[int, int, int]]:

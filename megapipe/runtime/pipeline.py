@@ -113,6 +113,7 @@ class Pipeline(Verbs):
         self._monitor = monitor
         self._speculation = speculation
         self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
+        self._recomputed = frozenset() if step.forward_only else key.recomputed(pp_rank)
         self._weights_per_window = step.config.weights_per_window
         self._pending_units: dict[Unit, None] = {}
         """Whose W is still to come, in the order of their Bs."""
@@ -147,6 +148,13 @@ class Pipeline(Verbs):
             this.above.post_ahead()
 
     # Computations
+
+    def recompute_step(self, chunk: int = 0) -> None:
+        if self._recomputed and self.num_backwards_left(chunk):
+            number = self._counts["backward_step"][chunk]
+            action = self._chunks[chunk].actions["R"][number]
+            if action._replace(kind="F") in self._recomputed and self._next_optional("R", chunk) == number:
+                self.run("R", chunk)
 
     def run(self, kind: str, chunk: int | None = 0) -> None:
         row = KINDS[kind]
@@ -204,6 +212,7 @@ class Pipeline(Verbs):
         if kind.is_forward:
             self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
             unit, received = this.begin(action), this.below.take_input()
+            unit.replays = [] if action in self._recomputed else None
             if received is not None:
                 self._wait(received, "the forward input", action, this.below.peer)
                 unit.received = received

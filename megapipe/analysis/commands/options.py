@@ -6,17 +6,20 @@ import argparse
 import math
 from dataclasses import replace
 
-from ...plan import Costs, Plan, Simulation, find_schedule, make_plan
+from ...plan import Costs, Plan, Settings, Simulation, find_schedule, make_plan
 
 __all__ = [
     "add_costs",
     "add_pictures",
+    "add_recompute",
     "add_sizes",
     "add_unsplit",
     "check_size",
     "check_time",
     "costs_of",
+    "recompute_time",
     "record_plan",
+    "settings_of",
     "unsplit",
 ]
 
@@ -53,7 +56,29 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--optimizer", 0.0, "the optimizer's step, after each step"),
     ):
         times.add_argument(name, type=float, default=default, metavar="T", help=f"{what}; default: {default:g}")
+    add_recompute(times)
     add_unsplit(times)
+
+
+def add_recompute(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--recompute",
+        type=float,
+        nargs="?",
+        const=math.nan,
+        metavar="T",
+        help="activations are computed again before each B (R); with T, in that time, which is that of F without. At most "
+        "one W is pending then",
+    )
+
+
+def settings_of(args: argparse.Namespace) -> Settings | None:
+    return None if args.recompute is None else Settings(recompute=True)
+
+
+def recompute_time(args: argparse.Namespace) -> float | None:
+    """None for that of F."""
+    return None if args.recompute is None or math.isnan(args.recompute) else args.recompute
 
 
 def add_unsplit(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -75,7 +100,7 @@ def costs_of(args: argparse.Namespace) -> Costs:
     times = (args.forward, args.backward_input, args.backward_weight, args.p2p)
     if not any(times[:3]):
         raise ValueError("--forward, --backward-input and --backward-weight are all 0: there is nothing to draw.")
-    costs = Costs(*times, optimizer=args.optimizer, exchange=args.exchange)
+    costs = Costs(*times, optimizer=args.optimizer, exchange=args.exchange, recompute=recompute_time(args))
     return unsplit(costs) if args.unsplit else costs
 
 
@@ -95,7 +120,12 @@ def check_time(simulation: Simulation) -> None:
 
 
 def record_plan(
-    schedule: str, pp_size: int, num_microbatches: int, num_chunks: int | None, num_slices: int = 1
+    schedule: str,
+    pp_size: int,
+    num_microbatches: int,
+    num_chunks: int | None,
+    num_slices: int = 1,
+    settings: Settings | None = None,
 ) -> Plan:
     check_size(pp_size, num_microbatches, find_schedule(schedule).check(pp_size, num_chunks), num_slices)
-    return make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices)
+    return make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices, settings=settings)
