@@ -16,6 +16,7 @@ __all__ = ["forward_backward_combined_1f1b", "forward_backward_combined_zb1p"]
 
 def pair(pipe: Verbs, forward_chunk: int, kind: str, backward_chunk: int) -> None:
     """F of one chunk and a backward of another, "B" or the whole "BW", overlapped."""
+    pipe.recompute_step(backward_chunk)
     pipe.recv_forward(forward_chunk)
     pipe.recv_backward(backward_chunk)
     pipe.run_pair(("F", forward_chunk), (kind, backward_chunk))

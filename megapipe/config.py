@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -101,7 +101,12 @@ class PipelineConfig:
             and Bs (`megapipe.overlap`) their products run while communication is under way. Each holds the activations
             of a chunk. Schedules have some pending by themselves. Default: 0.
         max_pending_weights: Most Ws of a rank that stay pending after a B. Fewer hold fewer activations, at the price
-            of time: with 0 each W follows its B at once. None: as many as the schedule has.
+            of time: with 0 each W follows its B at once. None: as many as the schedule has, or 1 with `recompute`.
+        recompute: What of a chunk's activations is not kept from F to B, but computed again by an action of its own
+            (R), which comes before its B waits for a gradient: "all"; or the number of the chunk's last layers, where
+            it has an nn.ModuleList or nn.Sequential of them; or a sequence with one of these, or None, for each stage
+            of the pipeline. An F that its B follows at once keeps them all the same. Calls are run again with their
+            random numbers and autocast. None: nothing.
         weights_per_window: Gradients deferred to pending Ws, one product of matrices each, that are computed in an
             overlap window of an F or a B. More fit where windows are long. Default: 1.
         delay_wgrad_compute: Modules with a method `backward_dw()`, such as transformer-engine's built with this
@@ -168,6 +173,7 @@ class PipelineConfig:
     max_in_flight: float | None = None
     min_pending_weights: int = 0
     max_pending_weights: int | None = None
+    recompute: str | int | Sequence[str | int | None] | None = None
     weights_per_window: int = 1
     delay_wgrad_compute: bool = True
     gc_interval: int | None = 100
@@ -209,7 +215,14 @@ class PipelineConfig:
             self.max_in_flight,
             self.min_pending_weights,
             self.max_pending_weights,
+            tuple(map(bool, self.recompute)) if _is_per_stage(self.recompute) else bool(self.recompute),
         )
+
+    def recompute_of(self, stage: int) -> str | int:
+        """What `recompute` says of a stage. A plan that recomputes without it does so as a whole."""
+        says = self.recompute[stage] if _is_per_stage(self.recompute) else self.recompute
+        assert says is None or isinstance(says, (str, int))
+        return says or "all"
 
     @classmethod
     def of(cls, config: object, **overrides: Any) -> PipelineConfig:
@@ -240,6 +253,15 @@ def _is_number(value: Any) -> bool:
 
 def _is_count_or_none(value: Any) -> bool:
     return value is None or is_whole_number(value, 1)
+
+
+def _is_per_stage(value: Any) -> TypeGuard[Sequence[str | int | None]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _says_what_to_recompute(value: Any) -> bool:
+    values = value if _is_per_stage(value) else [value]
+    return all(one in (None, "all") or (is_whole_number(one, 0) and not isinstance(one, bool)) for one in values)
 
 
 def _are_lengths(value: Any) -> bool:
@@ -274,6 +296,12 @@ CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]
     (("timeout",), ValueError, lambda value: value <= LONGEST, f"at most {LONGEST:g} seconds (30 years)"),
     (_SIZES, ValueError, lambda value: is_whole_number(value, 1), "a whole number from 1 on"),
     (_COUNTS, ValueError, _is_count_or_none, "a whole number from 1 on, or None"),
+    (
+        ("recompute",),
+        ValueError,
+        _says_what_to_recompute,
+        '"all", a number of layers, None, or a sequence with one of these for each stage',
+    ),
     (("sequence_slice_lengths",), ValueError, _are_lengths, "a sequence of whole numbers from 1 on, or None"),
     (_FUNCTIONS, TypeError, callable, "a function, or None"),
     (

@@ -46,6 +46,7 @@ def F(pipe: Verbs, chunk: int = 0) -> None:
 def B(pipe: Verbs, chunk: int = 0) -> None:
     """Input gradient of the chunk's next microbatch or slice. Its weight-gradient pass (W) is deferred."""
     if pipe.num_backwards_left(chunk):
+        pipe.recompute_step(chunk)
         pipe.recv_backward(chunk)
         pipe.backward_input_step(chunk)
         pipe.send_backward(chunk)
@@ -65,7 +66,7 @@ def W(pipe: Verbs, chunk: int | None = None) -> None:
 
 def limit_pending_weights(pipe: Verbs) -> None:
     """After a B: the Ws that are too many by the setting `max_pending_weights`."""
-    most = pipe.settings.max_pending_weights
+    most = pipe.settings.most_pending_weights
     while most is not None and pipe.num_pending_weights() > most:
         pipe.backward_weight_step()
 
@@ -74,6 +75,7 @@ def BW(pipe: Verbs, chunk: int = 0) -> None:
     """Whole backward of the chunk's next microbatch or slice: B and W in one. Figures that split no backward call it
     B."""
     if pipe.num_backwards_left(chunk):
+        pipe.recompute_step(chunk)
         pipe.recv_backward(chunk)
         pipe.backward_step(chunk)
         pipe.send_backward(chunk)

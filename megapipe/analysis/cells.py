@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..plan import KINDS, Action, Kind, Plan, Simulation, Span
+from ..plan import KINDS, Action, Kind, Plan, Simulation, Span, held_changes
 from ..timing import RankStep
 
 __all__ = [
@@ -67,11 +67,13 @@ class Level(NamedTuple):
 
 
 def levels_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Level]]:
-    """The microbatches in flight on each rank over time, each from the start of its F to the end of its W."""
+    """The microbatches in flight on each rank over time, each from the start of its F, or of its R, to the end of its
+    W."""
     rows = []
     share = 1 / (plan.num_chunks * plan.num_slices)
-    for spans in ranks:
-        holds = [(KINDS[action.kind].held, start, end) for action, start, end in spans]
+    for spans, actions in zip(ranks, plan.actions):
+        held_by = held_changes(actions).tolist()
+        holds = [(held_by[index % len(held_by)], start, end) for index, (_, start, end) in enumerate(spans)]
         changes = [(start if change > 0 else end, change) for change, start, end in holds if change]
         row: list[Level] = []
         held, before = 0, spans[0].start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,8 +19,6 @@ from ..stages import Stage, StepArguments, Unit
 from ..timing import LiveStorages
 
 __all__ = ["bytes_of_stages"]
-
-COMPONENTS = ("saved", "kept", "model", "message", "forward", "backward_input", "backward_weight")
 
 
 def bytes_of_stages(
@@ -50,7 +49,7 @@ def bytes_of_stages(
     Raises:
         ValueError, TypeError: as in a step.
     """
-    found: dict[str, list[float]] = {component: [] for component in COMPONENTS}
+    found: defaultdict[str, list[float]] = defaultdict(list)
     received: MessageSpec | None = None
     around, as_fake = _fake_mode() if fake else (nullcontext(), lambda made: made)
     with around:
@@ -99,14 +98,16 @@ def _measure(
     output: MessageSpec | None = None
     for _ in range(2):
         with LiveStorages() as storages:
-            found, output = _run(stage, received, storages, step.device)
+            found, output = _run(stage, received, storages, step)
         step.results.clear()
     return found, output
 
 
 def _run(
-    stage: Stage, received: MessageSpec | None, storages: LiveStorages, device: torch.device
+    stage: Stage, received: MessageSpec | None, storages: LiveStorages, step: StepArguments
 ) -> tuple[dict[str, float], MessageSpec | None]:
+    device, recomputes = step.device, step.config.settings.recomputes_stage(stage.info.index)
+
     def message(spec: MessageSpec) -> list[Tensor]:
         return [torch.zeros(of.shape, dtype=of.dtype, device=device) for of in spec.tensors]
 
@@ -118,12 +119,18 @@ def _run(
     found: dict[str, float] = {}
     unit = Unit(0)
     unit.received = None if received is None else Transfer(received, message(received))
+    unit.replays = [] if recomputes else None
     stage.F(unit)
     output = None if unit.output is None else unit.output.spec
     found["message"] = 0 if unit.output is None else sum(tensor.nbytes for tensor in unit.output.tensors)
     unit.output = None
+    unrecomputed = storages.held
+    found["forward"] = most(unrecomputed)
+    if recomputes:
+        stage.R(unit)
+    found["recompute"] = most(storages.held)
     found["saved"] = storages.held
-    found["forward"] = most(storages.held)
+    found["recomputed"] = found["saved"] - unrecomputed
     if output is not None:
         unit.output_grads = message(output.gradient())
     stage.B(unit)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..plan import (
     KINDS,
+    RECOMPUTE,
     Action,
     Costs,
     Event,
@@ -110,7 +111,8 @@ class Timeline:
         """The mean times of each stage, of each slice beside the others, and the latency, in ms. Where backwards were
         measured only as a whole (BW), half of each counts as B and half as W."""
         forward, inputs, weights = map(self._times_of, ("forward", "backward_input", "backward_weight"))
-        return Costs(forward, inputs, weights, self.latency, slices=self._mean_slices)
+        recompute = self._times_of("recompute") if RECOMPUTE.name in self.mean_times else None
+        return Costs(forward, inputs, weights, self.latency, slices=self._mean_slices, recompute=recompute)
 
     def _times_of(self, cost: str) -> list[float]:
         """The times of each stage: of the kind of action that has this cost alone, else its even share in another
@@ -176,7 +178,10 @@ class Timeline:
         costs = self.costs()
         parts = (costs.forward, costs.backward_input, costs.backward_weight)
         forward, inputs, weights = (sum(part) / self.plan.pp_size for part in parts if isinstance(part, list))
-        return Costs(forward, inputs, weights, costs.p2p)
+        # Not all units have an R: those that follow their F at once, such as all of the last rank, have none.
+        measured = [time for time in costs.recompute if time] if isinstance(costs.recompute, list) else []
+        recompute = fmean(measured) * self.plan.num_chunks if measured else None
+        return Costs(forward, inputs, weights, costs.p2p, recompute=recompute)
 
     @cached_property
     def peak_bytes(self) -> list[int]:

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
+from ..activations import saving
 from ..overlap import fill_window
 from ..weight_grad import SavedTensor, backward_context, defer, deferring_to, save_for_w
 from .arguments import Structure, laid_out
@@ -166,7 +167,9 @@ class _Run(Function):
         # Autograd checks that aliases are not changed. The others cannot be; they are freed as backward runs.
         aliases = [value for value, may_alias in zip(saved, graphs.may_alias) if may_alias]
         ctx.save_for_backward(*(inputs[n] for n in parts.read), *aliases)
-        ctx.saved = [None if may_alias else value for value, may_alias in zip(saved, graphs.may_alias)]
+        ctx.saver = saving()
+        keep = _as_it_is if ctx.saver is None else ctx.saver.pack
+        ctx.saved = [None if may_alias else keep(value) for value, may_alias in zip(saved, graphs.may_alias)]
         ctx.graphs, ctx.weights = graphs, inputs[: graphs.num_weights]
         ctx.mark_non_differentiable(*(out for n, out in enumerate(outputs) if n not in parts.differentiable))
         return tuple(outputs)
@@ -183,6 +186,10 @@ class _Run(Function):
         return None, None, *graphs.run_with(forward, graphs.partition.backward, "the backward", arguments)
 
 
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
 def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Tensor]:
     graphs: Graphs = ctx.graphs
     if ctx.saved is None:
@@ -193,7 +200,8 @@ def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Ten
     again = ctx.saved_tensors
     num_read = len(graphs.partition.read)
     aliases = iter(again[num_read:])
-    saved = [next(aliases) if value is None else value for value in ctx.saved]
+    fetch = _as_it_is if ctx.saver is None else ctx.saver.unpack
+    saved = [next(aliases) if value is None else fetch(value) for value in ctx.saved]
     ctx.saved = None
     grads = [output_grads[n] for n in graphs.partition.differentiable]
     return [*again[:num_read], *saved, *(laid_out(grad, s) for grad, s in zip(grads, graphs.tangent_strides))]

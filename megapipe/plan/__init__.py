@@ -1,9 +1,9 @@
 """A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
 
 from .files import load_plan, load_stage_bytes, parse_json, read_text
-from .kinds import FORWARD, KINDS, WEIGHTS, Kind
+from .kinds import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Kind
 from .making import make_plan
-from .memory import RankBytes, StageBytes
+from .memory import RankBytes, StageBytes, held_changes
 from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, plan_of
 from .planned import AnySchedule, find_schedule
@@ -28,6 +28,7 @@ __all__ = [
     "StageInfo",
     "Verbs",
     "find_schedule",
+    "held_changes",
     "load_plan",
     "load_stage_bytes",
     "loop",
@@ -39,6 +40,7 @@ __all__ = [
 __all__ += [  # between rooms
     "FORWARD",
     "KINDS",
+    "RECOMPUTE",
     "WEIGHTS",
     "AnySchedule",
     "ChannelName",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
-from .kinds import KINDS
+from .kinds import KINDS, WEIGHTS
 from .verbs import Action
 
 __all__ = ["hide"]
@@ -35,12 +35,13 @@ def hide(
     """
     left, tails = array("d", durations), array("d", [0.0]) * len(durations)
     in_pairs = {index for pair in pairs.items() for index in pair}
-    deferred = {_unit(action): index for index, action in enumerate(actions) if KINDS[action.kind].after is not None}
+    deferred = {_unit(action): index for index, action in enumerate(actions) if action.kind == WEIGHTS.name}
     pending: list[int] = []
     for index, action in enumerate(actions):
         kind = KINDS[action.kind]
         if kind.message is None:
-            pending.remove(index)
+            if kind.completes_weights:
+                pending.remove(index)
             continue
         if kind.completes_weights:
             tails[index] = weights(action)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .kinds import KINDS, kind_of
+from .kinds import FORWARD, RECOMPUTE, WEIGHTS, kind_of
 from .placement import Placement
 from .program import Program, compile_rows
 from .recorder import ChannelName, Event
@@ -103,7 +103,14 @@ class PlanFacts:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether the schedule runs weight-gradient passes (W) by themselves."""
-        return any(KINDS[action.kind].after for action in self.actions[0])
+        return any(action.kind == WEIGHTS.name for action in self.actions[0])
+
+    @cached_property
+    def recomputed(self) -> list[frozenset[Action]]:
+        """Per rank, the Fs whose activations are computed again (R)."""
+        return [
+            frozenset(a._replace(kind=FORWARD.name) for a in row if a.kind == RECOMPUTE.name) for row in self.actions
+        ]
 
     @cached_property
     def program(self) -> Program:

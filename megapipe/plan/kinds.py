@@ -5,7 +5,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["FORWARD", "KINDS", "TORCHS_LETTERS", "WEIGHTS", "Kind", "is_overlapped", "kind_of", "overlapped"]
+__all__ = [
+    "FORWARD",
+    "KINDS",
+    "RECOMPUTE",
+    "TORCHS_LETTERS",
+    "WEIGHTS",
+    "Kind",
+    "is_overlapped",
+    "kind_of",
+    "overlapped",
+]
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,8 @@ class Kind:
             None for an action that needs no message.
         after: without a message, the kind whose units it takes, in the order in which they go backward.
         is_optional: a unit may go backward without it. Behind that it is too late.
+        takes_over: the kind whose `held` counts from this action on, for the units that have both: what that would have
+            held, this one makes.
         in_flight, held: by how many units more a rank has after it of those between their F and their B, and between
             their F and the last action of their backward.
         keeps: the fields of `StageBytes` that a unit holds from its end on, in place of what it held before.
@@ -40,6 +52,7 @@ class Kind:
     held: int = 0
     is_optional: bool = False
     keeps: tuple[str, ...] = ()
+    takes_over: str | None = None
 
     is_forward: bool = field(init=False)
     completes_weights: bool = field(init=False)
@@ -49,8 +62,9 @@ class Kind:
         object.__setattr__(self, "completes_weights", _WEIGHTS in self.costs)
 
 
-# Blue, vermilion and yellow, each as bright as no other.
+# Blue, vermilion, yellow and purple, each as bright as no other. Only one purple: there is no room for two.
 _BLUE, _VERMILION, _YELLOW = ("#acd0f5", "#2d66b0"), ("#e46e46", "#943012"), ("#f8e690", "#d0ae2a")
+_PURPLE = ("#4d3559", "#4d3559")
 _INPUTS, _WEIGHTS = "backward_input", "backward_weight"
 
 _ROWS = (
@@ -60,11 +74,13 @@ _ROWS = (
         "B", "backward_input_step", "input gradient", _VERMILION, (_INPUTS,), "backward", None, -1, 0, keeps=("kept",)
     ),
     Kind("W", "backward_weight_step", "weight gradient", _YELLOW, (_WEIGHTS,), None, "B", 0, -1),
+    # An F with an R holds no more than its input; the R makes what any other F holds.
+    Kind("R", "recompute_step", "recomputation", _PURPLE, ("recompute",), None, "F", 0, 1, True, ("saved",), "F"),
 )
 
 KINDS = {kind.name: kind for kind in _ROWS}
 
-FORWARD, WEIGHTS = KINDS["F"], KINDS["W"]
+FORWARD, WEIGHTS, RECOMPUTE = KINDS["F"], KINDS["W"], KINDS["R"]
 
 TORCHS_LETTERS = {"BW": "B", "B": "I"}
 """Kinds that are printed with another letter in torch.distributed.pipelining's plans."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import operator
 
+from .memory import peak_activations
 from .placement import Placement
 from .plan import Plan
 from .planned import AnySchedule, find_schedule
 from .recorder import record
-from .simulation import peak_activations
 from .verbs import Settings
 
 __all__ = ["make_plan"]
@@ -51,6 +51,12 @@ def make_plan(
     if pp_size < 1 or num_microbatches < 1:
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {pp_size} and {num_microbatches}.")
     _check_placement(found.placement, pp_size, num_chunks)
+    recompute = () if settings is None else settings.recompute
+    if isinstance(recompute, tuple) and len(recompute) not in (0, pp_size * num_chunks):
+        raise ValueError(
+            f"recompute must say for each of the {pp_size * num_chunks} stages whether it is computed again, got "
+            f"{len(recompute)} values: {pp_size} ranks have {num_chunks} chunks each."
+        )
     forward_only = forward_only or found.forward_only
     sizes = (pp_size, num_microbatches, num_chunks, forward_only)
     events = record(found.loops, found.placement, *sizes, settings, num_slices)

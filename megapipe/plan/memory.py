@@ -1,10 +1,10 @@
-"""What a rank holds, in bytes, over the actions of a plan: one cumulative sum over what each action leaves.
+"""What a rank holds over the actions of a plan, in microbatches and in bytes: a cumulative sum over what each action
+leaves.
 
 Activations are counted as a plan has them: a unit holds what the row of its last action says (`Kind.keeps`). Messages
-are
-counted by rule, since when a send is over depends on the moment: receives that are posted ahead, sends that are kept
-until they are over, and a boundary between two stages of the same rank, where the output of one is the input of the
-other.
+are counted by rule, since when a send is over depends on the moment: receives that are posted ahead, sends that are
+kept until they are over, and a boundary between two stages of the same rank, where the output of one is the input of
+the other.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .kinds import KINDS
 from .rows import Row
 from .verbs import Action
 
-__all__ = ["RankBytes", "StageBytes", "rank_bytes"]
+__all__ = ["RankBytes", "StageBytes", "held_changes", "peak_activations", "peak_held", "rank_bytes"]
 
 PerStage = float | Sequence[float]
 
-SHARED_OUT = ("saved", "kept", "model")
+SHARED_OUT = ("saved", "recomputed", "kept", "model")
 """Components of which one number is that of a whole rank."""
 Numbers = np.ndarray[Any, Any]
 
@@ -39,14 +39,16 @@ class StageBytes:
     Attributes:
         saved: what the F of a microbatch leaves for its backward: its input included, its output not. One number is
             that of a whole rank, shared out evenly over its chunks.
+        recomputed: what its R makes of that, and its F does not keep. None for all but the input, which is the message
+            from the stage before.
         kept: what its B leaves for its W. None for as much as was saved: a layer that defers its weight gradient holds
             its input and the gradient of its output.
         model: weights, gradients, optimizer state and buckets, which are there all the time. One number is that of a
             rank.
         message: the output of a stage; the gradient that comes back for it is as large. One number is that of every
             stage.
-        forward, backward_input, backward_weight: most that F, B or W of a microbatch needs while it runs, beyond what
-            it leaves; a whole backward needs the larger of the two. One number is that of every stage.
+        forward, recompute, backward_input, backward_weight: most that F, R, B or W of a microbatch needs while it runs,
+            beyond what it leaves; a whole backward needs the larger of the two. One number is that of every stage.
         posted: how many receives of each channel are posted ahead: 2 over gloo, 0 over NCCL.
         posted_bytes: the receives that a rank posts on each channel when it waits for the first time: 1 MiB over gloo.
         outbox: bytes of sent messages that are kept together until they are waited for: 1 MiB over gloo, 0 over NCCL.
@@ -56,10 +58,12 @@ class StageBytes:
     """
 
     saved: PerStage
+    recomputed: PerStage | None = None
     kept: PerStage | None = None
     model: PerStage = 0.0
     message: PerStage = 0.0
     forward: PerStage = 0.0
+    recompute: PerStage = 0.0
     backward_input: PerStage = 0.0
     backward_weight: PerStage = 0.0
     posted: int = 0
@@ -95,6 +99,9 @@ class StageBytes:
             ValueError: a list has not one for each.
         """
         value = getattr(self, component)
+        if component == "recomputed" and value is None:
+            inputs = [0.0, *self.per_stage("message", plan)]
+            return [max(0.0, saved - given) for saved, given in zip(self.per_stage("saved", plan), inputs)]
         if component == "kept" and value is None:
             value = self.saved
         num_stages = plan.pp_size * plan.num_chunks
@@ -152,6 +159,7 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
         return row.look_up([0.0 if word is None else fact(*word) for word in words], float) / plan.num_slices
 
     left = look_up(lambda stage, kind: sum(of[component][stage] for component in kind.keeps))
+    left -= np.where(_is_taken_over(row), look_up(lambda stage, _: of["recomputed"][stage]), 0.0)
     extra = look_up(lambda stage, kind: max(of[cost][stage] for cost in kind.costs))
     change = left - _of_the_action_before(row, left)
     local = {s: of["message"][s] if {s, s + 1} <= set(own) else 0.0 for s in range(-1, len(of["saved"]))}
@@ -168,6 +176,40 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     kept = np.maximum(np.minimum(stages.outbox, sent.cumsum()), sent)
     before = np.concatenate([[0.0], kept[:-1]])
     return RankBytes(model, during + posted + before, held + posted_after + kept, posted + before)
+
+
+def peak_activations(plan: PlanFacts) -> list[float]:
+    """`Simulation.peak_activations` of a plan."""
+    return [peak_held(actions, "held") / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
+
+
+def peak_held(actions: Row[Action], what: str) -> int:
+    """Most microbatches, or slices of them, that a rank holds at once, each chunk counted by itself.
+
+    Args:
+        what: as which field of `Kind` counts them, "in_flight" or "held".
+    """
+    return int(held_changes(actions, what).cumsum().max(initial=0))
+
+
+def held_changes(actions: Row[Action], what: str = "held") -> Numbers:
+    """Changes of what a rank holds by each of its actions, in microbatches or slices of them; see `peak_held`."""
+    changes = actions.look_up([getattr(KINDS[kind], what) if kind else 0 for _, kind in actions.words], int)
+    return np.where(_is_taken_over(actions), 0, changes) if what == "held" else changes
+
+
+def _is_taken_over(actions: Row[Action]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Whether another action of the same unit makes what this one does not keep (`Kind.takes_over`)."""
+    units, found = np.asarray(actions.units), np.zeros(len(actions), bool)
+    for stage, name in set(actions.words):
+        other = KINDS[name].takes_over if name else None
+        if other is not None:
+            own, theirs = (
+                np.flatnonzero(actions.look_up([word == (stage, kind) for word in actions.words], bool))
+                for kind in (name, other)
+            )
+            found[theirs[np.isin(units[theirs], units[own])]] = True
+    return found
 
 
 def _of_the_action_before(row: Row[Action], values: Numbers) -> Numbers:

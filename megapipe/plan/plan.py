@@ -15,12 +15,12 @@ from types import MappingProxyType
 from .check import check_channels
 from .facts import PlanFacts
 from .kinds import KINDS, TORCHS_LETTERS, overlapped
-from .memory import StageBytes
+from .memory import StageBytes, peak_held
 from .occupancy import check_occupancy, peak_waiting
 from .placement import Placement, loop, v_shape
 from .recorder import Event
 from .shared_communicator import check_shared_communicator
-from .simulation import Costs, PerStage, Simulation, peak_held, simulate
+from .simulation import Costs, PerStage, Simulation, simulate
 from .verbs import Action
 
 __all__ = ["Plan", "plan_of"]
@@ -71,6 +71,7 @@ class Plan(PlanFacts):
         exchange: PerStage = 0.0,
         optimizer: float = 0.0,
         slices: Sequence[float] | None = None,
+        recompute: PerStage | None = None,
         memory: StageBytes | None = None,
         num_steps: int = 1,
         synchronize: bool = False,
@@ -78,7 +79,7 @@ class Plan(PlanFacts):
         """Play the plan through time.
 
         Args:
-            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices, memory: see
+            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices, recompute, memory: see
                 `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
@@ -88,7 +89,8 @@ class Plan(PlanFacts):
                 `num_steps` is less than 1.
             ScheduleError: a rank waits for ever.
         """
-        costs = Costs(forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices, memory)
+        times = (forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices)
+        costs = Costs(*times, recompute=recompute, memory=memory)
         return simulate(self, costs, num_steps, synchronize)
 
     # Files

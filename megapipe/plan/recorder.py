@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .kinds import KINDS, Kind, kind_of, overlapped
+from .kinds import KINDS, RECOMPUTE, Kind, kind_of, overlapped
 from .placement import Placement
 from .rows import Row, column
 from .verbs import Action, Verbs, unit_name
@@ -98,6 +98,7 @@ class PlanRecorder(Verbs):
             for verb, counted_as in self._counted_as.items()
             if counted_as is not None and not (self.forward_only and "backward" in counted_as)
         }
+        self._recomputed = [self.settings.recomputes_stage(info.index) for info in self.stages]
         self._pair_ends: list[int] = []
         """How many calls had been written down after each overlapped pair."""
 
@@ -136,6 +137,20 @@ class PlanRecorder(Verbs):
         if not self.forward_only:
             self._pair_ends.append(len(self._codes))
 
+    def recompute_step(self, chunk: int = 0) -> None:
+        if self._recomputed[chunk] and self.num_backwards_left(chunk):
+            is_early = self._next_optional(RECOMPUTE.name, chunk) > self._counts["backward_step"][chunk]
+            if not is_early and not self._was_last_forward(chunk):
+                self.run(RECOMPUTE.name, chunk)
+
+    def _was_last_forward(self, chunk: int) -> bool:
+        """Whether the rank's last action is the F of the unit that goes backward next."""
+        forward, backward = (self._counts[f"{way}_step"][chunk] for way in ("forward", "backward"))
+        if self._unit("forward", forward - 1) != self._unit("backward", backward):
+            return False
+        first = [self._first_code[verb] + chunk for verb in ("forward_step", "send_forward")]
+        return list(self._codes[-2:]) == first
+
     def recv_forward(self, chunk: int = 0) -> None:
         self._write("recv_forward", chunk)
 
@@ -161,8 +176,8 @@ class PlanRecorder(Verbs):
             self._numbers_of_followers.append(number)
         else:
             return
-        if number is not None and (self._optional or self._followers[kind.name]):
-            self._note_ready(kind, chunk, number)
+        if number is not None and self._followers[kind.name]:
+            self._note_ready(kind.name, chunk, number)
 
     def _write(self, verb: str, chunk: int) -> int | None:
         """Write down a call. Returns its number; None where the step has no backward."""

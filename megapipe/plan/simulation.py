@@ -18,13 +18,13 @@ import numpy as np
 from .check import check_ended
 from .exchanges import hide
 from .facts import PlanFacts
-from .kinds import KINDS
-from .memory import RankBytes, StageBytes, rank_bytes
+from .kinds import KINDS, RECOMPUTE
+from .memory import RankBytes, StageBytes, peak_activations, rank_bytes
 from .program import run
-from .rows import LazySequence, Row, column
+from .rows import LazySequence, column
 from .verbs import Action
 
-__all__ = ["Costs", "Simulation", "Span", "peak_activations", "peak_held", "play", "simulate"]
+__all__ = ["Costs", "Simulation", "Span", "play", "simulate"]
 
 PerStage = float | Sequence[float]
 
@@ -36,6 +36,8 @@ class Costs:
     Attributes:
         forward, backward_input, backward_weight: a number is the time of one microbatch on a whole rank, shared out
             evenly over its chunks; a list has the time of each stage.
+        recompute: the same for recomputation. None where it takes as long as the forward; less where only some layers
+            are computed again.
         p2p: from the end of an action until its result can be used on another rank, for a message of no size.
         message: time for which a message occupies its channel: its size over the bandwidth.
         optimizer: the optimizer's step on each rank, at the end of a training step.
@@ -57,6 +59,7 @@ class Costs:
     optimizer: float = 0.0
     exchange: PerStage = 0.0
     slices: Sequence[float] | None = None
+    recompute: PerStage | None = None
     memory: StageBytes | None = None
 
     def __post_init__(self) -> None:
@@ -126,6 +129,8 @@ class Costs:
     def per_stage(self, cost: str, plan: PlanFacts) -> list[float]:
         """The time of a field on each stage."""
         time, num_chunks = getattr(self, cost), plan.num_chunks
+        if time is None:
+            time = self.forward
         num_stages = plan.pp_size * num_chunks
         if isinstance(time, (int, float)):
             return [time / num_chunks] * num_stages
@@ -265,21 +270,6 @@ def play(
         spans[rank] += map(Span, actions, starts[rank], ends[rank])
 
 
-def peak_activations(plan: PlanFacts) -> list[float]:
-    """`Simulation.peak_activations` of a plan."""
-    return [peak_held(actions, "held") / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
-
-
-def peak_held(actions: Row[Action], what: str) -> int:
-    """Most microbatches, or slices of them, that a rank holds at once, each chunk counted by itself.
-
-    Args:
-        what: as which field of `Kind` counts them, "in_flight" or "held".
-    """
-    changes = [getattr(KINDS[kind], what) if kind else 0 for _, kind in actions.words]
-    return int(actions.look_up(changes, int).cumsum().max(initial=0))
-
-
 def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
     """A rank can begin only when the first microbatch, or its first slice, has come up to it, and then has all its work
     to do; and the first microbatch, or its longest slice, has to go up and down through all stages."""
@@ -287,6 +277,7 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
     forward, inputs, weights, exchange = (
         costs.per_stage(cost, plan) for cost in ("forward", "backward_input", "backward_weight", "exchange")
     )
+    recompute = _recompute_times(plan, costs)
     shares = costs.shares(plan.num_slices)
     hops = [
         0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message / plan.num_slices
@@ -301,11 +292,17 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
         work = sum(forward[s] + training * (inputs[s] + weights[s] - hidden[s]) for s in stages)
         start = shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
-        bounds.append(start + plan.num_microbatches * work)
+        bounds.append(start + plan.num_microbatches * work + recompute[rank])
     latency = max(shares) * sum(forward) + sum(hops)
     if training:
         latency += max(shares) * (sum(inputs) + weights[0] - alone[0]) + sum(hops)
     return max(*bounds, latency)
+
+
+def _recompute_times(plan: PlanFacts, costs: Costs) -> list[float]:
+    """How long each rank's recomputations take."""
+    time = costs.of_actions(plan)
+    return [sum(time(action._replace(kind=RECOMPUTE.name)) for action in actions) for actions in plan.recomputed]
 
 
 def _idle_share(spans: Spans, duration: float) -> float:

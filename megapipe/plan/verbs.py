@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -85,13 +84,29 @@ class Settings:
         max_in_flight: most microbatches of a whole rank that any rank may have in flight, from F to W; None for the
             schedule's own. Some schedules trade memory for speed within it; the others are refused if they need more.
         min_pending_weights: as many Ws of a rank wait until its last B is done: work for overlap windows.
-        max_pending_weights: most Ws of a rank that wait after a B; None for the schedule's own. Fewer hold less memory.
+        max_pending_weights: most Ws of a rank that wait after a B; None for the schedule's own, or 1 where anything is
+            recomputed, since what is lives until its W. Fewer hold less memory.
+        recompute: whether the activations of a chunk are computed again before its backward; or for each stage.
     """
 
     microbatch_group_size: int | None = None
     max_in_flight: float | None = None
     min_pending_weights: int = 0
     max_pending_weights: int | None = None
+    recompute: bool | tuple[bool, ...] = False
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any stage does."""
+        return any(self.recompute) if isinstance(self.recompute, tuple) else self.recompute
+
+    @property
+    def most_pending_weights(self) -> int | None:
+        """`max_pending_weights`, or its default."""
+        return 1 if self.max_pending_weights is None and self.recomputes else self.max_pending_weights
+
+    def recomputes_stage(self, stage: int) -> bool:
+        return self.recompute[stage] if isinstance(self.recompute, tuple) else self.recompute
 
 
 class Verbs(ABC):
@@ -128,11 +143,14 @@ class Verbs(ABC):
         counts = [[self.num_units] * num_chunks, *self._counts.values()]
         self._before_and_own = dict(zip(COURSE, pairwise(counts)))
         """The counts, by chunk, of the verb before each verb, and its own."""
-        self._pending: dict[str, deque[tuple[int, int]]] = {k.name: deque() for k in KINDS.values() if k.after}
+        optional = [kind for kind in KINDS.values() if kind.is_optional]
+        needed = [kind for kind in KINDS.values() if kind.after is not None and not kind.is_optional]
+        self._pending: dict[str, deque[tuple[int, int]]] = {kind.name: deque() for kind in needed}
         """The units that a kind which follows another may take: their chunk and their number in the order of the
         chunk's backwards. The order is that in which they became ready."""
-        self._followers = {name: [k.name for k in KINDS.values() if k.after == name] for name in KINDS}
-        self._optional = {kind.name for kind in KINDS.values() if kind.is_optional}
+        self._followers = {name: [kind.name for kind in needed if kind.after == name] for name in KINDS}
+        self._passed = {kind.name: [0] * num_chunks for kind in optional}
+        """Units of each chunk, in the order of its backwards, that an optional kind has taken or left out."""
         self._steps = {kind.name: f"{kind.message}_step" for kind in KINDS.values() if kind.message is not None}
 
     # Facts
@@ -147,6 +165,9 @@ class Verbs(ABC):
 
     def num_pending(self, kind: str, chunk: int | None = None) -> int:
         """Units that a kind of action which follows another may take now: of this chunk, or of all."""
+        if kind in self._passed:
+            chunks = range(self.num_chunks) if chunk is None else [chunk]
+            return sum(len(range(self._next_optional(kind, one), self._num_forwarded(one))) for one in chunks)
         pending = self._pending[kind]
         return len(pending) if chunk is None else [of for of, _ in pending].count(chunk)
 
@@ -165,7 +186,7 @@ class Verbs(ABC):
         """Run the chunk's next action of a kind (kinds.py).
 
         Args:
-            chunk: None for the unit that has waited longest, where the kind follows another.
+            chunk: None for the unit that has waited longest, where the kind follows another and is not optional.
         """
 
     @abstractmethod
@@ -176,6 +197,12 @@ class Verbs(ABC):
     def forward_step(self, chunk: int = 0) -> None:
         """F: run the chunk on its next input."""
         self.run("F", chunk)
+
+    @abstractmethod
+    def recompute_step(self, chunk: int = 0) -> None:
+        """R: compute the activations of the unit that goes backward next again, before its gradient is waited for.
+        Nothing where its F has kept them: where the chunk is not to be recomputed, and where the F was the rank's last
+        action. A schedule that wants one earlier says `run("R", chunk)`."""
 
     @abstractmethod
     def send_forward(self, chunk: int = 0) -> None:
@@ -253,29 +280,22 @@ class Verbs(ABC):
         else:
             assert chunk is not None
             number = self._advance(self._steps[kind], chunk)
-        if self._optional or self._followers[kind]:
-            self._note_ready(row, chunk, number)
+        if self._followers[kind]:
+            self._note_ready(kind, chunk, number)
         return chunk, number
 
-    def _note_ready(self, kind: Kind, chunk: int, number: int) -> None:
-        """After the action of this number: which kinds may follow it, and which come too late for its unit."""
-        if kind.is_forward:
-            microbatch, part = self._unit("forward", number)
-            number = microbatch * self.num_slices + self.num_slices - 1 - part
-        elif kind.message is not None:
-            for name in self._optional:
-                with suppress(ValueError):
-                    self._pending[name].remove((chunk, number))
-        for name in self._followers[kind.name]:
-            pending = self._pending[name]
-            place = len(pending)
-            while place and pending[place - 1][0] == chunk and pending[place - 1][1] > number:
-                place -= 1  # slices go forward in the reverse order
-            pending.insert(place, (chunk, number))
+    def _note_ready(self, kind: str, chunk: int, number: int) -> None:
+        """After the action of this number: which kinds may follow it."""
+        for name in self._followers[kind]:
+            self._pending[name].append((chunk, number))
 
     def _take_pending(self, kind: Kind, chunk: int | None) -> tuple[int, int]:
         """The unit that goes backward first of those of a chunk; of all, the one that has waited longest."""
-        pending = self._pending[kind.name]
+        if kind.is_optional and chunk is not None and self.num_pending(kind.name, chunk):
+            number = self._next_optional(kind.name, chunk)
+            self._passed[kind.name][chunk] = number + 1
+            return chunk, number
+        pending = self._pending.get(kind.name, deque())
         for index, unit in enumerate(pending):
             if chunk is None or chunk == unit[0]:
                 del pending[index]
@@ -287,6 +307,15 @@ class Verbs(ABC):
             f"{whose} (after {sum(counts)} {step.removesuffix('_step')}s)."
         )
 
+    def _next_optional(self, kind: str, chunk: int) -> int:
+        """The unit of a chunk, in the order of its backwards, that an optional kind may take next."""
+        return max(self._passed[kind][chunk], self._counts["backward_step"][chunk])
+
+    def _num_forwarded(self, chunk: int) -> int:
+        """The units of a chunk that have gone forward, those of whole microbatches: they go backward in this order."""
+        count = self._counts["forward_step"][chunk]
+        return count - count % self.num_slices
+
     def _check_finished(self) -> None:
         for verb, counts in self._counts.items():
             expected = 0 if self.forward_only and "backward" in verb else self.num_units
@@ -296,7 +325,7 @@ class Verbs(ABC):
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
                         f"{expected} {self._units}."
                     )
-        for kind in self._pending.keys() - self._optional:
+        for kind in self._pending:
             for chunk in range(self.num_chunks):
                 if num_pending := self.num_pending(kind, chunk):
                     without = f"without the {kind}s of {num_pending} {self._units} of chunk {chunk}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from .kinds import KINDS, WEIGHTS
+from .memory import held_changes
 from .plan import Plan
 from .program import run
 from .recorder import Event
@@ -131,6 +132,7 @@ class _Search:
         self.of_messages = costs.of_messages(plan)
         self.program = unweighted.program
         self.kinds = [[action.kind for action in row] for row in actions]
+        self.held = [held_changes(row).tolist() for row in actions]
         self.durations, self.tails = costs.hidden(unweighted)
         self.weights = [
             [duration(a._replace(kind=WEIGHTS.name)) for a in row if a.kind == WEIGHTS.after] for row in actions
@@ -151,8 +153,8 @@ class _Search:
         num_done, num_deferred, num_held = ([0 for _ in self.ranks] for _ in range(3))
 
         def begin(rank: int, index: int, clock: float, arrival: float) -> float:
-            kind, weights = self.kinds[rank][index], self.weights[rank]
-            is_full = KINDS[kind].held > 0 and num_held[rank] >= self.max_held
+            change, weights = self.held[rank][index], self.weights[rank]
+            is_full = change > 0 and num_held[rank] >= self.max_held
             while (
                 index not in self.closed[rank]
                 and num_done[rank] < num_deferred[rank]
@@ -167,8 +169,8 @@ class _Search:
                 num_held[rank] -= 1
                 counts[rank][index] += 1
                 is_full = False
-            num_held[rank] += KINDS[kind].held
-            num_deferred[rank] += kind == WEIGHTS.after
+            num_held[rank] += change
+            num_deferred[rank] += self.kinds[rank][index] == WEIGHTS.after
             return clock
 
         self._run(begin)
@@ -224,13 +226,13 @@ class _Search:
         num_held = num_deferred = num_done = 0
         if any(row[index] for index in self.closed[rank]):
             return False
-        for kind, count, deadline in zip(self.kinds[rank], row, self.deadlines[rank]):
+        for kind, change, count, deadline in zip(self.kinds[rank], self.held[rank], row, self.deadlines[rank]):
             num_done += count
             num_held -= count
             if not deadline <= num_done <= num_deferred:
                 return False
+            num_held += change
             num_deferred += kind == WEIGHTS.after
-            num_held += KINDS[kind].held
             if num_held > self.max_held:
                 return False
         return True

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import parallel_state
+from ..activations import regions_of
 from ..chunks import find_attribute, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..plan import Placement, Schedule, StageInfo
@@ -102,6 +103,12 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
                 f"config.{name} is a list of {len(functions)} but there are {len(step.models)} chunks: give one for "
                 "each, or a single one for all."
             )
+    per_stage = step.config.settings.recompute
+    if isinstance(per_stage, tuple) and len(per_stage) != stages[0].num_stages:
+        raise ValueError(
+            f"config.recompute is a sequence of {len(per_stage)} but the pipeline has {stages[0].num_stages} stages: "
+            "give one for each, or a single one for all."
+        )
     for model, stage in zip(step.models, stages):
         if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
             raise TypeError(
@@ -109,6 +116,8 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
                 "in megapipe.PipelineStage, which calls it with its input, or give it one that keeps the input for the "
                 "next forward."
             )
+        if not step.forward_only and step.config.settings.recomputes:
+            regions_of(model, step.config.recompute_of(stage.index), f"stage {stage.index}")
     if not callable(step.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
     is_pipelined = len(stages) < stages[0].num_stages
@@ -230,6 +239,7 @@ def to_agree_on(called: str, step: StepArguments, stages: Sequence[StageInfo], s
         "max_in_flight": str(step.config.max_in_flight),
         "min_pending_weights": str(step.config.min_pending_weights),
         "max_pending_weights": str(step.config.max_pending_weights),
+        "recompute": str(step.config.recompute),
         "the type of device": step.device.type,
         "p2p_transport": str(step.config.p2p_transport),
         "timeout": str(step.config.timeout),

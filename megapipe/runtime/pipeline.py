@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..overlap import filling_windows
 from ..p2p_communication import Transfer
-from ..plan import KINDS, WEIGHTS, Action, Kind, Verbs, unit_in_words
+from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, unit_in_words
 from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, can_overlap, run_pair
 from ..weight_grad import unshared
 from .boundary import Above, Below
@@ -109,6 +109,7 @@ class Pipeline(Verbs):
         self._sync = sync
         self._monitor = monitor
         self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
+        self._recomputed = frozenset() if step.forward_only else key.recomputed(pp_rank)
         self._weights_per_window = step.config.weights_per_window
         self._pending_units: dict[Unit, None] = {}
         """Whose W is still to come, in the order of their Bs."""
@@ -139,6 +140,16 @@ class Pipeline(Verbs):
             this.above.post_ahead()
 
     # Computations
+
+    def recompute_step(self, chunk: int = 0) -> None:
+        if self._recomputed and self.num_backwards_left(chunk):
+            number = self._counts["backward_step"][chunk]
+            action = self._chunks[chunk].actions[RECOMPUTE.name][number]
+            if (
+                action._replace(kind=FORWARD.name) in self._recomputed
+                and self._next_optional(RECOMPUTE.name, chunk) == number
+            ):
+                self.run(RECOMPUTE.name, chunk)
 
     def run(self, kind: str, chunk: int | None = 0) -> None:
         row = KINDS[kind]
@@ -184,6 +195,7 @@ class Pipeline(Verbs):
         if kind.is_forward:
             self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
             unit, received = this.begin(action), this.below.take_input()
+            unit.replays = [] if action in self._recomputed else None
             if received is not None:
                 self._wait(received, "the forward input", action, this.below.peer)
                 unit.received = received

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ..plan import Plan, Schedule, Settings, make_plan
+from ..plan import Action, Plan, Schedule, Settings, make_plan
 
 __all__ = ["PlanKey"]
 
@@ -24,6 +24,11 @@ class PlanKey(NamedTuple):
     def plan(self) -> Plan:
         """Recorded once. Raises ValueError where the schedule cannot keep to the settings."""
         return _record(self)
+
+    def recomputed(self, pp_rank: int) -> frozenset[Action]:
+        """The Fs of a rank whose activations are computed again. A plan that is run says so itself."""
+        says = self.settings.recomputes or self.schedule.sizes is not None
+        return self.plan.recomputed[pp_rank] if says else frozenset()
 
 
 @functools.lru_cache(maxsize=16)

@@ -187,8 +187,8 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
         shapes.decoder_seq_length = None
     step.slices = sequence_slices(schedule, step, shapes)
     key = PlanKey(schedule, pp_size, step.num_microbatches, len(stages), config.settings, config.num_sequence_slices)
-    if config.max_in_flight is not None:
-        key.plan  # noqa: B018  # refuses a limit that the schedule cannot keep to
+    if config.max_in_flight is not None or config.recompute is not None:
+        key.plan  # noqa: B018  # refuses a limit that the schedule cannot keep to, and stages that there are not
     if not step.forward_only:
         check_replicas(step.models, key)
     is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None

@@ -199,6 +199,10 @@ class CarriedState:
         """
         return _Computing(_Running(self, slice, is_backward=True))
 
+    def again(self, slice: SequenceSlice) -> AbstractContextManager[None]:
+        """Around parts of a slice that are computed again before its backward."""
+        return _Computing(_Running(self, slice, is_backward=True), is_end=False)
+
     def end_backward(self, slice: SequenceSlice) -> None:
         """Free what the slice kept. Raises what `backward` raises."""
         for key, kept in self._kept.pop(slice.index).items():
@@ -250,8 +254,9 @@ class CarriedState:
 class _Computing(AbstractContextManager[None]):
     """While a slice is computed. A class, since a generator costs the host four times as many calls in each F and B."""
 
-    def __init__(self, running: _Running) -> None:
+    def __init__(self, running: _Running, is_end: bool = True) -> None:
         self._own = running
+        self._ends_backward = running.is_backward and is_end
 
     def __enter__(self) -> None:
         global _running
@@ -262,7 +267,7 @@ class _Computing(AbstractContextManager[None]):
         global _running
         _running = self._before
         _turn.release()
-        if self._own.is_backward and kind is None:
+        if self._ends_backward and kind is None:
             self._own.state.end_backward(self._own.slice)
 
 

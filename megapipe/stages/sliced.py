@@ -49,6 +49,11 @@ class SlicedStage(Stage):
         if this.index == this.num_slices - 1:
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
 
+    def R(self, unit: Unit) -> None:
+        assert unit.of_microbatch is not None
+        with unit.of_microbatch.state.again(self._step.slices[unit.slice]):
+            super().R(unit)
+
     def backward(self, unit: Unit) -> None:
         assert unit.of_microbatch is not None
         with unit.of_microbatch.state.backward(self._step.slices[unit.slice]):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from ..activations import Region, recomputing, regions_of
 from ..chunks import find_attribute
 from ..messages import (
     MessageSpec,
@@ -94,6 +95,7 @@ class Stage:
             for find in hooks.around_forwards
             if (around := find(self.module, step.num_units, step.device)) is not None
         ]
+        self._recomputed: list[Region] | None = None
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
         self._delayed = find_delayed(self.module) if has_delayed else []
 
@@ -113,6 +115,13 @@ class Stage:
         """Needs `received`. Makes `output`, but on the last stage, and what backward needs."""
         self.take_input(unit)
         self.end(unit, *self.begin(unit, *extra))
+
+    def R(self, unit: Unit) -> None:
+        """Makes what F has not kept for the backward."""
+        if unit.received is not None:
+            self.show(unit)
+        for replay in unit.replays or ():
+            replay.run()
 
     def B(self, unit: Unit) -> None:
         """Needs `output_grads`. Makes `input_grads` and `deferred`."""
@@ -144,7 +153,11 @@ class Stage:
         for around in self._around:
             around.before(unit.microbatch)
         try:
-            returned = self._forward_step_func(self._data_iterator, self.module, *extra)
+            if unit.replays is None:
+                returned = self._forward_step_func(self._data_iterator, self.module, *extra)
+            else:
+                with recomputing(self._regions(), self._step.device) as unit.replays:
+                    returned = self._forward_step_func(self._data_iterator, self.module, *extra)
         except (RuntimeError, StopIteration, TypeError, AttributeError) as error:
             self._explain(error, unit)
             raise
@@ -154,6 +167,13 @@ class Stage:
                 f"{describe(returned)}."
             )
         return returned[0], returned[1]
+
+    def _regions(self) -> list[Region]:
+        """The modules that are computed again."""
+        if self._recomputed is None:
+            index = self.info.index
+            self._recomputed = regions_of(self.module, self._step.config.recompute_of(index), f"stage {index}")
+        return self._recomputed
 
     def end(self, unit: Unit, output: Any, loss_func: Any) -> None:
         """Run the remaining segments, and on the last stage the loss function. Keep what they make.

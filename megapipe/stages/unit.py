@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ..activations import Replay
 from ..p2p_communication import Transfer
 from ..slices import CarriedState
 from ..weight_grad import DeferredGrads
@@ -45,6 +46,7 @@ class Unit:
         "output",
         "output_grads",
         "received",
+        "replays",
         "slice",
         "slot",
     )
@@ -55,6 +57,8 @@ class Unit:
         self.slot = slot
         self.received: Transfer | None = None
         """The input, arrived; None on the first stage. Kept for parts that are computed again in the backward."""
+        self.replays: list[Replay] | None = None
+        """The calls of F that kept nothing, and are computed again by R; None where F is to keep all."""
         self.inputs: list[Tensor] = []
         """The leaves whose gradients go to the previous stage."""
         self.output: Transfer | None = None
@@ -79,5 +83,5 @@ class Unit:
 
     def release(self) -> None:
         """After a backward: only what W needs is left."""
-        self.received = self.output_grads = self.of_microbatch = None
+        self.received = self.output_grads = self.of_microbatch = self.replays = None
         self.inputs, self.edges = [], []

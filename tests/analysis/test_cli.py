@@ -17,7 +17,7 @@ from megapipe.analysis import Timeline
 from megapipe.analysis.cells import cells_of
 from megapipe.analysis.cli import main
 from megapipe.analysis.text import text_rows
-from megapipe.plan import KINDS, find_schedule, make_plan
+from megapipe.plan import KINDS, Settings, find_schedule, make_plan
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -370,3 +370,21 @@ def test_slices_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "seq1f1b" not in capsys.readouterr().out  # with one slice it is 1f1b
     assert main(["show", "zbv", *sizes]) == 2
     assert "zbv cannot cut sequences, got 4 slices" in capsys.readouterr().err
+
+
+def test_recomputation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ("--pp", "4", "--microbatches", "8")
+    out = output_of(capsys, "show", "1f1b", *sizes, "--recompute", "--csv", str(tmp_path / "plan.csv"))
+    assert "R recomputation" in out
+    assert "held       1 on every rank" in out
+    assert "3R0" not in (tmp_path / "plan.csv").read_text()  # whose B follows its F at once
+    assert "2R0" in (tmp_path / "plan.csv").read_text()
+    for time, step in (("1", 39), ("0.5", 35.5)):
+        assert f"step       {step:g}," in output_of(capsys, "show", "1f1b", *sizes, "--recompute", time)
+    (line,) = [line for line in output_of(capsys, "compare", *sizes, "--recompute").splitlines() if line[:5] == "zb1p "]
+    assert line.split()[2:] == ["1", "35", "1.045x", "31.4%", "2", "48"]
+    plan = make_plan("1f1b", 4, 8, settings=Settings(recompute=True))
+    Timeline("1f1b", [as_measured(plan.simulate(recompute=0.5))]).save(tmp_path / "recorded.json")
+    tuned = output_of(capsys, "tune", str(tmp_path / "recorded.json"), "--recompute")
+    (line,) = [line for line in tuned.splitlines() if line.startswith("1f1b ")]
+    assert line.split()[1:3] == ["1", "35.5"]

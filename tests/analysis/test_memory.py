@@ -1,5 +1,6 @@
 """Bytes known before a run, beside those of the run."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tools.ranks import RankPool
 import megapipe
 from megapipe.analysis import TimelineRecorder, bytes_of_stages
 from megapipe.analysis.memory import Memory, bytes_in_words, front_of, parse_bytes
-from megapipe.plan import Plan, StageBytes, StageInfo, make_plan
+from megapipe.plan import Plan, Settings, StageBytes, StageInfo, make_plan
 from megapipe.timing import LiveStorages
 from megapipe.weight_grad import convert
 
@@ -29,8 +30,8 @@ class Layers(torch.nn.Module):
         return self.layers(x)
 
 
-def make_stage(info: StageInfo) -> torch.nn.Module:
-    return megapipe.PipelineStage(Layers(info), info)
+def make_stage(info: StageInfo, recompute: str | None = None) -> torch.nn.Module:
+    return megapipe.PipelineStage(Layers(info), info, megapipe.PipelineConfig(recompute=recompute))
 
 
 def forward_step(batches: Any, chunk: Any) -> Any:
@@ -69,9 +70,9 @@ def test_live_storages() -> None:
     assert storages.peak >= 360
 
 
-def measure(rank: int, name: str) -> list[int]:
+def measure(rank: int, name: str, recompute: str | None) -> list[int]:
     megapipe.parallel_state.initialize_model_parallel(4, 2 if name == "interleaved_1f1b" else None)
-    chunks = [make_stage(info) for info in megapipe.stages_for_rank(name)]
+    chunks = [make_stage(info, recompute) for info in megapipe.stages_for_rank(name)]
     chunks[0].config.record_timeline = recorder = TimelineRecorder(num_steps=1, memory=True)
     train = megapipe.get_forward_backward_func(name)
     data = torch.randn(M, ROWS, SIZE)
@@ -82,13 +83,16 @@ def measure(rank: int, name: str) -> list[int]:
     return recorder.gather().peak_bytes
 
 
+@pytest.mark.parametrize("recompute", [None, "all"])
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "interleaved_1f1b", "zbv", "v_half"])
-def test_a_run_takes_the_bytes_of_its_plan(ranks: RankPool, name: str) -> None:
+def test_a_run_takes_the_bytes_of_its_plan(ranks: RankPool, name: str, recompute: str | None) -> None:
     """When a send is over, and its message is freed, depends on the moment: so some messages lie between the two."""
-    plan = make_plan(name, 4, M, 2 if name == "interleaved_1f1b" else None)
-    stages = bytes_of_stages(make_stage, 4 * plan.num_chunks, forward_step, torch.randn(ROWS, SIZE))
+    settings = Settings(recompute=recompute is not None)
+    plan = make_plan(name, 4, M, 2 if name == "interleaved_1f1b" else None, settings=settings)
+    make = functools.partial(make_stage, recompute=recompute)
+    stages = bytes_of_stages(make, 4 * plan.num_chunks, forward_step, torch.randn(ROWS, SIZE))
     predicted = plan.simulate(memory=stages).memory or ()
-    measured = ranks.run(4, measure, name)[0]
+    measured = ranks.run(4, measure, name, recompute)[0]
     for rank, peak in zip(predicted, measured):
         assert 0 <= rank.peak - rank.model - peak + 0.02 * peak <= rank.parts["messages"] + 0.02 * peak
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def test_gradients_under_every_kind_of_schedule(rank: int) -> None:
         hooked: list[Tensor] = []
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(hooked.append)
-        for schedule in schedules:
+        for schedule, recompute in itertools.product(schedules, (None, "all")):
+            chunks[0].config.recompute = recompute
             reports = run(schedule, chunks, num_microbatches)
             assert_same_gradients(chunks, whole)
             assert len(hooked) == num_microbatches * len(parameters), "each once for each microbatch"

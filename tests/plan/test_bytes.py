@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.plan import KINDS, StageBytes, load_stage_bytes, make_plan, schedule_names
+from megapipe.plan import KINDS, Settings, StageBytes, load_stage_bytes, make_plan, schedule_names
 
 NEEDS = {"forward": 3.0, "backward_input": 8.0, "backward_weight": 5.0}
 
@@ -29,6 +29,19 @@ def test_what_b_leaves_is_held_until_w() -> None:
     assert [str(action) for action in plan.actions[0]] == ["0F0", "0B0", "0W0", "0F1", "0B1", "0W1"]
     assert rank.during.tolist() == [103, 108, 35] * 2
     assert rank.after.tolist() == [100, 30, 0] * 2
+
+
+def test_what_is_computed_again_is_held_from_then_on() -> None:
+    """Until its R a unit holds the rest. The last rank has none, since each of its Bs follows its F."""
+    plan = make_plan("1f1b", 2, 3, settings=Settings(recompute=True))
+    held = StageBytes(saved=100.0, recomputed=80.0, recompute=4.0, **NEEDS)
+    first, last = plan.simulate(memory=held).memory or ()
+    assert " ".join(map(str, plan.actions[0])) == "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2"
+    assert first.during.tolist() == [23, 43, 124, 128, 43, 124, 128, 104, 108]
+    assert first.after.tolist() == [20, 40, 120, 20, 40, 120, 20, 100, 0]
+    assert last.peak == 108
+    whole = StageBytes(saved=100.0, message=10.0)
+    assert whole.per_stage("recomputed", plan) == [100, 90]  # all but the input
 
 
 def test_chunks_and_slices_share_what_a_rank_holds() -> None:

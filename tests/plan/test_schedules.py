@@ -243,6 +243,32 @@ def test_plans_are_complete_and_cannot_hang(name: str, pp_size: int) -> None:
             plan.check(max_waiting=4 if name.startswith("combined") else 3)
 
 
+@pytest.mark.parametrize("name", PIPELINED)
+@pytest.mark.parametrize("pp_size", range(1, 9))
+def test_plans_that_recompute_are_complete_and_cannot_hang(name: str, pp_size: int) -> None:
+    """A B has an R, unless it follows its F at once, alone or in a pair with another F; and no more than one W is
+    pending."""
+    for num_microbatches in (1, 2, 5, 16):
+        plan = make_plan(name, pp_size, num_microbatches, settings=Settings(recompute=True))
+        plan.check()
+        for row in plan.actions if not plan.forward_only else ():
+            actions, num_pending = list(row), 0
+            for at, action in enumerate(actions):
+                if action.kind in ("B", "BW"):
+                    forward, again = (action._replace(kind=kind) for kind in ("F", "R"))
+                    assert (again in actions[:at]) != (forward in actions[max(0, at - 2) : at])
+                num_pending += {"B": 1, "W": -1}.get(action.kind, 0)
+                assert num_pending <= 1 + (action.kind == "B")
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 8, 16])
+def test_recomputation_comes_before_the_wait(num_microbatches: int) -> None:
+    """As part of B it would delay each of the last backwards, one rank after the other."""
+    before = make_plan("1f1b", 4, num_microbatches, settings=Settings(recompute=True)).simulate().makespan
+    within = make_plan("1f1b", 4, num_microbatches).simulate(backward_input=2.0).makespan
+    assert within - before >= 3
+
+
 def received_early(plan: Plan, sender: int, receiver: int) -> int:
     """Most messages that have been received before they are needed, where receives are posted in the sender's order."""
     sent = iter(plan.traffic[sender, receiver])

@@ -216,6 +216,16 @@ def test_recomputed_layers_see_the_slices_before(rank: int) -> None:
     assert_same(chunks, reference(3, (3, 2, 1), by_slices=True))
 
 
+@pytest.mark.parametrize("schedule", ["seq1f1b", "seq_zb1p", "seq_interleaved_1f1b"])
+@on_ranks(2)
+def test_recomputed_chunks_see_the_slices_before(rank: int, schedule: str) -> None:
+    chunks = build(schedule)
+    for chunk in chunks:
+        chunk.config.recompute = "all"
+    run(schedule, chunks, 3, (3, 2, 1))
+    assert_same(chunks, reference(3, (3, 2, 1), by_slices=True))
+
+
 class Plain(nn.Module):
     """The same layers in a module that knows nothing of stages, so that shapes are found."""
 

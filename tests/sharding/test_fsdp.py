@@ -231,9 +231,11 @@ def replica_gradients(model: nn.Module, replica: int, num_calls: int = 1) -> lis
 def test_recomputed_unused_and_frozen(rank: int) -> None:
     use_mesh(pp=2, dp=2)
     replica = parallel_state.get_data_parallel_rank()
-    for schedule in ("1f1b", "zb1p", "zbv"):
-        options = {"recompute": True, "deferred": schedule in SPLIT}
+    for schedule, by_itself in itertools.product(("1f1b", "zb1p", "zbv"), (False, True)):
+        options = {"recompute": not by_itself, "deferred": schedule in SPLIT}
         chunks = [Odd(info, **options) for info in stages_for_rank(schedule)]
+        for chunk in chunks:
+            chunk.config.recompute = "all" if by_itself else None
         for chunk in chunks:
             fully_shard(chunk.odd, mesh=parallel_state.get_data_parallel_mesh())
         shard(chunks)

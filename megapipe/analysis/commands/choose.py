@@ -13,6 +13,7 @@ from ...plan import (
     Costs,
     Plan,
     ScheduleError,
+    Settings,
     Simulation,
     find_schedule,
     load_stage_bytes,
@@ -30,12 +31,15 @@ from .options import (
     add_costs,
     add_limit,
     add_pictures,
+    add_recompute,
     add_sizes,
     add_unsplit,
     check_time,
     costs_of,
     memory_of,
+    recompute_time,
     record_plan,
+    settings_of,
     unsplit,
 )
 from .terminal import print_hint, say
@@ -84,6 +88,7 @@ def add_tune(commands: Any) -> None:
         metavar="N",
         help="slices of equal cost per sequence to try, for models that know slices; default: as measured",
     )
+    add_recompute(tune)
     add_unsplit(tune)
     tune.add_argument("--bytes", metavar="FILE", help="those of each stage, as StageBytes.save wrote them")
     tune.add_argument(
@@ -104,7 +109,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 def _compare(args: argparse.Namespace) -> None:
     costs = costs_of(args)
     memory = memory_of(args, costs.memory)
-    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], costs, [args.slices])
+    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], costs, [args.slices], settings_of(args))
     _show_rows(rows, args, memory, unit="")
     say(f"step: F of a microbatch on a whole rank takes {args.forward:g}; {UNITS}")
 
@@ -136,7 +141,10 @@ def _tune(args: argparse.Namespace) -> None:
         say("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
     print_hint(measured)
     num_microbatches = plan.num_microbatches if args.microbatches is None else args.microbatches
-    rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs, args.slices or [plan.num_slices])
+    if args.recompute is not None:
+        costs = replace(costs, recompute=recompute_time(args) or costs.recompute)
+    slices = args.slices or [plan.num_slices]
+    rows = _all_schedules(plan.pp_size, num_microbatches, args.chunks, costs, slices, settings_of(args))
     _show_rows(rows, args, memory, unit="ms")
     say(UNITS)
     plan, simulation = _recommend(rows, memory, may_split=not args.unsplit)
@@ -185,7 +193,12 @@ def _recommend(rows: Rows, memory: Memory, may_split: bool) -> tuple[Plan, Simul
 
 
 def _all_schedules(
-    pp_size: int, num_microbatches: int, chunks: Sequence[int | None], costs: Costs, slices: Sequence[int]
+    pp_size: int,
+    num_microbatches: int,
+    chunks: Sequence[int | None],
+    costs: Costs,
+    slices: Sequence[int],
+    settings: Settings | None,
 ) -> Rows:
     """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks,
     and those that cut sequences with each number of slices above 1. What cannot run is printed, with its reason."""
@@ -200,7 +213,7 @@ def _all_schedules(
         open_slices = [n for n in slices if n != 1] if schedule.slices else [1]
         for num_chunks, num_slices in itertools.product(open_chunks, open_slices):
             try:
-                plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices)
+                plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices, settings)
             except ScheduleError:
                 raise
             except ValueError as error:

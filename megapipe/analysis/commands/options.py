@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ...plan import Costs, Plan, Simulation, StageBytes, find_schedule, load_stage_bytes, make_plan
+from ...plan import Costs, Plan, Settings, Simulation, StageBytes, find_schedule, load_stage_bytes, make_plan
 from ..memory import Memory, parse_bytes
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "add_costs",
     "add_limit",
     "add_pictures",
+    "add_recompute",
     "add_sizes",
     "add_unsplit",
     "bytes_of",
@@ -22,7 +23,9 @@ __all__ = [
     "check_time",
     "costs_of",
     "memory_of",
+    "recompute_time",
     "record_plan",
+    "settings_of",
     "unsplit",
 ]
 
@@ -59,7 +62,29 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--optimizer", 0.0, "the optimizer's step, after each step"),
     ):
         times.add_argument(name, type=float, default=default, metavar="T", help=f"{what}; default: {default:g}")
+    add_recompute(times)
     add_unsplit(times)
+
+
+def add_recompute(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--recompute",
+        type=float,
+        nargs="?",
+        const=math.nan,
+        metavar="T",
+        help="activations are computed again before each B (R), in time T, or that of F without it; at most one W is "
+        "pending then",
+    )
+
+
+def settings_of(args: argparse.Namespace) -> Settings | None:
+    return None if args.recompute is None else Settings(recompute=True)
+
+
+def recompute_time(args: argparse.Namespace) -> float | None:
+    """None for that of F."""
+    return None if args.recompute is None or math.isnan(args.recompute) else args.recompute
 
 
 def add_unsplit(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -132,7 +157,8 @@ def costs_of(args: argparse.Namespace) -> Costs:
     times = (args.forward, args.backward_input, args.backward_weight, args.p2p)
     if not any(times[:3]):
         raise ValueError("--forward, --backward-input and --backward-weight are all 0: there is nothing to draw.")
-    costs = Costs(*times, optimizer=args.optimizer, exchange=args.exchange, memory=bytes_of(args))
+    times_of = {"optimizer": args.optimizer, "exchange": args.exchange, "recompute": recompute_time(args)}
+    costs = Costs(*times, **times_of, memory=bytes_of(args))
     return unsplit(costs) if args.unsplit else costs
 
 
@@ -152,7 +178,12 @@ def check_time(simulation: Simulation) -> None:
 
 
 def record_plan(
-    schedule: str, pp_size: int, num_microbatches: int, num_chunks: int | None, num_slices: int = 1
+    schedule: str,
+    pp_size: int,
+    num_microbatches: int,
+    num_chunks: int | None,
+    num_slices: int = 1,
+    settings: Settings | None = None,
 ) -> Plan:
     check_size(pp_size, num_microbatches, find_schedule(schedule).check(pp_size, num_chunks), num_slices)
-    return make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices)
+    return make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices, settings=settings)

@@ -1,0 +1,239 @@
+"""Activations that are computed again by an action of their own, R: gradients are those of a step that keeps them."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, reference, run
+from tools.ranks import RankPool, on_ranks
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import megapipe
+from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, parallel_state, stages_for_rank
+from megapipe.overlap import in_segments
+from megapipe.plan import Settings, make_plan
+from megapipe.weight_grad import convert
+
+CHUNKS = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb1p": 2, "combined_1f1b": 2, "combined_zb1p": 2}
+TRAINING = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
+
+
+def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool) -> None:
+    for schedule, m in itertools.product(TRAINING, num_microbatches):
+        chunks = build(schedule, pp_size, 8, CHUNKS.get(schedule), dropout=0.5, deferred=deferred)
+        chunks[0].config.recompute = "all"
+        reports = run(schedule, chunks, m)
+        expected, losses = reference(8, m, dropout=0.5)
+        assert_same_losses(reports, losses, chunks)
+        assert_same_gradients(chunks, expected)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(1, [2]), (2, [1, 5]), (3, [3]), (4, [6])])
+def test_equal_to_the_unpartitioned_model(
+    ranks: RankPool, pp_size: int, num_microbatches: list[int], deferred: bool
+) -> None:
+    ranks.run(pp_size, compare, pp_size, num_microbatches, deferred)
+
+
+class Layer(nn.Module):
+    """Draws random numbers that nobody seeds, and has statistics that each forward moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.calls: Counter[bool] = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[torch.is_grad_enabled()] += 1
+        return x + nn.functional.dropout(self.down(torch.relu(self.up(self.norm(x)))), 0.3)
+
+
+def train(schedule: Any, num_microbatches: int, num_layers: int = 3, autocast: bool = False, **config: Any) -> Any:
+    """One step of a model of three layers a stage. Returns its gradients and statistics, the calls of each layer, and
+    the state of the random numbers after it."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=torch.distributed.get_world_size())
+    chunks = []
+    for info in stages_for_rank(schedule):
+        torch.manual_seed(info.index)
+        module = convert(nn.Sequential(*(Layer() for _ in range(num_layers))))
+        chunks.append(PipelineStage(module, info, PipelineConfig(enable_autocast=autocast, **config)))
+        if autocast:
+            chunks[-1].config.autocast_dtype = torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(num_microbatches, BATCH, HIDDEN, generator=generator)
+    torch.manual_seed(7)
+    get_forward_backward_func(schedule)(
+        forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.float().square().mean(), 0)),
+        data_iterator=iter(data),
+        model=chunks,
+        num_microbatches=num_microbatches,
+    )
+    tensors = [p.grad for chunk in chunks for p in chunk.parameters()] + [b for c in chunks for b in c.buffers()]
+    layers = [layer for chunk in chunks for layer in chunk.module]
+    return tensors, [layer.calls.total() for layer in layers], torch.get_rng_state()
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv"])
+@on_ranks(2)
+def test_random_numbers_statistics_and_autocast(rank: int, schedule: str, autocast: bool) -> None:
+    """Each call is run again once, and only those with an R in the plan."""
+    kept, calls, state = train(schedule, 4, autocast=autocast, max_pending_weights=1)
+    again, calls_again, state_again = train(schedule, 4, autocast=autocast, recompute="all")
+    assert_same(kept, again)
+    assert torch.equal(state, state_again)
+    plan = make_plan(schedule, 2, 4, settings=Settings(recompute=True))
+    counts = Counter(action.stage for action in plan.actions[rank] if action.kind == "R")
+    num_replays = [counts[info.index] for info in stages_for_rank(schedule) for _ in range(3)]
+    assert calls_again == [before + more for before, more in zip(calls, num_replays)]
+    assert any(num_replays) or rank == 1
+
+
+@on_ranks(2)
+def test_the_last_layers_and_single_stages(rank: int) -> None:
+    kept, calls, _ = train("gpipe", 3)
+    for recompute, replayed in ((2, [0, 1, 1]), (5, [1, 1, 1]), (0, [0, 0, 0]), ((None, 1), [0, 0, rank])):
+        again, calls_again, _ = train("gpipe", 3, recompute=recompute)
+        assert_same(kept, again)
+        # No backward of gpipe follows its own forward, so that all are computed again.
+        assert calls_again == [before + 3 * more for before, more in zip(calls, replayed)]
+
+
+@on_ranks(2)
+def test_a_plan_that_recomputes_runs_without_the_setting(rank: int) -> None:
+    kept, calls, _ = train("1f1b", 3)
+    plan = make_plan("1f1b", 2, 3, settings=Settings(recompute=True))
+    again, calls_again, _ = train(plan, 3)
+    assert_same(kept, again)
+    assert calls_again == [before + (3 if rank == 0 else 0) for before in calls]
+
+
+def test_a_plan_that_recomputes_comes_back_from_a_file(tmp_path: Path) -> None:
+    plan = make_plan("zbv", 4, 8, settings=Settings(recompute=True))
+    plan.save_json(tmp_path / "plan.json")
+    assert megapipe.plan.load_plan(tmp_path / "plan.json").actions == plan.actions
+
+
+class Stored(nn.Module):
+    """Counts the microbatches whose activations are alive when a backward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+        self.hidden: list[StorageWeakRef] = []
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.exp(self.inner(x))
+        self.hidden.append(StorageWeakRef(hidden.untyped_storage()))
+        output = self.inner(hidden)
+        output.register_hook(self._watch)
+        return output
+
+    def _watch(self, grad: Tensor) -> None:
+        self.most = max(self.most, self.num_alive())
+
+    def num_alive(self) -> int:
+        return sum(not hidden.expired() for hidden in self.hidden)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+@on_ranks(2)
+def test_activations_live_from_r_to_w(rank: int, schedule: str) -> None:
+    """What `peak_activations` of the plan counts."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    (info,) = stages_for_rank(schedule)
+    for recompute in (None, "all"):
+        stored = convert(Stored())
+        get_forward_backward_func(schedule)(
+            forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.mean(), 0)),
+            data_iterator=iter(torch.randn(6, BATCH, HIDDEN)),
+            model=PipelineStage(stored, info, PipelineConfig(recompute=recompute, max_pending_weights=1)),
+            num_microbatches=6,
+        )
+        plan = make_plan(schedule, 2, 6, settings=Settings(recompute=recompute is not None, max_pending_weights=1))
+        assert stored.most == plan.simulate().peak_activations[rank], recompute
+        assert stored.num_alive() == 0
+
+
+class Moody(nn.Module):
+    """Saves another number of tensors each time, or of another shape."""
+
+    def __init__(self, grows: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.grows, self.num_calls = grows, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.grows:
+            return torch.exp((x * self.weight).repeat(self.num_calls, 1)).sum(0, keepdim=True)
+        return torch.exp(x * self.weight) if self.num_calls > 2 else torch.exp(torch.exp(x * self.weight))
+
+
+class Overwriting(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        with torch.no_grad():
+            x.add_(1)
+        return out
+
+
+MISTAKES = [
+    (lambda: Moody(grows=False), {}, RuntimeError, r"Moody, computed again, saves \d+ tensors"),
+    (lambda: Moody(grows=True), {}, RuntimeError, r"Moody, .* has a tensor of shape .* its forward had"),
+    (Overwriting, {}, RuntimeError, r"Overwriting cannot .* its input of shape \[2, 16\] was changed"),
+    (Layer, {"recompute": 1}, ValueError, r"last 1 layers of stage 0, but they are not to be found in its"),
+    (Layer, {"recompute": ["all"] * 3}, ValueError, r"a sequence of 3 but the pipeline has 1 stages"),
+    (Layer, {"forward_step": lambda items, chunk: (chunk.module.up(next(items)), lambda out: (out.mean(), 0))},
+     ValueError, r"forward_step_func has not called Layer, whose activations"),
+    (Layer, {"forward_step": lambda items, chunk: (in_segments(Segmented(), next(items)), lambda out: (out.mean(), 0))},
+     ValueError, r"forward_step_func has not called Layer, .* not in segments"),
+]  # fmt: skip
+
+
+class Segmented(nn.Module):
+    def forward_segments(self, x: Tensor) -> Any:
+        yield
+        return x
+
+
+@pytest.mark.parametrize(("make", "options", "error", "text"), MISTAKES, ids=range(len(MISTAKES)))
+def test_mistakes(make: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
+    (info,) = stages_for_rank("gpipe", 0, 1)
+    chunk = PipelineStage(make(), info, PipelineConfig(recompute=options.get("recompute", "all")))
+
+    def step(items: Any, chunk: nn.Module) -> Any:
+        return chunk(next(items)), lambda out: (out.mean(), 0)
+
+    with pytest.raises(error, match=text):
+        get_forward_backward_func("gpipe")(
+            forward_step_func=options.get("forward_step", step),
+            data_iterator=iter(torch.randn(2, BATCH, HIDDEN)),
+            model=chunk,
+            num_microbatches=2,
+        )
+
+
+@pytest.mark.parametrize("wrong", ["some", -1, True, 1.5, ["all", "none"]])
+def test_what_recompute_cannot_be(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r'recompute must be "all", a number of layers, None, or a sequence'):
+        PipelineConfig(recompute=wrong)
