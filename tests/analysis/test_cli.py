@@ -382,7 +382,7 @@ def test_recomputation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     for time, step in (("1", 39), ("0.5", 35.5)):
         assert f"step       {step:g}," in output_of(capsys, "show", "1f1b", *sizes, "--recompute", time)
     (line,) = [line for line in output_of(capsys, "compare", *sizes, "--recompute").splitlines() if line[:5] == "zb1p "]
-    assert line.split()[2:] == ["1", "35", "1.045x", "31.4%", "2", "48"]
+    assert line.split()[2:8] == ["1", "35", "1.045x", "31.4%", "2", "48"]
     plan = make_plan("1f1b", 4, 8, settings=Settings(recompute=True))
     Timeline("1f1b", [as_measured(plan.simulate(recompute=0.5))]).save(tmp_path / "recorded.json")
     tuned = output_of(capsys, "tune", str(tmp_path / "recorded.json"), "--recompute")
