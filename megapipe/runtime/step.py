@@ -245,8 +245,7 @@ def open_channels(prepared: PreparedStep, session: Session) -> Communicator:
     """Collective over the pipeline at the first step, or the warm-up, that needs these channels."""
     step, key = prepared.arguments, prepared.key
     has_headers = step.config.variable_seq_lengths or bool(prepared.undescribed)
-    transport = (step.device, has_headers, step.config.p2p_transport)
-    return session.communicator(key.schedule.placement, key.num_chunks, *transport)
+    return session.communicator(key.schedule.placement, key.num_chunks, step.device, has_headers, step.config)
 
 
 def build(
