@@ -148,7 +148,7 @@ class ForwardBackward(Schedule):
             lengths = (seq_length, micro_batch_size, decoder_seq_length)
             shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
             keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-            with collector.between_steps(step.config.gc_interval):
+            with collector.between_steps(step.config.gc_interval, models):
                 prepared = prepare(self, step, shapes, session)
                 run(prepared, connect(prepared, session))
                 with _around_finalizing(prepared, session, keywords):
