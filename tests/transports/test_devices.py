@@ -506,11 +506,13 @@ def test_a_message_never_arrives_by_an_error(rank: int) -> None:
 
 @on_ranks(2)
 def test_found_shapes_take_no_other_communicators(rank: int) -> None:
-    """Headers precede the messages of a first step that finds shapes. The next step had none, and so communicators of
-    its own: twice as many, for good."""
+    """Headers precede the messages of steps that find shapes. A step whose shapes are given had none, and so
+    communicators of its own: twice as many, for good."""
     chunks = build("1f1b", 2, "nccl", hidden_size=None)
     with on_lazy_device(chunks) as lazy:
-        for _ in range(2):
+        for size in (None, WIDTH):
+            for chunk in chunks:
+                chunk.config.hidden_size = size
             step("1f1b", chunks, lazy.device.to_device)
         lazy.device.synchronize()
         assert len(lazy.nccl.COMMUNICATORS) == 2
