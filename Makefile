@@ -1,7 +1,9 @@
 # Everything runs in a virtual environment that is made on first use. `make` lists the targets.
 
 PYTHON ?= python3
-NPROC ?= 4
+# All GPUs of this machine, where there are several.
+NUM_GPUS := $(words $(wildcard /dev/nvidia[0-9]))
+NPROC ?= $(if $(filter-out 0 1,$(NUM_GPUS)),$(if $(filter 9,$(NUM_GPUS)),8,$(NUM_GPUS)),4)
 MINUTES ?= 10
 SEED ?=
 TESTS ?=
@@ -11,9 +13,14 @@ MEGATRON ?=
 # TORCH=2.15.0 takes another torch than constraints.txt, PYTHON=python3.13 another Python than the machine's own, each in a
 # virtual environment of its own.
 TORCH ?=
+# SYSTEM_PYTHON=python3 takes that Python with the torch that it has, and installs nothing: as on a machine with GPUs where torch
+# is there, and a registry is not. The tests take pytest.
+SYSTEM_PYTHON ?=
 VERSION := $(if $(filter-out python3,$(PYTHON)),$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])'))
 VENV := .venv$(addprefix -,$(VERSION))$(addprefix -,$(TORCH))
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(if $(SYSTEM_PYTHON),,$(VENV)/.installed)
+RUN := $(or $(SYSTEM_PYTHON),$(VENV)/bin/python)
+TORCHRUN := $(RUN) -m torch.distributed.run
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
@@ -26,6 +33,7 @@ help:
 	@echo "make test       run the tests, and print the forty slowest (TESTS=tests/plan for some of them)"
 	@echo "                with TORCH=2.15.0 or PYTHON=python3.13, as all else, in an environment of its own"
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
+	@echo "                with SYSTEM_PYTHON=python3, as all else, by that Python and its torch: nothing is installed"
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
 	@echo "make test-megatron  run Megatron's tests of its schedules, on ours; MEGATRON=... is a checkout of Megatron-LM (a minute)"
 	@echo "make test-nodes  run the example on two nodes of a network of its own, with faults (as root; ten minutes)"
@@ -42,7 +50,11 @@ help:
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environments and caches"
 
-$(INSTALLED): pyproject.toml constraints.txt
+ifdef SYSTEM_PYTHON
+export PYTHONPATH := $(CURDIR)
+endif
+
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(CONSTRAINTS)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[examples,viz,test,lint]'
@@ -52,27 +64,28 @@ $(INSTALLED): pyproject.toml constraints.txt
 # One thread per rank: the ranks share the cores. Starts afresh: what the last `make pretrain` saved makes room.
 pretrain: $(INSTALLED)
 	rm -rf $(SAVED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(NPROC) examples/pretrain_gpt.py --save $(SAVED) $(ARGS)
+	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc-per-node $(NPROC) examples/pretrain_gpt.py --save $(SAVED) $(ARGS)
 
 generate: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(NPROC) examples/generate.py --load $(SAVED)
+	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc-per-node $(NPROC) examples/generate.py --load $(SAVED)
 
 # Two tests side by side, each with ranks of its own. Most of them wait for each other most of the time. Tests marked
 # `soak` are left out (pyproject.toml).
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n 2 $(TESTS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest -n 2 $(TESTS)
 
+# Ends with exit code 1 where there is a GPU that torch cannot use.
 test-gpu: $(INSTALLED)
-	@if $(VENV)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-		OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/gpu tests/end_to_end/test_pretrain.py; \
-	else \
-		echo "make test-gpu: skipped, since torch finds no CUDA device here; make test runs the same tests on the CPU."; \
-	fi
+	@$(RUN) -W ignore tests/gpu/machine.py; case $$? in \
+		0) OMP_NUM_THREADS=1 $(RUN) -m pytest tests/gpu;; \
+		2) echo "make test-gpu: skipped, since there is no GPU here; make test runs the same tests on the CPU.";; \
+		*) exit 1;; \
+	esac
 
 # Nothing is downloaded from hubs: models are made from small random configs.
 test-models: $(INSTALLED)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[models]'
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest tests/integrations/test_transformers.py \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest tests/integrations/test_transformers.py \
 		tests/integrations/models_of_transformers.py tests/integrations/finetuning.py
 
 # All of Megatron that they import is the checkout's, which imports triton from 0.18 on.
@@ -82,28 +95,28 @@ test-megatron: $(if $(CHECKOUT),$(INSTALLED))
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) einops pytest-mock
 	$(if $(wildcard $(MEGATRON)/megatron/core/transformer/moe/paged_stash.py),$(VENV)/bin/pip install --quiet \
 		--disable-pip-version-check triton)
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 8 tests/integrations/megatron_own.py $(MEGATRON)
+	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc-per-node 8 tests/integrations/megatron_own.py $(MEGATRON)
 
 # Its table goes into docs/reliability.md.
 test-nodes: $(INSTALLED)
-	$(VENV)/bin/python tests/nodes.py
+	$(RUN) tests/nodes.py
 
 # Into an environment of its own: what pip brings along is all that the README's script gets.
 wheel: $(INSTALLED)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check build twine
 	rm -rf build dist .venv-wheel
-	$(VENV)/bin/python -m build --outdir dist
+	$(RUN) -m build --outdir dist
 	$(VENV)/bin/twine check --strict dist/*
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) dist/*.whl
 	OMP_NUM_THREADS=1 .venv-wheel/bin/python tests/installed.py
 
 fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -W ignore tests/fuzz --minutes $(MINUTES) $(addprefix --seed ,$(SEED))
+	OMP_NUM_THREADS=1 $(RUN) -W ignore tests/fuzz --minutes $(MINUTES) $(addprefix --seed ,$(SEED))
 
 soak: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m soak
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/soak_restart.py --faults 100 $(addprefix --seed ,$(SEED))
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m soak
+	OMP_NUM_THREADS=1 $(RUN) tests/soak_restart.py --faults 100 $(addprefix --seed ,$(SEED))
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -111,7 +124,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 docs: $(INSTALLED)
-	$(VENV)/bin/python docs/generate.py
+	$(RUN) docs/generate.py
 
 # Read it with `python -m http.server --directory site`. It loads nothing from elsewhere.
 site: $(INSTALLED)
@@ -123,7 +136,7 @@ site: $(INSTALLED)
 NEWEST := 2.15.0
 PEERS := 'by-hand 1f1b,by-hand zbv,megapipe 1f1b,megapipe zbv,megapipe dualpipev,torch 1F1B,torch ZBVZeroBubble,torch DualPipeV,megatron-core 1f1b,dualpipe dualpipe'
 LARGE := 'by-hand 1f1b,megapipe 1f1b,megapipe zb2p,megapipe zbv,torch 1F1B,torch ZBVZeroBubble,megatron-core 1f1b'
-BENCH = $(VENV)/bin/python -W ignore -m benchmarks
+BENCH = $(RUN) -W ignore -m benchmarks
 
 bench bench-all bench-peers: export OMP_NUM_THREADS := 1
 
@@ -168,8 +181,9 @@ bench-all: bench
 	$(BENCH).document
 
 bench-gpu: $(INSTALLED)
-	$(VENV)/bin/python -W ignore -m benchmarks.gpu
-	$(VENV)/bin/python -m benchmarks.document
+	@$(RUN) -W ignore tests/gpu/machine.py || [ $$? = 2 ]
+	$(RUN) -W ignore -m benchmarks.gpu
+	$(RUN) -m benchmarks.document
 
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .

@@ -390,15 +390,23 @@ def setup(device_type: str | None) -> torch.device:
     if num_gpus and device_type != "cpu":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
         torch.cuda.set_device(device)
-        if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus:  # NCCL takes one rank per GPU
-            dist.init_process_group("gloo")
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        if have_own_gpus(store, rank, world_size, device):  # as NCCL wants
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
         else:
-            dist.init_process_group("nccl", device_id=device)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)  # the same arithmetic, to the bit, for every pipeline size
         dist.init_process_group("gloo")
     return device
+
+
+def have_own_gpus(store: dist.Store, rank: int, world_size: int, device: torch.device) -> bool:
+    """Whether no two ranks share a GPU. Each may see all GPUs of its machine, or only its own."""
+    store.set(f"GPU of rank {rank}", str(torch.cuda.get_device_properties(device).uuid))
+    gpus = {store.get(f"GPU of rank {one}") for one in range(world_size)}
+    return len(gpus) == world_size
 
 
 def initialize_model_parallel(args: argparse.Namespace, device: torch.device) -> None:

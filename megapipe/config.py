@@ -74,6 +74,9 @@ class PipelineConfig:
         p2p_transport: How messages travel between GPUs. "nccl", or "host": by way of host memory and gloo, where GPUs
             cannot reach each other, or several ranks share one. None: "host" where two ranks of the pipeline are on
             one GPU, otherwise "nccl".
+        p2p_max_ctas: Over NCCL, multiprocessors that a message may occupy while it travels, and channels of NCCL that
+            it travels by. With more, a large message takes less time over NVLink, and computations beside it more.
+            NCCL_MAX_CTAS in the environment overrules it. Default: 4.
         deallocate_pipeline_outputs: Not looked at, only accepted for Megatron's sake: the memory of an output is always
             freed when it has been sent. Default: True.
         timeout: Seconds that a rank may wait for one message before the step fails with a report of where every rank
@@ -157,6 +160,7 @@ class PipelineConfig:
     overlap_p2p_comm: bool = True
     p2p_lookahead: int | None = None
     p2p_transport: str | None = None
+    p2p_max_ctas: int = 4
     deallocate_pipeline_outputs: bool = True
     timeout: float = 600.0
 
@@ -272,7 +276,10 @@ def _is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
 
-_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "num_sequence_slices")
+_SIZES = (
+    *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "num_sequence_slices"),
+    "p2p_max_ctas",
+)
 _COUNTS = ("microbatch_group_size_per_vp_stage", "gc_interval")
 _FUNCTIONS = ("grad_scale_func", "finalize_model_grads_func", *PER_CHUNK)
 

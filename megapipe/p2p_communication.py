@@ -47,14 +47,13 @@ class ConnectionLostError(RuntimeError):
 class Transfer:
     """Tensors on their way to or from another rank, with the handles to wait for. Owns the tensors until then."""
 
-    __slots__ = ("_waited_for", "_works", "spec", "tensors")
+    __slots__ = ("_works", "spec", "tensors")
 
     def __init__(self, spec: MessageSpec | None, tensors: list[torch.Tensor], works: Sequence[Any] = ()) -> None:
         self.spec = spec
         """The spec of the expected message; None where it is not needed (sends, gradients)."""
         self.tensors = tensors
         self._works = works
-        self._waited_for: Sequence[Any] = ()
 
     def wait(self) -> list[torch.Tensor]:
         """Wait until the tensors may be used: the host on CPU, only the current stream on a device.
@@ -68,12 +67,7 @@ class Transfer:
                 work.wait()
         except RuntimeError as error:
             raise ConnectionLostError.of(error) from error
-        self._waited_for = works
         return self.tensors
-
-    def has_arrived(self) -> bool:
-        """Where `wait` only made a stream wait: whether the message is there."""
-        return all(work.is_completed() for work in self._waited_for)
 
 
 class LateTransfer(Transfer):
@@ -83,19 +77,16 @@ class LateTransfer(Transfer):
         post: posts the receive.
     """
 
-    __slots__ = ("_post", "_posted")
+    __slots__ = ("_post",)
 
     def __init__(self, post: Callable[[], Transfer]) -> None:
         super().__init__(None, [])
         self._post = post
 
     def wait(self) -> list[torch.Tensor]:
-        self._posted = self._post()
-        self.spec, self.tensors = self._posted.spec, self._posted.wait()
+        posted = self._post()
+        self.spec, self.tensors = posted.spec, posted.wait()
         return self.tensors
-
-    def has_arrived(self) -> bool:
-        return self._posted.has_arrived()
 
 
 class DescribedTransfer(Transfer):
@@ -111,9 +102,6 @@ class DescribedTransfer(Transfer):
         self.spec = decode_header(*self._header.wait())
         self.tensors = self._message.wait()
         return self.tensors
-
-    def has_arrived(self) -> bool:
-        return self._message.has_arrived()
 
 
 class Channel(ABC):
@@ -334,6 +322,10 @@ class Transport(ABC):
         """Tells whether the device has come to this point of its current stream. None where the host itself waits."""
         return None
 
+    def find_error(self) -> str | None:
+        """What has become of a connection, where that is known though no call has failed. Called from any thread."""
+        return None
+
     @abstractmethod
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Called once, on all ranks of the pipeline at the same time.
@@ -341,6 +333,9 @@ class Transport(ABC):
         Args:
             edges: (sender, receiver), in an order in which all ranks can connect them one after the other.
         """
+
+    def connect_headers(self) -> None:  # noqa: B027
+        """Called once, on all ranks of the pipeline at the same time, where headers are to precede messages."""
 
     @abstractmethod
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
@@ -365,11 +360,7 @@ class Transport(ABC):
 
 
 class Communicator:
-    """The channels of one rank, built once per pipeline and kept between steps.
-
-    Args:
-        dynamic_shapes: also make the channels of the headers that precede messages (`variable_seq_lengths`).
-    """
+    """The channels of one rank, built once per pipeline and kept between steps."""
 
     def __init__(
         self,
@@ -378,20 +369,20 @@ class Communicator:
         pp_rank: int,
         pp_size: int,
         num_chunks: int,
-        dynamic_shapes: bool,
     ) -> None:
         self._transport = transport
         self._placement = placement
         self._pp_rank = pp_rank
         self._pp_size = pp_size
         self._num_stages = pp_size * num_chunks
-        self._kinds = ("forward", "backward", *(["header"] if dynamic_shapes else []))
+        self._has_headers = False
         self._channels: dict[ChannelName, Channel] = {}
         self._peers: set[int] = set()
         self._traffic: dict[tuple[int, int], list[ChannelName]] = {}
         self._arrivals: dict[int, Arrivals] = {}
         self._turns: dict[int, deque[ChannelName]] = {}
         self.mark = transport.mark
+        self.find_error = transport.find_error
         self.drain = transport.drain
         self.abort = transport.abort
         self.close = transport.close
@@ -403,13 +394,24 @@ class Communicator:
     def connect(self) -> None:
         """Every rank of the pipeline must call it at the same time."""
         self._transport.connect(edges_in_rounds(self._placement, self._pp_size, self._num_stages))
+        self._make_channels("forward", "backward")
+
+    def connect_headers(self) -> None:
+        """Make the channels of the headers that precede messages, unless they are there. Every rank of the pipeline
+        must call it at the same time."""
+        if not self._has_headers:
+            self._has_headers = True
+            self._transport.connect_headers()
+            self._make_channels("header")
+
+    def _make_channels(self, *kinds: str) -> None:
         for boundary in range(self._num_stages - 1):
             lower, upper = (self._placement.rank(stage, self._pp_size) for stage in (boundary, boundary + 1))
             if self._pp_rank not in (lower, upper) or lower == upper:
                 continue
             peer = upper if self._pp_rank == lower else lower
             self._peers.add(peer)
-            for name in (ChannelName(kind, boundary) for kind in self._kinds):
+            for name in (ChannelName(kind, boundary) for kind in kinds):
                 sends = (name.kind == "backward") == (self._pp_rank == upper)
                 self._channels[name] = self._transport.channel(name, peer, sends)
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -71,34 +72,72 @@ def _place(progress: Progress | None, has_begun: bool) -> str:
 class _DeviceWait(NamedTuple):
     progress: Progress
     is_reached: Callable[[], bool]
-    has_arrived: Callable[[], bool]
+    is_over: Callable[[], bool]
 
 
 class DeviceWaits:
-    """Messages that a device waits for, or will, after the host has gone on. May be used by several threads."""
+    """Messages that a device waits for, or will, after the host has gone on. May be used by several threads.
+
+    Only events are kept of them, not the messages: their memory is the step's business.
+    """
+
+    PATIENCE = 0.1
+    """Seconds that a device has to tell where it is."""
 
     def __init__(self) -> None:
         self._waits: deque[_DeviceWait] = deque()
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._asked, self._answered = threading.Event(), threading.Event()
+        self._answer: Progress | None = None
 
-    def add(self, progress: Progress, is_reached: Callable[[], bool], has_arrived: Callable[[], bool]) -> None:
+    def add(self, progress: Progress, is_reached: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         """
         Args:
             progress: a copy, as of this wait.
             is_reached: whether the device has come to this wait.
-            has_arrived: whether the message is there.
+            is_over: whether it has come past it.
         """
-        self._waits.append(_DeviceWait(progress, is_reached, has_arrived))
+        self._waits.append(_DeviceWait(progress, is_reached, is_over))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._answer_all, name="megapipe-events", daemon=True)
+            self._thread.start()
 
-    def all_have_arrived(self) -> bool:
+    def are_over(self) -> bool:
         with self._lock:
-            while self._waits and self._waits[0].has_arrived():
+            while self._waits and self._waits[0].is_over():
                 self._waits.popleft()
             return not self._waits
 
     def current(self) -> Progress | None:
-        """The place of the device, if it waits for a message."""
-        if self.all_have_arrived():
+        """The place of the device, if it waits for a message. While a thread waits for the whole device, CUDA may let
+        everybody else wait who asks for an event: where no answer comes, the oldest message is taken for what the
+        device waits for."""
+        if not self._waits:
             return None
-        with self._lock:
-            return self._waits[0].progress if self._waits and self._waits[0].is_reached() else None
+        self._answered.clear()
+        self._asked.set()
+        if self._answered.wait(self.PATIENCE):
+            return self._answer
+        with suppress(IndexError):
+            return self._waits[0].progress
+        return None
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._asked.set()
+
+    def _answer_all(self) -> None:
+        """In a thread of its own, since a question may have no answer for as long as the main thread waits."""
+        while True:
+            self._asked.wait()
+            self._asked.clear()
+            if self._is_closed:
+                return
+            if self.are_over():
+                self._answer = None
+            else:
+                with self._lock:
+                    self._answer = self._waits[0].progress if self._waits and self._waits[0].is_reached() else None
+            self._answered.set()

@@ -33,6 +33,7 @@ class Watchdog:
         ranks: their numbers in the job, by pipeline rank.
         store: the pipeline's part.
         abort: ends whatever the main thread waits for; called from the helper thread.
+        find_error: tells what has become of a connection, where that is known though no call has failed.
         has_ended: whether there is nothing left to watch over, because the process group was destroyed.
     """
 
@@ -43,6 +44,7 @@ class Watchdog:
         ranks: Sequence[int],
         store: InterruptibleStore,
         abort: Callable[[], None],
+        find_error: Callable[[], str | None],
         has_ended: Callable[[], bool],
     ) -> None:
         self.board = board
@@ -57,6 +59,7 @@ class Watchdog:
         """Whether all ranks raise before they compute anything, and nothing has to be ended."""
         self._store = store
         self._abort_communication = abort
+        self._find_error = find_error
         self._has_ended = has_ended
         self._subscribers: list[Callable[[], bool]] = []
         self._lock = threading.RLock()
@@ -78,7 +81,8 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching, and drop all callbacks."""
         self.board.pipelines.discard(self)
-        self._abort_communication, self._has_ended = (lambda: None), (lambda: True)
+        self.device_waits.close()
+        self._abort_communication, self._find_error, self._has_ended = (lambda: None), (lambda: None), (lambda: True)
         self._subscribers = []
 
     # Main thread
@@ -111,8 +115,11 @@ class Watchdog:
 
     def await_messages(self) -> None:
         """Wait until all messages of the step have arrived, also where only the device waits for them: results computed
-        without them are garbage. Costs the host next to none of its lead, since backwards follow the last message."""
-        while not self.device_waits.all_have_arrived() and self.board.failure is None:
+        without them are garbage. Costs the host next to none of its lead, since backwards follow the last message.
+
+        The device alone knows: torch counts a message as completed, too, whose connection has broken. Then the device
+        goes on only once the transport is aborted, and that is after the failure has been heard of."""
+        while not self.device_waits.are_over() and self.board.failure is None:
             time.sleep(0.0002)
 
     def _fail(self, error: BaseException) -> NoReturn:
@@ -162,10 +169,17 @@ class Watchdog:
                 self.board.look()
                 if all(are_done):
                     self._num_read = num_notifications
-            if has_waited_too_long and self.board.failure is None:
-                progress = self.current_progress()
-                message = progress.awaited if progress.peer is None else "a message"
-                self._publish(NoResponseError(f"rank {self.rank} waited longer than {self.timeout:g} s for {message}"))
+            if self.board.failure is None:
+                self._look_at_waits(has_waited_too_long)
+
+    def _look_at_waits(self, has_waited_too_long: bool) -> None:
+        progress = self.current_progress()
+        broken = None if progress.awaited is None else self._find_error()
+        if broken is not None:
+            self._publish(NoResponseError(f"rank {self.rank} lost its connection at {progress.action} ({broken})"))
+        elif has_waited_too_long:
+            message = progress.awaited if progress.peer is None else "a message"
+            self._publish(NoResponseError(f"rank {self.rank} waited longer than {self.timeout:g} s for {message}"))
 
     def _abort(self) -> None:
         if not self._has_aborted:

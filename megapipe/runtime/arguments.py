@@ -242,6 +242,7 @@ def to_agree_on(called: str, step: StepArguments, stages: Sequence[StageInfo], s
         "recompute": str(step.config.recompute),
         "the type of device": step.device.type,
         "p2p_transport": str(step.config.p2p_transport),
+        "p2p_max_ctas": str(step.config.p2p_max_ctas),
         "timeout": str(step.config.timeout),
         "broadcast_reports": str(step.config.broadcast_reports),
         "whether a PostValidatedOptimizer trains the model": str(step.config.post_validated_optimizer is not None),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 __all__ = ["Collector", "collector"]
 
@@ -23,11 +25,16 @@ class Collector:
         self._num_under_way = 0  # steps, of several pipelines or within each other
         self._num_done = 0
         self._was_enabled = False
+        self._known: WeakSet[Any] = WeakSet()  # the models
+        self._has_frozen = False
 
     @contextmanager
-    def between_steps(self, interval: int | None) -> Iterator[None]:
-        """Around one step: no collection within it; one behind the first and every `interval` steps. Ranks that run the
-        same steps need not talk about it.
+    def between_steps(self, interval: int | None, models: Sequence[Any]) -> Iterator[None]:
+        """Around one step: no collection within it; one behind the first of a model and every `interval` steps. Ranks
+        that run the same steps need not talk about it.
+
+        What is frozen is looked at again ahead of the first step of another model: the one before may be garbage, in
+        cycles, with all its weights.
 
         Args:
             interval: None leaves everything to Python.
@@ -40,14 +47,21 @@ class Collector:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
             self._num_under_way += 1
+            is_first = not all(model in self._known for model in models)
+            self._known.update(models)
+        if is_first and self._has_frozen:
+            self._has_frozen = False
+            gc.unfreeze()
+            gc.collect()
         try:
             yield
         finally:
             is_between = self._end_step()
-        if is_between and (self._num_done == 1 or self._num_done % interval == 0):
+        if is_between and (is_first or self._num_done % interval == 0):
             gc.collect()
-            if self._num_done == 1 and not gc.get_freeze_count():
-                gc.freeze()  # nobody looks at what was imported and built again
+            if is_first and not gc.get_freeze_count():
+                gc.freeze()  # what was imported and built is not looked at again
+                self._has_frozen = True
 
     def _end_step(self) -> bool:
         """Returns whether no step is under way any more, and it is ours to collect."""

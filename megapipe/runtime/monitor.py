@@ -55,8 +55,10 @@ class Monitor:
         since = None if self._record is None else self._record.now()
         is_reached = None if self._communicator is None or peer is None else self._communicator.mark()
         tensors = transfer.wait()
-        if is_reached is not None and self._watchdog is not None:
-            self._watchdog.device_waits.add(replace(progress), is_reached, transfer.has_arrived)
+        if is_reached is not None and self._watchdog is not None and self._communicator is not None:
+            is_over = self._communicator.mark()
+            assert is_over is not None
+            self._watchdog.device_waits.add(replace(progress), is_reached, is_over)
         if self._record is not None:
             self._record.waited(since)
         progress.awaited = None

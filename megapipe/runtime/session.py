@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
+from ..config import PipelineConfig
 from ..failures import (
     Agreement,
     Board,
@@ -61,8 +62,8 @@ class Session:
         self._store = InterruptibleStore(
             self._torch_store, self.pp_rank, len(self.ranks), check_failure=lambda: self.watchdog.check()
         )
-        self._communicators: dict[tuple[str, int, str, bool, str | None, float], Communicator] = {}
-        self.watchdog = Watchdog(board, name, self.ranks, self._store, self._abort, self.has_ended)
+        self._communicators: dict[tuple[str, int, str, str | None, int, float], Communicator] = {}
+        self.watchdog = Watchdog(board, name, self.ranks, self._store, self._abort, self._find_error, self.has_ended)
         self._progress = self.watchdog.progress
         self.mailbox = Mailbox(self._store, self.watchdog)
         self._agreement = Agreement(self.mailbox, self.watchdog)
@@ -124,29 +125,23 @@ class Session:
         return [json.loads(text) for text in self.mailbox.collect(name)]
 
     def communicator(
-        self, placement: Placement, num_chunks: int, device: torch.device, dynamic_shapes: bool, transport: str | None
+        self, placement: Placement, num_chunks: int, device: torch.device, has_headers: bool, config: PipelineConfig
     ) -> Communicator:
         """The channels for this placement, built at the first step that needs them. Collective over the pipeline.
 
         Args:
-            transport: `config.p2p_transport`.
+            has_headers: whether headers precede messages.
         """
-        # A transport keeps its time limit for good, so another limit takes another transport.
-        key = (placement.name, num_chunks, device.type, dynamic_shapes, transport, self.watchdog.timeout)
+        # A transport keeps its settings for good, so others take another transport.
+        settings = (config.p2p_transport, config.p2p_max_ctas, self.watchdog.timeout)
+        key = (placement.name, num_chunks, device.type, *settings)
+        progress = self._progress
         if key not in self._communicators:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
             members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY)
-            chosen = make_transport(transport, members, device, self._is_shared, dynamic_shapes)
-            communicator = Communicator(
-                chosen,
-                placement,
-                self.pp_rank,
-                len(self.ranks),
-                num_chunks,
-                dynamic_shapes,
-            )
+            chosen = make_transport(config.p2p_transport, members, device, self._is_shared, config.p2p_max_ctas)
+            communicator = Communicator(chosen, placement, self.pp_rank, len(self.ranks), num_chunks)
             self._communicators[key] = communicator
-            progress = self._progress
             progress.action, progress.awaited = "the connecting of its channels", "the others to connect"
             communicator.connect()
             progress.awaited = None
@@ -154,7 +149,12 @@ class Session:
                 "pipeline rank %d of %d: connected for %s with %d chunk(s), on %s by %s",
                 *(self.pp_rank, len(self.ranks), placement.name, num_chunks, device, type(chosen).__name__),
             )
-        return self._communicators[key]
+        communicator = self._communicators[key]
+        if has_headers:
+            progress.action, progress.awaited = "the connecting of its channels", "the others to connect"
+            communicator.connect_headers()
+            progress.awaited = None
+        return communicator
 
     def _is_shared(self, device: torch.device) -> bool:
         """Whether two ranks of this pipeline are on one GPU."""
@@ -170,6 +170,10 @@ class Session:
     def _abort(self) -> None:
         for communicator in list(self._communicators.values()):
             communicator.abort()
+
+    def _find_error(self) -> str | None:
+        errors = (communicator.find_error() for communicator in list(self._communicators.values()))
+        return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
         _sessions.pop(self._group, None)

@@ -148,7 +148,7 @@ class ForwardBackward(Schedule):
             lengths = (seq_length, micro_batch_size, decoder_seq_length)
             shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
             keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-            with collector.between_steps(step.config.gc_interval):
+            with collector.between_steps(step.config.gc_interval, models):
                 prepared = prepare(self, step, shapes, session)
                 run(prepared, connect(prepared, session))
                 with _around_finalizing(prepared, session, keywords):
@@ -245,8 +245,7 @@ def open_channels(prepared: PreparedStep, session: Session) -> Communicator:
     """Collective over the pipeline at the first step, or the warm-up, that needs these channels."""
     step, key = prepared.arguments, prepared.key
     has_headers = step.config.variable_seq_lengths or bool(prepared.undescribed)
-    transport = (step.device, has_headers, step.config.p2p_transport)
-    return session.communicator(key.schedule.placement, key.num_chunks, *transport)
+    return session.communicator(key.schedule.placement, key.num_chunks, step.device, has_headers, step.config)
 
 
 def build(

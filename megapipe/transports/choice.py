@@ -24,13 +24,13 @@ def make_transport(
     members: Members,
     device: torch.device,
     is_shared: Callable[[torch.device], bool],
-    dynamic_shapes: bool,
+    max_ctas: int,
 ) -> Transport:
     """
     Args:
         name: "nccl", "host" or None, see `config.p2p_transport`.
         is_shared: whether two ranks of the pipeline are on one device. Collective.
-        dynamic_shapes: whether each message is preceded by a header, which travels between hosts.
+        max_ctas: see `config.p2p_max_ctas`.
     """
     if device.type == "cpu":
         return GlooTransport(members)
@@ -45,7 +45,7 @@ def make_transport(
     def mark() -> Callable[[], bool]:
         return events.record().query
 
-    return NcclTransport(members, device, mark, GlooTransport(members) if dynamic_shapes else None)
+    return NcclTransport(members, device, mark, max_ctas)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..messages import MessageSpec, TensorSpec
-from ..p2p_communication import Channel, Transport
+from ..p2p_communication import Channel, ConnectionLostError, Transport
 from ..plan import ChannelName
 from .channel import BackendChannel, Members
 from .gloo import GlooTransport
+from .outbox import TaskThread
 
 __all__ = ["NcclTransport"]
 
@@ -52,43 +53,71 @@ class NcclTransport(Transport):
 
     Args:
         mark: marks a point of the current stream, see `Transport.mark`.
-        host: carries headers; None without dynamic shapes.
+        max_ctas: multiprocessors that one message may occupy. NCCL's own choice is up to 16, which a computation beside
+            it lacks. NCCL_MAX_CTAS in the environment overrules it.
     """
 
     matches_by_order = True
-    MAX_CTAS = 4
-    """Multiprocessors that one message may occupy. NCCL's own choice is up to 16, which a computation beside it lacks.
-    NCCL_MAX_CTAS in the environment overrules it."""
 
     def __init__(
-        self, members: Members, device: torch.device, mark: Callable[[], Callable[[], bool]], host: GlooTransport | None
+        self, members: Members, device: torch.device, mark: Callable[[], Callable[[], bool]], max_ctas: int
     ) -> None:
         _check_connections()
         self.mark = mark  # type: ignore[method-assign]
         self._members = members
         self._device = device
-        self._host = host
+        self._max_ctas = max_ctas
+        self._host: GlooTransport | None = None
+        """Carries headers."""
         self._backends: dict[tuple[int, int], Any] = {}
+        self._threads: dict[tuple[int, int], TaskThread] = {}
+        self._connecting: Future[None] | None = None
         self._is_aborted = False
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Communicators set up in the first step, in whatever order it reaches them, can wait for each other for ever.
-        So they are warmed up here, in one order on all ranks."""
-        if self._host is not None:
-            self._host.connect(edges)
-        warm_up = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
+        So they are set up here, in one order on all ranks."""
         pp_rank = self._members.pp_rank
         for sender, receiver in edges:
-            if pp_rank not in (sender, receiver):
-                continue
-            # NCCL's own wait for the other rank could not be ended where that one fails before it comes.
-            self._members.store.set(f"{sender} to {receiver}: {pp_rank}", "")
-            self._members.store.wait([f"{sender} to {receiver}: {rank}" for rank in (sender, receiver)])
-            self._backends[sender, receiver] = self._backend(sender, receiver)
-            if pp_rank == sender:
-                self._channel(receiver, sends=True).send([torch.zeros(1, device=self._device)])
-            else:
-                self._channel(sender, sends=False).receive(warm_up).wait()
+            if pp_rank in (sender, receiver):
+                # NCCL's own wait for the other rank could not be ended where that one fails before it comes.
+                self._members.store.set(f"{sender} to {receiver}: {pp_rank}", "")
+                self._members.store.wait([f"{sender} to {receiver}: {rank}" for rank in (sender, receiver)])
+                self._set_up(sender, receiver)
+
+    def _set_up(self, sender: int, receiver: int) -> None:
+        """Exchange a first message, in the communicator's own thread: NCCL cannot be told to give up while it sets up a
+        communicator. So where this is aborted, the thread is left to itself."""
+        backend = self._backend(sender, receiver)
+        exchange = backend.send if self._members.pp_rank == sender else backend.recv
+        first = torch.zeros(1, device=self._device)
+        connected: Future[None] = Future()
+
+        def connect() -> None:
+            with contextlib.suppress(InvalidStateError):  # aborted
+                try:
+                    exchange([first], 1 if self._members.pp_rank == sender else 0, 0).wait()
+                except BaseException as error:
+                    connected.set_exception(error)
+                else:
+                    connected.set_result(None)
+
+        self._connecting = connected
+        if self._is_aborted:
+            connected.cancel()
+        self._threads[sender, receiver] = thread = TaskThread("megapipe-nccl")
+        thread.put(connect)
+        try:
+            connected.result()
+        except CancelledError:
+            raise ConnectionLostError("aborted while it was connecting") from None
+        except RuntimeError as error:
+            raise ConnectionLostError.of(error) from error
+        self._backends[sender, receiver] = backend
+
+    def connect_headers(self) -> None:
+        self._host = GlooTransport(self._members)
+        self._host.connect([])
 
     def _backend(self, sender: int, receiver: int) -> Any:
         _, store, pp_rank, ranks, timeout = self._members
@@ -96,7 +125,7 @@ class NcclTransport(Transport):
         # and streams of this priority are fewer: 33 of one priority would share one, and could wait for each other.
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=timeout)
-        options.config.max_ctas = self.MAX_CTAS
+        options.config.max_ctas = self._max_ctas
         # The name in logs and in the flight recorder.
         options.group_name = f"megapipe {sender} to {receiver}"
         options.global_ranks_in_group = [ranks[sender], ranks[receiver]]
@@ -120,9 +149,20 @@ class NcclTransport(Transport):
         if self._host is not None:
             self._host.drain()
 
+    def find_error(self) -> str | None:
+        """Between nodes torch hears of a rank that is gone, while the device goes on waiting for it."""
+        for edge, backend in list(self._backends.items()):
+            get_error = getattr(backend, "get_error", None)  # torch 2.6 may have none
+            if get_error is not None and (kind := get_error().name) != "SUCCESS":
+                (peer,) = {*edge} - {self._members.pp_rank}
+                return f"NCCL reports {kind} between rank {peer} and this one"
+        return None
+
     def abort(self) -> None:
         self._is_aborted = True
-        _call_at_once([backend.abort for backend in list(self._backends.values())])  # others may be added meanwhile
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._end(lambda backend: backend.abort)
         if self._host is not None:
             self._host.abort()
 
@@ -130,27 +170,27 @@ class NcclTransport(Transport):
         if self._host is not None:
             self._host.close()
         if not self._is_aborted:  # torch 2.6 has `_shutdown`
-            _call_at_once([getattr(b, "shutdown", None) or b._shutdown for b in self._backends.values()])
+            self._end(lambda backend: getattr(backend, "shutdown", None) or backend._shutdown)
+        for thread in self._threads.values():
+            thread.close()
+
+    def _end(self, ending: Callable[[Any], Callable[[], None]]) -> None:
+        """Each communicator in its own thread: to abort one, or to end it, waits for the kernels of others on the
+        device. Those that do not return in time are left to themselves. The threads are there since it was set up: at
+        the end of the interpreter none can be started."""
+        ended = []
+        for edge, backend in list(self._backends.items()):  # others may be added meanwhile
+            is_over = threading.Event()
+            self._threads[edge].put(ending(backend))
+            self._threads[edge].put(is_over.set)
+            ended.append(is_over)
+        end = time.monotonic() + PATIENCE
+        for is_over in ended:
+            is_over.wait(max(0.0, end - time.monotonic()))
 
 
 def _allocate(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _call_at_once(functions: Sequence[Callable[[], None]]) -> None:
-    """Each in a thread of its own: to abort one communicator, or to end it, waits for the kernels of others on the
-    device. Calls that do not return in time are left to themselves."""
-
-    def call(function: Callable[[], None]) -> None:
-        with contextlib.suppress(Exception):  # a rank that waits for it is told of the cause by the watchdog
-            function()
-
-    threads = [threading.Thread(target=call, args=(function,), daemon=True) for function in functions]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + PATIENCE
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _check_connections() -> None:

@@ -76,7 +76,9 @@ def test_a_rank_that_has_left_its_step_still_answers(ranks: RankPool) -> None:
 
 def watchdog_of(own: InterruptibleStore, board: Board) -> Watchdog:
     ranks = range(own.pp_size)
-    return Watchdog(board, "of the test", ranks, own, abort=lambda: None, has_ended=lambda: False)
+    return Watchdog(
+        board, "of the test", ranks, own, abort=lambda: None, find_error=lambda: None, has_ended=lambda: False
+    )
 
 
 def keys_after_exchanges(rank: int) -> list[int]:

@@ -426,7 +426,7 @@ def watchdog_of(rank: int, store: HashStore, abort: Callable[[], None] = lambda:
     with mock.patch.object(helper_thread, "begin"):
         board = Board(rank, 2, store, has_ended=lambda: False)
     own = InterruptibleStore(store, rank, 2, check_failure=lambda: None)
-    return Watchdog(board, "ranks 0, 1", [0, 1], own, abort, has_ended=lambda: False)
+    return Watchdog(board, "ranks 0, 1", [0, 1], own, abort, find_error=lambda: None, has_ended=lambda: False)
 
 
 @pytest.mark.parametrize(("awaited", "order"), [(None, ["raise", "abort"]), ("a message", ["abort", "raise"])])

@@ -38,7 +38,8 @@ class Event:
         (stream or lazy_device.current_stream()).put(pass_by)
 
     def query(self) -> bool:
-        return self._passed.is_set()
+        with lazy_device.CONTEXT:  # which another thread may hold
+            return self._passed.is_set()
 
     def wait(self, stream: Any = None) -> None:
         (stream or lazy_device.current_stream()).put(self._passed.wait)

@@ -2,8 +2,8 @@
 
 Operators on its tensors are put on a stream, a thread that runs them on the CPU one after the other, while the host
 goes on. Autograd uses a device thread, as for CUDA. Host waits for the device are counted, with their stacks.
-So a test sees host waits within a step, reads of messages that have not arrived, memory that is held too long, and
-ranks that wait for each other because a device does.
+So a test sees host waits within a step, reads of messages that have not arrived, memory that is held too long or was
+given to somebody else too early, and ranks that wait for each other because a device does.
 
 Needs torch's backends in Python (PrivateUse1), from torch 2.10 on. Registered once per process, for good.
 """
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from fakes.caching_allocator import Allocation, CachingAllocator
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,12 +55,15 @@ class Module(_DummyBackendModule):
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before = current_stream()
+        global _of_main
+        before, before_of_main = current_stream(), _of_main
         _current.stream = stream
+        if threading.current_thread() is threading.main_thread():
+            _of_main = stream
         try:
             yield
         finally:
-            _current.stream = before
+            _current.stream, _of_main = before, before_of_main
 
 
 class Stream:
@@ -109,30 +113,45 @@ _current = threading.local()
 
 
 def current_stream() -> Stream:
-    """Of this thread."""
-    return getattr(_current, "stream", COMPUTE)
+    """Of this thread. A thread that has not chosen one, such as autograd's, has the main thread's, as autograd has the
+    stream of the forward."""
+    return getattr(_current, "stream", _of_main)
+
+
+CONTEXT = threading.RLock()
+"""Held while a thread waits for the whole device: CUDA may let others that ask for an event wait meanwhile."""
 
 
 def synchronize() -> None:
     """Wait for all streams, as torch.cuda.synchronize does."""
-    for stream in list(STREAMS):
-        stream.synchronize()
+    with CONTEXT:
+        for stream in list(STREAMS):
+            stream.synchronize()
+
+
+ALLOCATOR = CachingAllocator()
 
 
 class Cell:
     """Where the numbers will be."""
 
-    __slots__ = ("cpu",)
+    __slots__ = ("__weakref__", "cpu")
     cpu: Tensor
+
+
+def allocate(meta: Tensor, cell: Cell) -> Allocation:
+    """Memory for new numbers, in the current stream's order."""
+    return ALLOCATOR.allocate(meta.untyped_storage().nbytes(), current_stream(), cell)
 
 
 class LazyTensor(Tensor):
     cell: Cell
     meta: Tensor
+    memory: Allocation
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, meta: Tensor, cell: Cell) -> LazyTensor:
+    def __new__(cls, meta: Tensor, cell: Cell, memory: Allocation) -> LazyTensor:
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             meta.shape,
@@ -141,7 +160,7 @@ class LazyTensor(Tensor):
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
         )
-        made.cell, made.meta = cell, meta
+        made.cell, made.meta, made.memory = cell, meta, memory
         return made
 
     def __init__(self, *args: Any) -> None:
@@ -151,7 +170,7 @@ class LazyTensor(Tensor):
         return f"LazyTensor{list(self.shape)}"
 
     def record_stream(self, stream: Any) -> None:
-        """What is queued holds its memory by itself."""
+        self.memory.used_by.add(stream)
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,7 +181,8 @@ def to_device(tensor: Tensor) -> LazyTensor:
     """Without waiting, as from pinned memory."""
     cell = Cell()
     cell.cpu = tensor.detach().clone()
-    return LazyTensor(tensor.detach().to("meta"), cell)
+    meta = tensor.detach().to("meta")
+    return LazyTensor(meta, cell, allocate(meta, cell))
 
 
 def to_host(tensor: Any) -> Tensor:
@@ -186,7 +206,7 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
             return op(args[0].cell.cpu, *args[1:], **kwargs)
     results, cells, spec = _shapes(op, args, kwargs, device)
     on_cpu = kwargs | ({"device": torch.device("cpu")} if device is not None else {})
-    # What is queued holds memory, as on a device, but no tensor.
+    # What is queued holds the numbers, and not their memory: another tensor may get that, and then ruins them.
     given = pytree.tree_map(lambda value: value.cell if isinstance(value, LazyTensor) else value, (args, on_cpu))
 
     def work() -> None:
@@ -216,8 +236,8 @@ def _copy_out(target: Tensor, source: LazyTensor, non_blocking: bool = False) ->
 
 
 _known_shapes: dict[Any, tuple[list[Any], Any]] = {}
-"""By operator and arguments: its results, each as meta tensor, as the input that it is, or as plain value; and their
-tree. Most operators' shapes are computed in Python, which takes milliseconds."""
+"""By operator and arguments: its results, each as meta tensor, as a view of an input, as the input that it is, or as
+plain value; and their tree. Most operators' shapes are computed in Python, which takes milliseconds."""
 
 
 def _shapes(op: Any, args: Any, kwargs: Any, device: Any) -> tuple[list[Any], list[Cell | None], Any]:
@@ -230,18 +250,26 @@ def _shapes(op: Any, args: Any, kwargs: Any, device: Any) -> tuple[list[Any], li
     results: list[Any] = []
     cells: list[Cell | None] = []
     for leaf in leaves:
-        is_new = isinstance(leaf, Tensor)
-        cells.append(Cell() if is_new else None)
-        if is_new:
+        of = leaf.of if isinstance(leaf, View) else None
+        leaf = leaf.meta if isinstance(leaf, View) else leaf
+        if isinstance(leaf, Tensor):
             meta = torch.as_strided(leaf, leaf.shape, leaf.stride(), leaf.storage_offset())  # one for each tensor
-            results.append(LazyTensor(meta, cells[-1]))  # type: ignore[arg-type]
+            cells.append(cell := Cell())
+            results.append(LazyTensor(meta, cell, allocate(meta, cell) if of is None else inputs[of].memory))
         else:
+            cells.append(None)
             results.append(inputs[leaf.number] if isinstance(leaf, Input) else leaf)
     return results, cells, spec
 
 
 class Input(NamedTuple):
     number: int
+
+
+class View(NamedTuple):
+    meta: Tensor
+    of: int
+    """The number of the input."""
 
 
 def _computed_shapes(op: Any, inputs: list[Tensor], args: Any, kwargs: Any, device: Any) -> tuple[list[Any], Any]:
@@ -257,8 +285,17 @@ def _computed_shapes(op: Any, inputs: list[Tensor], args: Any, kwargs: Any, devi
     on_meta = kwargs | ({"device": torch.device("meta")} if device is not None else {})
     meta_args, meta_kwargs = pytree.tree_map(meta, (args, on_meta))
     leaves, spec = pytree.tree_flatten(op(*meta_args, **meta_kwargs))
-    numbers = {id(t.meta): Input(number) for number, t in enumerate(inputs) if isinstance(t, LazyTensor)}
-    return [numbers.get(id(leaf), leaf) for leaf in leaves], spec
+    lazy = [(number, t.meta) for number, t in enumerate(inputs) if isinstance(t, LazyTensor)]
+    numbers = {id(meta): number for number, meta in lazy}
+    storages = {meta.untyped_storage()._cdata: number for number, meta in reversed(lazy)}
+
+    def described(leaf: Any) -> Any:
+        if id(leaf) in numbers:
+            return Input(numbers[id(leaf)])
+        of = storages.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+        return leaf if of is None else View(leaf, of)
+
+    return [described(leaf) for leaf in leaves], spec
 
 
 def _key(value: Any) -> Any:
@@ -294,3 +331,4 @@ def lazily() -> Iterator[None]:
 
 _setup_privateuseone_for_python_backend("lazy", Module())
 COMPUTE = Stream()
+_of_main = COMPUTE

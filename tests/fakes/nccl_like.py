@@ -3,7 +3,11 @@
 - A communicator runs its operations one after the other, on a stream of its own, each behind what the compute stream
   had when it was called. It pairs messages by their order alone.
 - A receive occupies the device from the moment it runs until its message has come; so does a send larger than the
-  transport's buffers. `OCCUPIED` counts both, and `MOST_OCCUPIED` the most there were at a time.
+  link's buffers. `OCCUPIED` counts both, and `MOST_OCCUPIED` the most there were at a time.
+- Over a network it hears, asynchronously, that its other end died or aborted: its works then count as completed, the
+  group tells of an error, and the operation under way occupies the device until it is aborted here too. Within a
+  machine nothing tells.
+- A work of a receive holds its tensor, and other tensors may have the memory of a sent one once it has been sent.
 - It carries the types of numbers that NCCL knows.
 - To abort a communicator frees memory, which waits for the device: while another one occupies it, and is not being
   aborted too, it does not return.
@@ -13,17 +17,34 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import sys
 import threading
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from fakes.lazy_device import COMPUTE, Stream
+from fakes.lazy_device import Stream, current_stream
+from torch.distributed.distributed_c10d import Store
 
 from megapipe.transports.nccl import CARRIED
 
-BUFFERED_BYTES = 2**20
+
+class Link(NamedTuple):
+    """What lies between two ranks."""
+
+    buffered_bytes: int
+    """Of NCCL's own buffers with four channels, a sixteenth of them: the tests' messages are small."""
+    tells_errors: bool
+
+
+LINKS = {"nvlink": Link(2**20, False), "pcie": Link(2**17, False), "network": Link(2**18, True)}
+link = "nvlink"
+"""The one between all ranks."""
+connecting_time = 0.0
+"""Seconds that the first operation of a communicator takes. About half a second on a machine."""
+
 NUM_STREAMS = 32
 """Streams of one priority: the next one is the first again."""
 
@@ -44,26 +65,33 @@ class Options:
 
 
 class Work:
-    def __init__(self) -> None:
+    """As torch's: completed after an error too."""
+
+    def __init__(self, group: LikeNccl, tensors: list[Any]) -> None:
+        self._group = group
+        self._held = tensors
         self.is_done = threading.Event()
 
     def is_completed(self) -> bool:
-        return self.is_done.is_set()
+        return self._group.error != "SUCCESS" or self.is_done.is_set()
 
     def wait(self) -> None:
-        """The compute stream waits, not the host."""
-        COMPUTE.put(self.is_done.wait)
+        """The current stream waits, not the host."""
+        current_stream().put(self.is_done.wait)
 
 
 class LikeNccl:
     Options = Options
 
-    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+    def __init__(self, store: Store, rank: int, size: int, options: Options) -> None:
         assert size == 2
         assert options.group_name
         assert len(options.global_ranks_in_group) == 2
         self.options = options
-        self._wire = dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=60))
+        self.error = "SUCCESS"
+        self.is_shut_down = False
+        self._store, self._rank = store, rank
+        self._wire: Any = None
         self._stream = Stream()
         self._is_aborted = threading.Event()
         COMMUNICATORS.append(self)
@@ -71,35 +99,41 @@ class LikeNccl:
 
     def send(self, tensors: list[Any], peer: int, tag: int) -> Work:
         (tensor,) = tensors
-        assert tensor.dtype in CARRIED
         cell = tensor.cell
-        is_large = tensor.nbytes > BUFFERED_BYTES
+        is_large = tensor.nbytes > LINKS[link].buffered_bytes
 
         def run() -> None:
-            sent = self._wire.send([cell.cpu.contiguous()], peer, 0)
             if is_large:
-                self._occupy(sent)
-            else:
-                threading.Thread(target=sent.wait, daemon=True).start()
+                self._occupy(self._wire.send([cell.cpu.contiguous()], peer, 0))
+            else:  # into NCCL's buffers
+                sent = self._wire.send([cell.cpu.contiguous().clone()], peer, 0)
+                threading.Thread(target=_wait_for, args=(sent, []), daemon=True).start()
 
-        return self._enqueue(run)
+        return self._enqueue(run, tensor, [])
 
     def recv(self, tensors: list[Any], peer: int, tag: int) -> Work:
         (tensor,) = tensors
-        assert tensor.dtype in CARRIED
         cell = tensor.cell
 
         def run() -> None:
             if cell.cpu.is_floating_point():
                 cell.cpu.fill_(float("nan"))
             buffer = torch.empty_like(cell.cpu)
-            self._occupy(self._wire.recv([buffer], peer, 0))
-            cell.cpu.copy_(buffer)
+            if self._occupy(self._wire.recv([buffer], peer, 0)):
+                cell.cpu.copy_(buffer)
 
-        return self._enqueue(run)
+        return self._enqueue(run, tensor, tensors)
 
-    def _enqueue(self, run: Any) -> Work:
-        work, ready = Work(), COMPUTE.record()
+    def get_error(self) -> Any:
+        """What torch's own thread has seen: the device knows nothing of it."""
+        return SimpleNamespace(name=self.error)
+
+    def _enqueue(self, run: Any, tensor: Any, held: list[Any]) -> Work:
+        assert tensor.dtype in CARRIED
+        self._connect()
+        tensor.record_stream(self._stream)
+        work, ready = Work(self, held), current_stream().record()
+        is_done = work.is_done  # what is queued holds no work: the caller may drop it, and with it the tensor
 
         def operation() -> None:
             ready.wait()
@@ -107,32 +141,60 @@ class LikeNccl:
                 if not self._is_aborted.is_set():
                     run()
             finally:
-                work.is_done.set()  # after an abort too: the device goes on with what is in the buffer
+                is_done.set()  # after an abort too: the device goes on with what is in the buffer
 
         self._stream.put(operation)
         return work
 
-    def _occupy(self, wire_work: Any) -> None:
+    def _connect(self) -> None:
+        """At the first operation. An abort that comes before it is over finds no communicator."""
+        if self._wire is None:
+            time.sleep(connecting_time)
+            self._wire = dist.ProcessGroupGloo(self._store, self._rank, 2, datetime.timedelta(seconds=60))
+
+    def _occupy(self, wire_work: Any) -> bool:
+        """Returns whether the message has passed."""
         global MOST_OCCUPIED
         with _lock:
             OCCUPIED.add(self)
             MOST_OCCUPIED = max(MOST_OCCUPIED, len(OCCUPIED))
-        waited = threading.Thread(target=_wait_quietly, args=(wire_work,), daemon=True)
+        errors: list[RuntimeError] = []
+        waited = threading.Thread(target=_wait_for, args=(wire_work, errors), daemon=True)
         waited.start()
-        while waited.is_alive() and not self._is_aborted.is_set():
+        looked_at = 0.0
+        while (waited.is_alive() or errors) and not self._is_aborted.is_set():
             waited.join(0.001)
+            time.sleep(0.01 if errors else 0)
+            if LINKS[link].tells_errors and time.monotonic() > looked_at + 0.05:
+                looked_at = time.monotonic()
+                if errors or self._store.check(["aborted"]):
+                    self.error = "COMM_ERROR"
         with _lock:
             OCCUPIED.discard(self)
+        return not waited.is_alive() and not errors
 
     def abort(self) -> None:
+        if self._wire is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._store.set("aborted", "")
         self._is_aborted.set()
         while any(not other._is_aborted.is_set() for other in list(OCCUPIED)):
             time.sleep(0.001)
 
     def shutdown(self) -> None:
         self._stream.synchronize()
+        self.is_shut_down = True
 
 
-def _wait_quietly(work: Any) -> None:
-    with contextlib.suppress(RuntimeError):
+def _wait_for(work: Any, errors: list[RuntimeError]) -> None:
+    try:
         work.wait()
+    except RuntimeError as error:
+        errors.append(error)
+
+
+def complain() -> None:
+    """As torch does, in its words, at the very end of a process."""
+    if any(not one.is_shut_down and not one._is_aborted.is_set() for one in COMMUNICATORS):
+        print("WARNING: destroy_process_group() was not called before program exit", file=sys.stderr)

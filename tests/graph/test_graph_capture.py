@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -636,3 +637,19 @@ def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
         pytest.raises(RuntimeError, match=r'install one .* or capture without compile="inductor"'),
     ):
         graph.compile_graph(graph.partition(graph.trace_joint(lambda x: (x.sin(),), [x], "a test")).forward, "a test")
+
+
+def test_inductor_makes_no_cuda_graphs_of_its_own() -> None:
+    """A user's setting for the whole process reached captured stages, too: a replay would write to an output that a
+    message still reads."""
+    inductor = importlib.import_module("torch._inductor")
+    settings = []
+
+    def look(module: GraphModule, examples: Any) -> Any:
+        settings.append(inductor.config.triton.cudagraphs)
+        return module.forward
+
+    traced = graph.partition(graph.trace_joint(lambda x: (x.cos(),), [torch.ones(3)], "a test")).forward
+    with inductor.config.patch({"triton.cudagraphs": True}), mock.patch.object(inductor, "compile", look):
+        graph.compile_graph(traced, "a test")
+    assert settings == [False]

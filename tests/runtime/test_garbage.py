@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import resource
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -107,7 +108,7 @@ def test_steps_of_several_pipelines() -> None:
     """They may overlap, in threads of their own. What is between the steps of one is within that of the other."""
     with fresh_collector() as collected:
         collector = Collector()
-        one, other = collector.between_steps(1), collector.between_steps(1)
+        one, other = collector.between_steps(1, [MODEL]), collector.between_steps(1, [MODEL])
         one.__enter__()
         collected.clear()
         other.__enter__()
@@ -119,9 +120,16 @@ def test_steps_of_several_pipelines() -> None:
         assert full_collections(collected) == 1
 
 
+class Model:
+    itself: Any
+
+
+MODEL = Model()
+
+
 def frozen_by_a_step(collector: Collector) -> bool:
     mine: list[object] = []
-    with collector.between_steps(1):
+    with collector.between_steps(1, [MODEL]):
         pass
     return not any(one is mine for one in gc.get_objects())  # which lists nothing that is frozen
 
@@ -135,6 +143,24 @@ def test_the_first_step_freezes_what_is_there_unless_the_user_has(rank: int) -> 
     assert frozen_by_a_step(collector)
     gc.unfreeze()
     assert not frozen_by_a_step(collector)  # but once only
+    gc.freeze()
+
+
+@on_ranks(1)
+def test_a_model_that_is_gone_is_collected_before_the_next_one_runs(rank: int) -> None:
+    """What the first step froze was never looked at again: a model of which a cycle of references was left kept its
+    weights for good, and the next one had no room."""
+    gc.unfreeze()
+    collector, model = Collector(), Model()
+    model.itself, gone = model, weakref.ref(model)
+    for _ in range(2):
+        with collector.between_steps(100, [model]):
+            pass
+    del model
+    gc.collect()
+    assert gone() is not None
+    with collector.between_steps(100, [MODEL]):
+        assert gone() is None
     gc.freeze()
 
 

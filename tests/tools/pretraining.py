@@ -15,12 +15,12 @@ SMALL = (
 )
 
 
-def pretrain(rank: int, pp_size: int, arguments: str) -> list[float]:
+def pretrain(rank: int, pp_size: int, arguments: str, device: str = "cpu") -> list[float]:
     sys.path.insert(0, str(EXAMPLES))
     import pretrain_gpt
 
     args = pretrain_gpt.parse_args([*SMALL.split(), *arguments.split(), "--pipeline-model-parallel-size", str(pp_size)])
-    return pretrain_gpt.train(args, torch.device("cpu"))
+    return pretrain_gpt.train(args, torch.device(device))
 
 
 @pytest.fixture(scope="module")

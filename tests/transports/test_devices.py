@@ -37,6 +37,7 @@ from megapipe.p2p_communication import Communicator
 from megapipe.plan import ChannelName, loop
 from megapipe.timing.records import CudaClock
 from megapipe.transports import Members, make_transport
+from megapipe.transports.nccl import NcclTransport
 
 pytest.importorskip("torch.utils.backend_registration")
 HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
@@ -128,6 +129,11 @@ def on_lazy_device(chunks: list[Stage]) -> Iterator[Any]:
         yield SimpleNamespace(device=lazy_device, nccl=nccl_like, cuda=cuda_like)
 
 
+def wait_for(condition: Any) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
 def gradients(chunks: list[Stage], read: Any) -> list[Tensor]:
     return [read(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
 
@@ -196,6 +202,77 @@ def test_nothing_sent_is_held_when_a_step_returns(rank: int, transport: str) -> 
             assert not [output for output in outputs if output() is not None], schedule
 
 
+class Alive:
+    """How many inputs from other ranks, and gradients that are sent or received, have memory at a time."""
+
+    def __init__(self, chunks: list[Stage]) -> None:
+        self.sets: dict[str, Any] = {name: weakref.WeakSet() for name in ("inputs", "input grads", "output grads")}
+        self.peaks = dict.fromkeys(self.sets, 0)
+        for chunk in chunks:
+            if chunk.info.index in received_by(chunks):
+                chunk.set_input_tensor = functools.partial(self._receive, chunk)  # type: ignore[method-assign]
+            chunk.register_forward_hook(self._watch_output)
+
+    def _receive(self, chunk: Stage, received: list[Any]) -> None:
+        chunk.received = received[0]
+        if received[0] is not None:
+            self._note("inputs", received[0])
+            if received[0].requires_grad:
+                received[0].register_hook(functools.partial(self._note_gradient, chunk))
+
+    def _note_gradient(self, chunk: Stage, grad: Any) -> None:
+        chunk.received = None  # it was shown again, for a backward that computes it again
+        self._note("input grads", grad)
+
+    def _watch_output(self, chunk: Any, inputs: Any, output: Any) -> None:
+        chunk.received = None  # a model keeps its last input, whatever becomes of it
+        if output.requires_grad and not chunk.info.is_last:
+            output.register_hook(functools.partial(self._note, "output grads"))
+
+    def _note(self, name: str, tensor: Any) -> None:
+        self.sets[name].add(tensor.memory)
+        self.peaks[name] = max(self.peaks[name], len(self.sets[name]))
+
+
+def received_by(chunks: list[Stage]) -> set[int]:
+    """The stages whose inputs come from another rank. Others' the stage below keeps for its backward."""
+    mine = {chunk.info.index for chunk in chunks}
+    return {index for index in mine if index and index - 1 not in mine}
+
+
+def most_inputs(actions: Any, stages: set[int]) -> int:
+    """By the plan, from the forward until the last weight gradient that needs it."""
+    held = most = 0
+    for action in actions:
+        if action.stage in stages:
+            held += action.kind == "F"
+            most = max(most, held)
+            held -= megapipe.plan.KINDS[action.kind].completes_weights
+    return most
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_no_more_memory_than_the_plan_says(rank: int, num_ranks: int, transport: str) -> None:
+    """What was received stayed, with its gradient, until a helper thread saw, four times a second, that it had come: 48
+    inputs of 48 microbatches on the last rank of 1F1B, which needs one."""
+    for schedule in SCHEDULES if num_ranks == 2 and transport == "nccl" else KINDS:
+        chunks = build(schedule, num_ranks, transport)
+        num_microbatches = 2 * num_ranks + 2
+        plan = megapipe.plan.make_plan(schedule, num_ranks, num_microbatches, len(chunks))
+        with on_lazy_device(chunks) as lazy:
+            step(schedule, chunks, lazy.device.to_device, num_microbatches)
+            before, alive = lazy.device.ALLOCATOR.allocated, Alive(chunks)
+            step(schedule, chunks, lazy.device.to_device, num_microbatches)
+            gc.collect()
+            assert not any(alive.sets.values()), (schedule, alive.sets)
+            assert lazy.device.ALLOCATOR.allocated <= before, schedule
+        expected = most_inputs(plan.actions[rank], received_by(chunks))
+        assert alive.peaks["inputs"] <= expected, (schedule, alive.peaks, expected)
+        assert max(alive.peaks["input grads"], alive.peaks["output grads"]) <= 2, (schedule, alive.peaks)
+
+
 def occupied(rank: int, pp_size: int, num_chunks: int) -> None:
     from fakes import nccl_like
 
@@ -257,9 +334,12 @@ def test_a_failure_is_told_while_messages_occupy_the_device(rank: int, transport
         lazy.device.synchronize()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "where"),
+    [*((one, (Communicator, "connect")) for one in TRANSPORTS), ("nccl", (NcclTransport, "_set_up"))],
+)
 @on_ranks(2)
-def test_connecting_ends_where_a_rank_fails(rank: int, transport: str) -> None:
+def test_connecting_ends_where_a_rank_fails(rank: int, transport: str, where: tuple[Any, str]) -> None:
     """The others were in the transport by then, where nobody could reach them: they waited for as long as that does,
     eleven minutes, and then showed its error and not the cause."""
 
@@ -270,7 +350,7 @@ def test_connecting_ends_where_a_rank_fails(rank: int, transport: str) -> None:
     with on_lazy_device(chunks) as lazy:
         message = "rank 1 failed at the connecting of its channels: MemoryError"
         with (
-            mock.patch.object(Communicator, "connect", fail if rank == 1 else Communicator.connect),
+            mock.patch.object(*where, fail if rank == 1 else getattr(*where)),
             pytest.raises(MemoryError) if rank == 1 else pytest.raises(PipelineError, match=message),
         ):
             step("1f1b", chunks, lazy.device.to_device)
@@ -343,16 +423,14 @@ def test_a_step_that_is_no_graph(rank: int, num_ranks: int, config: dict[str, An
             step("1f1b", chunks, lambda x: placed)
 
 
-def wait_for(condition: Any) -> None:
-    while not condition():
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "is_device_wide"), [("host", False), ("nccl", False), ("nccl", True)])
 @on_ranks(2)
-def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: str) -> None:
+def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: str, is_device_wide: bool) -> None:
     """The host of a rank goes on when its device waits for a message, so no wait was ever seen to last too long: the
-    report of where every rank is never came, and the optimizer stepped with what was in the buffers."""
+    report of where every rank is never came, and the optimizer stepped with what was in the buffers.
+
+    While the host waits for the whole device, questions for events may have no answer: the thread that asked them was
+    the one that keeps the time."""
 
     def stall() -> None:
         counter[0] += 1
@@ -365,7 +443,7 @@ def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: st
     with on_lazy_device(chunks) as lazy:
         step("1f1b", chunks, lazy.device.to_device)  # which connects, without a time limit
         for chunk in chunks:
-            chunk.disturb = stall
+            chunk.disturb = stall if rank or not is_device_wide else lazy.device.synchronize
             chunk.config.timeout = 1.0
 
         def steps() -> None:
@@ -373,7 +451,7 @@ def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: st
                 step("1f1b", chunks, lazy.device.to_device)
                 check_failures()
 
-        message = "rank 0 waits for the output gradient of microbatch 1 from rank 1, which is at 1F1"
+        message = r"rank 0 waits for the output gradient of microbatch \d from rank 1, which is at 1F1"
         if rank == 1:
             # The other rank's device waits; this one's host hears of it, once it looks.
             watchdog = megapipe.runtime.session.Session.of(parallel_state.get_pipeline_model_parallel_group()).watchdog
@@ -402,6 +480,56 @@ def test_a_failure_is_known_before_weights_change(rank: int, transport: str) -> 
         with pytest.raises(MemoryError if rank == 1 else PipelineError):
             one_step()
         lazy.device.synchronize()
+
+
+@on_ranks(2)
+def test_a_message_never_arrives_by_an_error(rank: int) -> None:
+    """Between nodes NCCL hears that a rank is gone, and torch then counts its messages as completed, while the device
+    still waits. The guard before the optimizer let the step pass, with gradients of messages that had never come."""
+    chunks = build("1f1b", 2, "nccl")
+    with on_lazy_device(chunks) as lazy:
+        step("1f1b", chunks, lazy.device.to_device)
+        board = megapipe.failures.Board.current()
+        assert board is not None
+        with mock.patch.object(lazy.nccl, "link", "network"):
+            if rank == 1:  # its device is gone, and it says nothing
+                for communicator in lazy.nccl.COMMUNICATORS:
+                    communicator.abort()
+                wait_for(lambda: board.failure)
+            with contextlib.suppress(PipelineError) if rank == 0 else contextlib.nullcontext():
+                if rank == 0:
+                    step("1f1b", chunks, lazy.device.to_device)  # which the host leaves, or hears of the failure in it
+            with pytest.raises(PipelineError, match=r"rank 0 lost its connection at 0[FB]\d \(NCCL reports COMM_ERROR"):
+                check_failures()
+        lazy.device.synchronize()
+
+
+@on_ranks(2)
+def test_found_shapes_take_no_other_communicators(rank: int) -> None:
+    """Headers precede the messages of steps that find shapes. A step whose shapes are given had none, and so
+    communicators of its own: twice as many, for good."""
+    chunks = build("1f1b", 2, "nccl", hidden_size=None)
+    with on_lazy_device(chunks) as lazy:
+        for size in (None, WIDTH):
+            for chunk in chunks:
+                chunk.config.hidden_size = size
+            step("1f1b", chunks, lazy.device.to_device)
+        lazy.device.synchronize()
+        assert len(lazy.nccl.COMMUNICATORS) == 2
+
+
+@on_ranks(2)
+def test_a_step_on_another_stream(rank: int) -> None:
+    expected = build("1f1b", 2, "nccl")
+    for _ in range(2):
+        step("1f1b", expected, lambda x: x)
+    chunks = build("1f1b", 2, "nccl")
+    with on_lazy_device(chunks) as lazy:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(2):
+                step("1f1b", chunks, lazy.device.to_device)
+        for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
+            assert torch.equal(mine, theirs), (mine, theirs)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -446,9 +574,7 @@ def test_types_of_numbers_that_nccl_does_not_know(rank: int) -> None:
         device = lazy.device.DEVICE
         store = dist.PrefixStore("types", _get_default_store())
         members = Members(store, store, rank, range(2), 60)
-        communicator = Communicator(
-            make_transport("nccl", members, device, lambda _: False, False), loop, rank, 2, 1, False
-        )
+        communicator = Communicator(make_transport("nccl", members, device, lambda _: False, 4), loop, rank, 2, 1)
         communicator.connect()
         channel = communicator._channels[ChannelName("forward", 0)]
         if rank == 0:

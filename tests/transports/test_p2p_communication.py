@@ -33,7 +33,7 @@ from megapipe.plan import ChannelName, Placement, Plan, loop, make_plan, v_shape
 from megapipe.transports import GlooTransport, Members, make_transport
 from megapipe.transports.choice import DEVICES
 from megapipe.transports.nccl import NcclTransport
-from megapipe.transports.outbox import Outbox
+from megapipe.transports.outbox import Outbox, TaskThread
 from megapipe.transports.receive_buffers import ReceiveBufferPool
 
 TENSOR = torch.ones(2, 3)
@@ -428,7 +428,7 @@ def test_which_transport_a_device_takes(name: str | None, device: str, is_shared
     events = mock.Mock()
     made: Any = SimpleNamespace(type=device)
     with mock.patch.dict(DEVICES, {"cuda": events, "other": events}):
-        transport = make_transport(name, members, made, lambda _: is_shared, dynamic_shapes=True)
+        transport = make_transport(name, members, made, lambda _: is_shared, max_ctas=4)
     assert type(transport).__name__ == expected
     transport.close()
 
@@ -437,8 +437,9 @@ def test_which_transport_a_device_takes(name: str | None, device: str, is_shared
 def test_communicators_are_given_back_by_the_name_that_torch_has(name: str) -> None:
     """In torch 2.6 it has an underscore: where a step failed, an AttributeError took the place of its error."""
     members = Members(HashStore(), HashStore(), 0, range(2), 60)
-    transport = NcclTransport(members, torch.device("cuda"), lambda: lambda: True, None)
+    transport = NcclTransport(members, torch.device("cuda"), lambda: lambda: True, 4)
     backend = transport._backends[0, 1] = mock.Mock(spec=["abort", name])
+    transport._threads[0, 1] = TaskThread("ends it")
     transport.close()
     getattr(backend, name).assert_called_once_with()
 
@@ -464,7 +465,7 @@ def test_ranks_connect_in_two_or_three_rounds(
 def test_devices_that_cannot_hold_stages() -> None:
     members = Members(HashStore(), HashStore(), 0, range(2), 60)
     with pytest.raises(ValueError, match="run on cpu and cuda devices, but the model is on meta"):
-        make_transport(None, members, torch.device("meta"), lambda _: False, dynamic_shapes=False)
+        make_transport(None, members, torch.device("meta"), lambda _: False, max_ctas=4)
 
 
 def test_a_warning_where_communication_cannot_overlap(monkeypatch: pytest.MonkeyPatch) -> None:

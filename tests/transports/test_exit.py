@@ -1,0 +1,56 @@
+"""How processes end that have exchanged messages over NCCL: quietly, with any Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torch.utils.backend_registration")
+HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
+pytestmark = pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has no devices in Python")
+
+PROGRAM = """
+import atexit
+import sys
+atexit.register(lambda: sys.modules["fakes.nccl_like"].complain())  # the first to be registered is called last
+import torch
+import torch.distributed as dist
+from transports.test_devices import build, on_lazy_device, step
+
+rank, store, is_shut_down = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+chunks = build("1f1b", 2, "nccl")
+with on_lazy_device(chunks) as lazy:
+    step("1f1b", chunks, lazy.device.to_device)
+    lazy.device.synchronize()
+if is_shut_down:
+    dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("is_shut_down", [True, False])
+def test_a_process_ends_quietly(tmp_path: Path, is_shut_down: bool) -> None:
+    """From Python 3.12 on no thread can be started while a process ends. Those that give communicators back were: each
+    rank ended with a traceback, and gave nothing back."""
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), str(is_shut_down)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=240)
+        assert (rank.returncode, out, err) == (0, "done\n", "")
