@@ -1,6 +1,17 @@
-"""What a forward saves for its backward, where that is not simply kept: computed again."""
+"""What a forward saves for its backward, where that is not simply kept: computed again, or moved to host memory."""
 
+from .offload import Offload, storages_of
 from .regions import Region, regions_of
-from .replay import Replay, random_generators, recomputing, saving
+from .replay import Replay, random_generators, recomputing
+from .saver import saving
 
-__all__ = ["Region", "Replay", "random_generators", "recomputing", "regions_of", "saving"]
+__all__ = [
+    "Offload",
+    "Region",
+    "Replay",
+    "random_generators",
+    "recomputing",
+    "regions_of",
+    "saving",
+    "storages_of",
+]

@@ -7,7 +7,6 @@ gradients know nothing of it, and may begin with what a replay has made long bef
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -15,40 +14,11 @@ from weakref import ref as weakref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from .regions import Region
+from .saver import Saver
 
-__all__ = ["Replay", "random_generators", "recomputing", "saving"]
-
-
-class _Saving(threading.local):
-    by: Saver | None = None
-
-
-_saving = _Saving()
-
-
-def saving() -> Saver | None:
-    """What takes the place of tensors that are saved for a backward in the call that is running; None where they are
-    just kept. For Functions that keep tensors beside autograd's own."""
-    return _saving.by
-
-
-class Saver(saved_tensors_hooks):
-    """Around a call: autograd keeps what `pack` returns in the place of each tensor, and has it back by `unpack`."""
-
-    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        super().__init__(pack, unpack)
-        self.pack, self.unpack = pack, unpack
-
-    def __enter__(self) -> None:
-        self._before, _saving.by = _saving.by, self
-        super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        _saving.by = self._before
+__all__ = ["Replay", "random_generators", "recomputing"]
 
 
 class _Place:

@@ -48,6 +48,8 @@ def cells_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Cell]]:
         row: list[Cell] = []
         backward = -1  # of the pair whose forward came last
         for index, (action, start, end) in enumerate(spans):
+            if not KINDS[action.kind].costs:  # it has no length
+                continue
             if index % len(actions) == backward:
                 forward = row.pop()
                 row.append(Cell((*forward.actions, action), forward.start, end))
@@ -115,4 +117,5 @@ def held_as_measured(step: Sequence[RankStep]) -> list[Held] | None:
 def kinds_in(plan: Plan) -> list[Kind]:
     """The kinds of action that a plan has."""
     names = {kind for row in plan.actions for _, kind in row.words}
-    return [kind for name, kind in KINDS.items() if name in names and any(a.kind == name for a in plan.actions[0])]
+    drawn = [kind for name, kind in KINDS.items() if name in names and kind.costs]
+    return [kind for kind in drawn if any(action.kind == kind.name for action in plan.actions[0])]

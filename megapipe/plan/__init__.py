@@ -4,6 +4,7 @@ from .files import load_plan, load_stage_bytes, parse_json, read_text
 from .kinds import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Kind
 from .making import make_plan
 from .memory import RankBytes, StageBytes, held_changes
+from .offloading import offload_activations
 from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, plan_of
 from .planned import AnySchedule, find_schedule
@@ -32,6 +33,7 @@ __all__ = [
     "load_stage_bytes",
     "loop",
     "make_plan",
+    "offload_activations",
     "schedule_names",
     "simulate",
     "v_shape",

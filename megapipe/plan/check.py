@@ -78,7 +78,10 @@ def _check_order(plan: PlanFacts) -> None:
         try:
             for event in events:
                 kind, chunk = kind_of(event.verb), plan.chunk_of(event.stage)
-                recorder.run(kind.name, chunk) if kind is not None else getattr(recorder, event.verb)(chunk)
+                if kind is None:
+                    getattr(recorder, event.verb)(chunk)
+                else:
+                    recorder.run(kind.name, chunk, plan.number_in_backwards(event) if kind.is_optional else None)
             recorder.finish()
         finally:  # a wrong unit comes before whatever follows from it
             for event, expected in zip(events, recorder.events):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .kinds import FORWARD, RECOMPUTE, WEIGHTS, kind_of
+from .kinds import FORWARD, OFFLOAD, RECOMPUTE, WEIGHTS, Kind, kind_of
 from .placement import Placement
 from .program import Program, compile_rows
 from .recorder import ChannelName, Event
@@ -105,12 +105,31 @@ class PlanFacts:
         """Whether the schedule runs weight-gradient passes (W) by themselves."""
         return any(action.kind == WEIGHTS.name for action in self.actions[0])
 
+    def number_in_backwards(self, event: Event) -> int:
+        """The place of an event's unit in the order of its stage's backwards, whatever the microbatches' numbers."""
+        return self._units_of[event.stage].index((event.microbatch, -event.slice))
+
+    @cached_property
+    def _units_of(self) -> dict[int, list[tuple[int, int]]]:
+        """The units of each stage in the order of its backwards, slices with their numbers negative."""
+        units: dict[int, set[tuple[int, int]]] = {}
+        for action in (action for row in self.actions for action in row):
+            units.setdefault(action.stage, set()).add((action.microbatch, -action.slice))
+        return {stage: sorted(of_stage) for stage, of_stage in units.items()}
+
+    @cached_property
+    def offloaded(self) -> list[frozenset[Action]]:
+        """Per rank, the Fs whose activations go to host memory (O)."""
+        return self._forwards_with(OFFLOAD)
+
     @cached_property
     def recomputed(self) -> list[frozenset[Action]]:
         """Per rank, the Fs whose activations are computed again (R)."""
-        return [
-            frozenset(a._replace(kind=FORWARD.name) for a in row if a.kind == RECOMPUTE.name) for row in self.actions
-        ]
+        return self._forwards_with(RECOMPUTE)
+
+    def _forwards_with(self, kind: Kind) -> list[frozenset[Action]]:
+        """Per rank, the Fs of the units that have an action of this kind."""
+        return [frozenset(a._replace(kind=FORWARD.name) for a in row if a.kind == kind.name) for row in self.actions]
 
     @cached_property
     def program(self) -> Program:

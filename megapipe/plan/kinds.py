@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 __all__ = [
     "FORWARD",
     "KINDS",
+    "LOAD",
+    "OFFLOAD",
     "RECOMPUTE",
     "TORCHS_LETTERS",
     "WEIGHTS",
@@ -36,7 +38,8 @@ class Kind:
             held, this one makes.
         in_flight, held: by how many units more a rank has after it of those between their F and their B, and between
             their F and the last action of their backward.
-        keeps: the fields of `StageBytes` that a unit holds from its end on, in place of what it held before.
+        keeps: the fields of `StageBytes` that a unit holds from its end on, in place of what it held before; "input"
+            for what was received.
         is_forward: whether its message is a forward one.
         completes_weights: whether a chunk's last one completes the gradients of its weights.
     """
@@ -64,7 +67,7 @@ class Kind:
 
 # Blue, vermilion, yellow and purple, each as bright as no other. Only one purple: there is no room for two.
 _BLUE, _VERMILION, _YELLOW = ("#acd0f5", "#2d66b0"), ("#e46e46", "#943012"), ("#f8e690", "#d0ae2a")
-_PURPLE = ("#4d3559", "#4d3559")
+_PURPLE, _UNSEEN = ("#4d3559", "#4d3559"), ("#4d3559", "#4d3559")
 _INPUTS, _WEIGHTS = "backward_input", "backward_weight"
 
 _ROWS = (
@@ -76,11 +79,14 @@ _ROWS = (
     Kind("W", "backward_weight_step", "weight gradient", _YELLOW, (_WEIGHTS,), None, "B", 0, -1),
     # An F with an R holds no more than its input; the R makes what any other F holds.
     Kind("R", "recompute_step", "recomputation", _PURPLE, ("recompute",), None, "F", 0, 1, True, ("saved",), "F"),
+    # They take no time of the rank's: copies run beside it, from F to O and from L to B. What was received stays.
+    Kind("O", "offload_step", "to host memory", _UNSEEN, (), None, "F", 0, -1, True, ("input",)),
+    Kind("L", "load_step", "from host memory", _UNSEEN, (), None, "F", 0, 1, True, ("saved",)),
 )
 
 KINDS = {kind.name: kind for kind in _ROWS}
 
-FORWARD, WEIGHTS, RECOMPUTE = KINDS["F"], KINDS["W"], KINDS["R"]
+FORWARD, WEIGHTS, RECOMPUTE, OFFLOAD, LOAD = (KINDS[name] for name in "FWROL")
 
 TORCHS_LETTERS = {"BW": "B", "B": "I"}
 """Kinds that are printed with another letter in torch.distributed.pipelining's plans."""

@@ -158,9 +158,10 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     def look_up(fact: Any) -> Numbers:
         return row.look_up([0.0 if word is None else fact(*word) for word in words], float) / plan.num_slices
 
+    of["input"] = [0.0, *of["message"][:-1]]
     left = look_up(lambda stage, kind: sum(of[component][stage] for component in kind.keeps))
     left -= np.where(_is_taken_over(row), look_up(lambda stage, _: of["recomputed"][stage]), 0.0)
-    extra = look_up(lambda stage, kind: max(of[cost][stage] for cost in kind.costs))
+    extra = look_up(lambda stage, kind: max((of[cost][stage] for cost in kind.costs), default=0.0))
     change = left - _of_the_action_before(row, left)
     local = {s: of["message"][s] if {s, s + 1} <= set(own) else 0.0 for s in range(-1, len(of["saved"]))}
     # What a stage hands to its neighbour on the same rank is held until the neighbour's action, which counts it as its

@@ -90,7 +90,7 @@ def _play(plan: Plan, pipe: Verbs) -> Any:
         elif kind is None:
             getattr(pipe, event.verb)(chunk)
         elif not is_overlapped(event.verb):
-            pipe.run(kind.name, chunk)
+            pipe.run(kind.name, chunk, plan.number_in_backwards(event) if kind.is_optional else None)
         elif not begun:
             begun.append((kind.name, chunk))
         else:

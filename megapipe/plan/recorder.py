@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .kinds import KINDS, RECOMPUTE, Kind, kind_of, overlapped
+from .kinds import KINDS, LOAD, OFFLOAD, RECOMPUTE, Kind, kind_of, overlapped
 from .placement import Placement
 from .rows import Row, column
-from .verbs import Action, Verbs, unit_name
+from .verbs import Action, ScheduleError, Verbs, unit_name
 
 __all__ = ["ChannelName", "Event", "PlanRecorder", "record"]
 
@@ -98,6 +98,8 @@ class PlanRecorder(Verbs):
             for verb, counted_as in self._counted_as.items()
             if counted_as is not None and not (self.forward_only and "backward" in counted_as)
         }
+        self._away: set[tuple[int, int]] = set()
+        """Units whose activations are in host memory: their chunks, and their places among its backwards."""
         self._recomputed = [self.settings.recomputes_stage(info.index) for info in self.stages]
         self._pair_ends: list[int] = []
         """How many calls had been written down after each overlapped pair."""
@@ -128,8 +130,8 @@ class PlanRecorder(Verbs):
                 numbers[codes == code] = microbatches * self.num_slices + parts
         return column("i", numbers)
 
-    def run(self, kind: str, chunk: int | None = 0) -> None:
-        self._run(KINDS[kind], KINDS[kind].verb, chunk)
+    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
+        self._run(KINDS[kind], KINDS[kind].verb, chunk, number)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
         for name, chunk in (first, second):
@@ -166,18 +168,39 @@ class PlanRecorder(Verbs):
     def finish(self) -> None:
         self._check_finished()
 
-    def _run(self, kind: Kind, verb: str, chunk: int | None) -> None:
+    def _run(self, kind: Kind, verb: str, chunk: int | None, number: int | None = None) -> None:
         if kind.message is not None:
             assert chunk is not None
             number = self._write(verb, chunk)
+            if self._away and not kind.is_forward:
+                self._check_here(verb, chunk, number)
         elif not self.forward_only:
-            chunk, number = self._take_pending(kind, chunk)
+            chunk, number = self._take_pending(kind, chunk, number)
+            self._move(kind, chunk, number)
             self._codes.append(self._first_code[verb] + chunk)
             self._numbers_of_followers.append(number)
         else:
             return
         if number is not None and self._followers[kind.name]:
             self._note_ready(kind.name, chunk, number)
+
+    def _move(self, kind: Kind, chunk: int, number: int) -> None:
+        """Follow the activations of a unit, in the order of the chunk's backwards, to host memory and back."""
+        if kind is OFFLOAD:
+            self._away.add((chunk, number))
+        elif kind is LOAD:
+            if (chunk, number) not in self._away:
+                raise ScheduleError(f"rank {self.pp_rank} calls load_step({chunk}) for what is not in host memory.")
+            self._away.remove((chunk, number))
+        elif self._away:
+            self._check_here(kind.verb, chunk, number)
+
+    def _check_here(self, verb: str, chunk: int, number: int | None) -> None:
+        if (chunk, number) in self._away:
+            raise ScheduleError(
+                f"rank {self.pp_rank} calls {verb}({chunk}) for activations that are in host memory: call "
+                f"load_step({chunk}) first."
+            )
 
     def _write(self, verb: str, chunk: int) -> int | None:
         """Write down a call. Returns its number; None where the step has no backward."""

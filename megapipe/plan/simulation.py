@@ -121,8 +121,9 @@ class Costs:
 
     def by_kind(self, plan: PlanFacts) -> dict[str, list[float]]:
         """The time of each kind of action on each stage, for a whole microbatch."""
+        nothing = [0.0] * plan.pp_size * plan.num_chunks
         return {
-            name: [sum(times) for times in zip(*(self.per_stage(cost, plan) for cost in kind.costs))]
+            name: [sum(times) for times in zip(nothing, *(self.per_stage(cost, plan) for cost in kind.costs))]
             for name, kind in KINDS.items()
         }
 

@@ -182,11 +182,12 @@ class Verbs(ABC):
         """Take the next forward input from the previous stage. `forward_step` waits for it, this does not."""
 
     @abstractmethod
-    def run(self, kind: str, chunk: int | None = 0) -> None:
+    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
         """Run the chunk's next action of a kind (kinds.py).
 
         Args:
             chunk: None for the unit that has waited longest, where the kind follows another and is not optional.
+            number: which unit of the chunk's an optional kind takes, in the order of its backwards; None for the next.
         """
 
     @abstractmethod
@@ -271,12 +272,12 @@ class Verbs(ABC):
     def _units(self) -> str:
         return "microbatches" if self.num_slices == 1 else "slices of microbatches"
 
-    def _begin(self, kind: str, chunk: int | None) -> tuple[int, int]:
+    def _begin(self, kind: str, chunk: int | None, number: int | None = None) -> tuple[int, int]:
         """Count the next action of a kind. Returns its chunk, and its number among those of its kind's order: that of
         forwards or, for all others, that of backwards."""
         row = KINDS[kind]
         if row.message is None:
-            chunk, number = self._take_pending(row, chunk)
+            chunk, number = self._take_pending(row, chunk, number)
         else:
             assert chunk is not None
             number = self._advance(self._steps[kind], chunk)
@@ -289,12 +290,14 @@ class Verbs(ABC):
         for name in self._followers[kind]:
             self._pending[name].append((chunk, number))
 
-    def _take_pending(self, kind: Kind, chunk: int | None) -> tuple[int, int]:
+    def _take_pending(self, kind: Kind, chunk: int | None, number: int | None = None) -> tuple[int, int]:
         """The unit that goes backward first of those of a chunk; of all, the one that has waited longest."""
-        if kind.is_optional and chunk is not None and self.num_pending(kind.name, chunk):
-            number = self._next_optional(kind.name, chunk)
-            self._passed[kind.name][chunk] = number + 1
-            return chunk, number
+        if kind.is_optional and chunk is not None:
+            next_one = self._next_optional(kind.name, chunk)
+            number = next_one if number is None else number
+            if next_one <= number < self._num_forwarded(chunk):
+                self._passed[kind.name][chunk] = number + 1
+                return chunk, number
         pending = self._pending.get(kind.name, deque())
         for index, unit in enumerate(pending):
             if chunk is None or chunk == unit[0]:

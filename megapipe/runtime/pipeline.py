@@ -110,6 +110,7 @@ class Pipeline(Verbs):
         self._monitor = monitor
         self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
         self._recomputed = frozenset() if step.forward_only else key.recomputed(pp_rank)
+        self._offloaded = frozenset() if step.forward_only else key.offloaded(pp_rank)
         self._weights_per_window = step.config.weights_per_window
         self._pending_units: dict[Unit, None] = {}
         """Whose W is still to come, in the order of their Bs."""
@@ -151,11 +152,11 @@ class Pipeline(Verbs):
             ):
                 self.run(RECOMPUTE.name, chunk)
 
-    def run(self, kind: str, chunk: int | None = 0) -> None:
+    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
         row = KINDS[kind]
         if self.forward_only and not row.is_forward:
             return
-        chunk, number = self._begin(kind, chunk)
+        chunk, number = self._begin(kind, chunk, number)
         this = self._chunks[chunk]
         action = this.actions[kind][number]
         with self._monitor.at(action):
@@ -199,6 +200,8 @@ class Pipeline(Verbs):
             if received is not None:
                 self._wait(received, "the forward input", action, this.below.peer)
                 unit.received = received
+            if action in self._offloaded:
+                this.stage.offload(unit)
             return unit
         unit = this.units[action.microbatch, action.slice]
         if kind.message is not None:

@@ -30,6 +30,10 @@ class PlanKey(NamedTuple):
         says = self.settings.recomputes or self.schedule.sizes is not None
         return self.plan.recomputed[pp_rank] if says else frozenset()
 
+    def offloaded(self, pp_rank: int) -> frozenset[Action]:
+        """The Fs of a rank whose activations go to host memory. Only plans that are run have them."""
+        return self.plan.offloaded[pp_rank] if self.schedule.sizes is not None else frozenset()
+
 
 @functools.lru_cache(maxsize=16)
 def _record(key: PlanKey) -> Plan:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..activations import Region, recomputing, regions_of
-from ..chunks import find_attribute
+from ..activations import Offload, Region, recomputing, regions_of, storages_of
+from ..chunks import find_attribute, tensors_of
 from ..messages import (
     MessageSpec,
     TensorSpec,
@@ -96,6 +96,8 @@ class Stage:
             if (around := find(self.module, step.num_units, step.device)) is not None
         ]
         self._recomputed: list[Region] | None = None
+        self._storages: set[int] | None = None
+        """Those of the parameters and buffers, which stay where they are."""
         has_delayed = step.config.delay_wgrad_compute and not step.forward_only
         self._delayed = find_delayed(self.module) if has_delayed else []
 
@@ -114,7 +116,12 @@ class Stage:
     def F(self, unit: Unit, *extra: bool) -> None:
         """Needs `received`. Makes `output`, but on the last stage, and what backward needs."""
         self.take_input(unit)
-        self.end(unit, *self.begin(unit, *extra))
+        if unit.offload is None:
+            self.end(unit, *self.begin(unit, *extra))
+            return
+        with unit.offload.saving():
+            self.end(unit, *self.begin(unit, *extra))
+        unit.offload.begin()
 
     def R(self, unit: Unit) -> None:
         """Makes what F has not kept for the backward."""
@@ -122,6 +129,23 @@ class Stage:
             self.show(unit)
         for replay in unit.replays or ():
             replay.run()
+
+    def O(self, unit: Unit) -> None:  # noqa: E743  # the kind's name
+        """Frees what F has saved, which is in host memory."""
+        assert unit.offload is not None
+        unit.offload.free()
+
+    def L(self, unit: Unit) -> None:
+        """Makes what O has freed."""
+        assert unit.offload is not None
+        unit.offload.load()
+
+    def offload(self, unit: Unit) -> None:
+        """Before F: what it saves is to be moved."""
+        if self._storages is None:
+            self._storages = storages_of(tensors_of(self.module))
+        received = [] if unit.received is None else unit.received.tensors
+        unit.offload = Offload(self._step.device, self._storages | storages_of(received))
 
     def B(self, unit: Unit) -> None:
         """Needs `output_grads`. Makes `input_grads` and `deferred`."""

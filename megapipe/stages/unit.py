@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..activations import Replay
+from ..activations import Offload, Replay
 from ..p2p_communication import Transfer
 from ..slices import CarriedState
 from ..weight_grad import DeferredGrads
@@ -43,6 +43,7 @@ class Unit:
         "inputs",
         "microbatch",
         "of_microbatch",
+        "offload",
         "output",
         "output_grads",
         "received",
@@ -59,6 +60,8 @@ class Unit:
         """The input, arrived; None on the first stage. Kept for parts that are computed again in the backward."""
         self.replays: list[Replay] | None = None
         """The calls of F that kept nothing, and are computed again by R; None where F is to keep all."""
+        self.offload: Offload | None = None
+        """What F saves, where it goes to host memory meanwhile (O, L); else None."""
         self.inputs: list[Tensor] = []
         """The leaves whose gradients go to the previous stage."""
         self.output: Transfer | None = None
@@ -83,5 +86,5 @@ class Unit:
 
     def release(self) -> None:
         """After a backward: only what W needs is left."""
-        self.received = self.output_grads = self.of_microbatch = self.replays = None
+        self.received = self.output_grads = self.of_microbatch = self.replays = self.offload = None
         self.inputs, self.edges = [], []

@@ -14,7 +14,7 @@ from megapipe.plan import KINDS, Kind, Schedule, ScheduleError, Verbs, load_plan
 from megapipe.stages.stage import Stage
 
 PURPLE = ("#d8b0f0", "#7030a0")
-LOOK = Kind("L", "look_step", "look at the activations", PURPLE, ("forward",), after="F", is_optional=True)
+LOOK = Kind("X", "look_step", "look at the activations", PURPLE, ("forward",), after="F", is_optional=True)
 
 
 def loops(pipe: Verbs, num_looked_at: int | None = None) -> Any:
@@ -25,7 +25,7 @@ def loops(pipe: Verbs, num_looked_at: int | None = None) -> Any:
         pipe.send_forward()
     for number in range(pipe.num_backwards_left()):
         if num_looked_at is None or number < num_looked_at:
-            pipe.run("L")
+            pipe.run("X")
         pipe.recv_backward()
         pipe.backward_step()
         pipe.send_backward()
@@ -37,18 +37,18 @@ MINE = Schedule("mine", loops, loop, 1, slices=True)
 
 @pytest.fixture
 def own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, "L", LOOK)
+    monkeypatch.setitem(KINDS, "X", LOOK)
 
 
 @pytest.mark.usefixtures("own_kind")
 def test_on_paper(tmp_path: Path) -> None:
     plan = make_plan(MINE, 2, 2)
-    assert list(map(str, plan.actions[1])) == ["1F0", "1F1", "1L0", "1B0", "1L1", "1B1"]
+    assert list(map(str, plan.actions[1])) == ["1F0", "1F1", "1X0", "1B0", "1X1", "1B1"]
     plan.check()
     costs = {"forward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
     assert plan.simulate(**costs).makespan == make_plan("gpipe", 2, 2).simulate(**costs).makespan + 2 * 2.0
     assert plan.simulate().peak_activations == make_plan("gpipe", 2, 2).simulate().peak_activations
-    assert "1L0" in as_text(plan).split()
+    assert "1X0" in as_text(plan).split()
     save_picture(plan, plan.simulate(**costs), tmp_path / "plan.svg")
     picture = (tmp_path / "plan.svg").read_text()
     assert PURPLE[0] in picture
@@ -62,17 +62,17 @@ def test_on_paper(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("own_kind")
 def test_slices_are_taken_in_the_order_of_their_backwards() -> None:
     plan = make_plan(MINE, 1, 2, num_slices=2)
-    assert " ".join(map(str, plan.actions[0][4:])) == "0L0.1 0B0.1 0L0 0B0 0L1.1 0B1.1 0L1 0B1"
+    assert " ".join(map(str, plan.actions[0][4:])) == "0X0.1 0B0.1 0X0 0B0 0X1.1 0B1.1 0X1 0B1"
 
 
 @pytest.mark.usefixtures("own_kind")
 def test_it_comes_before_the_backward_of_its_unit() -> None:
     optional = Schedule("some", lambda pipe: loops(pipe, num_looked_at=1), loop, 1)
-    assert list(map(str, make_plan(optional, 1, 2).actions[0])) == ["0F0", "0F1", "0L0", "0B0", "0B1"]
+    assert list(map(str, make_plan(optional, 1, 2).actions[0])) == ["0F0", "0F1", "0X0", "0B0", "0B1"]
 
     def too_late(pipe: Verbs) -> Any:
         loops(pipe, num_looked_at=0)
-        pipe.run("L")
+        pipe.run("X")
 
     with pytest.raises(ScheduleError, match=r"calls look_step\(0\) but has no deferred look at the activations of"):
         make_plan(Schedule("late", too_late, loop, 1), 1, 2)
@@ -81,9 +81,9 @@ def test_it_comes_before_the_backward_of_its_unit() -> None:
 @on_ranks(2)
 def test_at_work(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(KINDS, "L", LOOK)
+        patch.setitem(KINDS, "X", LOOK)
         looked: list[int] = []
-        patch.setattr(Stage, "L", lambda stage, unit: looked.append(unit.microbatch), raising=False)
+        patch.setattr(Stage, "X", lambda stage, unit: looked.append(unit.microbatch), raising=False)
         chunks, recorder = build("gpipe", 2, 4), TimelineRecorder()
         chunks[0].config.record_timeline = recorder
         run(make_plan(MINE, 2, 3), chunks, 3)
@@ -91,4 +91,4 @@ def test_at_work(rank: int) -> None:
         assert_same_gradients(chunks, reference(4, 3)[0])
         timeline = recorder.gather()
         assert timeline.plan.actions == make_plan(MINE, 2, 3).actions
-        assert all(time > 0 for time in timeline.mean_times["L"])
+        assert all(time > 0 for time in timeline.mean_times["X"])

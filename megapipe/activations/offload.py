@@ -1,0 +1,140 @@
+"""What a forward saves for its backward, moved to host memory and back.
+
+The copies run on streams of their own, one each way: out as soon as the forward is done, back when they are told to.
+Memory of the device is freed and taken again where the schedule says so, so that its peak is that of the plan. On a CPU
+the same is done at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .saver import Saver
+
+__all__ = ["Offload", "storages_of"]
+
+
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
+    """What identifies the memory of tensors, for as long as they are there."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+class _View(NamedTuple):
+    """A saved tensor: where it lies in memory that is moved."""
+
+    memory: _Memory
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Memory:
+    """A piece of the device's memory, seen as a vector, and its copy in host memory."""
+
+    __slots__ = ("device", "host")
+
+    def __init__(self, whole: Tensor) -> None:
+        self.device: Tensor | None = whole
+        self.host: Tensor | None = None
+
+
+class Offload:
+    """What one forward saves.
+
+    Args:
+        kept: the memory that stays, as others hold it: that of parameters, of buffers and of what was received.
+    """
+
+    def __init__(self, device: torch.device, kept: set[int]) -> None:
+        self._device, self._kept = device, kept
+        self._memories: dict[tuple[int, torch.dtype], _Memory] = {}
+        self._left: Any = None
+        self._returned: Any = None
+        self.is_away = False
+
+    def saving(self) -> Saver:
+        """Around the forward."""
+        return Saver(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        storage = tensor.untyped_storage()
+        number = storage.nbytes() // tensor.itemsize
+        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+        is_part = 4 * tensor.numel() < number  # of a larger memory, as a microbatch is of a batch: it would not free it
+        if is_weight or is_part or not number or storage._cdata in self._kept or tensor.device != self._device:
+            return tensor.detach()
+        key = storage._cdata, tensor.dtype
+        if key not in self._memories:
+            self._memories[key] = _Memory(tensor.detach().as_strided((number,), (1,), 0))
+        return _View(self._memories[key], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if self.is_away:
+            self.load()
+        if self._returned is not None:
+            self._returned()
+            self._returned = None
+        assert saved.memory.device is not None
+        return saved.memory.device.as_strided(saved.size, saved.stride, saved.offset)
+
+    def begin(self) -> None:
+        """After the forward: begin to copy it to the host."""
+        self._left = _beside(self._device, "out", self._copy_out)
+
+    def _copy_out(self) -> None:
+        for memory in self._memories.values():
+            assert memory.device is not None
+            memory.host = torch.empty_like(memory.device, device="cpu", pin_memory=self._device.type == "cuda")
+            memory.host.copy_(memory.device, non_blocking=True)
+
+    def free(self) -> None:
+        """Free the device's memory, once the copy is done."""
+        self._left()
+        self.is_away = True
+        for memory in self._memories.values():
+            memory.device = None
+
+    def load(self) -> None:
+        """Take memory of the device again, and begin to copy back. Whoever asks for a tensor waits for it."""
+        self.is_away = False
+        for memory in self._memories.values():
+            assert memory.host is not None
+            memory.device = torch.empty_like(memory.host, device=self._device)
+        self._returned = _beside(self._device, "back", self._copy_back)
+        self._memories = {}  # autograd holds what it has saved, and nobody else does
+
+    def _copy_back(self) -> None:
+        for memory in self._memories.values():
+            assert memory.device is not None
+            assert memory.host is not None
+            memory.device.copy_(memory.host, non_blocking=True)
+            memory.host = None
+
+
+def _beside(device: torch.device, way: str, copy: Callable[[], None]) -> Callable[[], None]:
+    """Run copies on a stream of their own, after all that is under way. Returns what lets the current stream wait."""
+    if device.type == "cpu":
+        copy()
+        return _nothing
+    module, stream = torch.get_device_module(device), _stream(device, way)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        copy()
+        done = stream.record_event()
+    return lambda: module.current_stream(device).wait_event(done)
+
+
+def _nothing() -> None:
+    pass
+
+
+@functools.cache
+def _stream(device: torch.device, way: str) -> Any:
+    return torch.get_device_module(device).Stream(device)

@@ -1,0 +1,137 @@
+"""Activations that go to host memory (O) and come back (L) where the plan says; gradients stay what they are."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, reference, run
+from tools.ranks import RankPool, on_ranks
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import megapipe
+from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, parallel_state, stages_for_rank
+from megapipe.plan import Costs, Plan, ScheduleError, Settings, load_plan, make_plan, offload_activations, plan_of
+from megapipe.weight_grad import convert
+
+CHUNKS = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb1p": 2, "combined_1f1b": 2, "combined_zb1p": 2}
+TRAINING = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
+ONE_PENDING = Settings(max_pending_weights=1)
+
+
+def offloaded(schedule: str, pp_size: int, m: int, copying: float = 1.0, settings: Settings = ONE_PENDING) -> Plan:
+    plan = make_plan(schedule, pp_size, m, CHUNKS.get(schedule), settings=settings)
+    return offload_activations(plan, Costs(), copying)
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_plans_are_no_longer_and_hold_less(schedule: str, tmp_path: Path) -> None:
+    for pp_size, m, copying in itertools.product((1, 2, 4, 8), (1, 5, 16, 32), (0.3, 1.0, 2.5)):
+        before = make_plan(schedule, pp_size, m, CHUNKS.get(schedule), settings=ONE_PENDING).simulate()
+        plan = offloaded(schedule, pp_size, m, copying)
+        plan.check()
+        after = plan.simulate()
+        assert after.makespan == before.makespan
+        assert all(less <= more for less, more in zip(after.peak_activations, before.peak_activations))
+    plan.save_json(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").actions == plan.actions
+
+
+@pytest.mark.parametrize(
+    ("schedule", "peaks"),
+    [
+        ("1f1b", [8, 2, 5]),
+        ("interleaved_1f1b", [11.5, 1.5, 6.5]),
+        ("zbv", [8, 1.5, 5.5]),
+        ("v_half", [5, 1.5, 2.5]),
+    ],
+)
+def test_peaks(schedule: str, peaks: list[float]) -> None:
+    """Without, and where a copy takes as long as the F, or twice as long."""
+    costs = Costs(1.0, 1.0, 0.9)
+    plan = make_plan(schedule, 8, 32, CHUNKS.get(schedule), settings=ONE_PENDING)
+    plans = [plan, offload_activations(plan, costs, 1.0), offload_activations(plan, costs, 2.0)]
+    assert [max(one.simulate().peak_activations) for one in plans] == peaks
+
+
+def test_what_cannot_be_offloaded() -> None:
+    plan = make_plan("1f1b", 2, 4)
+    with pytest.raises(ValueError, match="more than 0, got 0"):
+        offload_activations(plan, Costs(), 0)
+    with pytest.raises(ValueError, match="activations of seq1f1b are not moved: take a plan with backwards and whole"):
+        offload_activations(make_plan("seq1f1b", 2, 4, num_slices=2), Costs(), 1)
+    actions = [list(row) for row in offloaded("1f1b", 2, 4).actions]
+    without = [[action for action in row if action.kind != "L"] for row in actions]
+    with pytest.raises(ScheduleError, match=r"calls backward_step\(0\) for activations that are in host"):
+        plan_of("without", without).check()
+    twice = [[*row, row[-1]._replace(kind="L")] for row in without]
+    with pytest.raises(ScheduleError, match=r"rank 0 calls"):
+        plan_of("twice", twice).check()
+
+
+def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool, copying: float) -> None:
+    for schedule, m in itertools.product(TRAINING, num_microbatches):
+        plan = offloaded(schedule, pp_size, m, copying)
+        chunks = build(schedule, pp_size, 8, CHUNKS.get(schedule), dropout=0.5, deferred=deferred)
+        reports = run(plan, chunks, m)
+        expected, losses = reference(8, m, dropout=0.5)
+        assert_same_losses(reports, losses, chunks)
+        assert_same_gradients(chunks, expected)
+
+
+@pytest.mark.parametrize(("deferred", "copying"), [(False, 1.0), (True, 1.0), (True, 2.5)])
+@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(1, [3]), (2, [5]), (4, [6])])
+def test_equal_to_the_unpartitioned_model(
+    ranks: RankPool, pp_size: int, num_microbatches: list[int], deferred: bool, copying: float
+) -> None:
+    ranks.run(pp_size, compare, pp_size, num_microbatches, deferred, copying)
+
+
+class Stored(nn.Module):
+    """Notes whose activations are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+        self.made: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.exp(self.inner(x))
+        self.made.append(StorageWeakRef(hidden.untyped_storage()))
+        return self.inner(hidden)
+
+
+@on_ranks(2)
+def test_freed_when_the_plan_says(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    plan = offloaded("gpipe", 2, 6)
+    assert any(action.kind == "O" for action in plan.actions[rank])
+    (info,) = stages_for_rank(plan)
+    stored = convert(Stored())
+    alive: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run_action = megapipe.runtime.pipeline.Pipeline.run
+
+        def run_and_look(pipe: Any, *args: Any) -> None:
+            run_action(pipe, *args)
+            alive.append(sum(not made.expired() for made in stored.made))
+
+        patch.setattr(megapipe.runtime.pipeline.Pipeline, "run", run_and_look)
+        get_forward_backward_func(plan)(
+            forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.mean(), 0)),
+            data_iterator=iter(torch.randn(6, BATCH, HIDDEN)),
+            model=PipelineStage(stored, info, PipelineConfig()),
+            num_microbatches=6,
+        )
+    held, expected = 0, []
+    back = 0  # what has come back is other memory
+    for action in plan.actions[rank]:
+        back += action.kind == "L"
+        held += {"F": 1, "O": -1, "BW": 0, "L": 0}[action.kind]
+        expected.append(held)
+    assert back == sum(action.kind == "O" for action in plan.actions[rank])
+    assert [now for now, action in zip(alive, plan.actions[rank]) if action.kind in "FO"] == [
+        now for now, action in zip(expected, plan.actions[rank]) if action.kind in "FO"
+    ]
