@@ -18,6 +18,10 @@ from megapipe.transports.choice import DEVICES
 
 NUM_EVENTS = 0
 """That have been made."""
+NUM_RECORDS = 0
+"""How often one was recorded."""
+NUM_WAITS = 0
+"""How often a stream was told to wait for one."""
 
 
 class Event:
@@ -29,6 +33,8 @@ class Event:
         self._passed.set()  # until it is recorded
 
     def record(self, stream: Any = None) -> None:
+        global NUM_RECORDS
+        NUM_RECORDS += 1
         self._passed = passed = threading.Event()
 
         def pass_by() -> None:
@@ -42,6 +48,8 @@ class Event:
             return self._passed.is_set()
 
     def wait(self, stream: Any = None) -> None:
+        global NUM_WAITS
+        NUM_WAITS += 1
         (stream or lazy_device.current_stream()).put(self._passed.wait)
 
     def synchronize(self) -> None:
@@ -89,6 +97,8 @@ STAND_INS: dict[str, Any] = {
     "device": lambda device: contextlib.nullcontext(),
     "graph": graph,
     "is_current_stream_capturing": lambda: lazy_device.current_stream().capture is not None,
+    "memory_allocated": lambda device=None: lazy_device.ALLOCATOR.allocated,
+    "set_sync_debug_mode": lambda debug_mode: setattr(lazy_device, "syncs_are_errors", debug_mode == "error"),
     "stream": lazy_device.Module().stream,
     "synchronize": lambda device=None: lazy_device.synchronize(),
 }

@@ -27,6 +27,8 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 DEVICE = torch.device("lazy", 0)
 SYNCS: list[str] = []
 """The stacks of host waits for the device, since it was last cleared."""
+syncs_are_errors = False
+"""Whether such a wait raises."""
 
 
 class Module(_DummyBackendModule):
@@ -222,6 +224,8 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def count_sync() -> None:
+    if syncs_are_errors:
+        raise RuntimeError("called a synchronizing CUDA operation")
     SYNCS.append("".join(traceback.format_stack(limit=13)[:-4]))
 
 

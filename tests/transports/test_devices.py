@@ -644,6 +644,20 @@ def test_events_are_used_again(rank: int, transport: str) -> None:
         assert times == sorted(times)
 
 
+@on_ranks(3)
+def test_events_of_a_microbatch(rank: int) -> None:
+    """NCCL's own apart, two for each message that is received: where the device comes to its wait, and past it."""
+    chunks = build("1f1b", 3, "nccl")
+    with on_lazy_device(chunks) as lazy:
+        step("1f1b", chunks, lazy.device.to_device)
+        before = lazy.cuda.NUM_RECORDS, lazy.cuda.NUM_WAITS
+        step("1f1b", chunks, lazy.device.to_device, num_microbatches=8)
+        num_received = 8 * (2 if rank == 1 else 1)
+        assert lazy.cuda.NUM_RECORDS - before[0] == 2 * num_received  # 4 for each microbatch of the inner rank
+        assert before[1] == lazy.cuda.NUM_WAITS
+        lazy.device.synchronize()
+
+
 @on_ranks(1)
 def test_stand_ins_for_cuda_are_called_like_it(rank: int) -> None:
     with on_lazy_device([]) as lazy:

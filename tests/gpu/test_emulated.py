@@ -1,0 +1,85 @@
+"""The tests for GPUs on the asynchronous device, which counts as CUDA: so that the first GPU finds tests that work."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu import test_gpu
+from tools.ranks import RankPool, on_ranks
+
+pytest.importorskip("torch.utils.backend_registration")
+HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
+pytestmark = [
+    pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has no devices in Python"),
+    pytest.mark.skipif(test_gpu.IS_GPU, reason="there is a real one"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Processes of their own: a device that is registered stays so."""
+    pool = RankPool()
+    yield pool
+    pool.stop()
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    from fakes import cuda_like, lazy_device, nccl_like
+
+    nccl_like.COMMUNICATORS.clear()
+    on_device = {
+        "IS_GPU": True,
+        "device_of": lambda rank: lazy_device.DEVICE,
+        "build": functools.partial(test_gpu.build, p2p_transport="nccl"),
+    }
+    with (
+        mock.patch.multiple(test_gpu, **on_device),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl_like.LikeNccl, create=True),
+        mock.patch.object(nccl_like, "connecting_time", 0.5),
+        cuda_like.as_cuda(),
+    ):
+        yield
+
+
+NAMES = [
+    "test_a_wait_for_the_whole_device_within_a_step",
+    "test_a_failure_reaches_both_ranks",
+    "test_a_wait_runs_out",
+    "test_a_step_leaves_nothing_in_memory",
+    "test_timeline",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_as_on_a_gpu(rank: int, name: str) -> None:
+    with emulated():
+        inspect.unwrap(getattr(test_gpu, name))(rank)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(2)
+def test_gradients_as_on_a_gpu(rank: int, schedule: str) -> None:
+    with emulated():
+        inspect.unwrap(test_gpu.test_gradients_of_the_whole_model)(rank, 2, schedule)
+
+
+@on_ranks(4)
+def test_replicas_as_on_a_gpu(rank: int) -> None:
+    with emulated():
+        inspect.unwrap(test_gpu.test_replicas)(rank)
+
+
+@on_ranks(2)
+def test_a_checkpoint_as_on_a_gpu(rank: int, tmp_path: Path) -> None:
+    with emulated():
+        inspect.unwrap(test_gpu.test_a_checkpoint_goes_on_under_another_schedule)(rank, tmp_path)
