@@ -1,0 +1,195 @@
+"""Activations kept, recomputed (R), moved to host memory (O, L), or both, on emulated compute: steps and peaks beside
+the plan's.
+
+    python -m benchmarks.activations --pp 4 --microbatches 8 16 --copying 1
+
+A rank sleeps for 20 ms in the F, R, B and W of each microbatch, shared out over its chunks. A copy to host memory or
+back takes `copying` times as long as an F, one at a time each way: whoever needs it sleeps until it would be over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megapipe.activations import Offload, offload, saving
+from megapipe.plan import Costs, Plan, Settings, make_plan, offload_activations
+
+from .emulation import Deferring, Stage, Whole
+from .launching import gather, launch
+from .rounds import Emulated, take_turns
+from .tables import FOLDER, save_table
+
+PLAN = "by the plan"
+HEADER = ["schedule", "microbatches", "activations", "step, ms", PLAN, "of kept", PLAN, "peak", PLAN]
+NOTES = """Medians of interleaved steps. *of kept*: the step over that in which all is kept. *peak*: most microbatches
+whose activations are on the device of the fullest rank, between its actions. At most one W is pending. *both*: stages
+of the second half are recomputed, those of the first half moved."""
+SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2, "v_half": 2}
+CASES = ("kept", "R", "O", "both")
+
+
+class Alive:
+    """Activations on the device of this rank, and the most of them at a time."""
+
+    def __init__(self) -> None:
+        self.refs: list[StorageWeakRef] = []
+        self.most = 0
+
+    def add(self, tensor: Tensor) -> None:
+        self.refs.append(StorageWeakRef(tensor.untyped_storage()))
+
+    def look(self) -> None:
+        self.refs = [ref for ref in self.refs if not ref.expired()]
+        self.most = max(self.most, len(self.refs))
+
+
+class Links:
+    """Copies that take time, one after the other each way. Stands for `offload._beside`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._free = {"out": 0.0, "back": 0.0}
+
+    def beside(self, device: torch.device, way: str, copy: Callable[[], None]) -> Callable[[], None]:
+        copy()
+        self._free[way] = end = max(time.perf_counter(), self._free[way]) + self.seconds
+        return lambda: time.sleep(max(0.0, end - time.perf_counter()))
+
+
+ALIVE, LINKS = Alive(), Links()
+
+
+def keeping(work: type[Whole]) -> Callable[..., Tensor]:
+    """A stage's work that keeps something for its backward."""
+
+    class Keeping(work):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+            activations = x.clone()
+            ctx.save_for_backward(activations)
+            saver = saving()
+            if saver is None or saver.pack.__name__ != "_leave_out":
+                ALIVE.add(activations)
+            result: Tensor = work.forward(ctx, x, *args)
+            ALIVE.look()
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            assert ctx.saved_tensors
+            ALIVE.look()
+            kept = ctx.saved_tensors[0]
+            results = work.backward(ctx, grad)
+            del kept
+            return results
+
+    return Keeping.apply  # type: ignore[no-any-return]
+
+
+WORK = {"whole": keeping(Whole), "deferring": keeping(Deferring)}
+
+
+class Case(Emulated):
+    """One schedule, and one way with its activations."""
+
+    def __init__(self, name: str, num_microbatches: int, case: str, args: argparse.Namespace) -> None:
+        seconds, num_chunks = args.milliseconds / 1000 / SCHEDULES[name], SCHEDULES[name]
+        self.copy_seconds = args.copying * seconds
+        self.plan = plan_of_case(name, args, num_microbatches, case)
+        self.most = 0
+        path = Path(tempfile.mkdtemp()) / "plan.json"
+        self.plan.save_json(path)
+        schedule = str(path) if case in ("O", "both") else name
+        config: dict[str, Any] = {"max_pending_weights": 1}
+        if case == "R":
+            config["recompute"] = "all"
+        if SCHEDULES[name] > 1 and name.startswith("inter"):
+            config["num_chunks"] = num_chunks
+        super().__init__(f"megapipe {schedule}", num_microbatches, lambda *_: seconds, 16, **config)
+
+    def _make_stage(self, index: int, num_stages: int, how: str, config: Any) -> Stage:
+        return Stage(index, WORK[how], self.emulation, config)
+
+    def step(self) -> None:
+        ALIVE.refs, ALIVE.most = [], 0
+        LINKS.seconds = self.copy_seconds
+        super().step()
+        self.most = max(self.most, ALIVE.most)
+
+
+def plan_of_case(name: str, args: argparse.Namespace, num_microbatches: int, case: str) -> Plan:
+    num_stages = args.pp * SCHEDULES[name]
+    half = tuple(stage >= num_stages // 2 for stage in range(num_stages))
+    recompute: Any = {"R": True, "both": half}.get(case, False)
+    settings = Settings(max_pending_weights=1, recompute=recompute)
+    plan = make_plan(name, args.pp, num_microbatches, SCHEDULES[name], settings=settings)
+    return offload_activations(plan, Costs(), args.copying) if case in ("O", "both") else plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="of each of F, R, B, W, on a whole rank")
+    parser.add_argument("--copying", type=float, default=1.0, help="time of a copy over that of an F")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    rows = launch(args.pp, measure, args)
+    title = f"Activations on emulated compute, pp={args.pp}, {args.milliseconds:g} ms, copies {args.copying:g} of an F"
+    save_table(f"activations-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
+
+
+def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
+    rows = []
+    load = Offload.load
+
+    def load_and_look(moved: Offload) -> None:
+        memories = list(moved._memories.values())
+        load(moved)
+        for memory in memories:
+            ALIVE.add(memory.device)  # type: ignore[arg-type]
+        ALIVE.look()
+
+    with mock.patch.object(offload, "_beside", LINKS.beside), mock.patch.object(Offload, "load", load_and_look):
+        for m in args.microbatches:
+            cases = [(name, case) for name in args.schedules for case in CASES]
+            emulated = [Case(name, m, case, args) for name, case in cases]
+            steps = take_turns(emulated, args.rounds, 1, 1)
+            times = {key: median(step.duration for step in each) for key, each in zip(cases, steps)}
+            for (name, case), one in zip(cases, emulated):
+                peak = max(gather(one.most)) / SCHEDULES[name]
+                rows.append(row(name, m, case, times, peak, args))
+    return rows
+
+
+def row(name: str, m: int, case: str, times: dict[Any, float], peak: float, args: argparse.Namespace) -> list[str]:
+    kept, plan = (plan_of_case(name, args, m, one).simulate() for one in ("kept", case))
+    return [
+        name,
+        str(m),
+        case,
+        f"{1000 * times[name, case]:.0f}",
+        f"{args.milliseconds * plan.makespan:.0f}",
+        f"{times[name, case] / times[name, 'kept']:.3f}",
+        f"{plan.makespan / kept.makespan:.3f}",
+        f"{peak:g}",
+        f"{max(plan.peak_activations):g}",
+    ]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
