@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor.debug
-from tools.models import BATCH, Stage, batches, loss_of, run
+from tools.against import assert_same_gradients, full, gradients
+from tools.models import BATCH, Stage, add_gradients, batches, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,21 +74,13 @@ def step(schedule: str, chunks: list[Stage], seed: int = 0) -> list[Any]:
 def reference(model: Stage, num_replicas: int = 1, seed: int = 0) -> dict[str, Tensor]:
     """The gradients of the whole model in a step without a pipeline."""
     for replica in range(num_replicas):
-        for batch in batches(NUM_MICROBATCHES, seed + replica, [SEQUENCE] * NUM_MICROBATCHES):
-            loss = loss_of(model(batch["tokens"], batch["seed"]), batch["labels"])
-            (loss / NUM_MICROBATCHES / num_replicas).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        add_gradients(model, NUM_MICROBATCHES, seed + replica, [SEQUENCE] * NUM_MICROBATCHES, num_replicas)
+    return gradients(model)
 
 
 def assert_gradients(chunks: list[Stage], expected: dict[str, Tensor]) -> None:
     """Nearly those of the model on one rank, since sums over ranks are made in another order."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            torch.testing.assert_close(whole(parameter.grad), expected[name], rtol=0, atol=1e-6)
+    assert_same_gradients(chunks, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["plain", "deferred"])
@@ -225,8 +218,8 @@ def weights_and_states(chunks: list[Stage], optimizer: torch.optim.Optimizer) ->
     found = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            found[name] = whole(parameter.detach())
-            found.update({f"{key} of {name}": whole(value) for key, value in optimizer.state[parameter].items()})
+            found[name] = full(parameter.detach())
+            found.update({f"{key} of {name}": full(value) for key, value in optimizer.state[parameter].items()})
     return found
 
 
