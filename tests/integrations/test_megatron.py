@@ -234,8 +234,21 @@ def test_same_training_as_megatron(
     assert losses[-1] > 0
 
 
-def train_in_a_v(rank: int, pp_size: int, schedules: dict[str, int]) -> None:
-    """`schedules` says how many steps. Losses are read where Megatron's trainers read them."""
+def gradient_norm(chunks: list[nn.Module]) -> Tensor:
+    """Of the whole pipeline, on every rank."""
+    own = [p.grad.norm() ** 2 for c in chunks for p in c.parameters() if not getattr(p, "shared", False)]
+    total = torch.stack(own).sum()
+    dist.all_reduce(total, group=megapipe.parallel_state.get_pipeline_model_parallel_group())
+    return total.sqrt()
+
+
+@on_ranks(4)
+def test_same_training_in_a_v(rank: int) -> None:
+    """With tied embeddings, whose copies Megatron looks for on the first and the last rank, `build_model_chunks` hung
+    for V schedules; with a loss per token, gradients were divided by the last rank's number of tokens, which is 0.
+
+    Losses are read where Megatron's trainers read them."""
+    pp_size, schedules = 2, {"zbv": 5, "v_half": 2, "v_min": 2, "dualpipev": 2}  # how many steps of each
     num_microbatches = 2 * pp_size + 1
     config = megatron(pp_size, calculate_per_token_loss=True)
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -259,20 +272,6 @@ def train_in_a_v(rank: int, pp_size: int, schedules: dict[str, int]) -> None:
             if megapipe.parallel_state.get_pipeline_model_parallel_rank() == pp_size - 1:
                 found, wanted = torch.tensor(losses), torch.tensor(expected[number])
                 assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5), (schedule, number)
-
-
-def gradient_norm(chunks: list[nn.Module]) -> Tensor:
-    """Of the whole pipeline, on every rank."""
-    own = [p.grad.norm() ** 2 for c in chunks for p in c.parameters() if not getattr(p, "shared", False)]
-    total = torch.stack(own).sum()
-    dist.all_reduce(total, group=megapipe.parallel_state.get_pipeline_model_parallel_group())
-    return total.sqrt()
-
-
-def test_same_training_in_a_v(ranks: RankPool) -> None:
-    """With tied embeddings, whose copies Megatron looks for on the first and the last rank, `build_model_chunks` hung
-    for V schedules; with a loss per token, gradients were divided by the last rank's number of tokens, which is 0."""
-    ranks.run(4, train_in_a_v, 2, {"zbv": 5, "v_half": 2, "v_min": 2, "dualpipev": 2})
 
 
 class OptimizedTrainer:
@@ -448,7 +447,8 @@ def test_chunks_for_v_placement(rank: int) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def at_their_stages(rank: int) -> None:
+@on_ranks(2)
+def test_functions_at_the_stages_of_a_v(rank: int) -> None:
     """As Megatron's trainer calls what it is given, with its own idea of where the chunk is."""
     config = megatron(2, 2)
     from megatron.core import parallel_state
@@ -494,10 +494,6 @@ def at_their_stages(rank: int) -> None:
         assert torch.equal(embedding, head)
         assert head.shared
         assert not getattr(embedding, "shared", False)
-
-
-def test_functions_at_the_stages_of_a_v(ranks: RankPool) -> None:
-    ranks.run(2, at_their_stages)
 
 
 @on_ranks(2)

@@ -222,11 +222,8 @@ def test_sizes_describe_messages_of_sliced_sequences(rank: int) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_schedules_without_a_backward(ranks: RankPool) -> None:
-    ranks.run(2, forwards_only)
-
-
-def forwards_only(rank: int) -> None:
+@on_ranks(2)
+def test_schedules_without_a_backward(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     chunks = make_chunks("inference", "eager")
     example = torch.zeros(BATCH, WIDTH)
