@@ -205,6 +205,19 @@ def test_small_sends_are_waited_for_many_at_a_time() -> None:
     outbox.close()
 
 
+def test_the_threads_of_an_outbox_end_with_it() -> None:
+    before = set(threading.enumerate())
+    outbox = Outbox()
+    outbox.hand_over(lambda: Transfer(None, [], []))
+    outbox.drain()
+    ours = set(threading.enumerate()) - before
+    assert len(ours) == 2
+    outbox.close()
+    for thread in ours:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 @on_ranks(2)
 def test_a_large_send_that_fails_is_told_at_the_end_of_the_step(rank: int) -> None:
     channels = connected(rank, 2)

@@ -15,6 +15,16 @@ from megapipe import weight_grad
 from megapipe.weight_grad import DeferredGrads, deferring, products
 
 
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("operands", [torch.float32, torch.bfloat16])
+def test_products_are_added_whatever_the_dtypes(operands: torch.dtype, target: torch.dtype) -> None:
+    """Of small whole numbers, which every dtype holds exactly."""
+    x, grad = (torch.arange(12.0).view(3, 4).to(operands), torch.ones(3, 2, dtype=operands))
+    total = torch.ones(2, 4, dtype=target)
+    products.add_weight_gradient(total, x, grad)
+    assert torch.equal(total, 1 + x.to(target).sum(0).expand(2, 4))
+
+
 class Apex(types.ModuleType):
     """The kernels' C++ signature: (input, d_output, d_weight); 2-D, contiguous, adds to d_weight."""
 
