@@ -17,7 +17,7 @@ from tools.ranks import RankPool, on_ranks
 from torch.distributed import HashStore
 
 from megapipe import PipelineError, TiedWeights, clip_grad_norm_
-from megapipe.failures import Board, board, check_failures, helper_thread, positions
+from megapipe.failures import TIMING, Board, board, check_failures, helper_thread
 from megapipe.failures.board import Failure
 from megapipe.training import GradientReducer
 
@@ -46,7 +46,7 @@ def a_replica_fails(rank: int, where: str) -> str:
         while where == "clipping":  # which needs nothing from the other replica
             clip_grad_norm_(chunks, 1.0)
 
-    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(board, "UNTIL_ABORT", 0.5):
+    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(TIMING, "until_abort", 0.5):
         train()
     return str(caught.value)
 
@@ -89,7 +89,7 @@ def a_rank_fails_before_the_tied_weights(rank: int) -> str:
         tied.sum_gradients()
 
     chunks[0].config.finalize_model_grads_func = finalize
-    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(board, "UNTIL_ABORT", 0.5):
+    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(TIMING, "until_abort", 0.5):
         run("1f1b", chunks, 4)
     with pytest.raises(PipelineError, match=r"has ended with a failure .*no such thing.*: start all processes again"):
         run("1f1b", chunks, 4)
@@ -110,7 +110,7 @@ def a_process_ends(rank: int) -> str:
         with mock.patch.object(sys, "last_value", ValueError("no more data"), create=True):
             board._tell_end()  # as Python does at its end, after it has printed the exception
         return ""
-    with pytest.raises(PipelineError) as caught, mock.patch.object(board, "UNTIL_ABORT", 0.5):
+    with pytest.raises(PipelineError) as caught, mock.patch.object(TIMING, "until_abort", 0.5):
         clip_grad_norm_(chunks, 1.0)
     return str(caught.value)
 
@@ -145,7 +145,7 @@ def test_a_killed_rank_reaches_its_replicas(ranks: RankPool) -> None:
 
 
 def a_rank_is_stopped(rank: int) -> str:
-    with mock.patch.object(positions, "BEAT", 0.1), mock.patch.object(board, "UNTIL_ABORT", 0.5):
+    with mock.patch.multiple(TIMING, beat=0.1, until_abort=0.5):
         chunks = build("1f1b", 2, 4)
         own = torch.tensor([os.getpid()])
         pids = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
@@ -185,7 +185,7 @@ def test_a_process_that_was_stopped_has_time_to_raise(heard: Board) -> None:
     with mock.patch.object(time, "monotonic", return_value=time.monotonic() + 10):
         heard.watch()
         assert not heard.has_aborted
-    for _ in range(int(board.UNTIL_ABORT / helper_thread.TICK) + 1):
+    for _ in range(int(TIMING.until_abort / TIMING.tick) + 1):
         heard.watch()
     assert heard.has_aborted
 
@@ -194,6 +194,6 @@ def test_a_rank_that_has_raised_aborts_nothing(heard: Board) -> None:
     """What it does after that, as saving its logs, may need its process groups."""
     with pytest.raises(PipelineError, match="rank 1 failed"):
         heard.check()
-    for _ in range(int(board.UNTIL_ABORT / helper_thread.TICK) + 1):
+    for _ in range(int(TIMING.until_abort / TIMING.tick) + 1):
         heard.watch()
     assert not heard.has_aborted

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
-from megapipe.failures import Board, InterruptibleStore, Watchdog, board, helper_thread
+from megapipe.failures import TIMING, Board, InterruptibleStore, Watchdog, helper_thread
 from megapipe.runtime.session import Session, _sessions
 from megapipe.training import GradientReducer, TiedWeights
 
@@ -412,9 +412,7 @@ def test_a_time_limit_may_be_raised(rank: int) -> None:
         time.sleep(1.3 if rank == 0 else 0)
         return forward_step(data_iterator, model)
 
-    with mock.patch(
-        "megapipe.runtime.session.SAFETY", 0
-    ):  # the transport's time limit is the watchdog's, and not a minute more
+    with mock.patch.object(TIMING, "beyond_limit", 0):  # the transport waits as long as the watchdog
         chunks = build("1f1b", 2, 4, timeout=1.0)
         run("1f1b", chunks, 1)
         chunks[0].config.timeout = 20.0
@@ -436,7 +434,7 @@ def test_a_rank_that_computes_raises_before_its_transport_is_aborted(awaited: st
     store = HashStore()
     found: list[str] = []
     other, own = watchdog_of(1, store), watchdog_of(0, store, lambda: found.append("abort"))
-    with pytest.raises(KeyError), mock.patch.object(board, "PATIENCE", 0.0), other.step():
+    with pytest.raises(KeyError), mock.patch.object(TIMING, "for_others", 0.0), other.step():
         raise KeyError("no such thing")
     own.progress.begin_step()
     own.progress.awaited = awaited

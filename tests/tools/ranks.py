@@ -183,10 +183,9 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
 
     gc.freeze()  # what is imported stays: tests that collect garbage need not search it
     torch.set_num_threads(1)
-    megapipe.failures.board.PATIENCE = 1.0  # on one machine news travels fast
-    megapipe.failures.board.LOOK = 0.05
-    megapipe.failures.agreement.PATIENCE = 60.0  # but a machine may be busy
-    megapipe.failures.helper_thread.TICK = 0.05
+    timing = megapipe.failures.TIMING
+    timing.for_others, timing.look, timing.tick = 1.0, 0.05, 0.05  # on one machine news travels fast
+    timing.for_mistakes = 60.0  # but a machine may be busy
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     while True:
