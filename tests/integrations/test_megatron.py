@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from fakes.megatron_on_cpu import with_optimizers
 from tools import replicas
+from tools.against import assert_same_gradients
 from tools.models import Stage, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -202,8 +203,7 @@ def train_with_both(
         losses = ours.gradients(megapipe.get_forward_backward_func(), data, step_function)
         assert losses == their_losses
         for a, b in zip(theirs.chunks, ours.chunks):
-            for (name, p), q in zip(a.named_parameters(), b.parameters()):
-                assert torch.equal(p.grad, q.grad), name
+            assert_same_gradients([a], b)
         theirs.optimizer.step()
         ours.optimizer.step()
     return sum(losses)
@@ -533,8 +533,7 @@ def test_pp2_vpp2_with_variable_lengths(rank: int) -> None:
             grad = received[0]
     assert losses == (reports if rank == 1 else [])
     for chunk, expected in zip(chunks, one_rank):
-        for (name, p), q in zip(chunk.named_parameters(), expected.named_parameters()):
-            assert torch.equal(p.grad, q[1].grad), name
+        assert_same_gradients([chunk], expected)
 
 
 @on_ranks(2)
@@ -552,8 +551,7 @@ def test_layers_that_leave_their_weight_gradients_to_w(rank: int) -> None:
     waiting = {name for name, p in model.named_parameters() if p.grad is None}
     assert waiting == {name for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name}
     later.run()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
-        assert torch.equal(p.grad, q.grad), name
+    assert_same_gradients([model], plain)
     for schedule, vp_size in (("zb1p", None), ("zbv", 2)):
         chunks = megapipe.integrations.megatron.build_model_chunks(provider(megatron(2, vp_size)), schedule)
         both = [chunks, copy_of(chunks)]
@@ -562,8 +560,7 @@ def test_layers_that_leave_their_weight_gradients_to_w(rank: int) -> None:
         reports = [step(megapipe.get_forward_backward_func(schedule), one, batches(4, 0)) for one in both]
         assert reports[0] == reports[1]
         for a, b in zip(*both):
-            for (name, p), q in zip(a.named_parameters(), b.parameters()):
-                assert torch.equal(p.grad, q.grad), f"{schedule} {name}"
+            assert_same_gradients([a], b, schedule)
 
 
 @on_ranks(2)
