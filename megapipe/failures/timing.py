@@ -9,7 +9,7 @@ __all__ = ["TIMING", "Timing"]
 
 @dataclass
 class Timing:
-    """In seconds. A process sets other ones before its first step.
+    """Times in seconds. A process that wants others sets them before its first step.
 
     Attributes:
         tick: between two looks of the helper thread; in large jobs more.
@@ -35,4 +35,4 @@ class Timing:
 
 
 TIMING = Timing()
-"""Those of this process."""
+"""The times of this process."""

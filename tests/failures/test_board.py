@@ -6,12 +6,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tools.failing import killed, raising
 from tools.models import build, forward_step, run
 from tools.ranks import RankPool, on_ranks
 from torch.distributed import HashStore
@@ -20,10 +20,6 @@ from megapipe import PipelineError, TiedWeights, clip_grad_norm_
 from megapipe.failures import TIMING, Board, board, check_failures, helper_thread
 from megapipe.failures.board import Failure
 from megapipe.training import GradientReducer
-
-
-def failing_step(data_iterator: Any, model: Any) -> Any:
-    raise KeyError("no such thing")
 
 
 def of_replica(other: int) -> str:
@@ -42,7 +38,7 @@ def a_replica_fails(rank: int, where: str) -> str:
         config.finalize_model_grads_func = lambda *args: dist.all_reduce(torch.ones(1))
 
     def train() -> None:
-        run("1f1b", chunks, 4, forward_step_func=failing_step if rank == 2 else forward_step)
+        run("1f1b", chunks, 4, forward_step_func=raising(KeyError("no such thing")) if rank == 2 else forward_step)
         while where == "clipping":  # which needs nothing from the other replica
             clip_grad_norm_(chunks, 1.0)
 
@@ -66,7 +62,7 @@ def test_a_failure_ends_the_pipelines_of_all(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
 
     def train() -> None:
-        run("1f1b", chunks, 4, forward_step_func=failing_step if rank in (0, 3) else forward_step)
+        run("1f1b", chunks, 4, forward_step_func=raising(KeyError("no such thing")) if rank in (0, 3) else forward_step)
         while True:  # until it has heard of the failure; in a collective it would be aborted
             check_failures()
             time.sleep(0.01)
@@ -125,14 +121,8 @@ def a_replica_is_killed(rank: int) -> str:
     reducer = GradientReducer(chunks)
     run("1f1b", chunks, 4)
     chunks[0].config.finalize_model_grads_func = reducer.finish
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward_step(data_iterator, model)
-
     with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 4, forward_step_func=step)
+        run("1f1b", chunks, 4, forward_step_func=killed if rank == 2 else forward_step)
     return str(caught.value)
 
 

@@ -1,7 +1,5 @@
 """One failure anywhere becomes one clear error everywhere, within seconds, and ends the pipeline."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tools.failing import killed, raising
 from tools.models import SEQUENCE, Stage, batches, build, forward_step, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor
@@ -26,27 +25,13 @@ from megapipe.training import GradientReducer, TiedWeights
 PP = 4
 
 
-def failing(message: str, at: int) -> Any:
-    """A forward_step_func that raises at a microbatch."""
-    count = 0
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == at + 1:
-            raise KeyError(message)
-        return forward_step(data_iterator, model)
-
-    return step
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("failing_rank", "at"), [(0, 0), (2, 3), (3, 5)])
 @on_ranks(PP)
 def test_an_exception_on_one_rank_reaches_all(rank: int, schedule: str, failing_rank: int, at: int) -> None:
     chunks = build(schedule, PP, 4)
     run(schedule, chunks, 4)
-    step = failing("no such thing", at) if rank == failing_rank else forward_step
+    step = raising(KeyError("no such thing"), at) if rank == failing_rank else forward_step
     with pytest.raises((PipelineError, KeyError)) as caught:
         run(schedule, chunks, 6, forward_step_func=step)
     message = f"rank {failing_rank} failed at {failing_rank}F{at}: KeyError: 'no such thing'"
@@ -193,14 +178,8 @@ def test_nothing_is_lost(rank: int) -> None:
 def one_rank_is_killed(rank: int) -> str:
     chunks = build("1f1b", PP, 4)
     run("1f1b", chunks, 4)
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward_step(data_iterator, model)
-
     with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 4, forward_step_func=step)
+        run("1f1b", chunks, 4, forward_step_func=killed if rank == 1 else forward_step)
     return str(caught.value)
 
 
@@ -275,9 +254,7 @@ class SilentError(Exception):
 
 
 def an_error_has_no_text(rank: int) -> str:
-    def step(data_iterator: Any, model: Any) -> Any:
-        raise SilentError
-
+    step = raising(SilentError())
     with pytest.raises((SilentError, PipelineError)) as caught:
         run("1f1b", build("1f1b", 2, 4), 2, forward_step_func=step if rank == 0 else forward_step)
     return "" if rank == 0 else str(caught.value)
@@ -372,15 +349,9 @@ def test_no_optimizer_step_after_a_failure_elsewhere(rank: int, number: int) -> 
 
 
 def user_times_out(rank: int) -> str:
-    chunks = build("1f1b", 2, 4)
-
-    def step(data_iterator: object, model: object) -> object:
-        if rank == 0:
-            raise TimeoutError("storage does not answer")
-        return forward_step(data_iterator, model)
-
+    step = raising(TimeoutError("storage does not answer")) if rank == 0 else forward_step
     with pytest.raises((PipelineError, TimeoutError)) as caught:
-        run("1f1b", chunks, 2, forward_step_func=step)
+        run("1f1b", build("1f1b", 2, 4), 2, forward_step_func=step)
     return str(caught.value)
 
 

@@ -1,7 +1,5 @@
 """Stages whose tensors torch's `parallelize_module` shares out among ranks: pp=2 x tp=2."""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,8 @@ import torch.distributed.tensor.debug
 from tools.against import assert_same_gradients, full, gradients
 from tools.models import BATCH, Stage, add_gradients, batches, run
 from tools.ranks import RankPool, on_ranks
+from tools.replicas import reduced
+from tools.scripts import run_script
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +22,6 @@ from torch.nn import Embedding
 from megapipe import StageInfo, TiedWeights, clip_grad_norm_, parallel_state, stages_for_rank
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
-from megapipe.training import GradientReducer
 
 NUM_LAYERS, NUM_MICROBATCHES, SEQUENCE = 4, 4, 6
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
@@ -134,16 +133,6 @@ def test_tied_weights_that_are_shared_out_otherwise(rank: int) -> None:
         TiedWeights([chunk], ["embedding.weight", "other.weight"])
 
 
-def run_script(rank: int, text: str) -> str:
-    """The script without the process group, which the worker has made."""
-    text, num_group = re.subn(r"dist\.(init|destroy)_process_group\(.*\)", "", text)
-    assert num_group == 2
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
-
-
 def test_the_script_trains(ranks: RankPool) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tensor_parallel.md").read_text()
     (script,) = re.findall(r"```python\n(.+?)```", page, flags=re.DOTALL)
@@ -191,9 +180,7 @@ def check_replicas(mesh: DeviceMesh) -> None:
     expected = reference(Stage(StageInfo(0, 1), NUM_LAYERS), num_replicas=2)
     for schedule in ("1f1b", "zbv"):
         chunks = build(schedule, mesh, deferred=True)
-        reducer = GradientReducer(chunks)
-        for chunk in chunks:
-            chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+        reduced(chunks)
         step(schedule, chunks, seed=mesh["dp"].get_local_rank())
         assert_gradients(chunks, expected)
 

@@ -13,6 +13,7 @@ from tools.by_slices import run_by_slices
 from tools.marks import needs_fsdp_on_cpu, needs_graphs
 from tools.models import seed_cpu
 from tools.ranks import on_ranks
+from tools.replicas import reduced
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,6 @@ import megapipe
 from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state, slices, stages_for_rank, weight_grad
 from megapipe.analysis import load_timeline
 from megapipe.plan import Action, Costs, make_plan, place_weights
-from megapipe.training import GradientReducer
 
 HIDDEN, HEADS, VOCABULARY, BATCH = 8, 2, 11, 2
 
@@ -433,8 +433,7 @@ def test_replicas_of_sliced_pipelines(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     for schedule in ("seq1f1b", "seq_zb1p"):
         (chunk,) = build(schedule)
-        reducer = GradientReducer([chunk])
-        chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+        reduced([chunk])
         run(schedule, chunk, 3, (3, 2, 1), seed=parallel_state.get_data_parallel_rank())
         expected, other = (reference(3, (3, 2, 1), by_slices=True, seed=replica) for replica in range(2))
         for parameter, others in zip(expected.parameters(), other.parameters()):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe import StageInfo, parallel_state
+from megapipe.training import GradientReducer
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 2, 20
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
@@ -96,6 +97,14 @@ def train_and_compare(
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             assert_close(parameter, final[name], atol, f"{schedule}, {name}")
+
+
+def reduced(chunks: list[Any], **options: Any) -> GradientReducer:
+    """A GradientReducer that the schedules call."""
+    reducer = GradientReducer(chunks, **options)
+    for chunk in chunks:
+        chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+    return reducer
 
 
 def build_replicas(schedule: str, pp_size: int, **options: Any) -> list[Stage]:

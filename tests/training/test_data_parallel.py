@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tools.models import Stage, assert_same_gradients, build, run
 from tools.ranks import on_ranks
-from tools.replicas import NUM_STEPS, SCHEDULES, average, build_replicas, replica_gradients, train_and_compare
+from tools.replicas import NUM_STEPS, SCHEDULES, average, build_replicas, reduced, replica_gradients, train_and_compare
 from torch import Tensor, nn
 
 from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state
@@ -22,11 +22,7 @@ from megapipe.training import GradientReducer
 
 def replicated(schedule: str, pp_size: int, **options: Any) -> tuple[list[Stage], GradientReducer]:
     chunks = build_replicas(schedule, pp_size)
-    reducer = GradientReducer(chunks, **options)
-    for chunk in chunks:
-        chunk.config.grad_sync_func = reducer.start
-        chunk.config.finalize_model_grads_func = reducer.finish
-    return chunks, reducer
+    return chunks, reduced(chunks, **options)
 
 
 @on_ranks(4)
@@ -226,9 +222,7 @@ def test_replicas_of_what_is_unfrozen_later(rank: int) -> None:
     drifted apart, silently."""
     chunks = build("no_pipelining", 1, 2)
     chunks[0].layers.requires_grad_(False)
-    reducer = GradientReducer(chunks)
-    chunks[0].config.grad_sync_func = reducer.start
-    chunks[0].config.finalize_model_grads_func = reducer.finish
+    reduced(chunks)
     run("no_pipelining", chunks, 2, seed=rank)
     chunks[0].layers.requires_grad_(True)
     # The error of this rank, or of the other one, where that was first to tell it.
