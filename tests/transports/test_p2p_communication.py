@@ -32,6 +32,7 @@ from megapipe.p2p_communication import (
 )
 from megapipe.plan import ChannelName, Placement, Plan, loop, make_plan, v_shape
 from megapipe.transports import GlooTransport, Members, make_transport
+from megapipe.transports.channel import resolved
 from megapipe.transports.choice import DEVICES
 from megapipe.transports.nccl import NcclTransport
 from megapipe.transports.outbox import Outbox, TaskThread
@@ -348,6 +349,15 @@ def test_conjugates_and_negatives_are_sent_as_they_read(rank: int) -> None:
     mark. Where the model computes its shapes, complex tensors were taken for some that have no gradient."""
     data = [(torch.tensor(x), torch.tensor([1.0 + 3.0j, 2.0])) for x in ([1.0 + 1.0j, 2.0j], [2.0 - 1.0j, 1.0 + 0.0j])]
     same_as_whole(Phases, ["1f1b"], data, lambda output, target: (output * target).real.sum())
+
+
+def test_what_is_sent_has_no_graph() -> None:
+    """It would live until the send has completed."""
+    leaf = torch.ones(2, 3, requires_grad=True)
+    for tensor in (leaf, leaf.t(), leaf * 2):
+        (sent,) = resolved([tensor])
+        assert not sent.requires_grad
+        assert sent.is_contiguous()
 
 
 class NoChannel(Channel):
