@@ -56,9 +56,17 @@ class Board:
         rank, size: of the job.
         store: the job's, which may outlive it, or have known others before.
         has_ended: whether torch.distributed was shut down.
+        begin: has a function called again and again; None for the helper thread.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, has_ended: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        has_ended: Callable[[], bool],
+        begin: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
         self.failure: Failure | None = None
         """Once it is there, no step of this job begins any more."""
@@ -79,7 +87,7 @@ class Board:
         self._lock = threading.RLock()  # of hearing
         self._store.add("ranks", 1)
         self._alarm = StoreAlarm(root, self._gives_up_store)
-        helper_thread.begin(self.watch)
+        (begin or helper_thread.begin)(self.watch)
 
     @classmethod
     def current(cls) -> Board | None:

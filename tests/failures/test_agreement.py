@@ -232,8 +232,7 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
     threads = []
     for rank in range(pp_size):
         own = InterruptibleStore(store, rank, pp_size, check_failure=lambda: None)
-        with mock.patch.object(helper_thread, "begin"):
-            board = Board(rank, pp_size, HashStore(), has_ended=lambda: False)
+        board = Board(rank, pp_size, HashStore(), has_ended=lambda: False, begin=lambda task: None)
         board._store = own
         watchdogs.append(watchdog_of(own, board))
         watchdogs[-1].progress.begin_step()

@@ -17,7 +17,7 @@ from tools.ranks import RankPool, on_ranks
 from torch.distributed import HashStore
 
 from megapipe import PipelineError, TiedWeights, clip_grad_norm_
-from megapipe.failures import TIMING, Board, board, check_failures, helper_thread
+from megapipe.failures import TIMING, Board, board, check_failures
 from megapipe.failures.board import Failure
 from megapipe.training import GradientReducer
 
@@ -162,8 +162,8 @@ def test_a_rank_that_stands_still_is_given_up(ranks: RankPool) -> None:
 @pytest.fixture
 def heard() -> Iterator[Board]:
     """The board of a rank that has just heard of a failure. The test calls what the helper thread calls."""
-    with mock.patch.object(board, "abort_process_groups"), mock.patch.object(helper_thread, "begin"):
-        one = Board(0, 2, HashStore(), has_ended=lambda: False)
+    with mock.patch.object(board, "abort_process_groups"):
+        one = Board(0, 2, HashStore(), has_ended=lambda: False, begin=lambda task: None)
         one.publish(Failure("rank 1 failed"))
         assert one.failure is not None
         yield one

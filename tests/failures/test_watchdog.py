@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -390,12 +389,12 @@ def test_a_time_limit_may_be_raised(rank: int) -> None:
         run("1f1b", chunks, 1, forward_step_func=slow_step)
 
 
-def watchdog_of(rank: int, store: HashStore, abort: Callable[[], None] = lambda: None) -> Watchdog:
+def watchdog_of(rank: int, store: HashStore, abort: Callable[[], None] = lambda: None, now: Any = None) -> Watchdog:
     """Of a pipeline of two ranks without torch.distributed. The test calls what the helper thread calls."""
-    with mock.patch.object(helper_thread, "begin"):
-        board = Board(rank, 2, store, has_ended=lambda: False)
+    board = Board(rank, 2, store, has_ended=lambda: False, begin=lambda task: None)
     own = InterruptibleStore(store, rank, 2, check_failure=lambda: None)
-    return Watchdog(board, "ranks 0, 1", [0, 1], own, abort, find_error=lambda: None, has_ended=lambda: False)
+    ends = {"find_error": lambda: None, "has_ended": lambda: False}
+    return Watchdog(board, "ranks 0, 1", [0, 1], own, abort, **ends, now=now or time.monotonic)
 
 
 @pytest.mark.parametrize(("awaited", "order"), [(None, ["raise", "abort"]), ("a message", ["abort", "raise"])])
@@ -423,7 +422,8 @@ def test_a_rank_that_computes_raises_before_its_transport_is_aborted(awaited: st
 def test_waits_of_different_steps_are_not_one_long_wait() -> None:
     """The watchdog took a wait for the same message, seen at the same place, for one and the same wait. A healthy rank
     that waits for its first input in every step was given up once the steps added up to the time limit."""
-    own, now = watchdog_of(0, HashStore()), [0.0]
+    now = [0.0]
+    own = watchdog_of(0, HashStore(), now=lambda: now[0])
     progress, own.timeout = own.progress, 1.0
 
     def wait(seconds: float) -> None:
@@ -431,12 +431,11 @@ def test_waits_of_different_steps_are_not_one_long_wait() -> None:
         now[0] += seconds
         own.poll()  # publishes that it has waited too long
 
-    with mock.patch("megapipe.failures.watchdog.time", SimpleNamespace(monotonic=lambda: now[0])):
-        for _ in range(4):
-            progress.begin_step()
-            progress.awaited = "the forward input of microbatch 0"
-            wait(0.4)
-        assert own.board.failure is None
-        wait(0.7)
+    for _ in range(4):
+        progress.begin_step()
+        progress.awaited = "the forward input of microbatch 0"
+        wait(0.4)
+    assert own.board.failure is None
+    wait(0.7)
     assert own.board.failure is not None
     assert own.board.failure.text.startswith("rank 0 waited longer than 1 s for the forward input of microbatch 0: ")
