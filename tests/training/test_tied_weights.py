@@ -127,6 +127,18 @@ def test_one_parameter_under_two_names(rank: int) -> None:
         torch.testing.assert_close(before, expected.embedding.weight.grad)
 
 
+@on_ranks(1)
+def test_one_parameter_under_two_names_of_one_chunk(rank: int) -> None:
+    """Nothing to sum either, and both names are known."""
+    (chunk,) = build("no_pipelining", 1, 8)
+    chunk.head.weight = chunk.embedding.weight
+    tied = TiedWeights(chunk, NAMES)
+    run("no_pipelining", chunk, M)
+    before = chunk.head.weight.grad.clone()
+    tied.sum_gradients()
+    assert torch.equal(chunk.head.weight.grad, before)
+
+
 def with_replicas(rank: int) -> list[Tensor]:
     chunks = build("1f1b", 2, 8)
     tied = TiedWeights(chunks, NAMES)
