@@ -1,6 +1,7 @@
 """Chunks sharded by torch's fully_shard: the same training as in one process, one gather and one reduction per step."""
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
