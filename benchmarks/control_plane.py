@@ -18,7 +18,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from megapipe.failures.helper_thread import LOOKS_PER_SECOND, TICK
+from megapipe.failures import TIMING
+from megapipe.failures.helper_thread import LOOKS_PER_SECOND
 
 from .tables import FOLDER, save_table
 
@@ -50,7 +51,7 @@ def main() -> None:
         stores[0].set(name, "x" * 200)
     times = {name: processor_time(request, stores, args.rounds, questions) for name, request in REQUESTS.items()}
     rows = [[name, f"{1e6 * t:.1f}", *(f"{ranks * t:.3f}" for ranks in RANKS)] for name, t in times.items()]
-    pause = max(TICK, max(RANKS) / LOOKS_PER_SECOND)
+    pause = max(TIMING.tick, max(RANKS) / LOOKS_PER_SECOND)
     share = 100 * max(RANKS) / pause * times["look for failures (add)"]
     notes = f"{max(RANKS)} ranks that look every {pause:.2g} s take {share:.0f} % of a core."
     save_table("control-plane", f"The store, {args.connections} connections", HEADER, rows, notes, args.folder)

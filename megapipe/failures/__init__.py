@@ -7,9 +7,11 @@ from .mailbox import Mailbox
 from .progress import Progress
 from .status import add_status_command
 from .store import InterruptibleStore
+from .timing import TIMING
 from .watchdog import Watchdog, check_failures, collective, single_rank_step
 
 __all__ = [
+    "TIMING",
     "Agreement",
     "Board",
     "InterruptibleStore",

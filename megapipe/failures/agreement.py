@@ -17,11 +17,10 @@ from typing import Any
 from .board import join_ranks
 from .errors import DisagreementError, PipelineError
 from .mailbox import Mailbox
+from .timing import TIMING
 from .watchdog import Watchdog
 
 __all__ = ["Agreement"]
-
-PATIENCE = 10.0  # seconds that a rank waits for the others to hear of its mistake, until it ends the pipeline by it
 
 
 class Agreement:
@@ -51,7 +50,7 @@ class Agreement:
         except Exception as error:
             if self._known_step < step and self._is_alone() and self._watchdog.board.failure is None:
                 with suppress(Exception):  # then it ends the pipeline
-                    self._exchange({}, self._watchdog.told(error), PATIENCE)
+                    self._exchange({}, self._watchdog.told(error), TIMING.for_mistakes)
             raise
 
     def agree(self, arguments: dict[str, str]) -> None:

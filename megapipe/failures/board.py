@@ -29,12 +29,9 @@ from .errors import DisagreementError, NoResponseError, PipelineError
 from .progress import Progress, report
 from .store import InterruptibleStore
 from .store_alarm import StoreAlarm
+from .timing import TIMING
 
 __all__ = ["Board", "Failure", "is_connection_error", "join_ranks"]
-
-LOOK = 1.0  # seconds between two looks for a failure of another pipeline; in large jobs more
-PATIENCE = 3.0  # seconds given to the other ranks to say where they are, or to hear of a failure
-UNTIL_ABORT = 3.0  # seconds given to a main thread to raise, before its process groups are aborted
 
 
 class Failure(NamedTuple):
@@ -59,9 +56,17 @@ class Board:
         rank, size: of the job.
         store: the job's, which may outlive it, or have known others before.
         has_ended: whether torch.distributed was shut down.
+        begin: has a function called again and again; None for the helper thread.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, has_ended: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        has_ended: Callable[[], bool],
+        begin: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
         self.failure: Failure | None = None
         """Once it is there, no step of this job begins any more."""
@@ -77,12 +82,12 @@ class Board:
         root = _root(store)
         self.positions = positions.Positions(rank, size, root, job)
         self.pipelines = self.positions.pipelines
-        self._next_look, self._next_beat = 0.0, time.monotonic() + positions.BEAT
-        self._seconds_left = UNTIL_ABORT
+        self._next_look, self._next_beat = 0.0, time.monotonic() + TIMING.beat
+        self._seconds_left = TIMING.until_abort
         self._lock = threading.RLock()  # of hearing
         self._store.add("ranks", 1)
         self._alarm = StoreAlarm(root, self._gives_up_store)
-        helper_thread.begin(self.watch)
+        (begin or helper_thread.begin)(self.watch)
 
     @classmethod
     def current(cls) -> Board | None:
@@ -127,7 +132,7 @@ class Board:
     def await_others(self) -> None:
         """Wait until all ranks have heard: they may need this process, which may hold the store."""
         with suppress(RuntimeError):
-            end = time.monotonic() + PATIENCE
+            end = time.monotonic() + TIMING.for_others
             while self._store.add("heard", 0) < self._store.add("ranks", 0) and time.monotonic() < end:
                 time.sleep(helper_thread.interval(0.02))
 
@@ -137,7 +142,7 @@ class Board:
         Args:
             where: what this rank did.
         """
-        end = time.monotonic() + 2 * PATIENCE  # a rank beside one that died needs some time itself
+        end = time.monotonic() + 2 * TIMING.for_others  # a rank beside one that died needs some time itself
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.02)
         self.look()  # the helper thread may be about to hear
@@ -190,7 +195,7 @@ class Board:
         have_begun = [self._store.check([f"begun {failure.pipeline} {rank}"]) for rank in ranks]
         keys = [f"progress {failure.pipeline} {rank}" for rank in ranks]
         awaited = [key for key, has_begun in zip(keys, have_begun) if has_begun]
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMING.for_others
         while awaited and not self._store.check(awaited) and time.monotonic() < end:
             time.sleep(helper_thread.interval(0.02))
         written = [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
@@ -223,10 +228,10 @@ class Board:
             pipeline.poll()
         now = time.monotonic()
         if now >= self._next_look:
-            self._next_look = now + helper_thread.interval(LOOK)
+            self._next_look = now + helper_thread.interval(TIMING.look)
             self.look()
         if now >= self._next_beat and self.failure is None:
-            self._next_beat = now + positions.BEAT
+            self._next_beat = now + TIMING.beat
             self.positions.beat()
             silent = self.positions.find_silent()
             if silent is not None:
@@ -237,7 +242,7 @@ class Board:
         this, so that a process that was stopped as a whole has all of it when it goes on."""
         if self.has_raised or self.has_aborted:
             return
-        self._seconds_left -= min(helper_thread.interval(helper_thread.TICK), LOOK)
+        self._seconds_left -= min(helper_thread.interval(TIMING.tick), TIMING.look)
         if self._seconds_left < 0:
             self.has_aborted = True
             text = f"megapipe: rank {self.rank} aborts its process groups: {self.error()}"
@@ -248,7 +253,7 @@ class Board:
 
     def _gives_up_store(self, silence: float) -> bool:
         self.positions.note()
-        if silence < positions.NUM_MISSED * positions.BEAT:
+        if silence < positions.NUM_MISSED * TIMING.beat:
             return False
         if self.failure is not None or self._has_ended():
             return True

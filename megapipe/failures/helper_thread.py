@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from .timing import TIMING
+
 __all__ = ["begin", "end", "interval", "seconds_busy"]
 
-TICK = 0.25  # seconds between two calls of each task
 LOOKS_PER_SECOND = 20_000  # of all ranks of a job: torch.distributed's store answers them with less than half a core
 PATIENCE = 3.0  # seconds that the end of the process waits for the thread
 
@@ -24,7 +25,7 @@ _lock = threading.Lock()
 
 
 def begin(task: Callable[[], None]) -> None:
-    """Call a function every `TICK` seconds, in large jobs less often, until `end`."""
+    """Call a function every `TIMING.tick` seconds, in large jobs less often, until `end`."""
     global _thread
     with _lock:
         _tasks.add(task)
@@ -59,7 +60,7 @@ def _stop_running() -> None:
 
 def _run() -> None:
     global _called_at
-    while not _stop.wait(interval(TICK)):
+    while not _stop.wait(interval(TIMING.tick)):
         _called_at = time.monotonic()
         try:
             for task in list(_tasks):

@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import Store
 
 from .. import parallel_state
 from .progress import Progress
+from .timing import TIMING
 
-__all__ = ["BEAT", "NUM_MISSED", "POSITIONS", "Member", "Positions"]
+__all__ = ["NUM_MISSED", "POSITIONS", "Member", "Positions"]
 
-BEAT = 5.0  # seconds between two signs of life
 NUM_MISSED = 12  # signs of life that a rank leaves out until those that wait give it up
 
 POSITIONS = "megapipe rank {}"
@@ -120,8 +120,9 @@ class Positions:
         if self._num_missed < NUM_MISSED or not self.stands_still():
             return None
         return (
-            f"global rank {self._next} on {position['host']} has given no sign of life for {NUM_MISSED * BEAT:g} s, "
-            "and others wait: its process stands still or was killed, or its host or network is gone."
+            f"global rank {self._next} on {position['host']} has given no sign of life for "
+            f"{NUM_MISSED * TIMING.beat:g} s, and others wait: its process stands still or was killed, or its host or "
+            "network is gone."
         )
 
     def stands_still(self) -> bool:
@@ -129,4 +130,4 @@ class Positions:
         is_busy = self.doing is not None or any(
             one.current_progress().action is not None for one in list(self.pipelines)
         )
-        return is_busy and time.time() > self._since + NUM_MISSED * BEAT
+        return is_busy and time.time() > self._since + NUM_MISSED * TIMING.beat

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .positions import BEAT, POSITIONS
+from .positions import POSITIONS
+from .timing import TIMING
 
 __all__ = ["add_status_command"]
 
-PATIENCE = 10.0  # seconds that the store may take to answer
 NUM_LATE = 3  # signs of life that a rank leaves out until the table calls it silent
 HEADINGS = ("rank", "replica", "pipeline rank", "step", "at", "for", "waits for", "last sign of life", "process")
 
@@ -68,7 +68,7 @@ def read_positions(address: str) -> list[dict[str, Any] | None]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"the address of a job's store is HOST:PORT, like MASTER_ADDR:MASTER_PORT, got {address!r}.")
-    limit = datetime.timedelta(seconds=PATIENCE)
+    limit = datetime.timedelta(seconds=TIMING.for_status)
     try:
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
         size = POSITIONS.format("size")
@@ -94,7 +94,7 @@ def _row(rank: int, position: dict[str, Any] | None, now: float) -> tuple[str, .
         position["at"] or "outside any step",
         f"{max(0.0, now - position['since']):.0f} s",
         (awaited or "") + (f" from rank {peer}" if awaited and peer is not None else ""),
-        f"{silence:.0f} s ago" + (", silent" if silence > NUM_LATE * BEAT else ""),
+        f"{silence:.0f} s ago" + (", silent" if silence > NUM_LATE * TIMING.beat else ""),
         f"{position['pid']} on {position['host']}",
     )
 

@@ -20,10 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from . import helper_thread
+from .timing import TIMING
 
 __all__ = ["StoreAlarm"]
-
-PAUSE = 5.0  # seconds between two looks at the helper thread, and between two questions over another connection
 
 
 class StoreAlarm:
@@ -52,10 +51,10 @@ class StoreAlarm:
 
     def look(self) -> bool:
         """Returns whether this rank has given the store up."""
-        if helper_thread.seconds_busy() < PAUSE:
+        if helper_thread.seconds_busy() < TIMING.until_alarm:
             self._silence = 0.0
             return False
-        self._silence += PAUSE
+        self._silence += TIMING.until_alarm
         if self._question is None or not self._question.is_alive():
             if self._question is None:
                 atexit.register(self._await_answer)
@@ -64,14 +63,14 @@ class StoreAlarm:
         return self._gives_up(self._silence)
 
     def _watch(self) -> None:
-        while not self._has_ended.wait(PAUSE):
+        while not self._has_ended.wait(TIMING.until_alarm):
             if self.look():
                 _cut_connections(self._store.port)
                 return
 
     def _ask(self) -> None:
         with suppress(RuntimeError):  # the store cannot be reached
-            limit = datetime.timedelta(seconds=PAUSE)
+            limit = datetime.timedelta(seconds=TIMING.until_alarm)
             store = TCPStore(self._store.host, self._store.port, wait_for_workers=False, timeout=limit)
             store.check(["anything"])
             self._silence = 0.0
@@ -79,7 +78,7 @@ class StoreAlarm:
     def _await_answer(self) -> None:
         """A thread that comes back from the store when the interpreter goes brings the process down with it."""
         assert self._question is not None
-        self._question.join(PAUSE)
+        self._question.join(TIMING.until_alarm)
 
 
 def _cut_connections(port: int) -> None:

@@ -35,6 +35,7 @@ class Watchdog:
         abort: ends whatever the main thread waits for; called from the helper thread.
         find_error: tells what has become of a connection, where that is known though no call has failed.
         has_ended: whether there is nothing left to watch over, because the process group was destroyed.
+        now: the clock that waits are measured by.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Watchdog:
         abort: Callable[[], None],
         find_error: Callable[[], str | None],
         has_ended: Callable[[], bool],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.board = board
         self.name = name
@@ -61,6 +63,7 @@ class Watchdog:
         self._abort_communication = abort
         self._find_error = find_error
         self._has_ended = has_ended
+        self._now = now
         self._subscribers: list[Callable[[], bool]] = []
         self._lock = threading.RLock()
         self._has_raised = threading.Event()
@@ -201,8 +204,8 @@ class Watchdog:
         progress = self.current_progress()
         waiting = (progress.step, progress.action, progress.awaited)
         if waiting != self._waiting or progress.awaited is None:
-            self._waiting, self._waiting_since = waiting, time.monotonic()
-        return time.monotonic() - self._waiting_since
+            self._waiting, self._waiting_since = waiting, self._now()
+        return self._now() - self._waiting_since
 
 
 def _text_of(error: BaseException) -> str:

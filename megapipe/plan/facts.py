@@ -59,24 +59,29 @@ class PlanFacts:
 
     def messages(self, rank: int) -> list[Event]:
         """The sends and receives of a rank that go to, or come from, another one."""
-        return [event for event in self.events[rank] if self.peer(rank, event) is not None]
+        row = self.rows[rank]
+        travels = [self.peer(rank, event) is not None for event in row.first_of_words()]
+        return [row.at(index) for index, code in enumerate(row.codes) if travels[code]]
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], list[ChannelName]]:
         """The channels of the messages that travel in one step, by sender and receiver, in the order in which they are
         sent."""
         traffic: dict[tuple[int, int], list[ChannelName]] = {}
-        for rank in range(self.pp_size):
-            for event in self.messages(rank):
-                peer = self.peer(rank, event)
-                if event.sends and peer is not None:
-                    traffic.setdefault((rank, peer), []).append(event.channel)
+        for rank, row in enumerate(self.rows):
+            words = row.first_of_words()
+            peers = [self.peer(rank, event) if event.sends else None for event in words]
+            for code in row.codes:
+                if (peer := peers[code]) is not None:
+                    traffic.setdefault((rank, peer), []).append(words[code].channel)
         return traffic
 
     def peer(self, rank: int, event: Event) -> int | None:
         """The other rank that an event of `rank` sends to or receives from; None where there is none."""
+        if kind_of(event.verb) is not None:
+            return None
         stage = event.stage + (1 if event.sends == event.is_forward else -1)
-        if event.action is not None or not self.has_stage(stage):
+        if not self.has_stage(stage):
             return None
         peer = self.rank_of(stage)
         return None if peer == rank else peer

@@ -3,6 +3,7 @@ action follows from its row."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 __all__ = [
@@ -99,6 +100,7 @@ def overlapped(kind: Kind) -> str:
     return _OVERLAPPED + kind.verb
 
 
+@functools.cache
 def kind_of(verb: str) -> Kind | None:
     """The kind of what a verb, or half a pair, computes; None for one that sends or receives."""
     verb = verb.removeprefix(_OVERLAPPED)

@@ -20,14 +20,17 @@ def peak_waiting(plan: PlanFacts, rank: int) -> int:
     most = 0
     senders: set[int] = set()
     in_pair = False
-    for event in plan.events[rank]:
+    row = plan.rows[rank]
+    halves = [is_overlapped(verb) for verb, _ in row.words]
+    needed = map(plan.needs, row.first_of_words())
+    awaited = [None if event is None else plan.rank_of(event.stage) for event in needed]
+    for code in row.codes:
         if not in_pair:  # the second of a pair waits together with the first
             senders = set()
-        in_pair ^= is_overlapped(event.verb)
-        needed = plan.needs(event)
-        if needed is not None and (sender := plan.rank_of(needed.stage)) != rank:
+        in_pair ^= halves[code]
+        if (sender := awaited[code]) is not None and sender != rank:
             senders.add(sender)
-        most = max(most, len(senders))
+            most = max(most, len(senders))
     return most + sum(sender == rank for sender, _ in plan.traffic)
 
 

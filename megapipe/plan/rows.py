@@ -88,6 +88,10 @@ class Row(LazySequence[T], Generic[T]):
             units.append(microbatch * num_slices + part)
         return cls(make, list(numbers), codes, units, num_slices)
 
+    def first_of_words(self) -> list[T]:
+        """Each word as an item of the first unit, for facts that all units share."""
+        return [self.make(*word, 0, 0) for word in self.words]
+
     def look_up(self, facts: Sequence[Any], type_: type) -> np.ndarray[Any, Any]:
         """A fact of each item, from those of the words."""
         found: np.ndarray[Any, Any] = np.array(facts, type_)[np.asarray(self.codes)]

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, 
 
 from ..config import PipelineConfig
 from ..failures import (
+    TIMING,
     Agreement,
     Board,
     InterruptibleStore,
@@ -34,8 +35,6 @@ from .sharing import share
 __all__ = ["Session", "one_step"]
 
 logger = logging.getLogger(__name__)
-
-SAFETY = 60  # seconds that a transport waits longer than the watchdog, which says where everybody is
 
 
 class Session:
@@ -138,7 +137,7 @@ class Session:
         progress = self._progress
         if key not in self._communicators:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
-            members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + SAFETY)
+            members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + TIMING.beyond_limit)
             chosen = make_transport(config.p2p_transport, members, device, self._is_shared, config.p2p_max_ctas)
             communicator = Communicator(chosen, placement, self.pp_rank, len(self.ranks), num_chunks)
             self._communicators[key] = communicator

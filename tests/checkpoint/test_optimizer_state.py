@@ -9,7 +9,7 @@ import pytest
 import torch
 from tools.models import build, run
 from tools.optimizers import same, sgd, weights_of
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks
 from tools.restarts import validated
 from tools.saving import Counting, filled
 from torch import nn
@@ -75,7 +75,12 @@ def test_what_an_optimizer_cannot_have_saved(tmp_path: Path) -> None:
             Checkpointer(tmp_path, layer, optimizer).save(1)
 
 
-def rates_resumed(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_learning_rates_of_each_rank_are_resumed(rank: int, tmp_path: Path) -> None:
+    """The scheduler saved by rank 0 was loaded on all ranks with rank 0's learning rates, one per group. Ranks with
+    other groups went on with wrong ones."""
+    folder = str(tmp_path)
+
     def make() -> tuple[Any, ...]:
         chunks = build("1f1b", 2, 4)
         optimizer = PipelinedOptimizer(chunks, sgd, lambda name, _: {"lr": 1e-4} if "embedding" in name else {})
@@ -95,12 +100,6 @@ def rates_resumed(rank: int, folder: str) -> None:
     Checkpointer(folder, chunks, optimizer, others={"lr": scheduler}).load()
     assert train(chunks, optimizer, scheduler) == expected == scheduler.get_last_lr()
     assert len(expected) == 2 - rank
-
-
-def test_learning_rates_of_each_rank_are_resumed(ranks: RankPool, tmp_path: Path) -> None:
-    """The scheduler saved by rank 0 was loaded on all ranks with rank 0's learning rates, one per group. Ranks with
-    other groups went on with wrong ones."""
-    ranks.run(2, rates_resumed, str(tmp_path))
 
 
 @on_ranks(2)
@@ -154,7 +153,11 @@ def plateau(optimizer: Any) -> ReduceLROnPlateau:
     return ReduceLROnPlateau(optimizer, patience=0, factor=0.7, min_lr=minima)
 
 
-def schedulers_resumed(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_schedulers_of_other_groups_are_resumed(rank: int, tmp_path: Path) -> None:
+    """torch's own schedulers took over rank 0's learning rates for its groups on every rank, and so did a CyclicLR its
+    bounds; one behind another scheduler went on with a wrong lower bound. Later steps had wrong rates, or failed."""
+    folder = str(tmp_path)
     parallel_state.initialize_model_parallel(2)
     kinds: list[tuple[Any, bool]] = [(lambda one: LambdaLR(one, lambda step: 0.5**step), False), (plateau, False)]
     kinds += [(cyclic, is_pipelined) for is_pipelined in (False, True)]
@@ -195,12 +198,6 @@ def schedulers_resumed(rank: int, folder: str) -> None:
         assert len(expected[0]) == 2 - rank
     with pytest.raises(TypeError, match="ReduceLROnPlateau steps by a metric"):
         PipelinedLRScheduler(optimizer, plateau)
-
-
-def test_schedulers_of_other_groups_are_resumed(ranks: RankPool, tmp_path: Path) -> None:
-    """torch's own schedulers took over rank 0's learning rates for its groups on every rank, and so did a CyclicLR its
-    bounds; one behind another scheduler went on with a wrong lower bound. Later steps had wrong rates, or failed."""
-    ranks.run(2, schedulers_resumed, str(tmp_path))
 
 
 def test_factored_state_of_parameters_in_parts(tmp_path: Path) -> None:

@@ -11,14 +11,19 @@ import torch
 from tools.models import batches, build, reference, run
 from tools.pretraining import EXAMPLES, pretrain
 from tools.pretraining import text as text  # the fixture
-from tools.ranks import RankPool
+from tools.ranks import RankPool, on_ranks
 
 from megapipe import StageInfo, parallel_state
 
 PROMPTS = ["7 times", "i", "12 times 12 is 144, and far more than the model can look back at"]
 
 
-def outputs_in_order(rank: int) -> None:
+def forward_only(data_iterator: Any, model: Any) -> tuple[torch.Tensor, None]:
+    return model(next(data_iterator)["tokens"]), None
+
+
+@on_ranks(2)
+def test_inference_returns_outputs_in_order(rank: int) -> None:
     """Without a loss function the outputs come back, in the order of the microbatches, for any number of chunks."""
     model, _ = reference(8, 1)
     for num_chunks in (1, 2, 4):
@@ -30,14 +35,6 @@ def outputs_in_order(rank: int) -> None:
                 expected = [model(batch["tokens"]) for batch in batches(num_microbatches)]
             assert len(outputs) == (num_microbatches if rank == 1 else 0)
             assert all(torch.equal(*both) for both in zip(outputs, expected))
-
-
-def forward_only(data_iterator: Any, model: Any) -> tuple[torch.Tensor, None]:
-    return model(next(data_iterator)["tokens"]), None
-
-
-def test_inference_returns_outputs_in_order(ranks: RankPool) -> None:
-    ranks.run(2, outputs_in_order)
 
 
 def generate(rank: int, options: str) -> list[bytes]:

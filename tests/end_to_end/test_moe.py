@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tools.against import add_gradients, assert_same_gradients, step
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
@@ -155,25 +156,13 @@ def batches(replica: int, num_microbatches: int) -> list[tuple[Tensor, Tensor]]:
     return [(text[:-1], text[1:]) for text in texts]
 
 
-def forward_step(data_iterator: Any, model: nn.Module) -> Any:
-    tokens, labels = next(data_iterator)
-
-    def loss_func(logits: Tensor) -> tuple[Tensor, Tensor]:
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        return loss, loss.detach()
-
-    return in_segments(model, tokens), loss_func
-
-
 def run(schedule: str, chunks: list[GPTStage], replica: int, num_microbatches: int) -> list[Any]:
-    return megapipe.get_forward_backward_func(schedule)(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches(replica, num_microbatches)),
-        model=chunks,
-        num_microbatches=num_microbatches,
-        seq_length=6,
-        micro_batch_size=2,
-    )
+    data = batches(replica, num_microbatches)
+    return step(schedule, chunks, data, loss_of, in_parts=True, seq_length=6, micro_batch_size=2)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def record_exchanges() -> list[tuple[Any, Any]]:
@@ -214,13 +203,8 @@ def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> lis
     (whole,) = build(megapipe.stages_for_rank("no_pipelining"), num_microbatches)
     losses = run("no_pipelining", [whole], replica, num_microbatches)
     for chunks, reports in results:
-        if any(chunk.stage.is_last for chunk in chunks):
-            assert reports == losses
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                expected = whole.get_parameter(name).grad
-                assert parameter.grad is not None, name
-                assert torch.equal(parameter.grad, expected), name
+        assert reports == (losses if any(chunk.stage.is_last for chunk in chunks) else [])
+        assert_same_gradients(chunks, whole)
     return all_exchanges
 
 
@@ -250,12 +234,9 @@ def test_dualpipev_with_all_experts(rank: int, num_ranks: int) -> None:
     for m in (2 * num_ranks, 3 * num_ranks + 1):
         chunks = [GPTStage(config, stage) for stage in megapipe.stages_for_rank("dualpipev")]
         whole = GPTStage(config, StageInfo(0, 1))
-        for tokens, labels in batches(0, m):
-            (F.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten()) / m).backward()
+        add_gradients([whole], batches(0, m))
         run("dualpipev", chunks, 0, m)
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                assert torch.equal(parameter.grad, whole.get_parameter(name).grad), (m, name)
+        assert_same_gradients(chunks, whole, m)
 
 
 @on_ranks(2)

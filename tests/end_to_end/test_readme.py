@@ -1,13 +1,12 @@
 """The README's first screen works, and the pages show functions, plans and commands as they are."""
 
-import contextlib
 import inspect
-import io
 import re
 from pathlib import Path
 
 import pytest
 from tools.ranks import RankPool
+from tools.scripts import run_script
 
 import megapipe
 from megapipe.analysis import as_text
@@ -36,16 +35,6 @@ def test_the_readme_fits_its_purpose() -> None:
     assert len(lines) <= 200
     (run_on,) = (number for number, line in enumerate(lines) if "**What it was run on:**" in line)
     assert run_on < 60
-
-
-def run_script(rank: int, text: str) -> str:
-    """The script without the process group, which the worker has made."""
-    text, num_group = re.subn(r"dist\.(init|destroy)_process_group\(.*\)", "", text)
-    assert num_group == 2
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -16,7 +16,7 @@ from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelineError
-from megapipe.failures import Agreement, Board, InterruptibleStore, Mailbox, Watchdog, helper_thread
+from megapipe.failures import TIMING, Agreement, Board, InterruptibleStore, Mailbox, Watchdog, helper_thread
 from megapipe.runtime.session import _sessions
 
 PP = 4
@@ -32,7 +32,7 @@ class SlowConfig:
     def __getattr__(self, name: str) -> object:
         if name == "hidden_size" and self._num_slow > 0:
             self._num_slow -= 1
-            time.sleep(4 * helper_thread.TICK)
+            time.sleep(4 * TIMING.tick)
         return getattr(self._config, name)
 
 
@@ -232,8 +232,7 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
     threads = []
     for rank in range(pp_size):
         own = InterruptibleStore(store, rank, pp_size, check_failure=lambda: None)
-        with mock.patch.object(helper_thread, "begin"):
-            board = Board(rank, pp_size, HashStore(), has_ended=lambda: False)
+        board = Board(rank, pp_size, HashStore(), has_ended=lambda: False, begin=lambda task: None)
         board._store = own
         watchdogs.append(watchdog_of(own, board))
         watchdogs[-1].progress.begin_step()
@@ -254,7 +253,7 @@ def test_ranks_of_a_large_job_look_less_often() -> None:
     store: Any = CountingStore(HashStore())
     job = SimpleNamespace(group=SimpleNamespace(WORLD=SimpleNamespace(size=lambda: 8192)))
     with mock.patch.object(helper_thread, "dist", job):
-        assert 8192 / helper_thread.interval(helper_thread.TICK) <= 20_000
+        assert 8192 / helper_thread.interval(TIMING.tick) <= 20_000
         own = InterruptibleStore(store, 0, 8192, check_failure=lambda: None)
     with pytest.raises(DistStoreError):
         own.wait(["never"], datetime.timedelta(seconds=1))

@@ -6,24 +6,20 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tools.failing import killed, raising
 from tools.models import build, forward_step, run
 from tools.ranks import RankPool, on_ranks
 from torch.distributed import HashStore
 
 from megapipe import PipelineError, TiedWeights, clip_grad_norm_
-from megapipe.failures import Board, board, check_failures, helper_thread, positions
+from megapipe.failures import TIMING, Board, board, check_failures
 from megapipe.failures.board import Failure
 from megapipe.training import GradientReducer
-
-
-def failing_step(data_iterator: Any, model: Any) -> Any:
-    raise KeyError("no such thing")
 
 
 def of_replica(other: int) -> str:
@@ -42,11 +38,11 @@ def a_replica_fails(rank: int, where: str) -> str:
         config.finalize_model_grads_func = lambda *args: dist.all_reduce(torch.ones(1))
 
     def train() -> None:
-        run("1f1b", chunks, 4, forward_step_func=failing_step if rank == 2 else forward_step)
+        run("1f1b", chunks, 4, forward_step_func=raising(KeyError("no such thing")) if rank == 2 else forward_step)
         while where == "clipping":  # which needs nothing from the other replica
             clip_grad_norm_(chunks, 1.0)
 
-    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(board, "UNTIL_ABORT", 0.5):
+    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(TIMING, "until_abort", 0.5):
         train()
     return str(caught.value)
 
@@ -66,7 +62,7 @@ def test_a_failure_ends_the_pipelines_of_all(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
 
     def train() -> None:
-        run("1f1b", chunks, 4, forward_step_func=failing_step if rank in (0, 3) else forward_step)
+        run("1f1b", chunks, 4, forward_step_func=raising(KeyError("no such thing")) if rank in (0, 3) else forward_step)
         while True:  # until it has heard of the failure; in a collective it would be aborted
             check_failures()
             time.sleep(0.01)
@@ -89,7 +85,7 @@ def a_rank_fails_before_the_tied_weights(rank: int) -> str:
         tied.sum_gradients()
 
     chunks[0].config.finalize_model_grads_func = finalize
-    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(board, "UNTIL_ABORT", 0.5):
+    with pytest.raises((PipelineError, KeyError)) as caught, mock.patch.object(TIMING, "until_abort", 0.5):
         run("1f1b", chunks, 4)
     with pytest.raises(PipelineError, match=r"has ended with a failure .*no such thing.*: start all processes again"):
         run("1f1b", chunks, 4)
@@ -110,7 +106,7 @@ def a_process_ends(rank: int) -> str:
         with mock.patch.object(sys, "last_value", ValueError("no more data"), create=True):
             board._tell_end()  # as Python does at its end, after it has printed the exception
         return ""
-    with pytest.raises(PipelineError) as caught, mock.patch.object(board, "UNTIL_ABORT", 0.5):
+    with pytest.raises(PipelineError) as caught, mock.patch.object(TIMING, "until_abort", 0.5):
         clip_grad_norm_(chunks, 1.0)
     return str(caught.value)
 
@@ -125,14 +121,8 @@ def a_replica_is_killed(rank: int) -> str:
     reducer = GradientReducer(chunks)
     run("1f1b", chunks, 4)
     chunks[0].config.finalize_model_grads_func = reducer.finish
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward_step(data_iterator, model)
-
     with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 4, forward_step_func=step)
+        run("1f1b", chunks, 4, forward_step_func=killed if rank == 2 else forward_step)
     return str(caught.value)
 
 
@@ -145,7 +135,7 @@ def test_a_killed_rank_reaches_its_replicas(ranks: RankPool) -> None:
 
 
 def a_rank_is_stopped(rank: int) -> str:
-    with mock.patch.object(positions, "BEAT", 0.1), mock.patch.object(board, "UNTIL_ABORT", 0.5):
+    with mock.patch.multiple(TIMING, beat=0.1, until_abort=0.5):
         chunks = build("1f1b", 2, 4)
         own = torch.tensor([os.getpid()])
         pids = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
@@ -172,8 +162,8 @@ def test_a_rank_that_stands_still_is_given_up(ranks: RankPool) -> None:
 @pytest.fixture
 def heard() -> Iterator[Board]:
     """The board of a rank that has just heard of a failure. The test calls what the helper thread calls."""
-    with mock.patch.object(board, "abort_process_groups"), mock.patch.object(helper_thread, "begin"):
-        one = Board(0, 2, HashStore(), has_ended=lambda: False)
+    with mock.patch.object(board, "abort_process_groups"):
+        one = Board(0, 2, HashStore(), has_ended=lambda: False, begin=lambda task: None)
         one.publish(Failure("rank 1 failed"))
         assert one.failure is not None
         yield one
@@ -185,7 +175,7 @@ def test_a_process_that_was_stopped_has_time_to_raise(heard: Board) -> None:
     with mock.patch.object(time, "monotonic", return_value=time.monotonic() + 10):
         heard.watch()
         assert not heard.has_aborted
-    for _ in range(int(board.UNTIL_ABORT / helper_thread.TICK) + 1):
+    for _ in range(int(TIMING.until_abort / TIMING.tick) + 1):
         heard.watch()
     assert heard.has_aborted
 
@@ -194,6 +184,6 @@ def test_a_rank_that_has_raised_aborts_nothing(heard: Board) -> None:
     """What it does after that, as saving its logs, may need its process groups."""
     with pytest.raises(PipelineError, match="rank 1 failed"):
         heard.check()
-    for _ in range(int(board.UNTIL_ABORT / helper_thread.TICK) + 1):
+    for _ in range(int(TIMING.until_abort / TIMING.tick) + 1):
         heard.watch()
     assert not heard.has_aborted

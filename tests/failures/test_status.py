@@ -13,13 +13,13 @@ from tools.ranks import RankPool
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe.analysis.cli import main
-from megapipe.failures import board, positions
+from megapipe.failures import TIMING, board
 from megapipe.failures.status import read_positions
 
 
 def table_of_a_job_that_hangs(rank: int) -> list[str]:
     """Of two pipelines of two ranks. Rank 1 stands still in a forward, and asks where everybody is."""
-    with mock.patch.object(positions, "BEAT", 0.1):
+    with mock.patch.object(TIMING, "beat", 0.1):
         chunks = build("1f1b", 2, 4)
         run("1f1b", chunks, 2)
         store = _get_default_store()
@@ -69,6 +69,6 @@ def test_an_address_without_a_job(capsys: pytest.CaptureFixture[str], monkeypatc
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-        with mock.patch("megapipe.failures.status.PATIENCE", 0.1):
+        with mock.patch.object(TIMING, "for_status", 0.1):
             assert main(["status"]) == 2
     assert "does not answer" in capsys.readouterr().err

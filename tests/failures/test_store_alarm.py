@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tools.models import build, forward_step, run
-from tools.ranks import RankPool
+from tools.ranks import RankPool, on_ranks
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelineError, clip_grad_norm_, parallel_state
-from megapipe.failures import board, helper_thread, positions, store_alarm
+from megapipe.failures import TIMING, board, helper_thread, positions
 from megapipe.failures.store_alarm import StoreAlarm
 
 LIMIT = 4.0
@@ -74,11 +74,7 @@ def connected_by_cable(rank: int) -> Iterator[Cable]:
     by_cable = dist.TCPStore("localhost", cable.port, wait_for_workers=False)
     name = f"by cable {by_cable.add(f'cables of {rank}', 1)}"
     dist.init_process_group("gloo", store=dist.PrefixStore(name, by_cable), rank=rank, world_size=2)
-    with (
-        mock.patch.object(positions, "BEAT", LIMIT / positions.NUM_MISSED),
-        mock.patch.object(board, "UNTIL_ABORT", 0.5),
-        mock.patch.object(store_alarm, "PAUSE", 0.2),
-    ):
+    with mock.patch.multiple(TIMING, beat=LIMIT / positions.NUM_MISSED, until_abort=0.5, until_alarm=0.2):
         try:
             yield cable
         finally:
@@ -149,7 +145,9 @@ def test_a_store_whose_process_has_ended_is_named(ranks: RankPool) -> None:
         )
 
 
-def the_store_comes_back(rank: int) -> None:
+@on_ranks(2)
+def test_training_goes_on_while_the_store_is_silent(rank: int) -> None:
+    """Its process may have been stopped for a minute: nothing that trains needs it."""
     with connected_by_cable(rank) as cable:
         chunks = build("1f1b", 2, 4)
         goes_on, end = torch.ones(1), time.monotonic() + 1.5 * LIMIT
@@ -165,12 +163,9 @@ def the_store_comes_back(rank: int) -> None:
         run("1f1b", chunks, 2)  # with other arguments: this asks the store
 
 
-def test_training_goes_on_while_the_store_is_silent(ranks: RankPool) -> None:
-    """Its process may have been stopped for a minute: nothing that trains needs it."""
-    ranks.run(2, the_store_comes_back)
-
-
-def torch_waits_in_the_store(rank: int) -> None:
+@on_ranks(2)
+def test_a_store_in_which_torch_waits_is_not_silent(rank: int) -> None:
+    """torch has one connection to the store. While it waits there for a slow rank, nothing else is answered."""
     with connected_by_cable(rank):
         store = _get_default_store()
         chunks = build("1f1b", 2, 4)
@@ -189,11 +184,6 @@ def torch_waits_in_the_store(rank: int) -> None:
         run("1f1b", chunks, 4, forward_step_func=step)
 
 
-def test_a_store_in_which_torch_waits_is_not_silent(ranks: RankPool) -> None:
-    """torch has one connection to the store. While it waits there for a slow rank, nothing else is answered."""
-    ranks.run(2, torch_waits_in_the_store)
-
-
 def test_time_in_which_the_process_stood_still_is_no_silence() -> None:
     """A job that was stopped as a whole, its store a moment before a rank, was given up when it went on: the rank's
     clock had run meanwhile, and the answer was still to come."""
@@ -205,4 +195,4 @@ def test_time_in_which_the_process_stood_still_is_no_silence() -> None:
         mock.patch.object(time, "monotonic", return_value=time.monotonic() + 100),
     ):
         alarm.look()
-    assert told == [store_alarm.PAUSE]
+    assert told == [TIMING.until_alarm]

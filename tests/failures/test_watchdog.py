@@ -1,17 +1,15 @@
 """One failure anywhere becomes one clear error everywhere, within seconds, and ends the pipeline."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tools.failing import killed, raising
 from tools.models import SEQUENCE, Stage, batches, build, forward_step, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor
@@ -19,25 +17,11 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
-from megapipe.failures import Board, InterruptibleStore, Watchdog, board, helper_thread
+from megapipe.failures import TIMING, Board, InterruptibleStore, Watchdog, helper_thread
 from megapipe.runtime.session import Session, _sessions
 from megapipe.training import GradientReducer, TiedWeights
 
 PP = 4
-
-
-def failing(message: str, at: int) -> Any:
-    """A forward_step_func that raises at a microbatch."""
-    count = 0
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == at + 1:
-            raise KeyError(message)
-        return forward_step(data_iterator, model)
-
-    return step
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -46,7 +30,7 @@ def failing(message: str, at: int) -> Any:
 def test_an_exception_on_one_rank_reaches_all(rank: int, schedule: str, failing_rank: int, at: int) -> None:
     chunks = build(schedule, PP, 4)
     run(schedule, chunks, 4)
-    step = failing("no such thing", at) if rank == failing_rank else forward_step
+    step = raising(KeyError("no such thing"), at) if rank == failing_rank else forward_step
     with pytest.raises((PipelineError, KeyError)) as caught:
         run(schedule, chunks, 6, forward_step_func=step)
     message = f"rank {failing_rank} failed at {failing_rank}F{at}: KeyError: 'no such thing'"
@@ -193,14 +177,8 @@ def test_nothing_is_lost(rank: int) -> None:
 def one_rank_is_killed(rank: int) -> str:
     chunks = build("1f1b", PP, 4)
     run("1f1b", chunks, 4)
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward_step(data_iterator, model)
-
     with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 4, forward_step_func=step)
+        run("1f1b", chunks, 4, forward_step_func=killed if rank == 1 else forward_step)
     return str(caught.value)
 
 
@@ -275,9 +253,7 @@ class SilentError(Exception):
 
 
 def an_error_has_no_text(rank: int) -> str:
-    def step(data_iterator: Any, model: Any) -> Any:
-        raise SilentError
-
+    step = raising(SilentError())
     with pytest.raises((SilentError, PipelineError)) as caught:
         run("1f1b", build("1f1b", 2, 4), 2, forward_step_func=step if rank == 0 else forward_step)
     return "" if rank == 0 else str(caught.value)
@@ -372,15 +348,9 @@ def test_no_optimizer_step_after_a_failure_elsewhere(rank: int, number: int) -> 
 
 
 def user_times_out(rank: int) -> str:
-    chunks = build("1f1b", 2, 4)
-
-    def step(data_iterator: object, model: object) -> object:
-        if rank == 0:
-            raise TimeoutError("storage does not answer")
-        return forward_step(data_iterator, model)
-
+    step = raising(TimeoutError("storage does not answer")) if rank == 0 else forward_step
     with pytest.raises((PipelineError, TimeoutError)) as caught:
-        run("1f1b", chunks, 2, forward_step_func=step)
+        run("1f1b", build("1f1b", 2, 4), 2, forward_step_func=step)
     return str(caught.value)
 
 
@@ -412,21 +382,19 @@ def test_a_time_limit_may_be_raised(rank: int) -> None:
         time.sleep(1.3 if rank == 0 else 0)
         return forward_step(data_iterator, model)
 
-    with mock.patch(
-        "megapipe.runtime.session.SAFETY", 0
-    ):  # the transport's time limit is the watchdog's, and not a minute more
+    with mock.patch.object(TIMING, "beyond_limit", 0):  # the transport waits as long as the watchdog
         chunks = build("1f1b", 2, 4, timeout=1.0)
         run("1f1b", chunks, 1)
         chunks[0].config.timeout = 20.0
         run("1f1b", chunks, 1, forward_step_func=slow_step)
 
 
-def watchdog_of(rank: int, store: HashStore, abort: Callable[[], None] = lambda: None) -> Watchdog:
+def watchdog_of(rank: int, store: HashStore, abort: Callable[[], None] = lambda: None, now: Any = None) -> Watchdog:
     """Of a pipeline of two ranks without torch.distributed. The test calls what the helper thread calls."""
-    with mock.patch.object(helper_thread, "begin"):
-        board = Board(rank, 2, store, has_ended=lambda: False)
+    board = Board(rank, 2, store, has_ended=lambda: False, begin=lambda task: None)
     own = InterruptibleStore(store, rank, 2, check_failure=lambda: None)
-    return Watchdog(board, "ranks 0, 1", [0, 1], own, abort, find_error=lambda: None, has_ended=lambda: False)
+    ends = {"find_error": lambda: None, "has_ended": lambda: False}
+    return Watchdog(board, "ranks 0, 1", [0, 1], own, abort, **ends, now=now or time.monotonic)
 
 
 @pytest.mark.parametrize(("awaited", "order"), [(None, ["raise", "abort"]), ("a message", ["abort", "raise"])])
@@ -436,7 +404,7 @@ def test_a_rank_that_computes_raises_before_its_transport_is_aborted(awaited: st
     store = HashStore()
     found: list[str] = []
     other, own = watchdog_of(1, store), watchdog_of(0, store, lambda: found.append("abort"))
-    with pytest.raises(KeyError), mock.patch.object(board, "PATIENCE", 0.0), other.step():
+    with pytest.raises(KeyError), mock.patch.object(TIMING, "for_others", 0.0), other.step():
         raise KeyError("no such thing")
     own.progress.begin_step()
     own.progress.awaited = awaited
@@ -454,7 +422,8 @@ def test_a_rank_that_computes_raises_before_its_transport_is_aborted(awaited: st
 def test_waits_of_different_steps_are_not_one_long_wait() -> None:
     """The watchdog took a wait for the same message, seen at the same place, for one and the same wait. A healthy rank
     that waits for its first input in every step was given up once the steps added up to the time limit."""
-    own, now = watchdog_of(0, HashStore()), [0.0]
+    now = [0.0]
+    own = watchdog_of(0, HashStore(), now=lambda: now[0])
     progress, own.timeout = own.progress, 1.0
 
     def wait(seconds: float) -> None:
@@ -462,12 +431,11 @@ def test_waits_of_different_steps_are_not_one_long_wait() -> None:
         now[0] += seconds
         own.poll()  # publishes that it has waited too long
 
-    with mock.patch("megapipe.failures.watchdog.time", SimpleNamespace(monotonic=lambda: now[0])):
-        for _ in range(4):
-            progress.begin_step()
-            progress.awaited = "the forward input of microbatch 0"
-            wait(0.4)
-        assert own.board.failure is None
-        wait(0.7)
+    for _ in range(4):
+        progress.begin_step()
+        progress.awaited = "the forward input of microbatch 0"
+        wait(0.4)
+    assert own.board.failure is None
+    wait(0.7)
     assert own.board.failure is not None
     assert own.board.failure.text.startswith("rank 0 waited longer than 1 s for the forward input of microbatch 0: ")

@@ -131,7 +131,7 @@ def try_case(rank: int, case: Case) -> str:
     """Whether it was right or refused. What is wrong is raised."""
     with pytest.MonkeyPatch.context() as patch:
         # Beside other work, news may take its time. Of a process that was killed there are none.
-        patch.setattr(megapipe.failures.board, "PATIENCE", 5.0 if case.kills else 20.0)
+        patch.setattr(megapipe.failures.TIMING, "for_others", 5.0 if case.kills else 20.0)
         try:
             trial = Trial(case, rank)
             trial.train()

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from tools.graphs import skip_without_tracer
 from tools.models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
 from tools.ranks import RankPool, on_ranks
+from tools.replicas import reduced
 from torch import Tensor, nn
 
 import megapipe
 from megapipe import PipelineError, StageInfo, TimelineRecorder, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
-from megapipe.training import GradientReducer
 from megapipe.weight_grad import DeferredGrads, deferring
 
 IS_GPU = torch.cuda.is_available()
@@ -196,9 +196,7 @@ def test_optimizers_and_clipping(rank: int) -> None:
 @on_ranks(4)
 def test_replicas(rank: int) -> None:
     chunks = on_device(rank, "zbv", 2, deferred=True)
-    reducer = GradientReducer(chunks)
-    for chunk in chunks:
-        chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+    reduced(chunks)
     step(rank, "zbv", chunks, seed=parallel_state.get_data_parallel_rank())
     expected = dict(reference(NUM_LAYERS, 5, (0, 1))[0].named_parameters())
     for chunk in chunks:

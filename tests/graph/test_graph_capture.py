@@ -13,7 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from tools.graphs import H, Plain, skip_without_tracer
+from tools.against import assert_same_gradients
+from tools.graphs import H, Part, Plain, sequence, skip_without_tracer
+from tools.one_layer import backward
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
@@ -139,10 +141,6 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def sequence() -> Tensor:
-    return torch.randn(5, 2, H, requires_grad=True)
-
-
 def tokens() -> Tensor:
     return torch.randint(11, (5, 2))
 
@@ -192,15 +190,10 @@ def test_equal_to_eager(case: str, autocast: bool) -> None:
             torch.manual_seed(microbatch)
             with around:
                 output = model(*again)
-            deferred = DeferredGrads() if model is captured and microbatch >= 2 else None
-            with deferring(deferred):
-                scalar(output).backward()
-            if deferred is not None:
-                deferred.run()
+            backward(scalar(output), split=model is captured and microbatch >= 2)
             results.append((output, [i.grad for i in again if isinstance(i, Tensor)]))
         assert_same(results[1], results[0])
-    for (name, ours), theirs in zip(captured.named_parameters(), eager.parameters()):
-        assert_same(ours.grad, theirs.grad, name)
+    assert_same_gradients([captured], eager)
     assert_same(list(captured.buffers()), list(eager.buffers()))
 
 
@@ -223,39 +216,21 @@ def assert_same(ours: Any, theirs: Any, name: str = "") -> None:
         assert ours == theirs, name
 
 
-class Part(nn.Module):
-    """A stage in the middle or at the end, as pipelines have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.input_tensor: Tensor | None = None
-
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        self.input_tensor = input_tensor[0]
-
-    def forward(self, tokens: Tensor | None = None) -> Tensor:
-        return self.block(self.input_tensor)
-
-
 def squares(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
 def test_last_stage_with_its_loss() -> None:
     torch.manual_seed(0)
-    eager, x, target = Part(), sequence(), torch.randn(5, 2, H)
+    eager, x, target = Part(Block()), sequence(), torch.randn(5, 2, H)
     captured = graph.capture(copy.deepcopy(eager), (None, target), squares, input_tensor=torch.empty(5, 2, H))
     results = []
-    for model, deferred in ((eager, None), (captured, None), (captured, DeferredGrads())):
+    for model, split in ((eager, False), (captured, False), (captured, True)):
         model.zero_grad()
         again = x.detach().requires_grad_()
         model.set_input_tensor([again])
         loss = model(None, target) if model is captured else squares(model(), target)
-        with deferring(deferred):
-            loss.backward()
-        if deferred is not None:
-            deferred.run()
+        backward(loss, split=split)
         results.append([loss, again.grad, *(p.grad for p in model.parameters())])
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
@@ -327,17 +302,14 @@ def test_recompute_saves_a_quarter_at_most() -> None:
     x, grad = sequence(), torch.randn(5, 2, H)
     results, saved = {}, {}
     for name, stage in stages.items():
-        for deferred in (None, DeferredGrads()):
+        for split in (False, True):
             again = x.detach().requires_grad_()
             torch.manual_seed(1)
             before = live_tensors()
             output = stage(again)
             saved[name] = live_bytes(before) - output.nbytes
             drawn = torch.rand(1)
-            with deferring(deferred):
-                output.backward(grad)
-            if deferred is not None:
-                deferred.run()
+            backward(output, grad, split)
         results[name] = [output, drawn, again.grad, *(p.grad for p in stage.parameters())]
     assert_same(results["all"], results["eager"])
     assert_same(results["recompute"], results["eager"])
@@ -407,11 +379,8 @@ def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         gradients = []
         for model in (eager, captured):
             model.zero_grad()
-            mine, deferred = x.clone().requires_grad_(), DeferredGrads() if split and model is captured else None
-            with deferring(deferred):
-                model(mine).square().sum().backward()
-            if deferred is not None:
-                deferred.run()
+            mine = x.clone().requires_grad_()
+            backward(model(mine).square().sum(), split=split and model is captured)
             gradients.append([mine.grad, *(parameter.grad for parameter in model.parameters())])
         assert_same(gradients[1], gradients[0])
     with pytest.raises(
@@ -448,8 +417,7 @@ def assert_same_as_eager(module: nn.Module, num_microbatches: int = 1, **options
             all_deferred.append(deferred)
         for deferred in filter(None, all_deferred):
             deferred.run()
-    for (name, expected), found in zip(module.named_parameters(), captured.parameters()):
-        assert torch.equal(found.grad, expected.grad), name
+    assert_same_gradients([captured], module)
 
 
 class Rotary(nn.Module):
@@ -602,12 +570,9 @@ def test_stages_of_the_same_shape_share_their_compiled_graphs(monkeypatch: pytes
     x, grad = sequence(), torch.randn(5, 2, H)
     results = []
     for stage in (plain, *stages):
-        again, deferred = x.detach().requires_grad_(), DeferredGrads()
+        again = x.detach().requires_grad_()
         torch.manual_seed(1)
-        output = stage(again)
-        with deferring(deferred):
-            output.backward(grad)
-        deferred.run()
+        backward(output := stage(again), grad)
         results.append([output, again.grad, *(p.grad for p in stage.parameters())])
     for ours in results[1:]:
         assert_same(ours, results[0])

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tools.against import Received, assert_same_gradients, step
 from tools.graphs import skip_without_tracer
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.fx import Node
 
-import megapipe
-from megapipe import PipelineConfig, StageInfo, parallel_state, stages_for_rank
+from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture, multiplex, partition, split_di_dw, split_fsdp_collectives, trace_joint
 from megapipe.graph.multiplexing import PART
 from megapipe.graph.nodes import is_compute_bound, is_start, is_wait
-from megapipe.overlap import in_segments, start_all_to_all
+from megapipe.overlap import start_all_to_all
 
 skip_without_tracer()
 
@@ -44,23 +42,14 @@ class Experts(nn.Module):
         return x + (shared + start_all_to_all(y, splits, splits, self.group).wait()).view_as(x)
 
 
-class Stage(nn.Module):
+class Stage(Received):
     def __init__(self, info: StageInfo, group: dist.ProcessGroup | None) -> None:
-        super().__init__()
-        self.config = PipelineConfig(hidden_size=H)
+        super().__init__(info, hidden_size=H)
         torch.manual_seed(info.index)
         self.layer = Experts(group)
-        self.input_tensor: Tensor | None = None
-
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        self.input_tensor = input_tensor[0]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x if self.input_tensor is None else self.input_tensor)
-
-
-def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Any, Any]:
-    return in_segments(model, next(data_iterator)), lambda output: (output.square().mean(), {})
 
 
 @on_ranks(2)
@@ -77,18 +66,11 @@ def test_pairs_of_dualpipev_are_multiplexed(rank: int) -> None:
         chunks.append(capture(twin, (example,), input_tensor=None if info.is_first else example))
     for models in (eager, chunks):
         generator = torch.Generator().manual_seed(rank)
-        data = [torch.randn(SEQUENCE, BATCH, H, generator=generator) for _ in range(3)]
-        megapipe.get_forward_backward_func("dualpipev")(
-            forward_step_func=forward_step,
-            data_iterator=[iter(data) for _ in models],
-            model=models,
-            num_microbatches=3,
-            seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
-        )
+        data = [(torch.randn(SEQUENCE, BATCH, H, generator=generator), None) for _ in range(3)]
+        sizes = {"seq_length": SEQUENCE, "micro_batch_size": BATCH}
+        step("dualpipev", models, data, lambda output, _: output.square().mean(), in_parts=True, **sizes)
     for one, other in zip(chunks, eager):
-        for (name, ours), theirs in zip(one.named_parameters(), other.parameters()):
-            assert torch.equal(ours.grad, theirs.grad), name
+        assert_same_gradients([one], other)
     assert any(chunk.__dict__["_megapipe_graphs"].graphs()._multiplexed for chunk in chunks)
 
 

@@ -8,43 +8,28 @@ from typing import Any
 
 import torch
 from tools.graphs import skip_without_tracer
-from tools.models import HIDDEN, VOCABULARY, Block, assert_same_gradients, batches, loss_of
+from tools.models import (
+    BATCH,
+    HIDDEN,
+    SEQUENCE,
+    Stage,
+    assert_same_gradients,
+    assert_same_losses,
+    loss_of,
+    reference,
+    run,
+    unseeded_step,
+)
 from tools.pretraining import EXAMPLES, pretrain
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
-import megapipe
-from megapipe import PipelineConfig, StageInfo, distribute_layers, parallel_state, stages_for_rank
+from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
 
 skip_without_tracer()
 
-NUM_LAYERS, SEQUENCE, BATCH = 8, 5, 2
-
-
-class Stage(nn.Module):
-    def __init__(self, info: StageInfo) -> None:
-        super().__init__()
-        self.config = PipelineConfig(hidden_size=HIDDEN)
-        self.info = info
-        self.layers = nn.ModuleDict()
-        for layer in distribute_layers(NUM_LAYERS, info):
-            torch.manual_seed(100 + layer)
-            self.layers[str(layer)] = Block(0.0)
-        torch.manual_seed(99)
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if info.is_first else None
-        torch.manual_seed(98)
-        self.head = nn.Linear(HIDDEN, VOCABULARY) if info.is_last else None
-        self.input_tensor: Tensor | None = None
-
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        self.input_tensor = input_tensor[0]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.input_tensor if self.embedding is None else self.embedding(tokens)
-        for layer in self.layers.values():
-            x = layer(x)
-        return x if self.head is None else self.head(x)
+NUM_LAYERS = 8
 
 
 class LossStage(Stage):
@@ -52,31 +37,18 @@ class LossStage(Stage):
 
 
 def forward_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    if not isinstance(model, LossStage):
+        return unseeded_step(data_iterator, model)
     batch = next(data_iterator)
-    if isinstance(model, LossStage):
-        return model(batch["tokens"], batch["labels"]), lambda loss: (loss, {"loss": loss.detach()})
-    output = model(batch["tokens"])
-    return output, lambda logits: ((loss := loss_of(logits, batch["labels"])), {"loss": loss.detach()})
+    return model(batch["tokens"], batch["labels"]), lambda loss: (loss, {"loss": loss.detach()})
 
 
 def captured(info: StageInfo) -> Stage:
     tokens = torch.zeros(SEQUENCE, BATCH, dtype=torch.long)
     received = None if info.is_first else torch.empty(SEQUENCE, BATCH, HIDDEN)
     if info.is_last:
-        return capture(LossStage(info), (tokens, tokens), loss_of, input_tensor=received)
-    return capture(Stage(info), (tokens,), input_tensor=received)
-
-
-def run(schedule: str, chunks: list[Stage], num_microbatches: int, forward_only: bool = False) -> list[Any]:
-    return megapipe.get_forward_backward_func(schedule)(
-        forward_step_func=forward_step,
-        data_iterator=[batches(num_microbatches) for _ in chunks],
-        model=chunks,
-        num_microbatches=num_microbatches,
-        seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
-        forward_only=forward_only,
-    )
+        return capture(LossStage(info, NUM_LAYERS), (tokens, tokens), loss_of, input_tensor=received)
+    return capture(Stage(info, NUM_LAYERS), (tokens,), input_tensor=received)
 
 
 @on_ranks(4)
@@ -84,12 +56,7 @@ def test_gradients_under_every_kind_of_schedule(rank: int) -> None:
     """A rank's stages are captured once for all schedules that cut the model alike."""
     num_microbatches = 8
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
-    whole = Stage(StageInfo(0, 1))
-    losses = []
-    for batch in batches(num_microbatches):
-        loss = loss_of(whole(batch["tokens"]), batch["labels"])
-        losses.append(loss.detach())
-        (loss / num_microbatches).backward()
+    whole, losses = reference(NUM_LAYERS, num_microbatches)
     for schedules in (["1f1b", "zb1p"], ["interleaved_1f1b"], ["zbv", "dualpipev"]):
         chunks = [captured(info) for info in stages_for_rank(schedules[0])]
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -98,13 +65,12 @@ def test_gradients_under_every_kind_of_schedule(rank: int) -> None:
             parameter.register_post_accumulate_grad_hook(hooked.append)
         for schedule, recompute in itertools.product(schedules, (None, "all")):
             chunks[0].config.recompute = recompute
-            reports = run(schedule, chunks, num_microbatches)
+            reports = run(schedule, chunks, num_microbatches, forward_step_func=forward_step)
             assert_same_gradients(chunks, whole)
             assert len(hooked) == num_microbatches * len(parameters), "each once for each microbatch"
-            validated = run(schedule, chunks, num_microbatches, True)
-            if any(chunk.info.is_last for chunk in chunks):
-                assert [report["loss"] for report in reports] == losses
-                assert [report["loss"] for report in validated] == losses
+            validated = run(schedule, chunks, num_microbatches, forward_step_func=forward_step, forward_only=True)
+            for one in (reports, validated):
+                assert_same_losses(one, losses, chunks)
             hooked.clear()
             for parameter in parameters:
                 parameter.grad = None

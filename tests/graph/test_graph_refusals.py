@@ -11,16 +11,12 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from tools.graphs import H, Plain, skip_without_tracer
+from tools.graphs import H, Part, Plain, sequence, skip_without_tracer
 from torch import Tensor, nn
 
 from megapipe import graph, weight_grad
 
 skip_without_tracer()
-
-
-def sequence() -> Tensor:
-    return torch.randn(5, 2, H, requires_grad=True)
 
 
 class Refused(nn.Module):
@@ -135,21 +131,6 @@ class Outputs(nn.Module):
         return {"y": self.linear(x) * scale, "flag": flag}
 
 
-class Part(nn.Module):
-    """A stage in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(H, H)
-        self.input_tensor: Tensor | None = None
-
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        self.input_tensor = input_tensor[0]
-
-    def forward(self, tokens: Tensor | None = None) -> Tensor:
-        return self.linear(self.input_tensor)
-
-
 def test_called_otherwise_than_captured() -> None:
     stage = graph.capture(Outputs(), (sequence(),), input_tensor=None)
     with pytest.raises(ValueError, match=r"captured with \[5, 2, 16\] float32 on cpu, but called with tensor 0 as \[6"):
@@ -160,7 +141,7 @@ def test_called_otherwise_than_captured() -> None:
         ValueError, match=r"captured with \(\[None\], \(tensor, 1.0, False\), .* but called with \(\[None\], \(\[tensor"
     ):
         stage([sequence()])
-    part = graph.capture(Part(), (None,), input_tensor=torch.empty(5, 2, H))
+    part = graph.capture(Part(nn.Linear(H, H)), (None,), input_tensor=torch.empty(5, 2, H))
     with pytest.raises(ValueError, match=r"but called with \(\[None\]"):
         part(None)  # set_input_tensor was not called
     first = graph.capture(nn.Linear(H, H), (sequence().detach(),))

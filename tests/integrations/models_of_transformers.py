@@ -78,10 +78,7 @@ def test_activations_computed_again(rank: int, name: str, tmp_path: Path) -> Non
     for one in (model, *chunks):
         one.gradient_checkpointing_enable()
         convert(one)
-    microbatches = count_items(hf_models.batches(4))
-    expected = hf_models.reference(model, microbatches)
-    hf_models.assert_same_losses(hf_models.run("zbv", chunks, microbatches), expected, chunks)
-    hf_models.assert_same_gradients(chunks, model, hf_models.names_of_tied(model))
+    hf_models.compare("zbv", chunks, model, count_items(hf_models.batches(4)))
     assert all(layer.gradient_checkpointing for chunk in chunks for layer in chunk.own_layers)
 
 
@@ -100,9 +97,7 @@ def test_captured_stages(rank: int, num_ranks: int, name: str, schedule: str, tm
         example = (first["input_ids"], None, None, first["labels"], first["num_items_in_batch"])
         received = chunk.infer_stage_inputs_from_pipeline_inputs({"input_ids": first["input_ids"]}, 1)
         capture(chunk, example, input_tensor=None if chunk.stage.is_first else received)
-    expected = hf_models.reference(model, microbatches)
-    hf_models.assert_same_losses(hf_models.run(schedule, chunks, microbatches), expected, chunks)
-    hf_models.assert_same_gradients(chunks, model, hf_models.names_of_tied(model))
+    hf_models.compare(schedule, chunks, model, microbatches)
 
 
 @pytest.mark.parametrize(

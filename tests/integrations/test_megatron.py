@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from fakes.megatron_on_cpu import with_optimizers
 from tools import replicas
+from tools.against import assert_same_gradients
 from tools.models import Stage, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -202,8 +203,7 @@ def train_with_both(
         losses = ours.gradients(megapipe.get_forward_backward_func(), data, step_function)
         assert losses == their_losses
         for a, b in zip(theirs.chunks, ours.chunks):
-            for (name, p), q in zip(a.named_parameters(), b.parameters()):
-                assert torch.equal(p.grad, q.grad), name
+            assert_same_gradients([a], b)
         theirs.optimizer.step()
         ours.optimizer.step()
     return sum(losses)
@@ -234,8 +234,21 @@ def test_same_training_as_megatron(
     assert losses[-1] > 0
 
 
-def train_in_a_v(rank: int, pp_size: int, schedules: dict[str, int]) -> None:
-    """`schedules` says how many steps. Losses are read where Megatron's trainers read them."""
+def gradient_norm(chunks: list[nn.Module]) -> Tensor:
+    """Of the whole pipeline, on every rank."""
+    own = [p.grad.norm() ** 2 for c in chunks for p in c.parameters() if not getattr(p, "shared", False)]
+    total = torch.stack(own).sum()
+    dist.all_reduce(total, group=megapipe.parallel_state.get_pipeline_model_parallel_group())
+    return total.sqrt()
+
+
+@on_ranks(4)
+def test_same_training_in_a_v(rank: int) -> None:
+    """With tied embeddings, whose copies Megatron looks for on the first and the last rank, `build_model_chunks` hung
+    for V schedules; with a loss per token, gradients were divided by the last rank's number of tokens, which is 0.
+
+    Losses are read where Megatron's trainers read them."""
+    pp_size, schedules = 2, {"zbv": 5, "v_half": 2, "v_min": 2, "dualpipev": 2}  # how many steps of each
     num_microbatches = 2 * pp_size + 1
     config = megatron(pp_size, calculate_per_token_loss=True)
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -259,20 +272,6 @@ def train_in_a_v(rank: int, pp_size: int, schedules: dict[str, int]) -> None:
             if megapipe.parallel_state.get_pipeline_model_parallel_rank() == pp_size - 1:
                 found, wanted = torch.tensor(losses), torch.tensor(expected[number])
                 assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5), (schedule, number)
-
-
-def gradient_norm(chunks: list[nn.Module]) -> Tensor:
-    """Of the whole pipeline, on every rank."""
-    own = [p.grad.norm() ** 2 for c in chunks for p in c.parameters() if not getattr(p, "shared", False)]
-    total = torch.stack(own).sum()
-    dist.all_reduce(total, group=megapipe.parallel_state.get_pipeline_model_parallel_group())
-    return total.sqrt()
-
-
-def test_same_training_in_a_v(ranks: RankPool) -> None:
-    """With tied embeddings, whose copies Megatron looks for on the first and the last rank, `build_model_chunks` hung
-    for V schedules; with a loss per token, gradients were divided by the last rank's number of tokens, which is 0."""
-    ranks.run(4, train_in_a_v, 2, {"zbv": 5, "v_half": 2, "v_min": 2, "dualpipev": 2})
 
 
 class OptimizedTrainer:
@@ -448,7 +447,8 @@ def test_chunks_for_v_placement(rank: int) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def at_their_stages(rank: int) -> None:
+@on_ranks(2)
+def test_functions_at_the_stages_of_a_v(rank: int) -> None:
     """As Megatron's trainer calls what it is given, with its own idea of where the chunk is."""
     config = megatron(2, 2)
     from megatron.core import parallel_state
@@ -496,10 +496,6 @@ def at_their_stages(rank: int) -> None:
         assert not getattr(embedding, "shared", False)
 
 
-def test_functions_at_the_stages_of_a_v(ranks: RankPool) -> None:
-    ranks.run(2, at_their_stages)
-
-
 @on_ranks(2)
 def test_pp2_vpp2_with_variable_lengths(rank: int) -> None:
     """Previous and next rank are the same one, and every message has another shape."""
@@ -537,8 +533,7 @@ def test_pp2_vpp2_with_variable_lengths(rank: int) -> None:
             grad = received[0]
     assert losses == (reports if rank == 1 else [])
     for chunk, expected in zip(chunks, one_rank):
-        for (name, p), q in zip(chunk.named_parameters(), expected.named_parameters()):
-            assert torch.equal(p.grad, q[1].grad), name
+        assert_same_gradients([chunk], expected)
 
 
 @on_ranks(2)
@@ -556,8 +551,7 @@ def test_layers_that_leave_their_weight_gradients_to_w(rank: int) -> None:
     waiting = {name for name, p in model.named_parameters() if p.grad is None}
     assert waiting == {name for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name}
     later.run()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
-        assert torch.equal(p.grad, q.grad), name
+    assert_same_gradients([model], plain)
     for schedule, vp_size in (("zb1p", None), ("zbv", 2)):
         chunks = megapipe.integrations.megatron.build_model_chunks(provider(megatron(2, vp_size)), schedule)
         both = [chunks, copy_of(chunks)]
@@ -566,8 +560,7 @@ def test_layers_that_leave_their_weight_gradients_to_w(rank: int) -> None:
         reports = [step(megapipe.get_forward_backward_func(schedule), one, batches(4, 0)) for one in both]
         assert reports[0] == reports[1]
         for a, b in zip(*both):
-            for (name, p), q in zip(a.named_parameters(), b.parameters()):
-                assert torch.equal(p.grad, q.grad), f"{schedule} {name}"
+            assert_same_gradients([a], b, schedule)
 
 
 @on_ranks(2)

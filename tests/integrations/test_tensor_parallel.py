@@ -1,7 +1,5 @@
 """Stages whose tensors torch's `parallelize_module` shares out among ranks: pp=2 x tp=2."""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor.debug
-from tools.models import BATCH, Stage, batches, loss_of, run
+from tools.against import assert_same_gradients, full, gradients
+from tools.models import BATCH, Stage, add_gradients, batches, run
 from tools.ranks import RankPool, on_ranks
+from tools.replicas import reduced
+from tools.scripts import run_script
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,6 @@ from torch.nn import Embedding
 from megapipe import StageInfo, TiedWeights, clip_grad_norm_, parallel_state, stages_for_rank
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
-from megapipe.training import GradientReducer
 
 NUM_LAYERS, NUM_MICROBATCHES, SEQUENCE = 4, 4, 6
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
@@ -73,21 +73,13 @@ def step(schedule: str, chunks: list[Stage], seed: int = 0) -> list[Any]:
 def reference(model: Stage, num_replicas: int = 1, seed: int = 0) -> dict[str, Tensor]:
     """The gradients of the whole model in a step without a pipeline."""
     for replica in range(num_replicas):
-        for batch in batches(NUM_MICROBATCHES, seed + replica, [SEQUENCE] * NUM_MICROBATCHES):
-            loss = loss_of(model(batch["tokens"], batch["seed"]), batch["labels"])
-            (loss / NUM_MICROBATCHES / num_replicas).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        add_gradients(model, NUM_MICROBATCHES, seed + replica, [SEQUENCE] * NUM_MICROBATCHES, num_replicas)
+    return gradients(model)
 
 
 def assert_gradients(chunks: list[Stage], expected: dict[str, Tensor]) -> None:
     """Nearly those of the model on one rank, since sums over ranks are made in another order."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            torch.testing.assert_close(whole(parameter.grad), expected[name], rtol=0, atol=1e-6)
+    assert_same_gradients(chunks, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["plain", "deferred"])
@@ -141,16 +133,6 @@ def test_tied_weights_that_are_shared_out_otherwise(rank: int) -> None:
         TiedWeights([chunk], ["embedding.weight", "other.weight"])
 
 
-def run_script(rank: int, text: str) -> str:
-    """The script without the process group, which the worker has made."""
-    text, num_group = re.subn(r"dist\.(init|destroy)_process_group\(.*\)", "", text)
-    assert num_group == 2
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
-
-
 def test_the_script_trains(ranks: RankPool) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tensor_parallel.md").read_text()
     (script,) = re.findall(r"```python\n(.+?)```", page, flags=re.DOTALL)
@@ -198,9 +180,7 @@ def check_replicas(mesh: DeviceMesh) -> None:
     expected = reference(Stage(StageInfo(0, 1), NUM_LAYERS), num_replicas=2)
     for schedule in ("1f1b", "zbv"):
         chunks = build(schedule, mesh, deferred=True)
-        reducer = GradientReducer(chunks)
-        for chunk in chunks:
-            chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+        reduced(chunks)
         step(schedule, chunks, seed=mesh["dp"].get_local_rank())
         assert_gradients(chunks, expected)
 
@@ -225,8 +205,8 @@ def weights_and_states(chunks: list[Stage], optimizer: torch.optim.Optimizer) ->
     found = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            found[name] = whole(parameter.detach())
-            found.update({f"{key} of {name}": whole(value) for key, value in optimizer.state[parameter].items()})
+            found[name] = full(parameter.detach())
+            found.update({f"{key} of {name}": full(value) for key, value in optimizer.state[parameter].items()})
     return found
 
 

@@ -92,10 +92,7 @@ def test_documents_in_one_sequence_do_not_see_each_other(rank: int, tmp_path: Pa
     microbatches = hf_models.batches(2)
     for batch in microbatches:
         batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1]]).expand(hf_models.BATCH, -1)
-    microbatches = count_items(microbatches)
-    expected = hf_models.reference(model, microbatches)
-    hf_models.assert_same_losses(hf_models.run("1f1b", chunks, microbatches), expected, chunks)
-    hf_models.assert_same_gradients(chunks, model)
+    hf_models.compare("1f1b", chunks, model, count_items(microbatches))
 
 
 @on_ranks(2)
@@ -103,10 +100,7 @@ def test_without_a_number_of_items_losses_are_means_over_microbatches(rank: int,
     model = hf_models.make_model("qwen2")
     hf_models.save_on_first(model, tmp_path)
     chunks = hf_models.load_chunks(tmp_path, "zb1p")
-    microbatches = hf_models.batches(3)
-    expected = hf_models.reference(model, microbatches)
-    hf_models.assert_same_losses(hf_models.run("zb1p", chunks, microbatches), expected, chunks)
-    hf_models.assert_same_gradients(chunks, model)
+    hf_models.compare("zb1p", chunks, model, hf_models.batches(3))
 
 
 @on_ranks(2)
@@ -117,11 +111,8 @@ def test_sizes_need_not_be_said(rank: int, tmp_path: Path) -> None:
         hf_models.save_on_first(model, tmp_path / name)
         chunks = hf_models.load_chunks(tmp_path / name, schedule)
         for _ in range(2):
-            microbatches = count_items(hf_models.batches(3))
-            expected = hf_models.reference(model, microbatches)
-            reports = hf_models.run(schedule, chunks, microbatches, seq_length=None, micro_batch_size=None)
-            hf_models.assert_same_losses(reports, expected, chunks)
-        hf_models.assert_same_gradients(chunks, model)
+            sizes = {"seq_length": None, "micro_batch_size": None}
+            hf_models.compare(schedule, chunks, model, count_items(hf_models.batches(3)), **sizes)
 
 
 @pytest.mark.parametrize(

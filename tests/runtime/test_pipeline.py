@@ -12,11 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tools.against import Received, same_as_whole
 from tools.models import (
     BATCH,
     HIDDEN,
     SEQUENCE,
     Stage,
+    add_gradients,
     assert_same_gradients,
     assert_same_losses,
     batches,
@@ -59,9 +61,7 @@ def test_microbatches_and_sequence_length_change_from_step_to_step(rank: int) ->
         lengths = [seq_length] * num_microbatches
         data = batches(num_microbatches, seq_lengths=lengths)
         run("1f1b", chunks, num_microbatches, seq_length=seq_length, data_iterator=data)
-        model = Stage(StageInfo(0, 1), 4)
-        for batch in batches(num_microbatches, seq_lengths=lengths):
-            (loss_of(model(batch["tokens"]), batch["labels"]) / num_microbatches).backward()
+        add_gradients(model := Stage(StageInfo(0, 1), 4), num_microbatches, seq_lengths=lengths)
         assert_same_gradients(chunks, model)
 
 
@@ -315,8 +315,7 @@ def test_frozen_stages(rank: int) -> None:
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(name.startswith(("layers.3", "head")))
     run("1f1b", [chunk], 3)
-    for batch in batches(3):
-        (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / 3).backward()
+    add_gradients(model, 3)
     assert_same_gradients([chunk], model)
 
 
@@ -448,50 +447,43 @@ def test_wrapped_models(rank: int) -> None:
 # Messages
 
 
-class Talkative(nn.Module):
+def as_kind(kind: str, hidden: Tensor, scale: Tensor, count: Tensor) -> Any:
+    message = {"hidden": hidden, "scale": scale, "count": count}
+    return message if kind == "dict" else {"list": list, "tuple": tuple}[kind](message.values())
+
+
+class Talkative(Received):
     """Hands on three tensors of different shapes and dtypes, one of which has no gradient."""
 
     def __init__(self, info: StageInfo, kind: str, **config: Any) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(**config)
-        self.info = info
+        super().__init__(info, **config)
         self.kind = kind
         torch.manual_seed(info.index)
         self.linear = nn.Linear(HIDDEN, HIDDEN)
         self.scale = nn.Parameter(torch.rand(3, dtype=torch.float64))
-        self.received: Any = None
-
-    def set_input_tensor(self, received: Any) -> None:
-        self.received = received
 
     def forward(self, x: Tensor) -> Any:
         if self.info.is_first:
             hidden, scale, count = x, torch.ones(3, dtype=torch.float64), torch.tensor([0])
         else:
-            assert type(self.received).__name__ == self.kind
-            parts = self.received
+            parts = self.input_tensor
+            assert type(parts).__name__ == self.kind
             hidden, scale, count = parts.values() if self.kind == "dict" else parts
             assert not count.requires_grad
         hidden, scale, count = self.linear(hidden), scale * self.scale, count + 1
         if self.info.is_last:
             assert int(count) == self.info.num_stages
             return hidden.sum() * scale.sum()
-        message = {"hidden": hidden, "scale": scale, "count": count}
-        return message if self.kind == "dict" else {"list": list, "tuple": tuple}[self.kind](message.values())
+        return as_kind(self.kind, hidden, scale, count)
 
 
 class Inferring(Talkative):
     def infer_stage_inputs_from_pipeline_inputs(self, inputs: Any, n_microbatches: int) -> Any:
         batch = inputs["x"].shape[0] // n_microbatches
         assert inputs["x"].device.type == "meta"
-        hidden, scale, count = (
-            torch.empty(batch, HIDDEN),
-            torch.empty(3, dtype=torch.float64),
-            torch.empty(1, dtype=torch.int64),
-        )
+        hidden = torch.empty(batch, HIDDEN)
         assert hidden.device.type == "meta"
-        message = {"hidden": hidden, "scale": scale, "count": count}
-        return message if self.kind == "dict" else {"list": list, "tuple": tuple}[self.kind](message.values())
+        return as_kind(self.kind, hidden, torch.empty(3, dtype=torch.float64), torch.empty(1, dtype=torch.int64))
 
     infer_stage_outputs_from_pipeline_inputs = infer_stage_inputs_from_pipeline_inputs
 
@@ -500,29 +492,15 @@ class Inferring(Talkative):
 @pytest.mark.parametrize(("kind", "schedule"), [("list", "gpipe"), ("tuple", "1f1b"), ("dict", "1f1b")])
 @on_ranks(3)
 def test_messages_of_several_tensors(rank: int, kind: str, infer: bool, schedule: str) -> None:
-    from megapipe import parallel_state
-
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
-    (info,) = stages_for_rank(schedule)
-    model = Inferring(info, kind) if infer else Talkative(info, kind, variable_seq_lengths=True)
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        return model(next(data_iterator)), lambda loss: (loss, {"loss": loss.detach()})
-
     for sizes in ([2, 2, 2, 2], [3, 3, 3]) if infer else ([2, 5, 5, 1], [4, 4]):
-        model.zero_grad()
-        data = [torch.full((size, HIDDEN), float(i + 1)) for i, size in enumerate(sizes)]
-        inputs = {"x": torch.cat(data)} if infer else None
-        run(schedule, model, len(sizes), forward_step_func=step, data_iterator=iter(data), pipeline_inputs=inputs)
-        whole = [Talkative(StageInfo(index, 3), kind) for index in range(3)]
-        for x in data:
-            output: Any = None
-            for part in whole:
-                part.set_input_tensor(output)
-                output = part(x)
-            (output / len(sizes)).backward()
-        for mine, theirs in zip(model.parameters(), whole[rank].parameters()):
-            assert torch.equal(mine.grad, theirs.grad)
+        data = [(torch.full((size, HIDDEN), float(i + 1)), None) for i, size in enumerate(sizes)]
+        same_as_whole(
+            lambda info: Inferring(info, kind) if infer else Talkative(info, kind, variable_seq_lengths=True),
+            [schedule],
+            data,
+            lambda output, _: output,
+            pipeline_inputs={"x": torch.cat([x for x, _ in data])} if infer else None,
+        )
 
 
 def variable_lengths(rank: int, schedule: str, pp_size: int, num_layers: int, lengths: list[int], steps: int) -> None:
@@ -531,9 +509,7 @@ def variable_lengths(rank: int, schedule: str, pp_size: int, num_layers: int, le
         for chunk in chunks:
             chunk.zero_grad()
         run(schedule, chunks, 6, data_iterator=batches(6, seq_lengths=lengths))
-    model = Stage(StageInfo(0, 1), num_layers)
-    for batch in batches(6, seq_lengths=lengths):
-        (loss_of(model(batch["tokens"]), batch["labels"]) / 6).backward()
+    add_gradients(model := Stage(StageInfo(0, 1), num_layers), 6, seq_lengths=lengths)
     assert_same_gradients(chunks, model)
 
 
@@ -571,25 +547,18 @@ def test_two_pipelines_side_by_side(rank: int) -> None:
 @on_ranks(2)
 def test_shapes_adjusted_by_the_caller(rank: int) -> None:
     """Two tensors between the stages, of shapes that the caller works out, and a decoder's own sequence length."""
-    from megapipe import parallel_state
 
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-
-    class TwoTensors(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(rank)
-            self.config = SimpleNamespace(hidden_size=HIDDEN)
+    class TwoTensors(Received):
+        def __init__(self, info: StageInfo) -> None:
+            super().__init__(info, hidden_size=HIDDEN)
+            torch.manual_seed(info.index)
             self.linear = nn.Linear(HIDDEN, HIDDEN)
 
-        def set_input_tensor(self, received: list[Tensor]) -> None:
-            self.received = received
-
         def forward(self, x: Tensor) -> Any:
-            if rank == 0:
+            if self.info.is_first:
                 hidden = self.linear(x)
                 return [hidden, hidden.sum(0)]
-            hidden, pooled = self.received
+            hidden, pooled = self.input_tensor
             assert hidden.shape == (7, BATCH, HIDDEN)
             assert pooled.shape == (BATCH, HIDDEN)
             return self.linear(hidden).sum() + self.linear(pooled).sum()
@@ -599,18 +568,9 @@ def test_shapes_adjusted_by_the_caller(rank: int) -> None:
         both = [received[0], received[0][1:]]
         return both, both
 
-    model = TwoTensors()
-    data = [torch.full((7, BATCH, HIDDEN), float(i)) for i in range(3)]
-    run(
-        "1f1b",
-        model,
-        3,
-        forward_step_func=lambda it, model: (model(next(it)), lambda loss: (loss, {})),
-        data_iterator=iter(data),
-        adjust_tensor_shapes_fn=adjust,
-        decoder_seq_length=7,
-    )
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    data = [(torch.full((7, BATCH, HIDDEN), float(i)), None) for i in range(3)]
+    sizes = {"seq_length": SEQUENCE, "micro_batch_size": BATCH, "decoder_seq_length": 7}
+    same_as_whole(TwoTensors, ["1f1b"], data, lambda output, _: output, adjust_tensor_shapes_fn=adjust, **sizes)
 
 
 @on_ranks(2)
@@ -644,8 +604,8 @@ def test_groups_that_do_not_exist(rank: int) -> None:
 
 
 class Demanding(Stage):
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        self.input_tensor = input_tensor[0].contiguous() if self.embedding is None else None
+    def set_input_tensor(self, received: list[Tensor]) -> None:
+        self.input_tensor = received[0].contiguous() if self.embedding is None else None
 
 
 @on_ranks(2)

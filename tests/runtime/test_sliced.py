@@ -3,16 +3,17 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tools.against import Received, assert_same_gradients, use_groups
 from tools.by_slices import run_by_slices
 from tools.marks import needs_fsdp_on_cpu, needs_graphs
 from tools.models import seed_cpu
 from tools.ranks import on_ranks
+from tools.replicas import reduced
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,6 @@ import megapipe
 from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state, slices, stages_for_rank, weight_grad
 from megapipe.analysis import load_timeline
 from megapipe.plan import Action, Costs, make_plan, place_weights
-from megapipe.training import GradientReducer
 
 HIDDEN, HEADS, VOCABULARY, BATCH = 8, 2, 11, 2
 
@@ -47,14 +47,12 @@ class Layer(nn.Module):
         return x + self.out(seen.permute(2, 0, 1, 3).flatten(2))
 
 
-class Chunk(nn.Module):
+class Chunk(Received):
     """The layers of a stage. The whole model is the only stage of one."""
 
     def __init__(self, info: StageInfo, num_layers: int = 4, recompute: bool = False, **config: Any) -> None:
-        super().__init__()
-        self.info = info
+        super().__init__(info, hidden_size=HIDDEN, **config)
         self.recompute = recompute
-        self.config = SimpleNamespace(hidden_size=HIDDEN, **config)
         self.num_first = 0
         self.layers = nn.ModuleDict()
         for number in distribute_layers(num_layers, info):
@@ -64,10 +62,6 @@ class Chunk(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if info.is_first else None
         seed_cpu(98)
         self.head = nn.Linear(HIDDEN, VOCABULARY) if info.is_last else None
-        self.input_tensor: Tensor | None = None
-
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        self.input_tensor = input_tensor[0]
 
     def set_is_first_microbatch(self) -> None:
         self.num_first += 1
@@ -105,9 +99,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -
 def build(
     schedule: str, num_chunks: int | None = None, dtype: torch.dtype = torch.float32, **options: Any
 ) -> list[Chunk]:
-    if not parallel_state.model_parallel_is_initialized():
-        size = torch.distributed.get_world_size()
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
+    use_groups()
     return [Chunk(info, **options).to(dtype) for info in stages_for_rank(schedule, num_chunks=num_chunks)]
 
 
@@ -156,10 +148,8 @@ def reference(
 def assert_same(chunks: Sequence[nn.Module], expected: nn.Module, tolerance: float = 0.0) -> None:
     """Gradients within `tolerance` of the norm of all of them; bit for bit without. In float32 that of a single bias,
     where much cancels out, is off by up to 2.4e-6 of its own norm."""
-    wanted = {name: p.grad for name, p in expected.named_parameters()}
-    norm = torch.stack([grad.norm() for grad in wanted.values()]).norm()
-    for name, parameter in ((name, p) for chunk in chunks for name, p in chunk.named_parameters()):
-        assert (parameter.grad - wanted[name]).norm() <= tolerance * norm, name
+    norm = torch.stack([p.grad.norm() for p in expected.parameters()]).norm()
+    assert_same_gradients(chunks, expected, atol=tolerance * norm.item())
 
 
 def assert_right(schedule: str, m: int, lengths: Sequence[int], num_chunks: int | None = None) -> None:
@@ -419,9 +409,7 @@ def test_slices_of_sharded_chunks(rank: int) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(chunk, mesh=mesh)
         run(schedule, chunk, 3, (3, 2, 1))
-        expected = dict(reference(3, (3, 2, 1), by_slices=True).named_parameters())
-        for name, parameter in chunk.named_parameters():
-            assert torch.equal(parameter.grad.full_tensor(), expected[name].grad), name
+        assert_same_gradients([chunk], reference(3, (3, 2, 1), by_slices=True))
 
 
 @pytest.mark.parametrize("schedule", ["seq1f1b", "seq_interleaved_1f1b", "seq_zb1p"])
@@ -445,8 +433,7 @@ def test_replicas_of_sliced_pipelines(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     for schedule in ("seq1f1b", "seq_zb1p"):
         (chunk,) = build(schedule)
-        reducer = GradientReducer([chunk])
-        chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+        reduced([chunk])
         run(schedule, chunk, 3, (3, 2, 1), seed=parallel_state.get_data_parallel_rank())
         expected, other = (reference(3, (3, 2, 1), by_slices=True, seed=replica) for replica in range(2))
         for parameter, others in zip(expected.parameters(), other.parameters()):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tools.models import assert_same_gradients, build, reference, run
+from tools.models import Stage, assert_same_gradients, build, reference, run
 from tools.ranks import RankPool, on_ranks, start_again
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from megapipe import PipelineError, parallel_state
+from megapipe import PipelineError, StageInfo, parallel_state
 
 
 class WrapperWithBuffers(torch.nn.Module):
@@ -22,6 +22,11 @@ class WrapperWithBuffers(torch.nn.Module):
 
     def forward(self, *args: object) -> object:
         return self.module(*args)
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match="forward_step_func must be callable, got a str"):
+        run("no_pipelining", Stage(StageInfo(0, 1), 2), 2, forward_step_func="forward_step")
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ import pytest
 import test_sliced
 import torch
 import torch.nn.functional as F
+from tools.against import use_groups
 from tools.marks import needs_fsdp_on_cpu, needs_graphs
 from tools.models import seed_cpu
 from tools.ranks import RankPool, on_ranks
@@ -68,8 +69,7 @@ def forward_step(data_iterator: Iterator[Tensor], chunk: nn.Module) -> Any:
 
 
 def make_chunks(schedule: str, way: str) -> list[PipelineStage]:
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(2)
+    use_groups()
     chunks = []
     for info in stages_for_rank(schedule, num_chunks=2 if schedule == "interleaved_1f1b" else None):
         module: nn.Module = Layers(info)
@@ -222,11 +222,8 @@ def test_sizes_describe_messages_of_sliced_sequences(rank: int) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_schedules_without_a_backward(ranks: RankPool) -> None:
-    ranks.run(2, forwards_only)
-
-
-def forwards_only(rank: int) -> None:
+@on_ranks(2)
+def test_schedules_without_a_backward(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     chunks = make_chunks("inference", "eager")
     example = torch.zeros(BATCH, WIDTH)

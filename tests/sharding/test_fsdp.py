@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tools.against import assert_same_gradients, full
 from tools.marks import needs_fsdp_on_cpu, needs_graphs
-from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, batches, loss_of, run
+from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, add_gradients, batches, loss_of, run, unseeded_step
 from tools.ranks import RankPool, on_ranks
 from tools.replicas import (
     NUM_LAYERS,
@@ -50,9 +51,9 @@ pytestmark = needs_fsdp_on_cpu
 BY_LAYER = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
 
 
-def full(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor()
+def assert_same(chunks: list[Stage], expected: dict[str, Any], what: str) -> None:
+    assert all(isinstance(p.grad, (DTensor, type(None))) for chunk in chunks for p in chunk.parameters())
+    assert_same_gradients(chunks, expected, what)
 
 
 def use_mesh(**shape: int) -> None:
@@ -74,7 +75,7 @@ def full_shard(rank: int) -> None:
     for schedule in SCHEDULES:
         chunks = shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER)
         num_steps, optimizer_of = (NUM_STEPS, adamw) if schedule == "zbv" else (2, LocalAdamW)
-        train_and_compare(schedule, chunks, full, num_steps=num_steps, optimizer_of=optimizer_of)
+        train_and_compare(schedule, chunks, num_steps=num_steps, optimizer_of=optimizer_of)
 
 
 def hybrid(rank: int) -> None:
@@ -83,18 +84,18 @@ def hybrid(rank: int) -> None:
         for schedule in BY_LAYER:  # one of each kind
             chunks = shard(build_replicas(schedule, 2))
             num_steps = 4 if schedule == "zbv" else 2
-            train_and_compare(schedule, chunks, full, num_steps=num_steps, optimizer_of=LocalAdamW)
+            train_and_compare(schedule, chunks, num_steps=num_steps, optimizer_of=LocalAdamW)
     if replicate is not None:
         use_mesh(pp=2, dp=2)
         for schedule in ("1f1b", "zbv"):
             chunks = build_replicas(schedule, 2)
             for chunk in chunks:
                 replicate(chunk, mesh=parallel_state.get_data_parallel_mesh())
-            train_and_compare(schedule, chunks, full, num_steps=2, optimizer_of=LocalAdamW)
+            train_and_compare(schedule, chunks, num_steps=2, optimizer_of=LocalAdamW)
     use_mesh(pp=1, dp_replicate=2, dp_shard=2)
     for schedule in ("1f1b", "zbv"):  # the sum of four depends on their order
         chunks = shard(build_replicas(schedule, 1))
-        train_and_compare(schedule, chunks, full, atol=1e-6, num_steps=2, optimizer_of=LocalAdamW)
+        train_and_compare(schedule, chunks, atol=1e-6, num_steps=2, optimizer_of=LocalAdamW)
 
 
 @pytest.mark.parametrize("kind", [full_shard, hybrid])
@@ -197,10 +198,8 @@ def test_mixed_precision(rank: int) -> None:
                     total += parameter.grad
             gradients.append(sums)
         expected = dict(zip(dict(model.named_parameters()), average(gradients)))
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                assert parameter.dtype == parameter.grad.dtype == torch.float32
-                assert torch.equal(full(parameter.grad), expected[name]), f"{schedule}, {name}"
+        assert_same(chunks, expected, schedule)
+        assert all(p.dtype == p.grad.dtype == torch.float32 for chunk in chunks for p in chunk.parameters())
 
 
 class Odd(Stage):
@@ -222,8 +221,8 @@ class Odd(Stage):
 
 def replica_gradients(model: nn.Module, replica: int, num_calls: int = 1) -> list[Tensor | None]:
     model.zero_grad()
-    for batch in itertools.chain(*(batches(4, replica) for _ in range(num_calls))):
-        (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / 4).backward()
+    for _ in range(num_calls):
+        add_gradients(model, 4, replica)
     return [p.grad for p in model.parameters()]
 
 
@@ -251,12 +250,8 @@ def test_recomputed_unused_and_frozen(rank: int) -> None:
                     chunk.zero_grad()
                 run(schedule, chunks, 4, seed=replica)
             for chunk in chunks:
-                for name, parameter in chunk.named_parameters():
-                    want = None if name.startswith("odd") and not chunk.info.is_last else expected[name]
-                    if want is None:
-                        assert parameter.grad is None, f"{schedule}, {name}"
-                    else:
-                        assert torch.equal(full(parameter.grad), want), f"{schedule}, {name}"
+                not_here = {} if chunk.info.is_last else {"odd.weight": None, "odd.bias": None}
+                assert_same([chunk], expected | not_here, schedule)
 
 
 @pytest.mark.skipif(share_comm_ctx is None, reason="this torch has no share_comm_ctx")
@@ -270,7 +265,7 @@ def test_chunks_that_share_their_communication(rank: int) -> None:
         with pytest.raises(ValueError, match="do not call share_comm_ctx for the chunks of a pipeline"):
             run("interleaved_1f1b", chunks, 3)
     else:
-        train_and_compare("interleaved_1f1b", chunks, full, num_steps=2, optimizer_of=LocalAdamW)
+        train_and_compare("interleaved_1f1b", chunks, num_steps=2, optimizer_of=LocalAdamW)
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="this torch can do it")
@@ -299,9 +294,7 @@ def test_accumulated_over_calls(rank: int) -> None:
         model = Stage(StageInfo(0, 1), NUM_LAYERS)
         gradients = [replica_gradients(model, one, num_calls=2) for one in range(2)]
         expected = dict(zip(dict(model.named_parameters()), average(gradients)))
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                assert torch.equal(full(parameter.grad), expected[name]), f"{schedule}, {name}"
+        assert_same(chunks, expected, schedule)
 
 
 class Fsdp1(FullyShardedDataParallel):
@@ -371,26 +364,6 @@ def test_a_step_that_is_taken_back(ranks: RankPool) -> None:
     assert min(ranks.run(4, post_validated)) >= 2
 
 
-class Plain(Stage):
-    """Without the seeds that a graph would not set."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.head(x)
-
-
-def plain_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
-    batch = next(data_iterator)
-
-    def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = loss_of(output, batch["labels"])
-        return loss, {"loss": loss.detach()}
-
-    return model(batch["tokens"]), loss_func
-
-
 @needs_graphs
 @on_ranks(2)
 def test_captured_stages(rank: int) -> None:
@@ -399,13 +372,13 @@ def test_captured_stages(rank: int) -> None:
     for schedule in ("1f1b", "zb1p"):
         gradients = []
         for is_captured in (False, True):
-            chunk = Plain(StageInfo(0, 1), 2, deferred=not is_captured and schedule == "zb1p")
+            chunk = Stage(StageInfo(0, 1), 2, deferred=not is_captured and schedule == "zb1p")
             if is_captured:
                 capture(chunk, (tokens,))
             shard([chunk], by_layer=False)
-            run(schedule, [chunk], 3, seed=rank, forward_step_func=plain_step)
+            run(schedule, [chunk], 3, seed=rank, forward_step_func=unseeded_step)
             gradients.append([full(parameter.grad) for parameter in chunk.parameters()])
         assert all(torch.equal(one, other) for one, other in zip(*gradients)), schedule
-    (chunk,) = shard([capture(Plain(StageInfo(0, 1), 2), (tokens,))])
+    (chunk,) = shard([capture(Stage(StageInfo(0, 1), 2), (tokens,))])
     with pytest.raises(ValueError, match=r"layers\.0\.norm\.weight is a shard.*call fully_shard on the stage only"):
-        run("1f1b", [chunk], 1, forward_step_func=plain_step)
+        run("1f1b", [chunk], 1, forward_step_func=unseeded_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from tools.by_slices import make_slices, run_by_slices
+from tools.by_slices import Run, make_slices, plain, recomputed, recomputed_reentrant, run_by_slices
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from megapipe import slices
 from megapipe.slices import CarriedState
@@ -117,21 +116,6 @@ class Layer(nn.Module):
                 document_ids=slices.cut(IDS, 1) if case.packed else None,
             )
         return x + self.out(mixed.transpose(1, 2).flatten(2))
-
-
-Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-
-
-def plain(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return layer(x)
-
-
-def recomputed(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=False)
-
-
-def recomputed_reentrant(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=True)
 
 
 def make_layers(case: Case, dtype: torch.dtype = torch.float64) -> nn.ModuleList:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.by_slices import make_slices, run_by_slices
+from tools.by_slices import Run, make_slices, plain, recomputed, recomputed_reentrant, run_by_slices
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megapipe import slices
 from megapipe.slices import CarriedState, SequenceSlice
@@ -42,21 +41,6 @@ class Recurrent(nn.Module):
 def make_layers(num_layers: int = 2) -> nn.ModuleList:
     torch.manual_seed(0)
     return nn.ModuleList(Recurrent() for _ in range(num_layers)).double()
-
-
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-def plain(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x)
-
-
-def recomputed(layer: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=False)
-
-
-def recomputed_reentrant(layer: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=True)
 
 
 def step(layers: nn.ModuleList, x: Tensor, run: Run) -> Tensor:

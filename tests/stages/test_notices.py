@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools import against
 from tools.models import build, run, seed_cpu
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -28,16 +29,7 @@ class Forgetful(nn.Module):
 
 
 def step(schedule: str, chunks: list[Any], **options: Any) -> None:
-    def forward_step(data_iterator: Any, chunk: nn.Module) -> Any:
-        return chunk(next(data_iterator)), lambda output: (output.sum(), None)
-
-    megapipe.get_forward_backward_func(schedule)(
-        forward_step_func=forward_step,
-        data_iterator=iter(torch.randn(4, 2, 4)),
-        model=chunks,
-        num_microbatches=4,
-        **options,
-    )
+    against.step(schedule, chunks, [(torch.randn(2, 4), None)] * 4, lambda output, _: output.sum(), **options)
 
 
 def warned(function: Any) -> list[str]:
@@ -48,10 +40,9 @@ def warned(function: Any) -> list[str]:
 
 
 def texts(rank: int) -> list[list[str]]:
-    parallel_state.initialize_model_parallel(2)
     found = []
     for schedule in ("1f1b", "zb1p"):
-        chunks = [PipelineStage(Forgetful(info), info) for info in stages_for_rank(schedule)]
+        chunks = against.chunks_of(Forgetful, schedule)
         step(schedule, chunks, forward_only=True)
         found.append(warned(lambda: (step(schedule, chunks), step(schedule, chunks))))  # noqa: B023
     return found

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from tools import models
-from tools.models import Stage, assert_same_gradients, build, loss_of, reference, run
+from tools.models import Stage, assert_same_gradients, assert_same_losses, build, loss_of, reference, run
 from tools.ranks import on_ranks, start_again
 from torch import Tensor, nn
 
 import megapipe
-from megapipe import TimelineRecorder, stages_for_rank
+from megapipe import TimelineRecorder
 from megapipe.analysis import load_timeline
 from megapipe.overlap import run_segments
 from megapipe.plan import Schedule, Verbs, load_plan, loop, make_plan
@@ -67,10 +67,8 @@ CASES = [
 @pytest.mark.parametrize(("schedule", "num_ranks", "num_chunks"), CASES)
 @on_ranks()
 def test_equal_in_segments(rank: int, schedule: str, num_ranks: int, num_chunks: int) -> None:
-    build(schedule, num_ranks, NUM_LAYERS, num_chunks)
     for m in range(2 * num_ranks, 4 * num_ranks + 1, max(1, num_ranks // 2)):
-        infos = stages_for_rank(schedule, num_chunks=num_chunks)
-        chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in infos]
+        chunks = build(schedule, num_ranks, NUM_LAYERS, num_chunks, InSegments, deferred=True)
         LOG.clear()
         reports = run(schedule, chunks, m)
         assert LOG.count("window") == LOG.count("segment") == m * sum(len(chunk.layers) for chunk in chunks)
@@ -78,8 +76,7 @@ def test_equal_in_segments(rank: int, schedule: str, num_ranks: int, num_chunks:
         assert in_windows > m // 2  # forwards went on while backwards waited
         expected, losses = expect(NUM_LAYERS, m)
         assert_same_gradients(chunks, expected)
-        if any(info.is_last for info in infos):
-            assert [report["loss"] for report in reports] == losses
+        assert_same_losses(reports, losses, chunks)
 
 
 WINDOWS = [
@@ -100,16 +97,11 @@ def test_pending_weights_fill_windows(
     rank: int, schedule: str, num_ranks: int, num_chunks: int, num_pending: int
 ) -> None:
     """Of forwards and of backwards without a partner: products of older Ws first."""
-    build(schedule, num_ranks, NUM_LAYERS, num_chunks)
     m = 2 * num_ranks + 1
     expected, _ = expect(NUM_LAYERS, m)
     for weights_per_window in (0, 1, 100):
-        chunks = [
-            InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank(schedule, None, None, num_chunks)
-        ]
-        for chunk in chunks:
-            chunk.config.min_pending_weights = num_pending
-            chunk.config.weights_per_window = weights_per_window
+        config = {"min_pending_weights": num_pending, "weights_per_window": weights_per_window}
+        chunks = build(schedule, num_ranks, NUM_LAYERS, num_chunks, InSegments, deferred=True, **config)
         LOG.clear()
         with mock.patch.object(DeferredGrads, "compute_next", logged_product):
             run(schedule, chunks, m)
@@ -135,9 +127,7 @@ def logged_product(deferred: DeferredGrads) -> bool:
 def test_fewer_pending_weights(rank: int, schedule: str) -> None:
     expected, _ = expect(NUM_LAYERS, 7)
     for most in (0, 1):
-        chunks = build(schedule, 3, NUM_LAYERS, deferred=True)
-        for chunk in chunks:
-            chunk.config.max_pending_weights = most
+        chunks = build(schedule, 3, NUM_LAYERS, deferred=True, max_pending_weights=most)
         run(schedule, chunks, 7)
         assert_same_gradients(chunks, expected)
 
@@ -148,11 +138,8 @@ def test_a_timeline_tells_its_pairs(rank: int) -> None:
     long as both."""
     planned = make_plan("dualpipev", 2, 8).program.pairs
     for model, expected in ((InSegments, planned), (Stage, [{}, {}])):
-        build("dualpipev", 2, NUM_LAYERS)
-        chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
         recorder = TimelineRecorder()
-        for chunk in chunks:
-            chunk.config.record_timeline = recorder
+        chunks = build("dualpipev", 2, NUM_LAYERS, kind=model, deferred=True, record_timeline=recorder)
         run("dualpipev", chunks, 8)
         timeline = recorder.gather()
         assert timeline.plan.program.pairs == expected
@@ -172,8 +159,7 @@ def call_the_model(data_iterator: Iterator[dict[str, Any]], model: nn.Module) ->
 
 @on_ranks(2)
 def test_a_forward_step_func_that_calls_its_model_is_not_overlapped(rank: int) -> None:
-    build("dualpipev", 2, NUM_LAYERS)
-    chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
+    chunks = build("dualpipev", 2, NUM_LAYERS, kind=InSegments, deferred=True)
     LOG.clear()
     run("dualpipev", chunks, 8, forward_step_func=call_the_model)
     num_layers = len(chunks[0].layers)
@@ -189,8 +175,7 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
     overlapped, the gradient is sent before the Ws."""
     for model in (Stage, InSegments):
         events: list[str] = []
-        build("dualpipev", 2, NUM_LAYERS)
-        chunks = [model(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("dualpipev")]
+        chunks = build("dualpipev", 2, NUM_LAYERS, kind=model, deferred=True)
         sends = (boundary.RemoteAbove, "send_output", "F"), (boundary.RemoteBelow, "send_gradient", "B")
         weights, pair = megapipe.stages.stage.Stage.W, megapipe.runtime.pipeline.Pipeline.run_pair
 
@@ -251,8 +236,7 @@ def test_a_forward_beside_a_backward_whose_w_comes_later(rank: int, num_ranks: i
     plan.save_csv(path)
     assert load_plan(path).cells() == plan.cells()
     assert any(plan.program.pairs)
-    build("1f1b", num_ranks, NUM_LAYERS)
-    chunks = [InSegments(info, NUM_LAYERS, deferred=True) for info in stages_for_rank("1f1b")]
+    chunks = build("1f1b", num_ranks, NUM_LAYERS, kind=InSegments, deferred=True)
     LOG.clear()
     run(path, chunks, 5)
     assert "window segment window segment" in " ".join(LOG)
@@ -299,13 +283,11 @@ class Breaks(InSegments):
 
 @on_ranks(2)
 def test_a_forward_that_fails_inside_of_a_backward(rank: int) -> None:
-    build("dualpipev", 2, NUM_LAYERS)
-    model = Breaks if rank == 1 else InSegments
+    chunks = build("dualpipev", 2, NUM_LAYERS, kind=Breaks if rank == 1 else InSegments)
     with pytest.raises((RuntimeError, megapipe.PipelineError), match="the sixth forward breaks"):
-        run("dualpipev", [model(info, NUM_LAYERS) for info in stages_for_rank("dualpipev")], 8)
+        run("dualpipev", chunks, 8)
     start_again()
-    build("dualpipev", 2, NUM_LAYERS)
-    chunks = [InSegments(info, NUM_LAYERS) for info in stages_for_rank("dualpipev")]
+    chunks = build("dualpipev", 2, NUM_LAYERS, kind=InSegments)
     run("dualpipev", chunks, 4)
     assert_same_gradients(chunks, reference(NUM_LAYERS, 4)[0])
 
@@ -328,7 +310,6 @@ def test_autocast_in_overlapped_forwards(rank: int) -> None:
     """A forward in segments takes autocast along from where it is made, which was behind the end of the stage's. So
     forwards of overlapped pairs ran in float32, and all others in half precision."""
     options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16, "variable_seq_lengths": True}
-    build("dualpipev", 2, 4)
-    chunks = [SeesAutocast(info, 4, **options) for info in megapipe.stages_for_rank("dualpipev")]
+    chunks = build("dualpipev", 2, 4, kind=SeesAutocast, **options)
     run("dualpipev", chunks, 4)
     assert all(chunk.seen == [True] * 4 for chunk in chunks)

@@ -3,21 +3,29 @@
 import re
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tools.models import Window, assert_same_gradients, build, forward_step, reference, run
+from tools import against
+from tools.against import (
+    Received,
+    add_gradients,
+    assert_same_gradients,
+    chunks_of,
+    normal,
+    same_as_whole,
+    use_groups,
+)
+from tools.models import Window, build, forward_step, reference, run
 from tools.ranks import RankPool, on_ranks, start_again
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-import megapipe
-from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo, parallel_state, stages_for_rank
+from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo
 from megapipe.messages import check_sendable, is_no_gradient, no_gradient, zeros_if_none
-from megapipe.overlap import in_segments, run_segments
+from megapipe.overlap import run_segments
 from megapipe.plan import Verbs, loop
 from megapipe.runtime import ForwardBackward
 from megapipe.stages import StepArguments
@@ -27,84 +35,38 @@ from megapipe.stages.unit import Unit
 SIZE = 4
 
 
-class Layer(nn.Module):
+class Layer(Received):
     """One stage, of one layer. What it does with its input is a function of the layer and the input."""
 
     def __init__(self, info: StageInfo, function: Any, **config: Any) -> None:
-        super().__init__()
-        self.info = info
-        self.config = SimpleNamespace(variable_seq_lengths=True, **config)
+        super().__init__(info, variable_seq_lengths=True, **config)
         self.function = function
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(info.index)))
+        self.weight = nn.Parameter(normal(SIZE, SIZE, seed=info.index))
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("memory", torch.zeros(3, SIZE))
-        self.input: Any = None
-
-    def set_input_tensor(self, received: Any) -> None:
-        self.input = received
 
     def forward(self, x: Tensor) -> Any:
-        return self.function(self, x if self.info.is_first else self.input)
+        return self.function(self, x if self.info.is_first else self.input_tensor)
 
 
-def layers(schedule: str, function: Any, pp_size: int = 2, **config: Any) -> list[Layer]:
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(pp_size)
-    return [Layer(info, function, **config) for info in stages_for_rank(schedule)]
+def layers(schedule: str, function: Any, **config: Any) -> list[Layer]:
+    return chunks_of(lambda info: Layer(info, function, **config), schedule)
 
 
-def inputs(count: int) -> list[Tensor]:
-    return [torch.randn(3, SIZE, generator=torch.Generator().manual_seed(100 + k)) for k in range(count)]
+def inputs(count: int) -> list[tuple[Tensor, None]]:
+    return [(normal(3, SIZE, seed=100 + k), None) for k in range(count)]
 
 
-def loss_func(output: Any) -> tuple[Tensor, float]:
-    loss = (output[0] if isinstance(output, list) else output).square().mean()
-    return loss, loss.item()
+def loss_of(output: Any, target: None = None) -> Tensor:
+    return (output[0] if isinstance(output, list) else output).square().mean()
 
 
-def step(schedule: str, chunks: list[Layer], data: list[Tensor], **options: Any) -> list[Any]:
-    def forward_step_func(iterator: Iterator[Tensor], model: Layer) -> Any:
-        return model(next(iterator)), loss_func
-
-    arguments = {"forward_step_func": forward_step_func, "data_iterator": iter(data), "num_microbatches": len(data)}
-    return megapipe.get_forward_backward_func(schedule)(model=chunks, **{**arguments, **options})
+def step(schedule: Any, chunks: Any, data: Any, **options: Any) -> list[Any]:
+    return against.step(schedule, chunks, data, loss_of, **options)
 
 
-def whole(
-    chunks: list[Layer], data: list[Tensor], function: Any, forward_only: bool
-) -> tuple[list[Layer], list[float]]:
-    """The same without a pipeline."""
-    num_stages = chunks[0].info.num_stages
-    stages = [Layer(StageInfo(index, num_stages), function) for index in range(num_stages)]
-    losses = []
-    for x in data:
-        with torch.set_grad_enabled(not forward_only):
-            for stage in stages:
-                stage.set_input_tensor([x] if isinstance(x, Tensor) else x)
-                x = stage(x)
-            loss, report = loss_func(x)
-        losses.append(report)
-        if not forward_only:
-            (loss / len(data)).backward()
-    return stages, losses
-
-
-def compare(schedule: str, function: Any, forward_only: bool = False) -> None:
-    """A step of the pipeline with one without. Gradients that are None are so in both."""
-    chunks, data = layers(schedule, function), inputs(6)
-    reports = step(schedule, chunks, data, forward_only=forward_only)
-    stages, losses = whole(chunks, data, function, forward_only)
-    if any(chunk.info.is_last for chunk in chunks):
-        assert reports == losses
-    for chunk in chunks:
-        expected = stages[chunk.info.index].weight.grad
-        assert (chunk.weight.grad is None) == (expected is None), chunk.info
-        if expected is not None:
-            assert torch.equal(chunk.weight.grad, expected), chunk.info
-
-
-def first(received: Any) -> Tensor:
-    return received if isinstance(received, Tensor) else received[0]
+def compare(*schedules: str, function: Any, **options: Any) -> None:
+    same_as_whole(lambda info: Layer(info, function), schedules, inputs(6), loss_of, **options)
 
 
 # What is sent on
@@ -118,7 +80,7 @@ def with_counter(layer: Layer, x: Any) -> Any:
 
 
 def into_a_buffer(layer: Layer, x: Any) -> Tensor:
-    layer.memory.copy_(first(x) @ layer.weight)
+    layer.memory.copy_(x @ layer.weight)
     return layer.memory
 
 
@@ -136,16 +98,16 @@ class Reused(torch.autograd.Function):
 
 
 def from_a_function(layer: Layer, x: Any) -> Tensor:
-    output = first(x) @ layer.weight
+    output = x @ layer.weight
     return output if layer.info.is_last else Reused.apply(layer.memory, output)
 
 
 def kept_and_cleared(layer: Layer, x: Any) -> Tensor:
     if layer.info.is_last:
-        return first(x) @ layer.weight
+        return x @ layer.weight
     with torch.no_grad():
         getattr(layer, "kept", layer.memory).zero_()
-    layer.kept = first(x) @ layer.weight
+    layer.kept = x @ layer.weight
     return layer.kept
 
 
@@ -154,16 +116,13 @@ def test_what_is_sent_is_what_was_returned(rank: int) -> None:
     """A stage that sent a counter, or had a buffer of its own for its output, wrote the next microbatch's values there
     before the last ones had left, or before the next stage of the same rank had used them. So did a stage that kept its
     output: autograd had made it, so it was sent without a copy."""
-    for schedule in ("gpipe", "zbv"):
-        compare(schedule, kept_and_cleared)
-        compare(schedule, with_counter)
-        compare(schedule, into_a_buffer, forward_only=True)
-        compare(schedule, from_a_function)
+    for function in (kept_and_cleared, with_counter, from_a_function):
+        compare("gpipe", "zbv", function=function)
+    compare("gpipe", "zbv", function=into_a_buffer, forward_only=True)
 
 
 def used_often(layer: Layer, x: Any) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        x = first(x)
         return x + x @ layer.weight + x @ layer.weight.t() + x @ layer.weight.square()
 
 
@@ -171,8 +130,7 @@ def used_often(layer: Layer, x: Any) -> Tensor:
 def test_autocast_does_not_remember_what_is_received(rank: int) -> None:
     """autocast keeps the cast of a leaf for all who use it, and their gradients are then added up in bfloat16. What a
     stage received was such a leaf, and so its gradient was not the whole model's, where it is none."""
-    for schedule in ("1f1b", "zbv"):
-        compare(schedule, used_often)
+    compare("1f1b", "zbv", function=used_often)
 
 
 class Marked(Layer):
@@ -191,7 +149,7 @@ class Marked(Layer):
 
 
 def marked_otherwise(rank: int) -> str:
-    parallel_state.initialize_model_parallel(2)
+    use_groups()
     chunk = Marked(StageInfo(rank, 2), received=(False, False), sent=(True, False))
     with pytest.raises(ValueError, match="disagree") as caught:
         step("1f1b", [chunk], inputs(2))
@@ -222,7 +180,7 @@ def test_what_has_no_memory_is_refused(rank: int, text: str) -> None:
     """Such an output brought the process down within gloo, or failed with a word of torch's or json's."""
 
     def function(layer: Layer, x: Any) -> Any:
-        return UNSENDABLE[text](x @ layer.weight) if layer.info.is_first else first(x)
+        return UNSENDABLE[text](x @ layer.weight) if layer.info.is_first else x
 
     chunks = layers("1f1b", function, timeout=20.0)
     with pytest.raises(TypeError if rank == 0 else PipelineError, match="cannot be sent on") as caught:
@@ -270,15 +228,14 @@ def test_what_is_no_sign_of_no_gradient() -> None:
 
 
 def detaching(layer: Layer, x: Any) -> Tensor:
-    received = first(x)
-    return ((received.detach() if layer.info.index == layer.info.num_stages // 2 else received) @ layer.weight).tanh()
+    detach = layer.info.index == layer.info.num_stages // 2
+    return ((x.detach() if detach else x) @ layer.weight).tanh()
 
 
 def detaching_now_and_then(layer: Layer, x: Any) -> Tensor:
     layer.count += 1
-    received = first(x)
     detach = layer.info.is_last and layer.count % 2 == 0
-    return ((received.detach() if detach else received) @ layer.weight).tanh()
+    return ((x.detach() if detach else x) @ layer.weight).tanh()
 
 
 def detaching_one_of_two(layer: Layer, x: Any) -> Any:
@@ -294,9 +251,8 @@ def detaching_one_of_two(layer: Layer, x: Any) -> Any:
 def test_stages_below_one_that_detaches_get_no_gradient(rank: int) -> None:
     """Stages before one that detaches its input were given zeros, where torch gives None. So an optimizer's weight
     decay made weights smaller that it leaves alone without a pipeline."""
-    for schedule in ("1f1b", "zb1p", "zbv", "dualpipev"):
-        for function in (detaching, detaching_now_and_then, detaching_one_of_two):
-            compare(schedule, function)
+    for function in (detaching, detaching_now_and_then, detaching_one_of_two):
+        compare("1f1b", "zb1p", "zbv", "dualpipev", function=function)
 
 
 def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
@@ -333,7 +289,7 @@ class Delayed(Layer):
         self.kept: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        output = (x if self.info.is_first else first(self.input).detach()) @ self.weight
+        output = (x if self.info.is_first else self.input_tensor.detach()) @ self.weight
         output.register_hook(lambda _: self.kept.append(1))
         return output
 
@@ -344,9 +300,8 @@ class Delayed(Layer):
 @pytest.mark.filterwarnings("ignore::megapipe.NoGradientWarning")
 @on_ranks(2)
 def test_no_w_of_modules_own_without_a_b(rank: int) -> None:
-    parallel_state.initialize_model_parallel(2)
     for schedule in ("1f1b", "zb1p", "zbv"):
-        chunks = [Delayed(info) for info in stages_for_rank(schedule)]
+        chunks = chunks_of(Delayed, schedule)
         step(schedule, chunks, inputs(4))
         assert not any(chunk.kept for chunk in chunks)
 
@@ -355,10 +310,10 @@ def test_no_w_of_modules_own_without_a_b(rank: int) -> None:
 
 MISTAKES = {
     "the loss of stage 1 has no gradient .*stages 0 to 1 are not": lambda layer, x: (
-        (first(x) @ layer.weight).detach() if layer.info.is_last else first(x) @ layer.weight
+        (x @ layer.weight).detach() if layer.info.is_last else x @ layer.weight
     ),
     "the output of stage 0 has no gradient .*it is not": lambda layer, x: (
-        (first(x) @ layer.weight).detach() if layer.info.is_first else first(x) @ layer.weight
+        (x @ layer.weight).detach() if layer.info.is_first else x @ layer.weight
     ),
     "stage 1 gives stage 0 no gradient": lambda layer, x: (
         (x if layer.info.is_first else torch.ones(3, SIZE)) @ layer.weight
@@ -386,7 +341,7 @@ def untrained(rank: int) -> list[list[str]]:
 
 
 def through(layer: Layer, x: Any) -> Tensor:
-    return first(x) @ layer.weight
+    return x @ layer.weight
 
 
 def test_a_stage_that_trains_nothing_says_so_once(ranks: RankPool) -> None:
@@ -403,8 +358,8 @@ def test_a_stage_that_trains_nothing_says_so_once(ranks: RankPool) -> None:
 
 
 def checkpointed(layer: Layer, x: Any) -> Tensor:
-    def run_it(_: Any) -> Tensor:
-        received = x if layer.info.is_first else first(layer.input)
+    def run_it(batch: Any) -> Tensor:
+        received = batch if layer.info.is_first else layer.input_tensor
         return ((received @ layer.weight).tanh() @ layer.weight).sin()
 
     return checkpoint(run_it, x, use_reentrant=False)
@@ -414,8 +369,9 @@ def checkpointed(layer: Layer, x: Any) -> Tensor:
 def test_a_chunk_is_recomputed_with_its_own_input(rank: int) -> None:
     """A checkpoint around a whole chunk runs it again in the backward, where the chunk had the input of the last
     forward: the weight gradients were silently those of other microbatches."""
-    for schedule in ("gpipe", "zb1p", "zbv", "dualpipev"):
-        compare(schedule, checkpointed)
+    schedules = ("gpipe", "zb1p", "zbv", "dualpipev")
+    compare(*schedules, function=checkpointed)
+    for schedule in schedules:
         chunks = [checkpoint_wrapper(chunk) for chunk in build(schedule, 2, 4)]
         run(schedule, chunks, 6)
         model, _ = reference(4, 6)
@@ -426,7 +382,7 @@ class InSegments(Layer):
     """Each segment reads the input anew, and so does what is computed again in the backward."""
 
     def segment(self, x: Tensor) -> Tensor:
-        return ((x if self.info.is_first else x + first(self.input)) @ self.weight).tanh()
+        return ((x if self.info.is_first else x + self.input_tensor) @ self.weight).tanh()
 
     def forward_segments(self, x: Tensor) -> Iterator[None]:
         for _ in range(3):
@@ -460,29 +416,17 @@ def one_chunk_overlapped(pipe: Verbs) -> Any:
 
 @on_ranks(2)
 def test_a_chunk_overlapped_with_itself_has_two_inputs(rank: int) -> None:
-    parallel_state.initialize_model_parallel(2)
+    use_groups()
     mine = ForwardBackward("mine", one_chunk_overlapped, loop, 1, None, False, 1)
-    chunk, data = InSegments(StageInfo(rank, 2), None), inputs(6)
-    reports = mine(
-        forward_step_func=lambda iterator, model: (in_segments(model, next(iterator)), loss_func),
-        data_iterator=iter(data),
-        model=chunk,
-        num_microbatches=6,
-    )
-    stages = [InSegments(StageInfo(index, 2), None) for index in range(2)]
-    losses = []
-    for x in data:
-        first_output = stages[0](x)
-        stages[1].set_input_tensor([first_output])
-        loss, report = loss_func(stages[1](x))
-        (loss / 6).backward()
-        losses.append(report)
+    chunk, *stages = (InSegments(StageInfo(index, 2), None) for index in (rank, 0, 1))
+    reports = step(mine, chunk, inputs(6), in_parts=True)
+    losses = add_gradients(stages, inputs(6), loss_of)
     assert rank == 0 or reports == losses
-    assert torch.equal(chunk.weight.grad, stages[rank].weight.grad)
+    assert_same_gradients([chunk], stages)
 
 
 def in_place(layer: Layer, x: Any) -> Tensor:
-    return first(x).relu_() @ layer.weight
+    return x.relu_() @ layer.weight
 
 
 def stop_iteration(layer: Layer, x: Any) -> Tensor:
@@ -492,9 +436,8 @@ def stop_iteration(layer: Layer, x: Any) -> Tensor:
 def errors_of_models(rank: int) -> list[str]:
     found = []
     for function in (in_place, stop_iteration):
-        chunks = layers("1f1b", function, timeout=20.0)
         with pytest.raises(RuntimeError) as caught:
-            step("1f1b", chunks, [x.requires_grad_(False) for x in inputs(2)])
+            step("1f1b", layers("1f1b", function, timeout=20.0), inputs(2))
         found.append(str(caught.value))
         start_again()
     with pytest.raises((ValueError, PipelineError)) as caught:
@@ -512,45 +455,26 @@ def test_what_a_model_does_wrong_is_said(ranks: RankPool) -> None:
     assert "data_iterator ended at microbatch 1 of 2" in first_rank[2]
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-        return 2 * grad
+def in_a_function(layer: Layer, x: Any) -> Tensor:
+    return Window.apply(x @ layer.weight)
 
 
 @on_ranks(2)
 def test_a_stage_may_end_in_a_python_function(rank: int) -> None:
     """A stage is kept as the edges of its graph. On torch 2.6 an edge does not keep the node of a Python Function
     alive, so that the backward of a stage that ends in one found no graph any more."""
-    (chunk,) = build("gpipe", 2, 4)
-
-    def step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> object:
-        output, loss_func = forward_step(data_iterator, model)
-        return (Double.apply(output) if rank == 0 else output), loss_func
-
-    run("gpipe", chunk, 3, forward_step_func=step)
-    assert all(p.grad is not None for p in chunk.parameters())
+    compare("gpipe", function=in_a_function)
 
 
-class Shifted(torch.nn.Module):
+class Shifted(Received):
     """Scales its input, or shifts it, both seen as matrices: then the shift's gradient is a view, and the input's."""
 
     def __init__(self, info: StageInfo) -> None:
-        super().__init__()
-        self.info = info
-        self.config = SimpleNamespace(hidden_size=3)
-        self.weight = torch.nn.Parameter(torch.arange(12.0 if info.index % 2 else 3.0))
-        self.input: Any = None
-
-    def set_input_tensor(self, tensors: list[Tensor]) -> None:
-        self.input = tensors[0]
+        super().__init__(info, hidden_size=3)
+        self.weight = nn.Parameter(torch.arange(12.0 if info.index % 2 else 3.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.info.is_first else self.input
+        x = x if self.info.is_first else self.input_tensor
         if self.info.index % 2:
             return (x.view(4, 3) + self.weight.view(4, 3)).view(2, 2, 3)
         return x * self.weight
@@ -560,21 +484,12 @@ class Shifted(torch.nn.Module):
 def test_an_input_gradient_shares_no_memory_with_a_parameters(rank: int) -> None:
     """Autograd may make a view of one and the same tensor a parameter's `.grad` and another one the input's gradient.
     The next microbatch was then added to both, and what was on its way to the stage below was silently wrong."""
-    parallel_state.initialize_model_parallel(1)
-    inputs = [torch.full((2, 2, 3), float(number)) for number in range(1, 5)]
-    stages = [StageInfo(0, 2), StageInfo(1, 2)]
-    chunks, expected = ([Shifted(info) for info in stages] for _ in range(2))
-    megapipe.get_forward_backward_func("looped_bfs")(
-        forward_step_func=lambda data, model: (model(next(data)), lambda out: (out.square().sum(), None)),
-        data_iterator=iter(inputs),
-        model=chunks,
-        num_microbatches=4,
-    )
-    for x in inputs:
-        expected[1].input = expected[0](x)
-        (expected[1](x).square().sum() / 4).backward()
-    for chunk, whole in zip(chunks, expected):
-        assert torch.equal(chunk.weight.grad, whole.weight.grad)
+    data = [(torch.full((2, 2, 3), float(number)), None) for number in range(1, 5)]
+    chunks, expected = ([Shifted(StageInfo(index, 2)) for index in range(2)] for _ in range(2))
+    use_groups()
+    against.step("looped_bfs", chunks, data, lambda output, _: output.square().sum())
+    add_gradients(expected, data, lambda output, _: output.square().sum())
+    assert_same_gradients(chunks, expected)
 
 
 def test_an_input_gradient_is_not_what_a_hook_keeps() -> None:

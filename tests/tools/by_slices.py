@@ -7,9 +7,24 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megapipe.slices import CarriedState, SequenceSlice
 from megapipe.weight_grad import DeferredGrads, deferring
+
+Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+def plain(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def recomputed(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def recomputed_reentrant(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
 
 
 def make_slices(lengths: Sequence[int]) -> list[SequenceSlice]:
@@ -35,9 +50,9 @@ def run_by_slices(
     for this, loss in [] if forward_only else zip(reversed(slices), reversed(losses)):
         with state.backward(this):
             roots = state.roots(this.index)
+            edges, grads = zip((loss, torch.ones_like(loss)), *roots)
             later = DeferredGrads() if deferred else None
             with deferring(later):
-                edges, grads = zip((loss, torch.ones_like(loss)), *roots)
                 torch.autograd.backward(edges, grads)
             if later is not None:
                 later.run()

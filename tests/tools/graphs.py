@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tools.against import Received
 from torch import Tensor, nn
 
-from megapipe import graph
+from megapipe import StageInfo, graph
 
 H = 16
 
@@ -18,6 +19,21 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
+
+
+class Part(Received):
+    """A stage in the middle or at the end, as pipelines have it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(StageInfo(1, 3))
+        self.inner = inner
+
+    def forward(self, tokens: Tensor | None = None) -> Tensor:
+        return self.inner(self.input_tensor)
+
+
+def sequence() -> Tensor:
+    return torch.randn(5, 2, H, requires_grad=True)
 
 
 def skip_without_tracer() -> None:

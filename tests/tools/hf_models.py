@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from tools import ranks
+from tools.against import assert_close, assert_same_losses, gradients
 from torch import Tensor, nn
 
 import megapipe
 from megapipe import parallel_state
 from megapipe.integrations.transformers import build_chunks, count_items, forward_step, load_weights
+
+__all__ = ["assert_same_losses"]
 
 ranks.IMPORTED_ONCE += [name for name in ["transformers.modeling_utils"] if name not in ranks.IMPORTED_ONCE]
 transformers.utils.logging.disable_progress_bar()
@@ -130,18 +133,19 @@ def load_chunks(folder: Any, schedule: str, **options: Any) -> list[Any]:
     return chunks
 
 
-def assert_same_gradients(chunks: list[nn.Module], model: nn.Module, tied: tuple[str, ...] = ()) -> None:
+def assert_same_gradients(chunks: list[nn.Module], model: Any) -> None:
     """Bit for bit, tied ones nearly so."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied, wanted = names_of_tied(model), gradients(model)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            want, got = parameters[name].grad, parameter.grad
-            assert (want is None) == (got is None), name
-            if want is not None and got is not None:
-                if name in tied:
-                    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-                else:
-                    assert torch.equal(got, want), f"{name}: {(got - want).abs().max()}"
+            assert_close(parameter.grad, wanted[name], 2e-6 if name in tied else 0.0, name)
+
+
+def compare(schedule: str, chunks: list[Any], model: Any, microbatches: list[dict[str, Any]], **options: Any) -> None:
+    """Losses and gradients of one step of the schedule are those of the whole model."""
+    expected = reference(model, microbatches)
+    assert_same_losses(run(schedule, chunks, microbatches, **options), expected, chunks)
+    assert_same_gradients(chunks, model)
 
 
 def assert_same_weights(model: Any, expected: Any) -> None:
@@ -159,13 +163,6 @@ def names_of_tied(model: Any) -> tuple[str, ...]:
     return tuple(name for pair in model._tied_weights_keys.items() for name in pair)
 
 
-def assert_same_losses(reports: list[Any], expected: list[Tensor], chunks: list[Any]) -> None:
-    if any(chunk.stage.is_last for chunk in chunks):
-        assert [report["loss"] for report in reports] == expected
-    else:
-        assert reports == []
-
-
 def check(
     name: str, schedule: str, folder: Path, num_microbatches: int = 8, deferred: bool = False, **options: Any
 ) -> list[Any]:
@@ -176,11 +173,7 @@ def check(
     if deferred:
         for chunk in chunks:
             megapipe.weight_grad.convert(chunk)
-    microbatches = count_items(batches(num_microbatches))
-    expected = reference(model, microbatches)
-    reports = run(schedule, chunks, microbatches)
-    assert_same_losses(reports, expected, chunks)
-    assert_same_gradients(chunks, model, names_of_tied(model))
+    compare(schedule, chunks, model, count_items(batches(num_microbatches)))
     return chunks
 
 

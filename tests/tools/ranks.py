@@ -23,9 +23,9 @@ from typing import Any
 MAX_RANKS = 4
 PATIENCE = 240  # seconds until a test counts as hung: many times what the slowest takes, as machines may be busy
 # torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
-IMPORTED_ONCE = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "megatron.core"]
-IMPORTED_WHERE_TESTED = {"transformers": "transformers.modeling_utils"}
-"""By a package that some of the tests at hand import."""
+IMPORTED_ONCE = ["torch", "torch._dynamo", "torch.distributed.checkpoint"]
+IMPORTED_WHERE_TESTED = {"transformers": "transformers.modeling_utils", "test_megatron": "megatron.core"}
+"""By what tells that some of the tests at hand use it: a package, or the file of the tests."""
 
 
 class RankError(AssertionError):
@@ -183,10 +183,9 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
 
     gc.freeze()  # what is imported stays: tests that collect garbage need not search it
     torch.set_num_threads(1)
-    megapipe.failures.board.PATIENCE = 1.0  # on one machine news travels fast
-    megapipe.failures.board.LOOK = 0.05
-    megapipe.failures.agreement.PATIENCE = 60.0  # but a machine may be busy
-    megapipe.failures.helper_thread.TICK = 0.05
+    timing = megapipe.failures.TIMING
+    timing.for_others, timing.look, timing.tick = 1.0, 0.05, 0.05  # on one machine news travels fast
+    timing.for_mistakes = 60.0  # but a machine may be busy
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     while True:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tools.models import Stage, batches, build, loss_of, run
+from tools.against import assert_close, assert_same_gradients
+from tools.models import Stage, add_gradients, build, run
 from torch import Tensor, nn
 
 import megapipe
 from megapipe import StageInfo, parallel_state
+from megapipe.training import GradientReducer
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 2, 20
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
@@ -43,8 +45,7 @@ class LocalAdamW:
 
 def replica_gradients(model: nn.Module, replica: int, num_replicas: int, step: int, m: int) -> list[Tensor | None]:
     model.zero_grad()
-    for batch in batches(m, num_replicas * step + replica):
-        (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / m).backward()
+    add_gradients(model, m, num_replicas * step + replica)
     return [p.grad for p in model.parameters()]
 
 
@@ -77,16 +78,11 @@ def reference(num_replicas: int = 2, num_steps: int = NUM_STEPS) -> tuple[list[d
 def train_and_compare(
     schedule: str,
     chunks: list[Stage],
-    local: Callable[[Tensor], Tensor],
     atol: float = 0.0,
     num_steps: int = NUM_STEPS,
     optimizer_of: Callable[[Any], Any] = adamw,
 ) -> None:
-    """Gradients and parameters of every step are those of the reference.
-
-    Args:
-        local: the plain tensor that a parameter or gradient stands for.
-    """
+    """Gradients and parameters of every step are those of the reference."""
     num_replicas = parallel_state.get_data_parallel_world_size()
     gradients, final = reference(num_replicas, num_steps)
     optimizer = None
@@ -95,19 +91,20 @@ def train_and_compare(
         run(schedule, chunks, NUM_MICROBATCHES, seed=seed)
         optimizer = optimizer or optimizer_of(chunks)  # FSDP2 may lay its shards out anew in the first forward
         if step in (0, num_steps - 1):  # what lies between shows in the parameters
-            for chunk in chunks:
-                for name, parameter in chunk.named_parameters():
-                    assert_close(local(parameter.grad), gradients[step][name], atol, f"{schedule}, gradient of {name}")
+            assert_same_gradients(chunks, gradients[step], schedule, atol)
         optimizer.step()
         optimizer.zero_grad()
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            assert_close(local(parameter), final[name], atol, f"{schedule}, {name}")
+            assert_close(parameter, final[name], atol, f"{schedule}, {name}")
 
 
-def assert_close(found: Tensor, expected: Tensor, atol: float, what: str) -> None:
-    is_same = torch.equal(found, expected) if not atol else torch.allclose(found, expected, rtol=0, atol=atol)
-    assert is_same, f"{what}: {(found - expected).abs().max()}"
+def reduced(chunks: list[Any], **options: Any) -> GradientReducer:
+    """A GradientReducer that the schedules call."""
+    reducer = GradientReducer(chunks, **options)
+    for chunk in chunks:
+        chunk.config.grad_sync_func, chunk.config.finalize_model_grads_func = reducer.start, reducer.finish
+    return reducer
 
 
 def build_replicas(schedule: str, pp_size: int, **options: Any) -> list[Stage]:

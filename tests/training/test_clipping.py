@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tools.models import build, reference, run
+from tools.models import assert_same_gradients, build, reference, run
 from tools.optimizers import sgd
 from tools.ranks import RankPool, on_ranks
 from torch import nn
@@ -24,10 +24,12 @@ from megapipe import PostValidatedOptimizer, TiedWeights, clip_grad_norm_, divid
 NORMS = [2.0, 1.0, 3.0, math.inf]
 
 
-def clip_as_torch_does(rank: int, schedule: str, pp_size: int) -> None:
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("no_pipelining", 1), ("1f1b", 2), ("zbv", 4)])
+@on_ranks()
+def test_of_the_whole_pipeline(rank: int, schedule: str, num_ranks: int) -> None:
     """Against torch's function on the unpartitioned model, in float64."""
     for norm_type in NORMS:
-        chunks = build(schedule, pp_size, 8)
+        chunks = build(schedule, num_ranks, 8)
         run(schedule, chunks, 4)
         whole, _ = reference(8, 4)
         grads = {name: p.grad.double() for name, p in whole.named_parameters()}
@@ -35,14 +37,8 @@ def clip_as_torch_does(rank: int, schedule: str, pp_size: int) -> None:
         for max_norm, coefficient in ((2 * expected.item(), 1.0), (0.3, 0.3 / expected.item())):
             norm = clip_grad_norm_(chunks, max_norm, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-            for chunk in chunks:
-                for name, parameter in chunk.named_parameters():
-                    assert torch.equal(parameter.grad, whole.get_parameter(name).grad * coefficient), name
-
-
-@pytest.mark.parametrize(("schedule", "pp_size"), [("no_pipelining", 1), ("1f1b", 2), ("zbv", 4)])
-def test_of_the_whole_pipeline(ranks: RankPool, schedule: str, pp_size: int) -> None:
-    ranks.run(pp_size, clip_as_torch_does, schedule, pp_size)
+            clipped = {name: p.grad * coefficient for name, p in whole.named_parameters()}
+            assert_same_gradients(chunks, clipped)
 
 
 def norms_with_shards(rank: int) -> list[tuple[float, float]]:
@@ -85,8 +81,10 @@ def test_of_shards_experts_and_tied_weights(ranks: RankPool) -> None:
             assert norm == pytest.approx(expected, rel=1e-12)
 
 
-def names_what_is_not_finite(rank: int, pp_size: int, rank_of_layer_3: int) -> None:
-    chunks = build("zbv", pp_size, 8)
+@pytest.mark.parametrize(("num_ranks", "rank_of_layer_3"), [(1, 0), (2, 1), (4, 3)])
+@on_ranks()
+def test_an_error_names_what_is_not_finite_on_every_rank(rank: int, num_ranks: int, rank_of_layer_3: int) -> None:
+    chunks = build("zbv", num_ranks, 8)
     run("zbv", chunks, 2)
     for norm_type in (2.0, math.inf):
         for value in (math.nan, math.inf):
@@ -97,11 +95,6 @@ def names_what_is_not_finite(rank: int, pp_size: int, rank_of_layer_3: int) -> N
                 clip_grad_norm_(chunks, 1.0, norm_type, error_if_nonfinite=True)
             norm = clip_grad_norm_(chunks, math.inf, norm_type)
             assert not norm.isfinite()
-
-
-@pytest.mark.parametrize(("pp_size", "rank"), [(1, 0), (2, 1), (4, 3)])
-def test_an_error_names_what_is_not_finite_on_every_rank(ranks: RankPool, pp_size: int, rank: int) -> None:
-    ranks.run(pp_size, names_what_is_not_finite, pp_size, rank)
 
 
 @on_ranks(2)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tools.models import Stage, build, run
+from tools.models import Stage, assert_same_gradients, build, run
 from tools.ranks import on_ranks
-from tools.replicas import NUM_STEPS, SCHEDULES, average, build_replicas, replica_gradients, train_and_compare
+from tools.replicas import NUM_STEPS, SCHEDULES, average, build_replicas, reduced, replica_gradients, train_and_compare
 from torch import Tensor, nn
 
 from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state
@@ -22,11 +22,7 @@ from megapipe.training import GradientReducer
 
 def replicated(schedule: str, pp_size: int, **options: Any) -> tuple[list[Stage], GradientReducer]:
     chunks = build_replicas(schedule, pp_size)
-    reducer = GradientReducer(chunks, **options)
-    for chunk in chunks:
-        chunk.config.grad_sync_func = reducer.start
-        chunk.config.finalize_model_grads_func = reducer.finish
-    return chunks, reducer
+    return chunks, reduced(chunks, **options)
 
 
 @on_ranks(4)
@@ -34,7 +30,7 @@ def test_training_is_that_of_one_process(rank: int) -> None:
     """Two replicas of two stages: bit for bit, since the sum of two does not depend on their order."""
     for schedule in SCHEDULES:
         chunks, _ = replicated(schedule, 2)
-        train_and_compare(schedule, chunks, lambda tensor: tensor, num_steps=NUM_STEPS if schedule == "zbv" else 4)
+        train_and_compare(schedule, chunks, num_steps=NUM_STEPS if schedule == "zbv" else 4)
 
 
 @on_ranks(4)
@@ -52,7 +48,7 @@ def test_zero_redundancy_optimizer(rank: int, tmp_path: Path) -> None:
 
     optimizers: list[torch.optim.Optimizer] = []
     chunks, _ = replicated("zbv", 2)
-    train_and_compare("zbv", chunks, lambda tensor: tensor, num_steps=4, optimizer_of=zero)
+    train_and_compare("zbv", chunks, num_steps=4, optimizer_of=zero)
     with pytest.raises(ValueError, match="optimizer 0 is a ZeroRedundancyOptimizer, whose state_dict"):
         Checkpointer(tmp_path, chunks, optimizers[0]).save(1)
     Checkpointer(tmp_path, chunks).save(1)
@@ -137,12 +133,9 @@ def test_unused_frozen_and_expert_parameters(rank: int) -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self, weight: nn.Parameter, config: Any) -> None:
+    def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight, self.config = weight, config
-
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        self.input = input_tensor[0]
+        self.weight = weight
 
 
 @on_ranks(2)
@@ -150,7 +143,7 @@ def test_weights_tied_within_a_rank(rank: int) -> None:
     """A weight in both chunks is complete when both are."""
     parallel_state.initialize_model_parallel()
     weight = nn.Parameter(torch.zeros(2))
-    chunks = [Tied(weight, None), Tied(weight, None)]
+    chunks = [Tied(weight), Tied(weight)]
     reducer = GradientReducer(chunks)
     for scale in (1.0, 3.0):
         weight.grad = torch.ones(2) * scale * rank
@@ -209,8 +202,7 @@ def test_three_replicas(rank: int) -> None:
     run("no_pipelining", chunks, 2, seed=rank)
     model = Stage(StageInfo(0, 1), 4)
     expected = average([replica_gradients(model, replica, 3, 0, 2) for replica in range(3)])
-    for parameter, want in zip(chunks[0].parameters(), expected):
-        torch.testing.assert_close(parameter.grad, want, rtol=0, atol=1e-6)
+    assert_same_gradients(chunks, dict(zip(dict(model.named_parameters()), expected)), atol=1e-6)
 
 
 @on_ranks(1)
@@ -230,9 +222,7 @@ def test_replicas_of_what_is_unfrozen_later(rank: int) -> None:
     drifted apart, silently."""
     chunks = build("no_pipelining", 1, 2)
     chunks[0].layers.requires_grad_(False)
-    reducer = GradientReducer(chunks)
-    chunks[0].config.grad_sync_func = reducer.start
-    chunks[0].config.finalize_model_grads_func = reducer.finish
+    reduced(chunks)
     run("no_pipelining", chunks, 2, seed=rank)
     chunks[0].layers.requires_grad_(True)
     # The error of this rank, or of the other one, where that was first to tell it.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools.models import Stage, batches, build, loss_of, run
+from tools.models import Stage, add_gradients, build, run
 from tools.optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
 from tools.ranks import RankPool, on_ranks
 from tools.restarts import validated
@@ -35,10 +35,12 @@ SCHEDULERS: list[Callable[[Any], Any]] = [
 ]
 
 
-def as_one(rank: int, schedule: str, pp_size: int) -> None:
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("zbv", 2), ("1f1b", 4)])
+@on_ranks()
+def test_several_chunks_as_one(rank: int, schedule: str, num_ranks: int) -> None:
     """Against torch's optimizer, scheduler and clipping on the unpartitioned model."""
     for number, make_scheduler in enumerate(SCHEDULERS):
-        chunks = build(schedule, pp_size, 8)
+        chunks = build(schedule, num_ranks, 8)
         make = (adamw, momentum, torch.optim.Adagrad)[number]
         optimizer = PipelinedOptimizer(chunks, make, decay)
         scheduler = PipelinedLRScheduler(optimizer, make_scheduler)
@@ -52,8 +54,7 @@ def as_one(rank: int, schedule: str, pp_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            for batch in batches(2, step):
-                (loss_of(whole(batch["tokens"], batch["seed"]), batch["labels"]) / 2).backward()
+            add_gradients(whole, 2, step)
             expected.step()
             expected.zero_grad()
             expected_scheduler.step()
@@ -70,11 +71,6 @@ def as_one(rank: int, schedule: str, pp_size: int) -> None:
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
         assert optimizer.num_steps == 6
-
-
-@pytest.mark.parametrize(("schedule", "pp_size"), [("zbv", 2), ("1f1b", 4)])
-def test_several_chunks_as_one(ranks: RankPool, schedule: str, pp_size: int) -> None:
-    ranks.run(pp_size, as_one, schedule, pp_size)
 
 
 @on_ranks(2)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tools.models import SEQUENCE, Stage, batches, build, loss_of, run
+from tools.against import assert_same_gradients, gradients
+from tools.models import SEQUENCE, Stage, add_gradients, batches, build, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
@@ -34,54 +35,43 @@ def unpartitioned(num_copies: int, double: bool = False) -> Stage:
         model.head.weight = model.embedding.weight
     else:
         model.head.weight.data.copy_(model.embedding.weight.data)
-    for batch in batches(M):
-        (loss_of(model(batch["tokens"], batch["seed"]), batch["labels"]) / M).backward()
+    add_gradients(model, M)
     if num_copies == 2:
         total = model.embedding.weight.grad + model.head.weight.grad
         model.embedding.weight.grad = model.head.weight.grad = total
     return model
 
 
-def same_gradients(rank: int, cases: list[tuple[str, int | None, bool]], pp_size: int) -> None:
-    for schedule, num_chunks, deferred in cases:
-        chunks = build(schedule, pp_size, 8, num_chunks, deferred=deferred)
-        tied = TiedWeights(chunks, NAMES)
-        for chunk in chunks:
-            chunk.config.finalize_model_grads_func = tied.sum_gradients
-        run(schedule, chunks, M)
-        # To the bit where the reference adds up each copy by itself, as ranks must.
-        expected = unpartitioned(2)
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                want = expected.get_parameter(name).grad
-                assert torch.equal(parameter.grad, want), f"{schedule}: {name}"
-        # One tensor's gradient is added up in another order: the same in float64 to its last digits.
-        chunks = [chunk.double() for chunk in build(schedule, pp_size, 8, num_chunks, deferred=deferred)]
-        tied = TiedWeights(chunks, NAMES)
-        for chunk in chunks:
-            chunk.config.finalize_model_grads_func = tied.sum_gradients
-        run(schedule, chunks, M)
-        expected = unpartitioned(1, double=True)
-        named = dict(expected.named_parameters(remove_duplicate=False))
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-12, atol=1e-14)
-        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.25)
-        torch.testing.assert_close(clip_grad_norm_(chunks, 0.25), norm, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize(
-    ("pp_size", "cases"),
+    ("num_ranks", "cases"),
     [
         (1, [("no_pipelining", None, False), ("no_pipelining", None, True)]),
         (2, [("1f1b", None, False), ("zb2p", None, True), ("zbv", None, False), ("interleaved_1f1b", 2, True)]),
         (4, [("zb1p", None, False), ("interleaved_zb1p", 2, True), ("zbv", None, True), ("dualpipev", None, True)]),
     ],
 )
+@on_ranks()
 def test_gradients_of_the_unpartitioned_tied_model(
-    ranks: RankPool, pp_size: int, cases: list[tuple[str, int | None, bool]]
+    rank: int, num_ranks: int, cases: list[tuple[str, int | None, bool]]
 ) -> None:
-    ranks.run(pp_size, same_gradients, cases, pp_size)
+    for schedule, num_chunks, deferred in cases:
+        chunks = build(schedule, num_ranks, 8, num_chunks, deferred=deferred)
+        tied = TiedWeights(chunks, NAMES)
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = tied.sum_gradients
+        run(schedule, chunks, M)
+        # To the bit where the reference adds up each copy by itself, as ranks must.
+        assert_same_gradients(chunks, unpartitioned(2), schedule)
+        # One tensor's gradient is added up in another order: the same in float64 to its last digits.
+        chunks = [chunk.double() for chunk in build(schedule, num_ranks, 8, num_chunks, deferred=deferred)]
+        tied = TiedWeights(chunks, NAMES)
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = tied.sum_gradients
+        run(schedule, chunks, M)
+        expected = unpartitioned(1, double=True)
+        assert_same_gradients(chunks, expected, schedule, atol=1e-13)
+        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.25)
+        torch.testing.assert_close(clip_grad_norm_(chunks, 0.25), norm, rtol=1e-12, atol=0)
 
 
 def stay_equal(rank: int, schedule: str) -> tuple[Tensor, ...]:
@@ -90,12 +80,7 @@ def stay_equal(rank: int, schedule: str) -> tuple[Tensor, ...]:
     for is_post_validated in (False, True):
         chunks = build(schedule, 2, 8)
         tied = TiedWeights(chunks, NAMES)
-
-        def finalize(models: list[nn.Module], num_tokens: Tensor | None, tied: TiedWeights = tied) -> None:
-            tied.sum_gradients()
-
-        for chunk in chunks:
-            chunk.config.finalize_model_grads_func = finalize
+        chunks[0].config.finalize_model_grads_func = lambda models, num_tokens, tied=tied: tied.sum_gradients()
 
         def adamw(groups: Any) -> torch.optim.Optimizer:
             return torch.optim.AdamW(groups, lr=1e-2)
@@ -140,6 +125,18 @@ def test_one_parameter_under_two_names(rank: int) -> None:
         assert not hasattr(chunks[0].embedding.weight, "shared")
         expected = unpartitioned(1)
         torch.testing.assert_close(before, expected.embedding.weight.grad)
+
+
+@on_ranks(1)
+def test_one_parameter_under_two_names_of_one_chunk(rank: int) -> None:
+    """Nothing to sum either, and both names are known."""
+    (chunk,) = build("no_pipelining", 1, 8)
+    chunk.head.weight = chunk.embedding.weight
+    tied = TiedWeights(chunk, NAMES)
+    run("no_pipelining", chunk, M)
+    before = chunk.head.weight.grad.clone()
+    tied.sum_gradients()
+    assert torch.equal(chunk.head.weight.grad, before)
 
 
 def with_replicas(rank: int) -> list[Tensor]:
@@ -216,10 +213,8 @@ def divided(rank: int, schedule: str, averaged: bool) -> None:
             loss.backward()
             num_tokens += num
         per_replica.append(whole)
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            want = sum(whole.get_parameter(name).grad for whole in per_replica) / num_tokens
-            assert torch.equal(parameter.grad, want), name
+    sums = {name: sum(whole.get_parameter(name).grad for whole in per_replica) for name in gradients(per_replica[0])}
+    assert_same_gradients(chunks, {name: grad / num_tokens for name, grad in sums.items()})
 
 
 @pytest.mark.parametrize(

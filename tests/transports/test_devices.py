@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tools import against
+from tools.against import Received, assert_same_gradients, use_groups
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -57,26 +59,21 @@ def ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
-class Stage(nn.Module):
+class Stage(Received):
     """Whole numbers and float64: every sum is exact, in whatever order it is added up."""
 
     def __init__(self, config: PipelineConfig, info: StageInfo) -> None:
-        super().__init__()
+        super().__init__(info)
         self.config = config
-        self.info = info
         generator = torch.Generator().manual_seed(info.index)
         self.layer = weight_grad.Linear(WIDTH, WIDTH, dtype=torch.float64)
         for parameter in self.layer.parameters():
             parameter.data.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
-        self.received: Tensor | None = None
         self.disturb: Any = lambda: None
-
-    def set_input_tensor(self, received: list[Tensor]) -> None:
-        self.received = received[0]
 
     def forward(self, x: Tensor) -> Tensor:
         self.disturb()
-        y = torch.relu(self.layer(x if self.info.is_first else self.received))
+        y = torch.relu(self.layer(x if self.info.is_first else self.input_tensor))
         if y.requires_grad:
             y.register_hook(lambda grad: self.disturb())
         return y
@@ -87,30 +84,13 @@ def step(
 ) -> Any:
     generator = torch.Generator().manual_seed(9)
     inputs = [torch.randint(-1, 2, (length, 1, WIDTH), generator=generator).double() for _ in range(num_microbatches)]
-    placed = [place(x) for x in inputs]  # before the step, as a data loader does
-    numbers = iter(placed)
-
-    def forward_step(data_iterator: Any, model: Any) -> Any:
-        def loss_func(output: Tensor) -> Any:
-            loss = output.sum()
-            return loss, {"loss": loss.detach()}
-
-        return model(next(data_iterator)), loss_func
-
-    return megapipe.get_forward_backward_func(schedule)(
-        forward_step_func=forward_step,
-        data_iterator=numbers,
-        model=chunks,
-        num_microbatches=num_microbatches,
-        seq_length=length,
-        micro_batch_size=1,
-        **options,
-    )
+    data = [(place(x), None) for x in inputs]  # before the step, as a data loader does
+    sizes = {"seq_length": length, "micro_batch_size": 1}
+    return against.step(schedule, chunks, data, lambda output, _: output.sum(), **sizes, **options)
 
 
 def build(schedule: str, pp_size: int, transport: str, **config: Any) -> list[Stage]:
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(pp_size)
+    use_groups(pp_size)
     config = {"hidden_size": WIDTH, "pipeline_dtype": torch.float64, "p2p_transport": transport, **config}
     settings = PipelineConfig(**config)
     return [Stage(settings, info) for info in stages_for_rank(schedule)]
@@ -134,8 +114,10 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def gradients(chunks: list[Stage], read: Any) -> list[Tensor]:
-    return [read(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
+def assert_same(chunks: list[Stage], expected: list[Stage], read: Any, what: str = "") -> None:
+    for mine, theirs in zip(chunks, expected, strict=True):
+        on_host = {name: read(parameter.grad) for name, parameter in mine.named_parameters()}
+        assert_same_gradients([theirs], on_host, what)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -162,10 +144,9 @@ def test_same_as_on_cpu(rank: int, num_ranks: int, schedules: list[str], transpo
             got_validated = step(schedule, chunks, place, forward_only=True, **options)
             step(schedule, chunks, place, **options)
             assert transport == "host" or not lazy.device.SYNCS, lazy.device.SYNCS[0]
-            assert [read(one["loss"]) for one in got] == [one["loss"] for one in losses], schedule
-            assert [read(one["loss"]) for one in got_validated] == [one["loss"] for one in validated], schedule
-            for mine, theirs in zip(gradients(chunks, read), gradients(expected, lambda grad: grad), strict=True):
-                assert torch.equal(mine, theirs), schedule
+            assert [read(one) for one in got] == losses, schedule
+            assert [read(one) for one in got_validated] == validated, schedule
+            assert_same(chunks, expected, read, schedule)
 
 
 @pytest.mark.parametrize(("transport", "length"), [("nccl", 3), ("host", 3), ("host", 2**16)])
@@ -214,18 +195,18 @@ class Alive:
             chunk.register_forward_hook(self._watch_output)
 
     def _receive(self, chunk: Stage, received: list[Any]) -> None:
-        chunk.received = received[0]
+        chunk.input_tensor = received[0]
         if received[0] is not None:
             self._note("inputs", received[0])
             if received[0].requires_grad:
                 received[0].register_hook(functools.partial(self._note_gradient, chunk))
 
     def _note_gradient(self, chunk: Stage, grad: Any) -> None:
-        chunk.received = None  # it was shown again, for a backward that computes it again
+        chunk.input_tensor = None  # it was shown again, for a backward that computes it again
         self._note("input grads", grad)
 
     def _watch_output(self, chunk: Any, inputs: Any, output: Any) -> None:
-        chunk.received = None  # a model keeps its last input, whatever becomes of it
+        chunk.input_tensor = None  # a model keeps its last input, whatever becomes of it
         if output.requires_grad and not chunk.info.is_last:
             output.register_hook(functools.partial(self._note, "output grads"))
 
@@ -273,30 +254,28 @@ def test_no_more_memory_than_the_plan_says(rank: int, num_ranks: int, transport:
         assert max(alive.peaks["input grads"], alive.peaks["output grads"]) <= 2, (schedule, alive.peaks)
 
 
-def occupied(rank: int, pp_size: int, num_chunks: int) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_many_chunks_take_no_more_of_a_device(rank: int, num_ranks: int) -> None:
+    """Each boundary had communicators of its own, with a receive posted on each at all times. With eight chunks their
+    kernels held every multiprocessor, and two of them shared one of the 32 streams, so that neither could go on."""
+    num_chunks = 8
     from fakes import nccl_like
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(pp_size, virtual_pipeline_model_parallel_size=num_chunks)
-    chunks = build("interleaved_1f1b", pp_size, "nccl")
+        parallel_state.initialize_model_parallel(num_ranks, virtual_pipeline_model_parallel_size=num_chunks)
+    chunks = build("interleaved_1f1b", num_ranks, "nccl")
     with on_lazy_device(chunks) as lazy:
         nccl_like.MOST_OCCUPIED = 0
         step("interleaved_1f1b", chunks, lazy.device.to_device)
         lazy.device.synchronize()
-        num_neighbours = 1 if pp_size == 2 else 2
+        num_neighbours = 1 if num_ranks == 2 else 2
         assert len(nccl_like.COMMUNICATORS) == 2 * num_neighbours
-        plan = megapipe.plan.make_plan("interleaved_1f1b", pp_size, 8, 8)
+        plan = megapipe.plan.make_plan("interleaved_1f1b", num_ranks, 8, 8)
         assert plan.peak_waiting(rank) - num_neighbours >= nccl_like.MOST_OCCUPIED > 0  # sends are small
         for communicator in nccl_like.COMMUNICATORS:
             assert communicator.options.is_high_priority_stream
             assert communicator.options.config.max_ctas <= 4
-
-
-@pytest.mark.parametrize("pp_size", [2, 4])
-def test_many_chunks_take_no_more_of_a_device(ranks: RankPool, pp_size: int) -> None:
-    """Each boundary had communicators of its own, with a receive posted on each at all times. With eight chunks their
-    kernels held every multiprocessor, and two of them shared one of the 32 streams, so that neither could go on."""
-    ranks.run(pp_size, occupied, pp_size, 8)
 
 
 def failing_at(rank: int, number: int) -> Callable[[], None]:
@@ -398,9 +377,8 @@ def test_a_step_on_one_rank_as_a_graph(rank: int, schedule: str) -> None:
             x.neg_()
         for _ in range(2):  # the second one writes over what the first has left
             graph.replay()
-        assert [lazy.device.to_host(one["loss"]) for one in reports] == [one["loss"] for one in losses]
-        for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
-            assert torch.equal(mine, theirs)
+        assert [lazy.device.to_host(one) for one in reports] == losses
+        assert_same(chunks, expected, lazy.device.to_host)
 
 
 @pytest.mark.parametrize(
@@ -528,8 +506,7 @@ def test_a_step_on_another_stream(rank: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(2):
                 step("1f1b", chunks, lazy.device.to_device)
-        for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
-            assert torch.equal(mine, theirs), (mine, theirs)
+        assert_same(chunks, expected, lazy.device.to_host)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -541,8 +518,7 @@ def test_messages_with_headers_keep_their_order(rank: int, transport: str) -> No
         chunks = build(schedule, 2, transport, variable_seq_lengths=True)
         with on_lazy_device(chunks) as lazy:
             step(schedule, chunks, lazy.device.to_device)
-            for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
-                assert torch.equal(mine, theirs), schedule
+            assert_same(chunks, expected, lazy.device.to_host, schedule)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -557,8 +533,7 @@ def test_headers_of_messages_whose_sizes_are_known_keep_their_order(rank: int, t
                     chunk.requires_grad_(is_trained or chunk.info.index > 1)
                 step(schedule, expected, lambda x: x)
                 step(schedule, chunks, lazy.device.to_device)
-            for mine, theirs in zip(gradients(chunks, lazy.device.to_host), gradients(expected, lambda grad: grad)):
-                assert torch.equal(mine, theirs), schedule
+            assert_same(chunks, expected, lazy.device.to_host, schedule)
 
 
 @on_ranks(2)

@@ -6,13 +6,13 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tools.models import BATCH, SEQUENCE, Stage, assert_same_gradients, batches, build, loss_of, reference, run
+from tools.against import Received, use_groups
+from tools.models import BATCH, SEQUENCE, Stage, add_gradients, assert_same_gradients, build, reference, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
@@ -42,14 +42,11 @@ class Twice(nn.Module):
         return x + self.tied(F.gelu(self.between(F.gelu(self.tied(x)))))
 
 
-class Odd(nn.Module):
+class Odd(Received):
     """A stage of such layers between an embedding and a head, with some parameters frozen."""
 
     def __init__(self, info: StageInfo, num_layers: int, hidden: int, frozen: float, seed: int, deferred: bool) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(hidden_size=hidden)
-        self.info = info
-        self.input_tensor: Tensor | None = None
+        super().__init__(info, hidden_size=hidden)
         torch.manual_seed(1)
         self.embedding = nn.Embedding(11, hidden) if info.is_first else None
         layers = megapipe.distribute_layers(num_layers, info)
@@ -60,9 +57,6 @@ class Odd(nn.Module):
             parameter.requires_grad_(random.Random(f"{seed} {name}").random() >= frozen)
         if deferred:
             weight_grad.convert(self)
-
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        self.input_tensor = input_tensor[0]
 
     def forward(self, tokens: Tensor, seed: int) -> Tensor:
         x = self.input_tensor if self.embedding is None else self.embedding(tokens)
@@ -79,20 +73,14 @@ def random_configurations(rank: int, pp_size: int, seed: int, count: int) -> Non
         m, hidden, frozen = draw.randint(1, 9), draw.choice([1, 3, 8, 33]), draw.choice([0.0, 0.3, 0.8])
         num_layers = draw.randint(pp_size * (num_chunks or 2), 14)
         what = f"seed {seed}: {schedule} pp={pp_size} chunks={num_chunks} m={m} {hidden=} {frozen=} {num_layers=}"
-        build(schedule, pp_size, 14, num_chunks)  # for the process groups
+        use_groups()
         infos = stages_for_rank(schedule, num_chunks=num_chunks)
         sizes = (num_layers, hidden, frozen, seed)
         chunks = [Odd(info, *sizes, deferred=True) for info in infos]
         whole = Odd(StageInfo(0, 1), *sizes, deferred=False)
-        for batch in batches(m):
-            loss = loss_of(whole(batch["tokens"], batch["seed"]), batch["labels"]) / m
-            if loss.requires_grad:
-                loss.backward()
+        add_gradients(whole, m)
         run(schedule, chunks, m)
-        try:
-            assert_same_gradients(chunks, whole)
-        except AssertionError as error:
-            raise AssertionError(f"{what}: {error}") from error
+        assert_same_gradients(chunks, whole, what)
 
 
 @pytest.mark.parametrize(("pp_size", "count"), [(2, 12), (3, 10), (4, 10)])
@@ -110,17 +98,12 @@ def test_embedding_and_head_that_share_a_rank_are_one_parameter(rank: int, sched
     chunks = build(schedule, 2, 4, deferred=True)
     whole = Stage(StageInfo(0, 1), 4)
     whole.head.weight = whole.embedding.weight
-    by_name = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
     if rank == 0:
         chunks[1].head.weight = chunks[0].embedding.weight
-    for batch in batches(6):
-        (loss_of(whole(batch["tokens"], batch["seed"]), batch["labels"]) / 6).backward()
+    add_gradients(whole, 6)
     run(schedule, chunks, 6)
-    for name, parameter in by_name.items():
-        if name != "head.weight":  # replaced
-            expected = dict(whole.named_parameters())[name].grad
-            # The two uses add their gradients up in another order than in one backward.
-            assert torch.allclose(parameter.grad, expected, atol=1e-6), name
+    # The two uses add their gradients up in another order than in one backward.
+    assert_same_gradients(chunks, whole, atol=1e-6)
 
 
 # Custom functions
@@ -164,9 +147,8 @@ class WithFunction(Stage):
 @on_ranks(2)
 def test_custom_functions_run_once(rank: int) -> None:
     for schedule in ("1f1b", "zb1p"):
-        build(schedule, 2, 4)
+        (chunk,) = build(schedule, 2, 2, kind=WithFunction)
         Cube.calls.clear()
-        chunk = WithFunction(stages_for_rank(schedule)[0], 2)
         calls: list[Tensor] = []
         chunk.scale.register_post_accumulate_grad_hook(calls.append)
         run(schedule, [chunk], 4)
@@ -206,7 +188,13 @@ class Delayed(nn.Linear):
             self.weight.grad += gradient
 
 
-def delayed_modules(rank: int, way: str, has_main_grad: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "has_main_grad"),
+    [("assign", False), ("keep the first", False), ("add", False), ("assign", True), ("main_grad", True)],
+)
+@on_ranks(2)
+def test_modules_with_backward_dw(rank: int, way: str, has_main_grad: bool) -> None:
+    """Most of them do not add to what is there, so that of all microbatches only the last, or the first, was left."""
     for schedule in ("1f1b", "zb1p", "zbv", "interleaved_zb1p"):
         chunks = build(schedule, 2, 4)
         plain = build(schedule, 2, 4)
@@ -227,15 +215,6 @@ def delayed_modules(rank: int, way: str, has_main_grad: bool) -> None:
                     assert block.down.weight.grad is None
                     block.down.weight.grad = block.down.weight.main_grad
             assert_same_gradients([chunk], other)
-
-
-@pytest.mark.parametrize(
-    ("way", "has_main_grad"),
-    [("assign", False), ("keep the first", False), ("add", False), ("assign", True), ("main_grad", True)],
-)
-def test_modules_with_backward_dw(ranks: RankPool, way: str, has_main_grad: bool) -> None:
-    """Most of them do not add to what is there, so that of all microbatches only the last, or the first, was left."""
-    ranks.run(2, delayed_modules, way, has_main_grad)
 
 
 # Data parallelism
@@ -268,9 +247,7 @@ def test_those_who_watch_gradient_nodes_see_them_once_and_complete(rank: int, sc
     """As Megatron's DistributedDataParallel does."""
     chunks = build(schedule, 2, 6, deferred=True)
     parameters = [p for chunk in chunks for p in chunk.parameters()]
-    sync = Sync(parameters)
-    for chunk in chunks:
-        chunk.config.no_sync_func = sync.no_sync
+    chunks[0].config.no_sync_func = (sync := Sync(parameters)).no_sync
     run(schedule, chunks, 5)
     for seen, parameter in zip(sync.seen, parameters):
         assert len(seen) == 1
@@ -293,8 +270,7 @@ class Slow(Stage):
 def placed(rank: int, schedule: str, m: int) -> list[list[str]]:
     grads = []
     recorder = TimelineRecorder()
-    build(schedule, 4, 8)
-    chunks = [Slow(info, 8, deferred=True, record_timeline=recorder) for info in stages_for_rank(schedule)]
+    chunks = build(schedule, 4, 8, kind=Slow, deferred=True, record_timeline=recorder)
     plan: Any = schedule
     for step in (0, 1):
         for chunk in chunks:
@@ -336,11 +312,10 @@ def test_a_hook_that_insists_on_a_gradient_finds_one(rank: int) -> None:
             nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
             nodes[-1].register_hook(hook)
         run(schedule, chunks, 3)
-        expected = dict(reference(4, 3)[0].named_parameters())
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                assert parameter.grad is None
-                assert torch.equal(parameter.main_grad, expected[name].grad), f"{schedule}, {name}"
+        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+            assert parameter.grad is None
+            parameter.grad = parameter.main_grad
+        assert_same_gradients(chunks, reference(4, 3)[0], schedule)
 
 
 @on_ranks(2)

@@ -1,0 +1,182 @@
+"""A step of a pipeline against the same stages without one: losses and gradients to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import PipelineConfig, PipelineStage, StageInfo, parallel_state, stages_for_rank
+from megapipe.overlap import in_segments
+
+Make = Callable[[StageInfo], nn.Module]
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Received(nn.Module):
+    """A stage of Megatron's protocol. What the stage before has sent is its attribute `input_tensor`."""
+
+    def __init__(self, info: StageInfo, **config: Any) -> None:
+        super().__init__()
+        self.info = info
+        self.config = SimpleNamespace(**config)
+        self.input_tensor: Any = None
+
+    def set_input_tensor(self, received: Any) -> None:
+        self.input_tensor = received[0] if type(received) is list and len(received) == 1 else received
+
+
+def use_groups(pp_size: int | None = None) -> None:
+    """Process groups, unless there are some: of a pipeline of all ranks, or of `pp_size`."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(pp_size or dist.get_world_size())
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    if target.is_floating_point():
+        return F.mse_loss(output, target)
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def chunks_of(make: Make, schedule: str, pp_size: int | None = None, **config: Any) -> list[Any]:
+    """This rank's stages. A module that knows nothing of pipelines becomes a PipelineStage."""
+    use_groups(pp_size)
+    shared = PipelineConfig(**config)
+    modules = [(make(info), info) for info in stages_for_rank(schedule)]
+    return [one if hasattr(one, "set_input_tensor") else PipelineStage(one, info, shared) for one, info in modules]
+
+
+def step(
+    schedule: str,
+    chunks: Any,
+    data: Sequence[Any],
+    loss_func: Loss = loss_of,
+    keywords: dict[str, Any] | None = None,
+    in_parts: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """One step. The report of a microbatch is its loss.
+
+    Args:
+        data: per microbatch the batch, and last what `loss_func` compares the output with.
+        keywords: the forwards are called with.
+        in_parts: forwards are given in segments.
+    """
+
+    def forward_step(data_iterator: Iterator[Any], chunk: nn.Module) -> Any:
+        *batch, target = next(data_iterator)
+        output = (in_segments if in_parts else nn.Module.__call__)(chunk, *batch, **(keywords or {}))
+        return output, lambda output: ((loss := loss_func(output, target)), loss.detach())
+
+    arguments = {"forward_step_func": forward_step, "data_iterator": iter(data), "num_microbatches": len(data)}
+    function = megapipe.get_forward_backward_func(schedule) if isinstance(schedule, str) else schedule
+    return function(model=chunks, **{**arguments, **options})
+
+
+def outputs(stages: Sequence[nn.Module], batch: Sequence[Any], **keywords: Any) -> Any:
+    """What the last of the stages returns, each called with what the one before returned."""
+    output: Any = None
+    for index, stage in enumerate(stages):
+        if hasattr(stage, "set_input_tensor"):
+            stage.set_input_tensor([output])
+            output = stage(*batch, **keywords)
+        else:
+            output = stage(output, **keywords) if index else stage(*batch, **keywords)
+    return output
+
+
+def add_gradients(
+    stages: Sequence[nn.Module], data: Sequence[Any], loss_func: Loss = loss_of, **keywords: Any
+) -> list[Tensor]:
+    """One step without a pipeline. Returns the losses; gradients are added to those that are there."""
+    losses = []
+    for *batch, target in data:
+        loss = loss_func(outputs(stages, batch, **keywords), target)
+        losses.append(loss.detach())
+        if torch.is_grad_enabled():
+            (loss / len(data)).backward()
+    return losses
+
+
+def same_as_whole(
+    make: Make,
+    schedules: Iterable[str],
+    data: Sequence[Any],
+    loss_func: Loss = loss_of,
+    num_steps: int = 1,
+    pp_size: int | None = None,
+    keywords: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Losses and gradients of some steps of each schedule are those of all stages one after the other.
+
+    Args:
+        num_steps: a second one begins with the shapes that the first has found.
+        options: of `step` and of the schedule, such as `forward_only`.
+    """
+    for schedule in schedules:
+        chunks = chunks_of(make, schedule, pp_size)
+        num_stages = chunks[0].info.num_stages
+        expected = [make(StageInfo(index, num_stages)) for index in range(num_stages)]
+        for _ in range(num_steps):
+            reports = step(schedule, chunks, data, loss_func, keywords, **options)
+            with torch.set_grad_enabled(not options.get("forward_only")):
+                losses = add_gradients(expected, data, loss_func, **(keywords or {}))
+            assert reports == (losses if any(chunk.info.is_last for chunk in chunks) else []), schedule
+        for chunk in chunks:
+            kept = chunk._received if isinstance(chunk, PipelineStage) else isinstance(chunk.input_tensor, Tensor)
+            assert not kept, "an activation is kept from one step to the next"
+        assert_same_gradients(chunks, expected, schedule)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A DTensor's values on all ranks, or the tensor itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def assert_same_gradients(
+    chunks: Iterable[nn.Module],
+    expected: nn.Module | dict[str, Tensor | None] | Sequence[nn.Module],
+    what: Any = "",
+    atol: float = 0.0,
+) -> None:
+    """Bit for bit, or within `atol`. Where none is expected, there must be none.
+
+    Args:
+        expected: the whole model, whose parameters have the chunks' names; or gradients by such names; or all stages.
+    """
+    for chunk in chunks:
+        wanted = expected[chunk.info.index] if isinstance(expected, Sequence) else expected  # type: ignore[union-attr]
+        by_name = gradients(wanted) if isinstance(wanted, nn.Module) else wanted
+        for name, parameter in (chunk.module if isinstance(chunk, PipelineStage) else chunk).named_parameters():
+            assert_close(parameter.grad, by_name[name], atol, f"{what} {name}")
+
+
+def assert_close(found: Tensor | None, expected: Tensor | None, atol: float, what: str) -> None:
+    assert (found is None) == (expected is None), f"{what}: one has none"
+    if found is not None and expected is not None:
+        found, expected = full(found), full(expected)
+        is_same = torch.allclose(found, expected, rtol=0, atol=atol) if atol else torch.equal(found, expected)
+        assert is_same, f"{what}: {(found - expected).abs().max()}"
+
+
+def assert_same_losses(reports: list[Any], expected: list[Tensor], chunks: Iterable[Any]) -> None:
+    """On the rank of the last stage, in microbatch order."""
+    if any(getattr(chunk, "info", getattr(chunk, "stage", None)).is_last for chunk in chunks):
+        assert [report["loss"] for report in reports] == expected
+    else:
+        assert reports == []

@@ -1,0 +1,178 @@
+"""What W adds to a gradient, and in which order: torch's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tools.one_layer import IN, OUT, TOKENS, assert_same, backward, compare, train
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from megapipe import weight_grad
+from megapipe.weight_grad import DeferredGrads, deferring
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 600])
+def test_accumulated_gradients_are_torchs(num_tokens: int) -> None:
+    """Products were added to gradients in one go, by a BLAS that rounds as it sees fit: with one token or with many,
+    and on some processors with any number, sums over microbatches differed from torch's in the last bits."""
+    compare(nn.Linear(70, 90), lambda: torch.randn(num_tokens, 70))
+    model = nn.Sequential(nn.Embedding(11, IN), nn.Linear(IN, OUT), nn.GELU())
+    compare(model, lambda: torch.randint(11, (num_tokens,)))
+
+
+class Shared(nn.Module):
+    """One weight in an embedding, three layers and a head, of which some may be plain torch: they do not defer."""
+
+    def __init__(self, plain: tuple[str, ...], use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(IN, IN)
+        self.layers = nn.ModuleList(nn.Linear(IN, IN) for _ in range(3))
+        self.head = nn.Linear(IN, IN, bias=False)
+        self.convolution = nn.Conv1d(IN, IN, 1)
+        for layer in (*self.layers, self.head):
+            layer.weight = self.embedding.weight
+        for layer in (*self.layers[1:], self.convolution):
+            layer.bias = self.layers[0].bias
+        self.plain, self.use_reentrant = plain, use_reentrant
+
+    def inner(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(F.linear(x, layer.weight, layer.bias) if "layers" in self.plain else layer(x))
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.embedding.weight
+        x = F.embedding(tokens, weight) if "embedding" in self.plain else self.embedding(tokens)
+        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        if self.use_reentrant is None:
+            x = self.inner(x)
+        else:
+            x = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return F.linear(x, weight) if "head" in self.plain else self.head(x)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_a_weight_used_several_times(use_reentrant: bool | None) -> None:
+    """Each product was added to the gradient by itself, where autograd adds up those of a backward first."""
+    compare(Shared((), use_reentrant), lambda: torch.randint(IN, (5, 7)))
+
+
+@pytest.mark.parametrize("plain", ["embedding", "head"])
+def test_a_weight_used_by_a_layer_that_defers_and_by_plain_torch(plain: str) -> None:
+    """What autograd added in B went to the gradient before what W added, and each by itself."""
+    model = Shared((plain,))
+    del model.layers[:]
+    compare(model, lambda: torch.randint(IN, (5, 7)))
+
+
+def test_elsewhere_products_are_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, which is close to torch's. In float64, where it is close on every processor."""
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    plain = Shared(()).double()
+    at_once, split = (weight_grad.convert(copy.deepcopy(plain)) for _ in range(2))
+    make_input = lambda: torch.randint(IN, (5, 7))  # noqa: E731
+    want = train(plain, make_input, 3, False)
+    torch.testing.assert_close(train(split, make_input, 3, True), want)
+    torch.testing.assert_close(train(at_once, make_input, 3, False), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_main_grad(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, OUT), nn.Unflatten(0, (1, 4)), nn.Conv1d(4, 4, 3)).to(
+        dtype
+    )
+    at_once, split, plain = weight_grad.convert(copy.deepcopy(model)), weight_grad.convert(model), copy.deepcopy(model)
+    for module in (split, at_once):
+        for parameter in module.parameters():
+            parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
+    for module, is_split in ((plain, False), (split, True), (at_once, False)):
+        train(module, lambda: torch.randint(20, (4,)), 1, is_split)
+    for name, parameter in split.named_parameters():
+        if name.endswith("weight"):
+            assert parameter.grad is None
+            assert parameter.grad_added_to_main_grad
+            assert torch.equal(parameter.main_grad, at_once.get_parameter(name).main_grad)
+            assert torch.equal(parameter.main_grad, 1 + plain.get_parameter(name).grad.float())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_hooks_that_add_to_main_grad_by_themselves(split: bool) -> None:
+    """They found no gradient in W, since it had been added already."""
+    plain = nn.Linear(IN, OUT, dtype=torch.bfloat16)
+    converted = weight_grad.convert(copy.deepcopy(plain))
+
+    def add(parameter: Tensor) -> None:
+        parameter.main_grad += parameter.grad.float()
+        parameter.grad = None
+
+    for module in (plain, converted):
+        for parameter in module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.register_post_accumulate_grad_hook(add)
+    for _ in range(3):
+        x = torch.randn(TOKENS, IN, dtype=torch.bfloat16)
+        backward(plain(x).sum(), split=False)
+        backward(converted(x).sum(), split=split)
+    for name, parameter in converted.named_parameters():
+        assert torch.equal(parameter.main_grad, plain.get_parameter(name).main_grad)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_gradients_of_another_dtype_than_their_weights(dtype: torch.dtype | None) -> None:
+    """The dtype that the owner had chosen for the gradient was ignored, and autograd refused the first one in W."""
+    plain = nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, IN), nn.Conv1d(1, 2, 3)).to(torch.bfloat16)
+    plain[1].weight = plain[0].weight = nn.Parameter(plain[0].weight[:IN].detach().clone())
+    converted = weight_grad.convert(copy.deepcopy(plain))
+    make_input = lambda: torch.randint(IN, (5, 1))  # noqa: E731
+    for module in (plain, converted):
+        for parameter in module.parameters():
+            parameter.grad_dtype = dtype
+    want = train(plain, make_input, 3, False)
+    assert_same(train(converted, make_input, 3, True), want)
+    converted.zero_grad()
+    assert_same(train(converted, make_input, 3, False), want)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that is made meanwhile."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.num_elements = max(self.num_elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments"),
+    [
+        (weight_grad.Linear(64, 48, bias=False), (torch.randn(2, 3, 64),)),
+        (weight_grad.Embedding(500, 8), (torch.randint(500, (2, 3)),)),
+        (weight_grad.GroupedLinear(3, 64, 48), (torch.randn(6, 64), [1, 2, 3])),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_nothing_as_large_as_the_weight_is_made_to_accumulate(
+    layer: nn.Module, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On accelerators; and on CPU for an embedding, whose rows can be added exactly."""
+    if not isinstance(layer, nn.Embedding):
+        monkeypatch.setattr(Tensor, "is_cpu", False)
+    backward(layer(*arguments).sum())
+    deferred = DeferredGrads()
+    with deferring(deferred):
+        layer(*arguments).sum().backward()
+    with Largest() as largest:
+        deferred.run()
+    assert largest.num_elements <= 2 * 3 * 64

@@ -1,0 +1,223 @@
+"""From B to W: what is deferred, and what is held meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tools.one_layer import IN, OUT, TOKENS, Scale, backward
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megapipe import weight_grad
+from megapipe.weight_grad import DeferredGrads, SavedTensor, deferring
+
+
+@pytest.mark.parametrize(
+    ("shape", "use"),
+    [
+        ((OUT, IN), weight_grad.linear),
+        ((OUT,), lambda x, leaf: weight_grad.conv1d(x.T, nn.Parameter(torch.ones(OUT, IN, 1)), leaf)),
+        ((TOKENS, IN), lambda x, leaf: Scale.apply(x, leaf, nn.Parameter(torch.ones(TOKENS, IN)), False)),
+    ],
+    ids=["weight", "bias", "function"],
+)
+def test_only_gradients_of_parameters_are_deferred(shape: tuple[int, ...], use: Callable[..., Tensor]) -> None:
+    """What a stage has received, or an earlier slice has kept, may be a layer's weight: a leaf whose gradient travels
+    on when B ends. It was left to W, and what the leaf was made from got none of it."""
+    x, leaves = torch.randn(TOKENS, IN), [torch.ones(shape, requires_grad=True) for _ in range(2)]
+    for leaf, deferred in zip(leaves, (DeferredGrads(), None)):
+        with deferring(deferred):
+            use(x, leaf).square().sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+
+
+def test_defer_refuses_what_keeps_no_gradient() -> None:
+    with pytest.raises(TypeError, match=r"shape \[2\] that was computed from others"):
+        weight_grad.defer(torch.ones(2, requires_grad=True) * 2, lambda: torch.ones(2))
+
+
+def test_only_inputs_and_output_gradients_are_held_between_b_and_w() -> None:
+    model = weight_grad.convert(nn.Sequential(nn.Linear(IN, OUT), nn.LayerNorm(OUT), nn.GELU(), nn.Linear(OUT, IN)))
+    kept: dict[str, weakref.ref[Any]] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            kept[name] = weakref.ref(output.untyped_storage())
+
+        return hook
+
+    for name, layer in model.named_children():
+        layer.register_forward_hook(keep(name))
+    held: list[Any] = []
+    hold = DeferredGrads.add
+
+    def watch(self: DeferredGrads, weight: Tensor, compute: Any, add_to: Any = None) -> None:
+        held.extend(part.get() for part in compute.args if isinstance(part, SavedTensor))
+        hold(self, weight, compute, add_to)
+
+    deferred = DeferredGrads()
+    x = torch.randn(TOKENS, IN)
+    loss = model(x).square().sum()
+    with pytest.MonkeyPatch.context() as patch, deferring(deferred):
+        patch.setattr(DeferredGrads, "add", watch)
+        loss.backward()
+    assert sorted(tuple(tensor.shape) for tensor in held) == sorted([(TOKENS, OUT)] * 2 + [(TOKENS, IN)] * 2)
+    held.clear()
+    del loss
+    gc.collect()
+    alive = {name for name, reference in kept.items() if reference() is not None}
+    assert alive == {"2"}  # the GELU's output, which the last layer needs
+    deferred.run()
+    gc.collect()
+    assert kept["2"]() is None
+
+
+def test_w_frees_what_it_has_done() -> None:
+    weights = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    needed = [torch.ones(3) for _ in weights]
+    alive = [weakref.ref(tensor) for tensor in needed]
+    seen = []
+
+    def computation(tensor: Tensor) -> Callable[[], Tensor]:
+        def compute() -> Tensor:
+            seen.append([reference() is not None for reference in alive])
+            return tensor * 2
+
+        return compute
+
+    deferred = DeferredGrads()
+    for weight, tensor in zip(weights, needed):
+        deferred.add(weight, computation(tensor))
+    needed.clear()
+    del tensor
+    deferred.run()
+    assert seen == [[True, True], [False, True]]
+
+
+class Solves(torch.autograd.Function):
+    """Its backward runs one of its own, through a layer that defers, and looks at the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, use_reentrant: bool) -> Tensor:
+        ctx.layer, ctx.use_reentrant = layer, use_reentrant
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.layer.zero_grad()
+        with torch.enable_grad():
+            y = ctx.layer(x.detach().requires_grad_())
+            if ctx.use_reentrant:
+                y = ctx.layer(checkpoint(ctx.layer, y, use_reentrant=True))
+            y.square().sum().backward()
+        return grad * ctx.layer.weight.grad.sum(), None, None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_that_is_run_within_b_defers_nothing(use_reentrant: bool) -> None:
+    """Whoever runs one in a Function's backward, as implicit layers do, goes on with its gradients. These were deferred
+    to the W of the B that was under way."""
+
+    def run(split: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        outer, inner = weight_grad.Linear(IN, IN), weight_grad.Linear(IN, IN)
+        seen: list[Tensor] = []
+        for layer in (outer, inner):
+            layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        for _ in range(2):
+            backward(Solves.apply(outer(torch.randn(TOKENS, IN)), inner, use_reentrant).sum(), split=split)
+        return [outer.weight.grad, inner.weight.grad, *seen[-2:]]
+
+    for got, want in zip(run(True), run(False)):
+        assert torch.equal(got, want)
+
+
+def test_a_backward_of_another_thread_puts_nothing_off() -> None:
+    """While a B was under way, everybody's weight gradients were deferred to its W."""
+    layer, other = weight_grad.Linear(IN, IN), weight_grad.Linear(IN, IN)
+    x, deferred = torch.randn(TOKENS, IN, requires_grad=True), DeferredGrads()
+    found: list[Tensor | None] = []
+
+    def in_a_thread() -> None:
+        other(x.detach()).sum().backward()
+        found.append(other.weight.grad)
+
+    def in_b(grad: Tensor) -> None:
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+
+    y = layer(x)
+    y.register_hook(in_b)
+    output = y.sum()
+    with deferring(deferred):
+        output.backward()
+    assert layer.weight.grad is None
+    assert found[0] is not None
+    deferred.run()
+    assert layer.weight.grad is not None
+
+
+def test_threads_do_not_mix() -> None:
+    """Two pipelines in one process: each finds its own gradients in its W, and no others."""
+    results: dict[int, bool] = {}
+    start = threading.Barrier(2)
+
+    def work(number: int) -> None:
+        layers = [weight_grad.Linear(IN, IN, bias=False) for _ in range(3)]
+        start.wait()
+        for _ in range(20):
+            x, deferred = torch.randn(TOKENS, IN), DeferredGrads()
+            output = layers[2](layers[1](layers[0](x))).sum()
+            with deferring(deferred):
+                output.backward()
+            deferred_here = {id(one.weight) for ended in deferred._ended.values() for one in ended.values()}
+            if deferred_here != {id(layer.weight) for layer in layers}:
+                return
+            deferred.run()
+        results[number] = True
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: True, 1: True}
+
+
+class Watched(torch.autograd.Function):
+    """A fused layer of somebody's, which keeps its input as an attribute."""
+
+    alive: ClassVar[list[weakref.ref[Tensor]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x * 1.0
+        Watched.alive.append(weakref.ref(ctx.kept))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2.0
+
+
+def test_w_holds_no_graph() -> None:
+    """What a layer kept for W was the input as autograd knew it, and with it every node that had made it. Functions of
+    other people that keep tensors as attributes kept them until W."""
+    layer = weight_grad.Linear(4, 4)
+    deferred = DeferredGrads()
+    output = layer(Watched.apply(torch.ones(2, 4, requires_grad=True)))
+    with deferring(deferred):
+        output.sum().backward()
+    del output
+    assert Watched.alive[0]() is None
+    deferred.run()
+    assert layer.weight.grad is not None

@@ -1,0 +1,92 @@
+"""Hooks of weights whose gradients come in W."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tools.one_layer import IN, TOKENS, Scale, backward
+from torch import Tensor, nn
+
+from megapipe import weight_grad
+
+
+class Both(nn.Module):
+    """A weight used twice by deferring layers and, where `plainly`, once by torch."""
+
+    def __init__(self, plainly: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(IN, IN, bias=False)
+        self.plainly = plainly
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(self.layer(x))
+        return F.linear(x, self.layer.weight) if self.plainly else x
+
+
+@pytest.mark.parametrize("plainly", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_post_accumulate_hooks_are_called_once_per_microbatch(split: bool, plainly: bool) -> None:
+    model, plain = weight_grad.convert(Both(plainly)), Both(plainly)
+    seen: list[Tensor] = []
+    model.layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    want: list[Tensor] = []
+    plain.layer.weight.register_post_accumulate_grad_hook(lambda weight: want.append(weight.grad.clone()))
+    for _ in range(3):
+        x = torch.randn(TOKENS, IN)
+        backward(plain(x).sum(), split=False)
+        backward(model(x).sum(), split=split)
+    torch.testing.assert_close(seen, want)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_tensor_hooks_see_the_gradient_of_a_microbatch(split: bool) -> None:
+    """autograd would call them with None, where the gradient is still to come."""
+    model, plain = weight_grad.convert(Both(True)), Both(True)
+    for module in (model, plain):
+        module.layer.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+    for _ in range(2):
+        x = torch.randn(TOKENS, IN)
+        backward(plain(x).sum(), split=False)
+        backward(model(x).sum(), split=split)
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_tensor_hooks_with_functions_of_users(split: bool) -> None:
+    a, b = (torch.ones(IN, requires_grad=True) for _ in range(2))
+    a.register_hook(lambda grad: grad * 2)
+    backward(Scale.apply(torch.ones(IN), a, b, False).sum(), split=split)
+    assert torch.equal(a.grad, 2 * b.grad)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("backward failed")
+
+
+def test_a_failing_backward_gives_the_hooks_back_and_keeps_nothing() -> None:
+    layer, calls = weight_grad.Linear(IN, IN), []
+    layer.weight.register_post_accumulate_grad_hook(calls.append)
+    for split in (True, False):
+        x = torch.randn(TOKENS, IN, requires_grad=True)
+        with pytest.raises(ArithmeticError):
+            backward(layer(Fails.apply(x)).sum(), split=split)
+        calls.clear()
+        backward(layer(x).sum(), split=split)
+        assert len(calls) == 1
+    weight = weakref.ref(layer.weight)
+    del layer, x
+    calls.clear()
+    gc.collect()
+    assert weight() is None
