@@ -54,7 +54,7 @@ class Flow:
 
     course: Course
     borders: list[Border]
-    """By stage."""
+    """One for each stage."""
     is_plain: bool
     """Whether hidden states are all that travels."""
     reads_tokens: bool

@@ -130,7 +130,7 @@ class HuggingFaceStage(WithAdapters):
         return received
 
     def _tokens(self, input_ids: Tensor | None, received: Mapping[str, Tensor]) -> Tensor:
-        """Behind the first stage most models only look at their shape."""
+        """The tokens, or zeros: behind the first stage most models only look at their shape."""
         assert self.flow is not None
         if input_ids is not None:
             return input_ids
