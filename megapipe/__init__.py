@@ -7,6 +7,7 @@ from . import integrations as integrations
 from .analysis import TimelineRecorder
 from .config import PipelineConfig
 from .failures import PipelineError
+from .integrations.splitting import CannotSplitError, split
 from .layouts import distribute_layers
 from .plan import StageInfo, schedule_names
 from .runtime import schedule, stages_for_rank, warm_up
@@ -25,6 +26,7 @@ from .training import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "CannotSplitError",
     "NoGradientWarning",
     "PipelineConfig",
     "PipelineError",
@@ -47,6 +49,7 @@ __all__ = [
     "schedule_names",
     "schedules",
     "slices",
+    "split",
     "stages_for_rank",
     "warm_up",
     "weight_grad",

@@ -13,43 +13,32 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from tools import hf_models
+from tools import hf_kinds, hf_models
 
-from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items
+from megapipe.integrations.transformers import CannotCutError, build_chunks
 from megapipe.integrations.transformers.check import check_cut
 from megapipe.integrations.transformers.whole import make_meta_model, make_small_config
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2, "moe_intermediate_size": 16}
 ZAMBA = {"num_hidden_layers": 8, "attn_layer_period": 3, "attn_layer_offset": 1}
-FALCON_H1 = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}
-
-
-def make_config(kind: str, **changes: Any) -> Any:
-    """Small, of a kind that hf_models.py does not have."""
-    return transformers.AutoConfig.for_model(kind, **{**hf_models.BASE, "num_hidden_layers": 4, **changes})
 
 
 def build(rank: int, kind: str, options: dict[str, Any]) -> None:
     hf_models.initialise(2)
-    build_chunks(make_config(kind, **options), "1f1b")
+    build_chunks(hf_kinds.make_config(kind, **options), "1f1b")
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "difference"),
     [
-        ("nanochat", {}, "layer 0 is not given the hidden_states that it has in the whole model"),
-        ("zamba", ZAMBA, "layer 4 is not given the original_hidden_states that it has in the whole model"),
         ("zamba", {**ZAMBA, "tie_word_embeddings": True}, "stages 0 and 1 share a parameter (model.layers.2."),
-        ("falcon_h1", FALCON_H1, "stage 0 hands on {'hidden_states': [32]} and not {'hidden_states': [2, 6, 32]}"),
-        ("xlstm", {"num_heads": 4}, "tried at a small size, it fails with AttributeError"),
+        ("hrm_text", {}, "it runs its layers in the order [0, 1, 2, 3, 0, 1, 2, 3"),
+        ("inkling2_text", {}, "its stages have the loss"),
     ],
-    ids=["nanochat", "zamba", "zamba-tied", "falcon-h1", "xlstm"],
+    ids=["shared layers", "layers run again", "code between layers that keeps tensors"],
 )
 def test_what_would_be_trained_wrong_is_refused_on_every_rank(
     ranks: RankPool, kind: str, options: dict[str, Any], difference: str
 ) -> None:
-    """Nanochat has a norm before its layers too, and Zamba's layers read the embeddings: both were trained, and their
-    gradients were wrong. The others failed with an AttributeError, or on one rank only."""
     errors = ranks.run(2, build, kind, options, errors=True)
     assert [type(error) for error in errors] == [CannotCutError] * 2
     assert str(errors[0]) == str(errors[1])
@@ -57,25 +46,36 @@ def test_what_would_be_trained_wrong_is_refused_on_every_rank(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "layout"),
+    ("kind", "schedule", "options"),
     [
-        ("afmoe", EXPERTS, None),
-        ("hunyuan_v1_moe", {**EXPERTS, "head_dim": 8, "sep_token_id": 2, "eod_token_id": 2}, None),
-        ("zamba", {**ZAMBA, "tie_word_embeddings": True}, [8, 0]),
+        ("nanochat", "1f1b", {}),  # norms the embeddings too
+        ("zamba", "zbv", {**ZAMBA, "tie_word_embeddings": False}),  # layers read the embeddings
+        ("zamba", "1f1b", {**ZAMBA, "tie_word_embeddings": True, "layout": [8, 0]}),
+        ("gemma4_text", "zbv", {}),  # whose layers read embeddings of their own, and keys of earlier ones
+        ("deepseek_v4", "1f1b", {}),  # has several streams, and routes by tokens
+        ("opt", "1f1b", {"layout": [0, 4]}),
+        ("bert", "zbv", {}),
+        ("bloom", "1f1b", {"layout": [4, 0]}),
     ],
-    ids=["afmoe", "hunyuan-moe", "zamba on one stage"],
+    ids=lambda value: str(value),
 )
 @on_ranks(2)
 def test_what_is_cut_has_the_gradients_of_the_whole_model(
-    rank: int, kind: str, options: dict[str, Any], layout: list[int] | None, tmp_path: Path
+    rank: int, kind: str, schedule: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Routers that keep their weight in a layer of theirs were an AttributeError, and weights that layers share were
-    missing in files."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(make_config(kind, **options)).train()
-    hf_models.save_on_first(model, tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "1f1b", layout=layout)
-    hf_models.compare("1f1b", chunks, model, count_items(hf_models.batches(4)))
+    hf_kinds.check(kind, schedule, tmp_path, **options)
+
+
+@on_ranks(2)
+def test_stages_that_read_tokens_say_so(rank: int) -> None:
+    hf_models.initialise(2)
+    (chunk,) = build_chunks(hf_kinds.make_config("gemma4_text"), "1f1b")
+    if rank:
+        border = chunk.crossing.border
+        hidden = torch.zeros(2, 6, chunk.config.hidden_size)
+        chunk.set_input_tensor(dict.fromkeys([*border.takes, *border.passes], hidden))
+        with pytest.raises(ValueError, match="stage 1 of Gemma4ForCausalLM reads input_ids too: let data_iterator"):
+            chunk()
 
 
 @pytest.mark.parametrize(

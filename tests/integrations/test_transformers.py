@@ -121,7 +121,6 @@ def test_sizes_need_not_be_said(rank: int, tmp_path: Path) -> None:
         (lambda: transformers.T5Config(num_layers=2), "encoder"),
         (lambda: transformers.Gemma3Config(), "towers for other things than text"),
         (lambda: transformers.ViTConfig(), "is no decoder with a head"),
-        (lambda: transformers.BertConfig(is_decoder=True), "is not made of embeddings"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(config: Any, why: str) -> None:

@@ -16,6 +16,8 @@ from ...runtime import stages_for_rank
 from .check import check_cut
 from .config import ChunkConfig
 from .conv1d import let_convert_conv1d
+from .crossing import Crossing
+from .flow import Flow
 from .sliced import IMPLEMENTATION, register
 from .stage import as_stage
 from .step import tie_weights
@@ -76,11 +78,12 @@ def build_chunks(
     stages = [StageInfo(index, own[0].num_stages) for index in range(own[0].num_stages)]
     num_layers = config.num_hidden_layers
     layers = [distribute_layers(num_layers, stage, *ends, layout=layout, costs=costs) for stage in stages]
-    check_cut(config, layers)
+    checked = check_cut(config, layers)
+    flow = None if checked is None else checked.flow
     chunks = []
     for stage in own:
         whole = make_meta_model(config, dtype, attn_implementation)
-        chunk = _make_chunk(whole, stage, layers[stage.index], device or _default_device(), seed)
+        chunk = _make_chunk(whole, stage, layers[stage.index], flow, device or _default_device(), seed)
         chunk.config = chunk_config
         chunks.append(chunk)
     tied = tie_weights(chunks)
@@ -101,8 +104,14 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _make_chunk(model: Any, stage: StageInfo, layers: range, device: torch.device | str, seed: int | None) -> Any:
-    as_stage(model, stage, layers)
+def _make_chunk(
+    model: Any, stage: StageInfo, layers: range, flow: Flow | None, device: torch.device | str, seed: int | None
+) -> Any:
+    if flow is None:
+        as_stage(model, stage, layers)
+    else:
+        as_stage(model, stage, layers, flow.course, Crossing(flow.borders[stage.index], layers, flow.course.forms))
+    model.flow = flow
     allocate(model, device)
     initialise(model, seed)
     if model.routers is not None:

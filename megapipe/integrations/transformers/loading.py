@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...all_ranks import AllRanks
-from .cut import cut
+from .cut import Absent, cut
 from .step import tied_names
 from .whole import make_meta_model
 
@@ -76,10 +76,14 @@ def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
     loading: Any = importlib.import_module("transformers.core_model_loading")
     model = make_meta_model(chunk.config.model_config, chunk.dtype)
     keys = _keys_by_layer(model, chunk, files)
-    ties = {} if chunk.stage.is_first else tied_names(chunk)
-    cut(model, chunk.parts, chunk.stage, chunk.layers, keep_embedding=chunk.stage.is_last and bool(ties))
-    config = _load_config(model, chunk.dtype)
     targets = chunk.state_dict()
+    ties = {name: source for name, source in tied_names(chunk).items() if name in targets and source not in targets}
+    wanted = {*targets, *ties.values()}
+    cut(model, chunk.parts, wanted.__contains__)
+    layers = chunk.parts.layers_of(model)
+    for number in set(range(len(layers))).difference(chunk.layers):
+        layers[number] = Absent()
+    config = _load_config(model, chunk.dtype)
     missing = set(targets)
     for layer in (None, *chunk.layers):
         with _slices(keys[layer], files, path) as slices:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,21 +13,26 @@ from torch import Tensor, nn
 from ...plan import StageInfo
 from .adapters import WithAdapters
 from .config import ChunkConfig
+from .crossing import Crossing, Reached, let_cross
 from .cut import Absent, Parts, cut, find_parts
+from .flow import Course, Flow
 from .sliced import of_slice
 
 __all__ = ["HuggingFaceStage", "Routers", "as_stage", "find_routers"]
 
-FOR_FIRST = ("inputs_embeds", "token_type_ids")
+HIDDEN = "hidden_states"
 FOR_LAST = ("shift_labels", "logits_to_keep")
 
 
 class Routers(NamedTuple):
     """The routers of a model with experts."""
 
+    own: list[nn.Module]
+    """Those of this stage, in the order of its layers."""
+    place: int
+    """Where the logits are in what they return."""
     num_before: int
-    """Layers in the stages before."""
-    num_own: int
+    """Routers in the stages before."""
     num_experts: int
     """How many experts each of them has."""
 
@@ -43,6 +48,9 @@ class HuggingFaceStage(WithAdapters):
     """The numbers of its layers in the whole model."""
     parts: Parts
     routers: Routers | None
+    flow: Flow | None
+    """What travels between the stages; None where there is only one."""
+    crossing: Crossing | None
     stands_in: Tensor | None
     """An empty tensor, on a stage without weights, that has their dtype and device."""
     _received: Any = None
@@ -96,40 +104,94 @@ class HuggingFaceStage(WithAdapters):
     def _run(self, input_ids: Any, labels: Any, num_items_in_batch: Any, **batch: Any) -> Any:
         """Run the stage on whole sequences or on a slice of them."""
         batch["use_cache"] = False
-        routed = None
-        if self.stage.is_first:
-            batch["input_ids"] = input_ids
-        else:
-            for name in FOR_FIRST:
-                batch.pop(name, None)
-            batch["inputs_embeds"], routed = self._take_input()
-        with _telling_of_tracing(batch.get("input_ids", batch.get("inputs_embeds"))):
+        batch["input_ids"], received = input_ids, self._take_input()
+        routed = received.pop("router_logits", None)
+        if not self.stage.is_first:
+            batch.pop("inputs_embeds", None)
+            batch["input_ids"] = self._tokens(input_ids, received)
+        with _telling_of_tracing(next(iter(received.values()), input_ids)):
             if not self.stage.is_last:
-                return self._run_decoder(batch, routed)
+                return self._run_own(batch, received, routed)
             if labels is None:
-                return self._run_to_end(batch, routed).logits
-            return self._run_to_end(batch | {"labels": labels, "num_items_in_batch": num_items_in_batch}, routed).loss
+                return self._run_to_end(batch, received, routed).logits
+            batch |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
+            return self._run_to_end(batch, received, routed).loss
 
-    def _take_input(self) -> tuple[Tensor, Tensor | None]:
-        if isinstance(self._received, dict):
-            return self._received["hidden_states"], self._received.get("router_logits")
-        (hidden,) = self._received
-        return hidden, None
+    def _take_input(self) -> dict[str, Tensor]:
+        if self.stage.is_first or self.crossing is None:
+            return {}
+        border = self.crossing.border
+        names = list(dict.fromkeys([*border.takes, *border.passes]))
+        if not isinstance(self._received, dict):
+            return dict(zip(names, self._received))
+        received = dict(self._received)
+        if len(names) == 1:
+            received[names[0]] = received.pop(HIDDEN, None)
+        return received
 
-    def _run_decoder(self, batch: dict[str, Any], routed: Tensor | None) -> Any:
+    def _tokens(self, input_ids: Tensor | None, received: Mapping[str, Tensor]) -> Tensor:
+        """The tokens, or zeros: behind the first stage most models only look at their shape."""
+        assert self.flow is not None
+        if input_ids is not None:
+            return input_ids
+        if self.flow.reads_tokens:
+            raise ValueError(
+                f"stage {self.stage.index} of {type(self).__name__} reads input_ids too: let data_iterator yield whole "
+                "microbatches on every rank."
+            )
+        hidden = next(iter(received.values()))
+        return torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+
+    def _run_own(self, batch: dict[str, Any], received: dict[str, Tensor], routed: Tensor | None) -> Any:
+        """The model's own forward, up to what the next stage is to be given."""
+        assert self.crossing is not None
         for name in FOR_LAST:
             batch.pop(name, None)
-        output = self.parts.decoder_of(self)(**batch)
-        hidden: Tensor = output.last_hidden_state
-        if not self._balances_load:
-            return hidden
-        return _message(hidden, _joined(routed, output.router_logits, self._router_dtype(hidden.dtype)))
+        message = {name: received[name] for name in self.crossing.border.passes}
+        with self._crossed(received), self._recorded() as own:
+            if self.crossing.border.gives:
+                with suppress(Reached):
+                    super().forward(**batch)
+                message.update(self.crossing.found)
+        hidden = next(iter(message.values()))
+        if len(message) == 1:
+            message = {HIDDEN: hidden}
+        if self._balances_load and (logits := _joined(routed, own, self._router_dtype(hidden.dtype))) is not None:
+            message["router_logits"] = logits
+        return message if len(message) > 1 or self._balances_load else hidden
+
+    @contextmanager
+    def _crossed(self, received: dict[str, Tensor]) -> Iterator[None]:
+        """The crossing holds tensors only while the block runs."""
+        if self.crossing is None:
+            yield
+            return
+        self.crossing.received, self.crossing.found = received, {}
+        try:
+            yield
+        finally:
+            self.crossing.received, self.crossing.found = None, {}
 
     def _router_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What linear layers return, for hidden states of `dtype`."""
         return (self.config.autocast_dtype or torch.bfloat16) if self.config.enable_autocast else dtype
 
-    def _run_to_end(self, batch: dict[str, Any], routed: Tensor | None) -> Any:
+    @contextmanager
+    def _recorded(self) -> Iterator[list[Tensor]]:
+        """The logits of this stage's routers, in the order in which they run."""
+        logits: list[Tensor] = []
+        with ExitStack() as stack:
+            if self._balances_load:
+                assert self.routers is not None
+                for router in self.routers.own:
+
+                    def note(module: nn.Module, inputs: Any, output: Any, place: int = self.routers.place) -> None:
+                        logits.append(output[place] if isinstance(output, tuple) else output)
+
+                    stack.callback(router.register_forward_hook(note).remove)
+            yield logits
+
+    def _run_to_end(self, batch: dict[str, Any], received: dict[str, Tensor], routed: Tensor | None) -> Any:
         """The whole model's forward, whose decoder adds the routers of earlier stages to its own."""
 
         def add_earlier(decoder: nn.Module, inputs: Any, output: Any) -> None:
@@ -137,7 +199,8 @@ class HuggingFaceStage(WithAdapters):
 
         hook = None if routed is None else self.parts.decoder_of(self).register_forward_hook(add_earlier)
         try:
-            return super().forward(**batch)
+            with self._crossed(received):
+                return super().forward(**batch)
         finally:
             if hook is not None:
                 hook.remove()
@@ -155,7 +218,7 @@ class HuggingFaceStage(WithAdapters):
     def _expected(self, inputs: Any, num_microbatches: int, is_output: bool) -> Any:
         """The message over the boundary before this stage, or behind it, on the meta device. None where the schedule is
         called without sizes."""
-        if "input_ids" not in inputs:
+        if "input_ids" not in inputs or not (self.flow is None or self.flow.is_plain):
             return None  # found in the first step
         num_sequences, seq_length = inputs["input_ids"].shape
         batch_size = num_sequences // num_microbatches
@@ -164,7 +227,7 @@ class HuggingFaceStage(WithAdapters):
         if not self._balances_load:
             return hidden
         assert self.routers is not None
-        num_routers = self.routers.num_before + (self.routers.num_own if is_output else 0)
+        num_routers = self.routers.num_before + (len(self.routers.own) if is_output else 0)
         if not num_routers:
             return _message(hidden, None)
         shape = num_routers, batch_size * seq_length, self.routers.num_experts
@@ -188,49 +251,54 @@ def _telling_of_tracing(tensor: Any) -> Iterator[None]:
 
 
 def _message(hidden: Tensor, routed: Tensor | None) -> dict[str, Tensor]:
-    message = {"hidden_states": hidden}
+    message = {HIDDEN: hidden}
     if routed is not None:
         message["router_logits"] = routed
     return message
 
 
-def _joined(earlier: Tensor | None, own: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor | None:
+def _joined(earlier: Tensor | None, own: list[Tensor], dtype: torch.dtype) -> Tensor | None:
     """[routers, tokens, experts], or None where there are no routers yet."""
     parts = [] if earlier is None else [earlier]
     parts += [torch.stack(own).to(dtype)] if own else []
     return torch.cat(parts) if parts else None
 
 
-def find_routers(parts: Parts, decoder: Any, own: range) -> Routers | None:
-    """The routers of a decoder that is still whole: those whose logits transformers records. None where there are
+def find_routers(parts: Parts, model: nn.Module, own: range) -> Routers | None:
+    """The routers of a model that is still whole: those whose logits transformers records. None where there are
     none."""
-    recorded = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+    recorded = (getattr(parts.decoder_of(model), "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", recorded)
     if not isinstance(kind, type):
         return None
-    routers = [[m for m in layer.modules() if isinstance(m, kind)] for layer in getattr(decoder, parts.layers)]
+    routers = [[m for m in layer.modules() if isinstance(m, kind)] for layer in parts.layers_of(model)]
     found = [router for of_layer in routers for router in of_layer]
     if not found:
         return None
-    num_before, num_own = (sum(len(routers[n]) for n in numbers) for numbers in (range(own.start), own))
-    router: Any = found[0]
-    return Routers(num_before, num_own, len(next(router.parameters())))
+    before = sum(len(routers[number]) for number in range(own.start))
+    here = [router for number in own for router in routers[number]]
+    return Routers(here, getattr(recorded, "index", 1), before, len(next(found[0].parameters())))
 
 
 _classes: dict[type, type] = {}
 
 
-def as_stage(model: Any, stage: StageInfo, layers: range) -> None:
+def as_stage(
+    model: Any, stage: StageInfo, layers: range, course: Course | None = None, crossing: Crossing | None = None
+) -> None:
     """Leave in a whole model what belongs to `stage`, and make it a `HuggingFaceStage` too: its class is swapped for
     one derived from both, of the same name, by which transformers finds things."""
     parts, dtype, device = find_parts(model), model.dtype, model.device
-    routers = find_routers(parts, parts.decoder_of(model), layers)
-    cut(model, parts, stage, layers)
+    routers = find_routers(parts, model, layers)
+    if course is not None and crossing is not None:
+        cut(model, parts, lambda name: course.is_kept(name, stage, layers))
+        let_cross(parts.layers_of(model), crossing)
     own = type(model)
     if own not in _classes:
         _classes[own] = type(own.__name__, (HuggingFaceStage, own), {"__module__": own.__module__})
     has_weights = any(True for _ in model.parameters())
     model.__class__ = _classes[own]
-    model.stage, model.layers, model.parts, model.routers = stage, layers, parts, routers
+    model.stage, model.layers, model.parts, model.routers, model.crossing = stage, layers, parts, routers, crossing
+    model.flow = None
     stands_in = None if has_weights else torch.empty(0, dtype=dtype, device=device)
     model.register_buffer("stands_in", stands_in, persistent=False)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ... import parallel_state, slices
 from ...training import TiedWeights
+from .cut import CannotCutError
 from .sliced import shifted
 
-__all__ = ["count_items", "forward_step", "tie_weights", "tied_names"]
+__all__ = ["count_items", "forward_step", "names_between_stages", "tie_weights", "tied_names"]
 
 Batch = Mapping[str, Any]
 
@@ -72,9 +73,25 @@ def count_items(microbatches: Sequence[Batch], group: dist.ProcessGroup | None =
 
 def tied_names(model: Any) -> dict[str, str]:
     """The names of parameters that are tied, each with the one it is tied to."""
-    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        return {}
-    return dict(model._tied_weights_keys or {})
+    return dict(model.all_tied_weights_keys or {})
+
+
+def names_between_stages(model: Any) -> list[str]:
+    """The names of the one weight that several stages have, of which one reads it before the layers and one behind."""
+    if model.flow is None:
+        return []
+    groups: dict[str, list[str]] = {}
+    for name, source in tied_names(model).items():
+        groups.setdefault(source, [source]).append(name)
+    apart = [
+        names for names in groups.values() if len({frozenset(model.flow.course.used.get(n, ())) for n in names}) > 1
+    ]
+    if len(apart) > 1:
+        raise CannotCutError(
+            f"{type(model).__name__} cannot be cut into stages: it ties {' and '.join(map(str, apart))} across them, "
+            "and only one weight can be."
+        )
+    return apart[0] if apart else []
 
 
 def tie_weights(chunks: Sequence[nn.Module]) -> TiedWeights | None:
@@ -84,5 +101,5 @@ def tie_weights(chunks: Sequence[nn.Module]) -> TiedWeights | None:
     `fully_shard`, or for a function of your own, which then calls `sum_gradients` of what this returns. None where the
     model ties nothing.
     """
-    names = [name for pair in tied_names(chunks[0]).items() for name in reversed(pair)]
-    return TiedWeights(chunks, list(dict.fromkeys(names))) if names else None
+    names = names_between_stages(chunks[0])
+    return TiedWeights(chunks, names) if names else None

@@ -63,7 +63,9 @@ def initialise(model: Any, seed: int | None) -> None:
         for name, module in reversed(list(model.named_modules())):  # those within a module come first
             for generator in generators:  # torch.manual_seed would seed those of all devices
                 generator.manual_seed(((seed or 0) + zlib.crc32(name.encode())) % 2**63)
-            model._init_weights(module)
+            while not hasattr(owner := model.get_submodule(name), "_init_weights"):
+                name = name.rpartition(".")[0]  # a model within the model initialises what is in it
+            owner._init_weights(module)
     for tensor in model.parameters():
         del tensor._is_hf_initialized
 
@@ -81,8 +83,8 @@ LARGEST = {
 """How large a config's fields may be in a small one, by name."""
 
 
-def make_small_config(config: Any) -> Any:
-    """A config of the same kind with the same layers, but one or two heads, whose size is kept, and few experts.
+def make_small_config(config: Any, num_heads: int = 2) -> Any:
+    """A config of the same kind with the same layers, but `num_heads` or one, whose size is kept, and few experts.
 
     Configs bind their numbers to each other: the width is often that of all heads, and other sorts of heads may have to
     fill it too. So numbers of heads and widths are divided by the same number.
@@ -93,7 +95,7 @@ def make_small_config(config: Any) -> Any:
         divisor = max(1, config.hidden_size // 64)
     else:
         size = fields.get("head_dim") or config.hidden_size // heads
-        divisor = heads // 2 if heads % 2 == 0 and size < 200 else heads
+        divisor = heads // num_heads if heads % num_heads == 0 and size < 200 else heads
 
     def fewer(name: str, value: Any) -> Any:
         if isinstance(value, list):
