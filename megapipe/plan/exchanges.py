@@ -35,12 +35,14 @@ def hide(
     """
     left, tails = array("d", durations), array("d", [0.0]) * len(durations)
     in_pairs = {index for pair in pairs.items() for index in pair}
-    deferred = {_unit(action): index for index, action in enumerate(actions) if KINDS[action.kind].after is not None}
+    of_weights = {name for name, kind in KINDS.items() if kind.message is None and kind.completes_weights}
+    deferred = {_unit(action): index for index, action in enumerate(actions) if action.kind in of_weights}
     pending: list[int] = []
     for index, action in enumerate(actions):
         kind = KINDS[action.kind]
         if kind.message is None:
-            pending.remove(index)
+            if kind.completes_weights:
+                pending.remove(index)
             continue
         if kind.completes_weights:
             tails[index] = weights(action)

@@ -8,12 +8,33 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...plan import Costs, Plan, ScheduleError, Simulation, find_schedule, place_weights, schedule_names, simulate
+from ...plan import (
+    Costs,
+    Plan,
+    ScheduleError,
+    Settings,
+    Simulation,
+    find_schedule,
+    place_weights,
+    schedule_names,
+    simulate,
+)
 from ..bubble import split_bubble
 from ..comparison import save_comparison
 from ..pages import save_comparison_html
 from ..timeline import load_timeline
-from .options import add_costs, add_pictures, add_sizes, add_unsplit, check_time, costs_of, record_plan, unsplit
+from .options import (
+    add_costs,
+    add_pictures,
+    add_settings,
+    add_sizes,
+    add_unsplit,
+    check_time,
+    costs_of,
+    record_plan,
+    settings_of,
+    unsplit,
+)
 from .terminal import print_hint, say
 
 __all__ = ["add_compare", "add_tune"]
@@ -30,6 +51,7 @@ def add_compare(commands: Any) -> None:
         "compare", help="all schedules in one table", description="Simulate every schedule, fastest first."
     )
     add_sizes(compare, required=True)
+    add_settings(compare)
     add_costs(compare)
     _add_choice(compare)
     compare.set_defaults(run=_compare)
@@ -78,7 +100,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], costs_of(args), [args.slices])
+    rows = _all_schedules(args.pp, args.microbatches, [args.chunks], costs_of(args), [args.slices], settings_of(args))
     _show_rows(rows, args, unit="")
     say(f"step: F of a microbatch on a whole rank takes {args.forward:g}; {UNITS}")
 
@@ -154,7 +176,12 @@ def _recommend(rows: Rows, limit: float | None, may_split: bool) -> Plan:
 
 
 def _all_schedules(
-    pp_size: int, num_microbatches: int, chunks: Sequence[int | None], costs: Costs, slices: Sequence[int]
+    pp_size: int,
+    num_microbatches: int,
+    chunks: Sequence[int | None],
+    costs: Costs,
+    slices: Sequence[int],
+    settings: Settings | None = None,
 ) -> Rows:
     """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks,
     and those that cut sequences with each number of slices above 1. What cannot run is printed, with its reason."""
@@ -167,7 +194,7 @@ def _all_schedules(
         open_slices = [n for n in slices if n != 1] if schedule.slices else [1]
         for num_chunks, num_slices in itertools.product(open_chunks, open_slices):
             try:
-                plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices)
+                plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices, settings)
             except ScheduleError:
                 raise
             except ValueError as error:

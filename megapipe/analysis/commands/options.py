@@ -6,17 +6,19 @@ import argparse
 import math
 from dataclasses import replace
 
-from ...plan import Costs, Plan, Simulation, find_schedule, make_plan
+from ...plan import Costs, Plan, Settings, Simulation, find_schedule, make_plan
 
 __all__ = [
     "add_costs",
     "add_pictures",
+    "add_settings",
     "add_sizes",
     "add_unsplit",
     "check_size",
     "check_time",
     "costs_of",
     "record_plan",
+    "settings_of",
     "unsplit",
 ]
 
@@ -40,6 +42,23 @@ def add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
         metavar="N",
         help="slices per sequence, for schedules that cut them; default: 1",
     )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    settings = parser.add_argument_group("settings", "of the config, for schedules that know them")
+    for name, what in (
+        ("--min-pending-weights", "Ws that stay pending until the last B is done, for the windows of --exchange"),
+        ("--max-pending-weights", "most Ws that stay pending after a B"),
+    ):
+        settings.add_argument(name, type=int, metavar="N", help=what)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    for name in ("min_pending_weights", "max_pending_weights"):
+        number = getattr(args, name)
+        if number is not None and number < 0:
+            raise ValueError(f"--{name.replace('_', '-')} is a number of Ws from 0 on, got {number}.")
+    return Settings(min_pending_weights=args.min_pending_weights or 0, max_pending_weights=args.max_pending_weights)
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +114,12 @@ def check_time(simulation: Simulation) -> None:
 
 
 def record_plan(
-    schedule: str, pp_size: int, num_microbatches: int, num_chunks: int | None, num_slices: int = 1
+    schedule: str,
+    pp_size: int,
+    num_microbatches: int,
+    num_chunks: int | None,
+    num_slices: int = 1,
+    settings: Settings | None = None,
 ) -> Plan:
     check_size(pp_size, num_microbatches, find_schedule(schedule).check(pp_size, num_chunks), num_slices)
-    return make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices)
+    return make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices, settings=settings)

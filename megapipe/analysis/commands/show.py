@@ -12,7 +12,17 @@ from ..charts import save_picture
 from ..pages import save_html
 from ..timeline import Timeline, load_timeline
 from ..trace import save_trace
-from .options import add_costs, add_pictures, add_sizes, check_size, check_time, costs_of, record_plan
+from .options import (
+    add_costs,
+    add_pictures,
+    add_settings,
+    add_sizes,
+    check_size,
+    check_time,
+    costs_of,
+    record_plan,
+    settings_of,
+)
 from .terminal import listed, print_hint, print_legend, print_timeline, say
 
 __all__ = ["add_show"]
@@ -23,6 +33,7 @@ def add_show(commands: Any) -> None:
     files = "a file saved with --csv or --json, or a measured timeline"
     show.add_argument("schedule", help=f"{', '.join(schedule_names())}, {files}")
     add_sizes(show, required=False)
+    add_settings(show)
     add_costs(show)
     show.add_argument(
         "--steps", type=int, default=1, metavar="N", help="training steps, one after the other without a barrier"
@@ -82,7 +93,7 @@ def _find_plan(args: argparse.Namespace) -> Plan:
     find_schedule(args.schedule)  # an unknown name is the first thing to complain about
     if args.pp is None or args.microbatches is None:
         raise ValueError("--pp and --microbatches are needed, unless the schedule is a file.")
-    return record_plan(args.schedule, args.pp, args.microbatches, args.chunks, args.slices)
+    return record_plan(args.schedule, args.pp, args.microbatches, args.chunks, args.slices, settings_of(args))
 
 
 def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> None:
