@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tools.collectives import watching
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
@@ -176,27 +177,7 @@ def run(schedule: str, chunks: list[GPTStage], replica: int, num_microbatches: i
     )
 
 
-def record_exchanges() -> list[tuple[Any, Any]]:
-    """The splits of every exchange from now on. The originals are put back by `stop_recording`."""
-    exchanges: list[tuple[Any, Any]] = []
-    original = dist.all_to_all_single
-
-    def recorded(
-        output: Tensor, x: Tensor, output_splits: Any = None, input_splits: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        exchanges.append((output_splits, input_splits))
-        return original(output, x, output_splits, input_splits, *args, **kwargs)
-
-    recorded.original = original  # type: ignore[attr-defined]
-    dist.all_to_all_single = recorded
-    return exchanges
-
-
-def stop_recording() -> None:
-    dist.all_to_all_single = dist.all_to_all_single.original  # type: ignore[attr-defined]
-
-
-def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> list[list[tuple[Any, Any]]]:
+def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> list[list[Any]]:
     """pp=2 x ep=2, then pp=1 x ep=2 with the same layers on both pairs of ranks. A rank keeps its experts."""
     parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
     replica = parallel_state.get_data_parallel_rank()
@@ -205,9 +186,10 @@ def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> lis
     all_exchanges = []
     for schedule in schedules:
         chunks = build(megapipe.stages_for_rank(schedule), num_microbatches)
-        all_exchanges.append(record_exchanges())
-        results.append((chunks, run(schedule, chunks, replica, num_microbatches)))
-        stop_recording()
+        exchanges: list[Any] = []
+        with watching(lambda name, x, *splits, exchanges=exchanges: exchanges.append(splits)):
+            results.append((chunks, run(schedule, chunks, replica, num_microbatches)))
+        all_exchanges.append(exchanges)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
     assert parallel_state.get_expert_model_parallel_rank() == replica
@@ -232,13 +214,10 @@ def test_equal_to_no_pipelining(ranks: RankPool, num_microbatches: int) -> None:
     per_rank = ranks.run(4, in_a_pipeline, schedules, num_microbatches)
     for first, second in ((0, 1), (2, 3)):
         for ours, theirs in zip(per_rank[first], per_rank[second]):
-            # Per microbatch, 2 layers with the counts, dispatch and combine, and the latter two in backward.
-            assert len(ours) == len(theirs) == num_microbatches * 2 * 5
-            for (our_output, our_input), (their_output, their_input) in zip(ours, theirs):
-                if our_output is None:
-                    assert their_output is None
-                else:
-                    assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
+            # Per microbatch, 2 layers with dispatch and combine, and both in backward.
+            assert len(ours) == len(theirs) == num_microbatches * 2 * 4
+            for (our_output, our_input, _), (their_output, their_input, _) in zip(ours, theirs):
+                assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -5,6 +5,7 @@ import io
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megapipe import StageInfo, TiedWeights, clip_grad_norm_, parallel_state, st
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
 from megapipe.training import GradientReducer
+from megapipe.weight_grad import DeferredGrads
 
 NUM_LAYERS, NUM_MICROBATCHES, SEQUENCE = 4, 4, 6
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
@@ -111,6 +113,35 @@ def test_gradients_and_norms(rank: int, deferred: bool) -> None:
         assert_gradients(chunks, on_one_rank)
         torch.testing.assert_close(clip_grad_norm_(chunks, 0.1).float(), norm)
         assert_gradients(chunks, {name: grad * (0.1 / norm) for name, grad in on_one_rank.items()})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(4)
+def test_ws_run_while_its_collectives_are_under_way(rank: int, schedule: str) -> None:
+    """Without a word in the model. The gradients are those of windows that stay empty."""
+    mesh = use_mesh(pp=2, tp=2)
+    expected: dict[str, Tensor] = {}
+    for weights_per_window in (0, 1, 100):
+        chunks = build(schedule, mesh, deferred=True)
+        for chunk in chunks:
+            chunk.config.weights_per_window = weights_per_window
+            chunk.config.min_pending_weights = int(schedule == "zbv")
+        products: list[bool] = []
+        with mock.patch.object(DeferredGrads, "compute_next", noting(DeferredGrads.compute_next, products)):
+            step(schedule, chunks)
+        num_linears = NUM_MICROBATCHES * sum(2 * len(chunk.layers) for chunk in chunks)
+        assert (sum(products) >= num_linears // 2) == bool(weights_per_window)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                assert torch.equal(parameter.grad.to_local(), expected.setdefault(name, parameter.grad.to_local()))
+
+
+def noting(function: Any, results: list[Any]) -> Any:
+    def call(*args: Any) -> Any:
+        results.append(function(*args))
+        return results[-1]
+
+    return call
 
 
 @on_ranks(4)
