@@ -8,7 +8,7 @@ the other's data is on its way, and every rank does so in the same order.
 
 from .collectives import Pending, start_all_gather, start_all_reduce, start_all_to_all, start_reduce_scatter
 from .segments import Segments, find_forward_segments, in_segments, run_segments
-from .windows import fill_window, filling_windows
+from .windows import fill_window, filling_windows, wait_in_window
 
 __all__ = [
     "Pending",
@@ -22,4 +22,5 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_reduce_scatter",
+    "wait_in_window",
 ]

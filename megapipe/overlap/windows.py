@@ -16,7 +16,7 @@ from torch.distributed import _functional_collectives as functional
 
 from ..weight_grad import backward_context
 
-__all__ = ["fill_window", "filling_windows", "num_stops", "stopped"]
+__all__ = ["fill_window", "filling_windows", "num_stops", "stopped", "wait_in_window"]
 
 
 class filling_windows:  # noqa: N801  # a context; a generator would take longer, around each action
@@ -34,7 +34,7 @@ class filling_windows:  # noqa: N801  # a context; a generator would take longer
         context.lock.acquire()
         self._before = context.overlap_callback, context.overlap_thread, functional.wait_tensor
         context.overlap_callback, context.overlap_thread = self._callback, threading.get_ident()
-        functional.wait_tensor = _wait_in_window
+        functional.wait_tensor = wait_in_window
 
     def __exit__(self, *error: object) -> None:
         context = backward_context
@@ -70,7 +70,8 @@ def stopped() -> None:
 _original = functional.wait_tensor
 
 
-def _wait_in_window(tensor: Tensor) -> Any:
+def wait_in_window(tensor: Tensor) -> Any:
+    """Torch's `wait_tensor`, after the window is filled."""
     # Not for threads with other things to do, such as reductions of gradients: a backward may have any thread.
     is_of_action = threading.get_ident() == backward_context.overlap_thread or torch._C._current_graph_task_id() != -1
     if is_of_action and not functional._are_we_tracing():

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.tensor.debug
+from tools.marks import needs_graphs
 from tools.models import BATCH, Stage, batches, loss_of, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor
@@ -21,7 +22,9 @@ from torch.nn import Embedding
 
 from megapipe import StageInfo, TiedWeights, clip_grad_norm_, parallel_state, stages_for_rank
 from megapipe.checkpoint import Checkpointer
-from megapipe.graph import capture
+from megapipe.chunks import gradient_like
+from megapipe.graph import capture, function
+from megapipe.overlap import in_segments
 from megapipe.training import GradientReducer
 from megapipe.weight_grad import DeferredGrads
 
@@ -284,14 +287,79 @@ def test_checkpoints_of_other_sizes(rank: int, shapes: Any, tmp_path: Path) -> N
         assert torch.equal(saved[name], loaded[name]), name
 
 
-def test_a_captured_stage_is_refused(ranks: RankPool) -> None:
-    """It said that the stage was sharded by fully_shard, and to capture it before that."""
-    (text, _) = ranks.run(2, captured)
-    assert "layers.0.norm.weight is a DTensor, as parallelize_module makes them" in text
+# Captured
 
 
-def captured(rank: int) -> str:
-    (chunk,) = build("1f1b", use_mesh(pp=1, tp=2))
-    with pytest.raises(ValueError, match="leave tensor-parallel stages eager") as caught:
-        capture(chunk, (torch.zeros(SEQUENCE, BATCH, dtype=torch.long),))
-    return str(caught.value)
+def capture_all(chunks: list[Stage], **options: Any) -> None:
+    rows = torch.zeros(SEQUENCE, BATCH, dtype=torch.long)
+    for chunk in chunks:
+        received = None if chunk.embedding is not None else torch.zeros(SEQUENCE // 2, BATCH, chunk.config.hidden_size)
+        capture(chunk, (rows,), input_tensor=received, **options)
+
+
+def captured_step(schedule: str, chunks: list[Stage], call: Any = torch.nn.Module.__call__) -> None:
+    """Their seeds are a part of the graph."""
+
+    def forward_step(iterator: Any, chunk: Stage) -> Any:
+        batch = next(iterator)
+        return call(chunk, batch["tokens"]), lambda output: ((loss := loss_of(output, batch["labels"])), loss.detach())
+
+    data = batches(NUM_MICROBATCHES, 0, [SEQUENCE] * NUM_MICROBATCHES)
+    options = {"data_iterator": data, "seq_length": SEQUENCE, "forward_step_func": forward_step}
+    run(schedule, chunks, NUM_MICROBATCHES, **options)
+
+
+@needs_graphs
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@on_ranks(4)
+def test_captured_stages(rank: int, recompute: bool) -> None:
+    """Their graphs have the collectives, B and W are split, and products of Ws run in the windows."""
+    mesh = use_mesh(pp=2, tp=2)
+    in_no_pipeline = parallelize(Stage(StageInfo(0, 1), NUM_LAYERS), mesh["tp"])
+    reference(in_no_pipeline)
+    expected = {name: gradient_like(parameter) for name, parameter in in_no_pipeline.named_parameters()}
+    for schedule in SCHEDULES:
+        for weights_per_window in (0, 1):
+            chunks = build(schedule, mesh)
+            capture_all(chunks, recompute=recompute)
+            for chunk in chunks:
+                chunk.config.weights_per_window = weights_per_window
+                chunk.config.min_pending_weights = 1
+            products: list[bool] = []
+            with mock.patch.object(DeferredGrads, "compute_next", noting(DeferredGrads.compute_next, products)):
+                captured_step(schedule, chunks)
+            if schedule == "zbv":  # a graph leaves its own Ws at its end, so others have none
+                assert any(products) == bool(weights_per_window)
+            for chunk in chunks:
+                for name, parameter in chunk.named_parameters():
+                    grad = gradient_like(parameter)
+                    assert grad.placements == parameter.placements
+                    assert torch.equal(grad.to_local(), expected[name].to_local()), (schedule, name)
+
+
+@needs_graphs
+@on_ranks(4)
+def test_captured_pairs(rank: int) -> None:
+    """As one graph of both, each computes while the other's data is under way."""
+    mesh = use_mesh(pp=2, tp=2)
+    in_no_pipeline = parallelize(Stage(StageInfo(0, 1), NUM_LAYERS), mesh["tp"])
+    reference(in_no_pipeline)
+    for schedule in ("dualpipev", "combined_zb1p"):
+        chunks = build(schedule, mesh)
+        capture_all(chunks)
+        with mock.patch.object(function, "multiplex", side_effect=function.multiplex) as multiplexed:
+            captured_step(schedule, chunks, in_segments)
+        assert multiplexed.called
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                expected = gradient_like(in_no_pipeline.get_parameter(name))
+                assert torch.equal(gradient_like(parameter).to_local(), expected.to_local()), (schedule, name)
+
+
+@needs_graphs
+@on_ranks(2)
+def test_an_output_that_is_shared_out(rank: int) -> None:
+    mesh = use_mesh(pp=1, tp=2)
+    layer = parallelize_module(torch.nn.Linear(4, 4), mesh["tp"], ColwiseParallel(use_local_output=False))
+    with pytest.raises(ValueError, match="it returns a DTensor, and stages hand over plain tensors"):
+        capture(torch.nn.Sequential(layer), (torch.ones(2, 4),))
