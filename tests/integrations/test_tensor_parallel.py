@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import Embedding
 
 from megapipe import StageInfo, TiedWeights, clip_grad_norm_, parallel_state, stages_for_rank
@@ -32,7 +38,7 @@ NUM_LAYERS, NUM_MICROBATCHES, SEQUENCE = 4, 4, 6
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
 
 
-def parallelize(model: Stage, mesh: DeviceMesh) -> Stage:
+def parallelize(model: Stage, mesh: DeviceMesh, shares_logits: bool = False) -> Stage:
     """The sequence, the first dimension here, is shared out between layers, and so between stages."""
     for layer in model.layers.values():
         plan = {
@@ -44,16 +50,20 @@ def parallelize(model: Stage, mesh: DeviceMesh) -> Stage:
     if model.embedding is not None:
         parallelize_module(model.embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)))
     if model.head is not None:
-        parallelize_module(model.head, mesh, ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()))
+        output_layouts = Shard(-1) if shares_logits else Replicate()
+        style = ColwiseParallel(
+            input_layouts=Shard(0), output_layouts=output_layouts, use_local_output=not shares_logits
+        )
+        parallelize_module(model.head, mesh, style)
     return model
 
 
-def build(schedule: str, mesh: DeviceMesh, **options: Any) -> list[Stage]:
+def build(schedule: str, mesh: DeviceMesh, shares_logits: bool = False, **options: Any) -> list[Stage]:
     num_chunks = 2 if schedule == "interleaved_1f1b" else None
     config = {"sequence_parallel": mesh["tp"].size() > 1, "tensor_model_parallel_size": mesh["tp"].size()}
     stages = stages_for_rank(schedule, num_chunks=num_chunks)
     chunks = [Stage(info, NUM_LAYERS, **config, **options) for info in stages]
-    return [parallelize(chunk, mesh["tp"]) for chunk in chunks] if mesh["tp"].size() > 1 else chunks
+    return [parallelize(chunk, mesh["tp"], shares_logits) for chunk in chunks] if mesh["tp"].size() > 1 else chunks
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +147,27 @@ def test_ws_run_while_its_collectives_are_under_way(rank: int, schedule: str) ->
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 assert torch.equal(parameter.grad.to_local(), expected.setdefault(name, parameter.grad.to_local()))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(4)
+def test_a_loss_that_is_shared_out(rank: int, schedule: str) -> None:
+    """The logits stay shared out along the vocabulary; the loss is computed from the parts, forward and backward."""
+    mesh = use_mesh(pp=2, tp=2)
+    expected = reference(Stage(StageInfo(0, 1), NUM_LAYERS))
+    chunks = build(schedule, mesh, deferred=True, shares_logits=True)
+    with loss_parallel():
+        losses = step(schedule, chunks)
+    assert_gradients(chunks, expected)
+    if any(chunk.info.is_last for chunk in chunks):
+        whole_losses = step_alone(NUM_MICROBATCHES)
+        torch.testing.assert_close([whole(loss["loss"]) for loss in losses], whole_losses, rtol=0, atol=1e-6)
+
+
+def step_alone(num_microbatches: int) -> list[Tensor]:
+    model = Stage(StageInfo(0, 1), NUM_LAYERS)
+    data = batches(num_microbatches, 0, [SEQUENCE] * num_microbatches)
+    return [loss_of(model(batch["tokens"]), batch["labels"]).detach() for batch in data]
 
 
 def noting(function: Any, results: list[Any]) -> Any:
