@@ -86,7 +86,7 @@ BETWEEN_ROOMS = {
     "read_text register unit_in_words",
     "weight_grad": "DeferredGrads SavedTensor add_gradient backward_context capturing deferring deferring_to "
     "save_for_w unshared visit_gradient_nodes",
-    "overlap": "Segments fill_window filling_windows find_forward_segments",
+    "overlap": "Segments fill_window filling_windows find_forward_segments wait_in_window",
     "parallel_state": "Groups abort_gloo abort_process_groups all_gather_json check_groups find_groups "
     "find_pipeline_group",
     "slices": "CarriedState",

@@ -20,7 +20,7 @@ from megapipe.overlap import filling_windows, in_segments
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from gpt import GPTConfig, GPTStage
-from moe import MoE, load_balancing_loss
+from moe import MoE, balance_loads, load_balancing_loss
 
 HIDDEN, FFN, EXPERTS, TOPK = 8, 12, 4, 2
 AUX = {"aux_loss_coeff": 0.1, "aux_loss_scale": 0.5}
@@ -90,6 +90,34 @@ def test_the_balancing_loss_is_1_when_even() -> None:
     assert load_balancing_loss(even, torch.zeros(8, 1, dtype=torch.long)).item() == 1
     skewed = torch.tensor([[1.0, 0, 0, 0]]).expand(8, -1)
     assert load_balancing_loss(skewed, torch.zeros(8, 1, dtype=torch.long)).item() == EXPERTS
+
+
+def test_biases_even_out_the_loads() -> None:
+    """Choices follow them; the weights of what is chosen do not."""
+    moe = make_moe()
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.bias.copy_(torch.tensor([0.0, 0.01, 0.02, 0.05]))  # all tokens choose the last two
+    x = tokens_of(0)
+    weights, experts = moe.router(x.flatten(0, 1))
+    assert experts.unique().tolist() == [2, 3]
+    assert torch.equal(weights, torch.full_like(weights, 0.5))
+    with torch.no_grad():
+        moe(x)
+    moe.eval()(x)
+    assert moe.router.load.tolist() == [0, 0, 15, 15], "what is not trained on does not count"
+    balance_loads([moe], 0.01, None)
+    torch.testing.assert_close(moe.router.bias.float(), torch.tensor([0.01, 0.02, 0.01, 0.04]))
+    assert moe.router.load.tolist() == [0, 0, 0, 0]
+    assert moe.router(x.flatten(0, 1))[1].unique().tolist() == [1, 3]
+
+
+@on_ranks(2)
+def test_loads_of_all_replicas_count(rank: int) -> None:
+    moe = make_moe()
+    moe.router.load[:2] = torch.tensor([6.0, 0.0]) if rank else torch.tensor([0.0, 8.0])
+    balance_loads([moe], 0.5, dist.group.WORLD)
+    assert moe.router.bias.tolist() == [-0.5, -0.5, 0.5, 0.5]
 
 
 def test_sizes_that_do_not_fit() -> None:
