@@ -1,6 +1,8 @@
-"""A mixture of experts on emulated compute: what overlapped pairs hide of its all-to-alls.
+"""A mixture of experts on emulated compute: what pairs and pending Ws hide of its all-to-alls.
 
     python -m benchmarks.moe --pp 4 --microbatches 16
+    python -m benchmarks.moe --pp 4 --microbatches 16 --exchange-milliseconds 1.25
+    python -m benchmarks.moe --pp 1 --microbatches 16
 
 A layer sleeps for its attention and for its experts, half of its F, B and W in each. Its W comes in four pieces, as the
 W of a transformer's layer comes in products of matrices. It exchanges tokens before and after its experts, forward and
@@ -11,21 +13,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapipe import parallel_state
 from megapipe.overlap import in_segments, run_segments, start_all_to_all
 from megapipe.plan import Settings, Simulation, make_plan
 
+from .delays import delayed_collectives
 from .emulation import Deferring, Emulation
 from .launching import launch
 from .rounds import Emulated, take_turns
@@ -37,7 +37,8 @@ HEADER = [
     "schedule",
     "in flight",
     "step, ms",
-    "over itself without",
+    "over without",
+    "over without, by the plan",
     "step / ideal",
     "by the plan, ms",
     "over the plan",
@@ -62,9 +63,13 @@ class Kind(NamedTuple):
         pending = f", {self.num_pending} more W pending" if self.num_pending else ""
         return self.schedule + chunks + (", overlap" if self.overlap else "") + pending
 
-    def without(self) -> Kind:
-        """The same without overlap: pairs one after the other."""
-        return self._replace(overlap=False, num_pending=0)
+    def without(self, pp_size: int) -> Kind:
+        """What hides nothing, in the same placement."""
+        plain = {"combined_1f1b": "interleaved_1f1b", "combined_zb1p": "interleaved_zb1p"}
+        name = plain.get(self.schedule, self.schedule)
+        if pp_size == 1:
+            name = "no_pipelining"
+        return Kind(name, self.num_chunks, False)
 
 
 KINDS = [
@@ -73,30 +78,37 @@ KINDS = [
     Kind("dualpipev", 2, True),
     Kind("zbv", 2, False),
     Kind("zbv", 2, True, 1),
-    Kind("combined_1f1b", 2, False),
+    Kind("interleaved_1f1b", 2, False),
     Kind("combined_1f1b", 2, True),
-    Kind("combined_1f1b", 4, False),
+    Kind("interleaved_1f1b", 4, False),
     Kind("combined_1f1b", 4, True),
     Kind("interleaved_zb1p", 4, False),
     Kind("interleaved_zb1p", 4, True, 1),
-    Kind("combined_zb1p", 4, False),
     Kind("combined_zb1p", 4, True, 1),
 ]
+ALONE = [
+    Kind("no_pipelining", 1, False),
+    Kind("combined_1f1b", 1, True),
+    Kind("combined_zb1p", 1, True, 1),
+]
+"""On one rank."""
 
 
 def main() -> None:
     args = parse()
     rows = launch(args.pp * NUM_REPLICAS, measure, args)
     compute, exchange = args.milliseconds, args.exchange_milliseconds
+    share = round(100 * 2 * exchange / (compute + 2 * exchange))
     title = f"Emulated mixture of experts, pp={args.pp}, ep={NUM_REPLICAS}, m={args.microbatches}"
     notes = (
         f"A rank has {args.layers} layers. Per microbatch a layer computes for {3 * compute:g} ms ({compute:g} each in "
         f"F, B and W) and exchanges for {4 * exchange:g} ms ({exchange:g} each in dispatch and combine, in F and again "
-        f"in B), {4 * exchange / 3 / compute:.0%} of that. Medians of interleaved steps, in brackets the middle half. "
+        f"in B), {share}% of an F. Medians of interleaved steps, in brackets the middle half. "
         f"The W of a layer comes in {NUM_PIECES} pieces. *in flight*: microbatches. *ideal*: all of the compute, and "
-        "no communication. *by the plan*: with these times and nothing else, where Ws can be cut anywhere."
+        "no communication. *over without*: interleaved_1f1b and interleaved_zb1p for the combined ones; on one rank "
+        "no_pipelining. *by the plan*: with these times and nothing else, where Ws can be cut anywhere."
     )
-    save_table(f"moe-pp{args.pp}", title, HEADER, rows, notes, args.folder)
+    save_table(f"moe-pp{args.pp}-m{args.microbatches}-{share}percent", title, HEADER, rows, notes, args.folder)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -116,27 +128,30 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
     parallel_state.initialize_model_parallel(args.pp, expert_model_parallel_size=NUM_REPLICAS)
-    kinds = [kind for kind in KINDS if not args.only or kind.schedule in args.only]
+    kinds = KINDS if args.pp > 1 else ALONE
+    kinds = [kind for kind in kinds if not args.only or kind.schedule in args.only]
     kinds = [kind for kind in kinds if args.layers % kind.num_chunks == 0]
     emulated = [EmulatedExperts(kind, args) for kind in kinds]
-    with delayed_all_to_alls(args.exchange_milliseconds / 1000):
+    with delayed_collectives(args.exchange_milliseconds / 1000):
         all_steps = take_turns(emulated, args.rounds, args.warmup, args.block)
     medians = {kind: median(1000 * step.duration for step in steps) for kind, steps in zip(kinds, all_steps)}
     return [
-        row(args, kind, [1000 * step.duration for step in steps], medians.get(kind.without()))
+        row(args, kind, [1000 * step.duration for step in steps], medians.get(kind.without(args.pp)))
         for kind, steps in zip(kinds, all_steps)
     ]
 
 
 def row(args: argparse.Namespace, kind: Kind, times: list[float], without: float | None) -> list[str]:
-    """`without`: the step of the same schedule without overlap."""
+    """`without`: the step of `kind.without`."""
     ideal = 3 * args.layers * args.microbatches * args.milliseconds
     simulation = planned(args, kind)
+    floor = simulation.makespan / planned(args, kind.without(args.pp)).makespan
     return [
         str(kind),
         f"{max(simulation.peak_activations):g}",
         median_and_spread(times, "{:.0f}"),
         "-" if without is None or not kind.overlap else f"{median(times) / without:.3f}",
+        f"{floor:.3f}" if kind.overlap else "-",
         f"{median(times) / ideal:.3f}",
         f"{simulation.makespan:.0f}",
         f"{median(times) / simulation.makespan:.3f}",
@@ -149,34 +164,6 @@ def planned(args: argparse.Namespace, kind: Kind) -> Simulation:
     compute, exchange = args.layers * args.milliseconds, 2 * args.layers * args.exchange_milliseconds
     times = (compute + exchange, compute + exchange, compute)
     return plan.simulate(*times, exchange=exchange if kind.overlap else 0.0)
-
-
-@contextmanager
-def delayed_all_to_alls(seconds: float) -> Iterator[None]:
-    """Meanwhile, an all-to-all of this process ends no sooner than so long after its start."""
-    original = dist.all_to_all_single
-
-    def delayed(*args: Any, **kwargs: Any) -> Delayed:
-        end = time.perf_counter() + seconds
-        return Delayed(original(*args, **kwargs), end)
-
-    dist.all_to_all_single = delayed
-    try:
-        yield
-    finally:
-        dist.all_to_all_single = original
-
-
-class Delayed:
-    """What is under way, for those who wait for it."""
-
-    def __init__(self, work: dist.Work, end: float) -> None:
-        self._work, self._end = work, end
-
-    def wait(self) -> None:
-        self._work.wait()
-        with suppress(ValueError):  # it is later than that
-            time.sleep(self._end - time.perf_counter())
 
 
 class EmulatedExperts(Emulated):
@@ -195,6 +182,7 @@ class EmulatedExperts(Emulated):
             2 * NUM_REPLICAS,
             num_chunks=kind.num_chunks,
             min_pending_weights=kind.num_pending,
+            weights_per_window=int(kind.overlap),
         )
         self.emulation.num_pieces = pieces
 

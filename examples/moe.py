@@ -9,7 +9,7 @@ It keeps nothing of a microbatch on itself: one may be in its forward while anot
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from megapipe.weight_grad import GroupedLinear, Linear
 
 class Router(nn.Module):
     """Chooses the experts of each token.
+
+    The loads of experts are evened out by an auxiliary loss, by a bias, or by both. The bias is added to probabilities
+    where experts are chosen, and nowhere else (https://arxiv.org/abs/2408.15664): `balance_loads` changes it.
 
     Args:
         aux_loss_coeff: weight of the auxiliary loss that evens out the load of the experts
@@ -42,17 +45,41 @@ class Router(nn.Module):
         self.aux_loss_scale = aux_loss_scale
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         nn.init.normal_(self.weight, std=0.02)
+        self.register_buffer("bias", torch.zeros(num_experts))
+        self.register_buffer("load", torch.zeros(num_experts), persistent=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] to weights, with sum 1 for each token, and experts, both [tokens, topk]."""
         with torch.autocast(tokens.device.type, enabled=False):  # choices are too close for half precision
             probabilities = F.linear(tokens.float(), self.weight.float()).softmax(-1)
-        weights, experts = probabilities.topk(self.topk)
+            experts = (probabilities + self.bias).topk(self.topk).indices
+        if self.training and torch.is_grad_enabled():
+            self.load += torch.bincount(experts.flatten(), minlength=len(self.load))
+        weights = probabilities.gather(-1, experts)
         weights = weights / weights.sum(-1, keepdim=True)
         if self.aux_loss_coeff and torch.is_grad_enabled():
             aux_loss = self.aux_loss_coeff * load_balancing_loss(probabilities, experts)
             weights = AddGradientOf.apply(weights, aux_loss, self.aux_loss_scale)
         return weights.to(tokens.dtype), experts
+
+
+def balance_loads(modules: Iterable[nn.Module], rate: float, group: dist.ProcessGroup | None) -> None:
+    """After a training step: raise the bias of experts that had less than the mean of tokens, and lower that of others.
+
+    Args:
+        modules: this rank's chunks.
+        rate: how much, of probabilities.
+        group: the ranks whose tokens count together: all replicas of these chunks. None where there is one.
+    """
+    routers = [inner for module in modules for inner in module.modules() if isinstance(inner, Router)]
+    if not routers:
+        return
+    loads = torch.stack([router.load for router in routers])
+    if group is not None:
+        dist.all_reduce(loads, group=group)
+    for router, load in zip(routers, loads):
+        router.bias += rate * (load.mean() - load).sign()
+        router.load.zero_()
 
 
 def load_balancing_loss(probabilities: Tensor, experts: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPTConfig, GPTStage
-from moe import whole_names
+from moe import balance_loads, whole_names
 from rich.console import Console
 from rich.progress import Progress
 from text_data import TextSamples, read_text
@@ -64,6 +64,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--num-experts", type=int, default=None, help="per layer, in place of its MLP")
     model.add_argument("--moe-topk", type=int, default=2, help="experts of each token, besides the shared one")
     model.add_argument("--moe-aux-loss-coeff", type=float, default=1e-2, help="weight of the loss that evens out loads")
+    model.add_argument(
+        "--moe-bias-update-rate",
+        type=float,
+        default=0.0,
+        help="by how much a step changes the biases that even out loads, such as 1e-3; with --moe-aux-loss-coeff 0",
+    )
     model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
     parallel = parser.add_argument_group("parallelism")
     parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -318,6 +324,8 @@ class Trainer:
         if self.args.post_validation or math.isfinite(self.norm):
             self.optimizer.step()
         self.scheduler.step()
+        if self.args.moe_bias_update_rate:
+            balance_loads(self.chunks, self.args.moe_bias_update_rate, parallel_state.get_data_parallel_group())
         return reports
 
     def grad_norm(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .plan import Verbs, loop
 from .runtime import schedule
-from .schedules import BW, B, F, W, interleaved_order, limit_pending_weights
+from .schedules import BW, B, F, W, finish_weights, interleaved_order, limit_pending_weights
 
 __all__ = ["forward_backward_combined_1f1b", "forward_backward_combined_zb1p"]
 
@@ -17,6 +17,8 @@ __all__ = ["forward_backward_combined_1f1b", "forward_backward_combined_zb1p"]
 def pair(pipe: Verbs, forward_chunk: int, kind: str, backward_chunk: int) -> None:
     """F of one chunk and a backward of another, "B" or the whole "BW", overlapped."""
     pipe.recompute_step(backward_chunk)
+    if kind == "BW":
+        finish_weights(pipe, backward_chunk)
     pipe.recv_forward(forward_chunk)
     pipe.recv_backward(backward_chunk)
     pipe.run_pair(("F", forward_chunk), (kind, backward_chunk))

@@ -71,11 +71,19 @@ def limit_pending_weights(pipe: Verbs) -> None:
         pipe.backward_weight_step()
 
 
+def finish_weights(pipe: Verbs, chunk: int) -> None:
+    """Before a BW: the Ws of this chunk that the setting `min_pending_weights` has left, for gradients are added up in
+    the order of the microbatches."""
+    while pipe.num_pending_weights(chunk):
+        pipe.backward_weight_step(chunk)
+
+
 def BW(pipe: Verbs, chunk: int = 0) -> None:
     """Whole backward of the chunk's next microbatch or slice: B and W in one. Figures that split no backward call it
     B."""
     if pipe.num_backwards_left(chunk):
         pipe.recompute_step(chunk)
+        finish_weights(pipe, chunk)
         pipe.recv_backward(chunk)
         pipe.backward_step(chunk)
         pipe.send_backward(chunk)

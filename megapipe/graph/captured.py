@@ -23,6 +23,7 @@ from .function import Graphs, OfferedForward, autocast_dtype, offering, run_forw
 from .joint import CaptureError, trace_joint
 from .partitioning import partition
 from .recomputing import recompute as cut_to_recompute
+from .shared_out import SharedOut
 from .side_effects import refusing_side_effects, undoing_changes
 from .state import State
 
@@ -131,7 +132,7 @@ class _Mode(NamedTuple):
     """A graph is right for one of these, besides the arguments."""
 
     training: tuple[bool, ...]
-    weights: tuple[tuple[type[Tensor], torch.Size, torch.dtype, torch.device, bool], ...]
+    weights: tuple[tuple[Any, torch.Size, torch.dtype, torch.device, bool], ...]
     autocast: torch.dtype | None
 
 
@@ -198,7 +199,7 @@ class _StageGraphs:
         tensors = self._state.tensors()
         mode = _Mode(
             tuple([module.training for module in self._state.modules]),
-            tuple([(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
+            tuple([(getattr(t, "placements", type(t)), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
             autocast_dtype(tensors),
         )
         if mode not in self._graphs:
@@ -222,13 +223,14 @@ class _StageGraphs:
         state = self._state
         self._refuse_shards(tensors)
         outputs: list[Structure] = []
+        shared_out = SharedOut(tensors)
 
         def function(*flat: Tensor) -> tuple[Tensor, ...]:
-            named = {f"module.{name}": tensor for name, tensor in zip(state.names, flat)}
+            named = {f"module.{name}": tensor for name, tensor in zip(state.names, shared_out.whole(flat))}
             value = self._arguments.structure.fill(flat[len(state.names) :])
             output = torch.func.functional_call(_Holder(self._module, self._call), named, (value,))
             structure, flat_output = Structure.of(output)
-            self._check_output(structure)
+            self._check_output(structure, flat_output)
             outputs.append(structure)
             return tuple(flat_output)
 
@@ -239,7 +241,11 @@ class _StageGraphs:
             ]
             around.enter_context(capturing())
             around.enter_context(torch.enable_grad())
-            joint = trace_joint(function, [*tensors, *examples], self._what)
+            parts_of = [
+                part.requires_grad_(tensor.requires_grad) if part is not tensor else tensor
+                for part, tensor in zip(shared_out.parts(tensors), tensors)
+            ]
+            joint = trace_joint(function, [*parts_of, *examples], self._what)
         changed = [n for n in joint.mutated if not len(state.names) > n >= state.num_weights]
         if changed:
             raise CaptureError(
@@ -247,23 +253,19 @@ class _StageGraphs:
                 "be changed."
             )
         parts = self._cut(joint, state.num_weights)
-        return Graphs(parts, state.num_weights, outputs[-1], self._what if self._compiles else None)
+        return Graphs(parts, state.num_weights, outputs[-1], shared_out, self._what if self._compiles else None)
 
     def _refuse_shards(self, tensors: list[Tensor]) -> None:
         names = self._state.names
-        shard = next((name for name, tensor in zip(names, tensors) if as_sharded(tensor) is not None), None)
-        if shard is None:
-            return
         fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in self._state.modules):
+        if fsdp is None or not any(isinstance(module, fsdp.FSDPModule) for module in self._state.modules):
+            return
+        shard = next((name for name, tensor in zip(names, tensors) if as_sharded(tensor) is not None), None)
+        if shard is not None:
             raise CaptureError(
                 f"{self._what} is to run as graphs, but its {shard} is a shard: nobody gathers the parameters of the "
                 "modules within, which are not called. Capture it first, and then call fully_shard on the stage only."
             )
-        raise CaptureError(
-            f"{self._what} is to run as graphs, but its {shard} is a DTensor, as parallelize_module makes them, and "
-            "graphs are made of plain tensors only: leave tensor-parallel stages eager."
-        )
 
     def _call(self, value: Any) -> Any:
         """The module itself, on `value`: the input from the stage before, arguments, and the target of the loss."""
@@ -280,7 +282,12 @@ class _StageGraphs:
             self._module.__class__ = captured_class
         return output if self._loss_fn is None else self._loss_fn(output, target)
 
-    def _check_output(self, output: Structure) -> None:
+    def _check_output(self, output: Structure, tensors: Sequence[Tensor]) -> None:
+        if any(as_sharded(tensor) is not None for tensor in tensors):
+            raise CaptureError(
+                f"{self._what} cannot be captured: it returns a DTensor, and stages hand over plain tensors: return "
+                "its to_local(), or let its last layer do so (use_local_output)."
+            )
         opaque = next(
             (leaf for leaf in output.fixed.values() if Structure.of(getattr(leaf, "__dict__", None))[1]), None
         )

@@ -22,10 +22,11 @@ from ..overlap import fill_window
 from ..weight_grad import SavedTensor, backward_context, defer, deferring_to, save_for_w
 from .arguments import Structure, laid_out
 from .compile import compile_graph
-from .multiplexing import communicates, multiplex
+from .multiplexing import communicates, multiplex, with_windows
 from .nodes import storage_of
 from .partitioning import Partition
-from .split import SplitBackward, split_di_dw
+from .shared_out import SharedOut
+from .split import SplitBackward, WeightGradient, split_di_dw
 
 __all__ = ["Graphs", "OfferedForward", "autocast_dtype", "offering", "run_forward"]
 
@@ -39,8 +40,16 @@ class Graphs:
         compiled_as: names the stage where its graphs are to be compiled; None where not.
     """
 
-    def __init__(self, partition: Partition, num_weights: int, output: Structure, compiled_as: str | None) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        num_weights: int,
+        output: Structure,
+        shared_out: SharedOut,
+        compiled_as: str | None,
+    ) -> None:
         self.partition = partition
+        self.shared_out = shared_out
         self.output = output
         self.num_weights = num_weights
         self._compiled_as = compiled_as
@@ -56,11 +65,17 @@ class Graphs:
     def split(self) -> SplitBackward:
         return split_di_dw(self.partition.backward, range(self.num_weights))
 
-    def run(self, graph: GraphModule, name: str, arguments: list[Tensor]) -> tuple[Any, ...]:
-        """One of the graphs. Empties `arguments`."""
+    def run(self, graph: GraphModule, name: str, arguments: list[Tensor], has_windows: bool = True) -> tuple[Any, ...]:
+        """One of the graphs. Empties `arguments`.
+
+        Args:
+            has_windows: its waits are overlap windows. Those of compiled graphs never are.
+        """
         if graph not in self._runners:
-            compiled = self._compiled_as is not None
-            self._runners[graph] = compile_graph(graph, f"{name} of {self._compiled_as}") if compiled else graph.forward
+            if self._compiled_as is not None:
+                self._runners[graph] = compile_graph(graph, f"{name} of {self._compiled_as}")
+            else:
+                self._runners[graph] = (with_windows(graph) if has_windows else graph).forward
         with _as_captured(arguments):
             return self._runners[graph](arguments)
 
@@ -74,9 +89,9 @@ class Graphs:
         key = other.forward, graph
         if key not in self._multiplexed:
             self._multiplexed[key] = multiplex(other.forward, graph)
-        both = [*forward.inputs, *arguments]
+        both = [*forward.graphs.shared_out.parts(forward.inputs), *arguments]
         arguments.clear()
-        results = self.run(self._multiplexed[key], f"{name} and a forward", both)
+        results = self.run(self._multiplexed[key], f"{name} and a forward", both, has_windows=False)
         num_results = other.num_outputs + len(other.mutated) + len(forward.graphs.may_alias)
         forward.results = results[:num_results]
         return results[num_results:]
@@ -101,9 +116,10 @@ def offering(forward: OfferedForward) -> Iterator[None]:
             backward_context.offered_forward = None
 
 
-def _take_offered() -> OfferedForward | None:
+def _take_offered(graphs: Graphs) -> OfferedForward | None:
     """Fill the overlap window: if a captured stage's forward begins there, it offers itself."""
-    fill_window()
+    if graphs.communicates:
+        fill_window()
     forward: OfferedForward | None = backward_context.offered_forward
     backward_context.offered_forward = None
     return forward
@@ -128,6 +144,7 @@ def run_forward(graphs: Graphs, inputs: list[Tensor], results: tuple[Tensor, ...
         outputs = _Run.apply(graphs, results, *inputs)  # type: ignore[no-untyped-call]
     else:
         parts = graphs.partition
+        inputs = graphs.shared_out.parts(inputs)
         values = results or graphs.run(parts.forward_only, "the forward without gradients", list(inputs))
         outputs = values[: parts.num_outputs]
         _overwrite(inputs, parts.mutated, values[parts.num_outputs :])
@@ -157,20 +174,21 @@ class _Run(Function):
     @staticmethod
     def forward(ctx: Any, graphs: Graphs, results: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         parts = graphs.partition
+        ctx.graphs, ctx.weights = graphs, inputs[: graphs.num_weights]
+        taken = graphs.shared_out.parts(inputs)
         if results is None:
-            results = graphs.run(parts.forward, "the forward", list(inputs))
+            results = graphs.run(parts.forward, "the forward", list(taken))
         first_saved = parts.num_outputs + len(parts.mutated)
         # Detached: autograd refuses to change a view made in here in place.
         outputs = [value.detach() for value in results[: parts.num_outputs]]
         saved = results[first_saved:]
-        _overwrite(inputs, parts.mutated, results[parts.num_outputs : first_saved])
+        _overwrite(taken, parts.mutated, results[parts.num_outputs : first_saved])
         # Autograd checks that aliases are not changed. The others cannot be; they are freed as backward runs.
         aliases = [value for value, may_alias in zip(saved, graphs.may_alias) if may_alias]
-        ctx.save_for_backward(*(inputs[n] for n in parts.read), *aliases)
+        ctx.save_for_backward(*(taken[n] for n in parts.read), *aliases)
         ctx.saver = saving()
         keep = _as_it_is if ctx.saver is None else ctx.saver.pack
         ctx.saved = [None if may_alias else keep(value) for value, may_alias in zip(saved, graphs.may_alias)]
-        ctx.graphs, ctx.weights = graphs, inputs[: graphs.num_weights]
         ctx.mark_non_differentiable(*(out for n, out in enumerate(outputs) if n not in parts.differentiable))
         return tuple(outputs)
 
@@ -178,12 +196,13 @@ class _Run(Function):
     @once_differentiable
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
         graphs: Graphs = ctx.graphs
-        forward = _take_offered()
+        forward = _take_offered(graphs)
         arguments = _arguments_of_backward(ctx, output_grads)
         del output_grads
         if deferring_to() is not None:
             return None, None, *_deferred(graphs, ctx.weights, forward, arguments)
-        return None, None, *graphs.run_with(forward, graphs.partition.backward, "the backward", arguments)
+        grads = graphs.run_with(forward, graphs.partition.backward, "the backward", arguments)
+        return None, None, *graphs.shared_out.gradients(grads)
 
 
 def _as_it_is(value: Tensor) -> Tensor:
@@ -218,12 +237,12 @@ def _deferred(
     }
     first_kept = len(arguments)
     results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
-    grads = list(results[: split.num_outputs])
+    grads = graphs.shared_out.gradients(results[: split.num_outputs])
     kept.update((n, save_for_w(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
     for weight_gradient in split.weights:
         weight = weights[weight_gradient.output]
         takes = [kept[n] for n in weight_gradient.takes]
-        compute = partial(_weight_gradient, graphs, weight_gradient.graph, takes)
+        compute = partial(_weight_gradient, graphs, weight_gradient, takes)
         if weight._backward_hooks:  # these see a gradient before it is added
             grads[weight_gradient.output] = compute()
         else:
@@ -231,9 +250,9 @@ def _deferred(
     return grads
 
 
-def _weight_gradient(graphs: Graphs, graph: GraphModule, saved: list[SavedTensor]) -> Tensor:
-    (gradient,) = graphs.run(graph, "a weight gradient", [tensor.get() for tensor in saved])
-    return gradient  # type: ignore[no-any-return]
+def _weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor]) -> Tensor:
+    (gradient,) = graphs.run(weight.graph, "a weight gradient", [tensor.get() for tensor in saved])
+    return graphs.shared_out.gradient(weight.output, gradient)  # type: ignore[no-any-return]
 
 
 def _add(compute: Callable[[], Tensor], target: Tensor) -> None:

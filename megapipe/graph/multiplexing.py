@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from torch.fx import Graph, GraphModule, Node
 
+from ..overlap import wait_in_window
 from .nodes import Boxed, is_start, is_wait
 
-__all__ = ["communicates", "multiplex"]
+__all__ = ["communicates", "multiplex", "with_windows"]
 
 PART = "megapipe_part"
 """The key in a node's `meta` for its graph: "forward" or "backward"."""
@@ -19,6 +20,19 @@ PART = "megapipe_part"
 
 def communicates(graph: GraphModule) -> bool:
     return any(is_start(node) for node in graph.graph.nodes)
+
+
+def with_windows(graph: GraphModule) -> GraphModule:
+    """A graph whose waits are overlap windows."""
+    if not communicates(graph):
+        return graph
+    copied = Graph()
+    copied.set_codegen(Boxed())
+    copied.output(copied.graph_copy(graph.graph, {}))
+    for node in copied.nodes:
+        if is_wait(node):
+            node.target = wait_in_window
+    return GraphModule(graph, copied)
 
 
 def multiplex(forward: GraphModule, backward: GraphModule) -> GraphModule:

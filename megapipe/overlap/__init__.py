@@ -6,15 +6,19 @@ its start and its wait, in which it calls back: the callback runs the forward to
 the other's data is on its way, and every rank does so in the same order.
 """
 
-from .all_to_all import PendingAllToAll, start_all_to_all
+from .collectives import Pending, start_all_gather, start_all_reduce, start_all_to_all, start_reduce_scatter
 from .segments import Segments, find_forward_segments, in_segments, run_segments
-from .windows import fill_window, filling_windows
+from .windows import fill_window, filling_windows, wait_in_window
 
 __all__ = [
-    "PendingAllToAll",
+    "Pending",
     "in_segments",
     "run_segments",
+    "start_all_gather",
+    "start_all_reduce",
     "start_all_to_all",
+    "start_reduce_scatter",
+    "wait_in_window",
 ]
 __all__ += [  # between rooms
     "Segments",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..chunks import iter_wrapped
-from .windows import fill_window
+from .windows import fill_window, stopped
 
 __all__ = ["Segments", "find_forward_segments", "in_segments", "run_segments"]
 
@@ -80,6 +80,7 @@ class Segments:
             try:
                 next(self._segments)
                 self.has_stopped = True
+                stopped()
             except StopIteration as end:
                 self._is_done, self._result = True, end.value
         return not self._is_done

@@ -1,28 +1,45 @@
-"""The overlap window: the time between the start of a communication in a forward or backward and the wait for it."""
+"""The overlap window: the time between the start of a communication in a forward or backward and the wait for it.
+
+Each wait for one of torch's functional collectives is a window, too, wherever in a model it is: all those of DTensors,
+which `parallelize_module` makes. Torch has no hook there, so its function is replaced while an action runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 from ..weight_grad import backward_context
 
-__all__ = ["fill_window", "filling_windows"]
+__all__ = ["fill_window", "filling_windows", "num_stops", "stopped", "wait_in_window"]
 
 
-@contextmanager
-def filling_windows(callback: Callable[[], object]) -> Iterator[None]:
+class filling_windows:  # noqa: N801  # a context; a generator would take longer, around each action
     """Around one action: call `callback` in each of its overlap windows.
 
     Args:
         callback: called without arguments, on the thread that runs the action.
     """
-    with backward_context.lock:
-        before, backward_context.overlap_callback = backward_context.overlap_callback, callback
-        try:
-            yield
-        finally:
-            backward_context.overlap_callback = before
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback = callback
+
+    def __enter__(self) -> None:
+        context = backward_context
+        context.lock.acquire()
+        self._before = context.overlap_callback, context.overlap_thread, functional.wait_tensor
+        context.overlap_callback, context.overlap_thread = self._callback, threading.get_ident()
+        functional.wait_tensor = wait_in_window
+
+    def __exit__(self, *error: object) -> None:
+        context = backward_context
+        context.overlap_callback, context.overlap_thread, functional.wait_tensor = self._before
+        context.lock.release()
 
 
 def fill_window() -> None:
@@ -38,3 +55,25 @@ def fill_window() -> None:
         callback()
     finally:
         backward_context.overlap_callback = callback
+
+
+def num_stops() -> int:
+    """How often forwards have stopped so far: one that has since it started to communicate had its window."""
+    return backward_context.num_stops
+
+
+def stopped() -> None:
+    """A forward has."""
+    backward_context.num_stops += 1
+
+
+_original = functional.wait_tensor
+
+
+def wait_in_window(tensor: Tensor) -> Any:
+    """Torch's `wait_tensor`, after the window is filled."""
+    # Not for threads with other things to do, such as reductions of gradients: a backward may have any thread.
+    is_of_action = threading.get_ident() == backward_context.overlap_thread or torch._C._current_graph_task_id() != -1
+    if is_of_action and not functional._are_we_tracing():
+        fill_window()
+    return _original(tensor)  # type: ignore[no-untyped-call]

@@ -45,7 +45,7 @@ class Chunk:
     ) -> None:
         self.stage = stage
         self.index = stage.info.index
-        self.has_windows = can_overlap(stage)
+        self.can_overlap = can_overlap(stage)
         self.actions = actions
         self.below = below
         self.above = above
@@ -111,7 +111,7 @@ class Pipeline(Verbs):
         self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
         self._recomputed = frozenset() if step.forward_only else key.recomputed(pp_rank)
         self._offloaded = frozenset() if step.forward_only else key.offloaded(pp_rank)
-        self._weights_per_window = step.config.weights_per_window
+        self._weights_per_window = 0 if step.forward_only else step.config.weights_per_window
         self._pending_units: dict[Unit, None] = {}
         """Whose W is still to come, in the order of their Bs."""
         self._has_waited = False
@@ -161,7 +161,7 @@ class Pipeline(Verbs):
         action = this.actions[kind][number]
         with self._monitor.at(action):
             unit = self._await(row, chunk, number, action)
-            fills = this.has_windows and row.message is not None
+            fills = self._weights_per_window and row.message is not None
             with filling_windows(partial(self._fill_window, unit)) if fills else NOTHING:
                 self._compute(row, chunk, unit)
             self._end(row, chunk, number, unit)
@@ -171,7 +171,7 @@ class Pipeline(Verbs):
         kind, other = KINDS[name], KINDS[other_name]
         # A plan's order: what the first of a pair makes is sent first, which is the forward where they overlap.
         is_overlapped = (kind.message, other.message) == ("forward", "backward") and self.num_slices == 1
-        if is_overlapped and not self.forward_only and self._chunks[chunk].has_windows:
+        if is_overlapped and not self.forward_only and self._chunks[chunk].can_overlap:
             self._overlap(kind, chunk, other, other_chunk)
             return
         self.run(name, chunk)
@@ -241,6 +241,7 @@ class Pipeline(Verbs):
 
     def _fill_window(self, unit: Unit) -> None:
         """Compute gradients left to pending Ws in an overlap window of this unit: the oldest first, its own last."""
+        unit.has_windows = True
         deferred = [one.deferred for one in (*self._pending_units, unit) if one.deferred is not None]
         for _ in range(self._weights_per_window):
             if not any(grads.compute_next() for grads in deferred):
@@ -272,7 +273,7 @@ class Pipeline(Verbs):
         other = backwards.actions[backward.name][of_backward]
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
-            run_pair(begun, backwards.stage, in_flight, partial(self._fill_window, in_flight))
+            run_pair(begun, backwards.stage, in_flight, self._fill_window)
             self._end(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 

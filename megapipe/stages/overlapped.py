@@ -38,18 +38,19 @@ class Forward:
         self.done = done
 
 
-def run_pair(forward: Forward, backward: Stage, unit: Unit, fill: Callable[[], None]) -> None:
+def run_pair(forward: Forward, backward: Stage, unit: Unit, fill: Callable[[Unit], None]) -> None:
     """Run a forward and B of a unit in segments.
 
     A forward that `forward_step_func` has run by itself is not overlapped.
 
     Args:
-        fill: called in the windows that the forward leaves.
+        fill: called with a unit in those of its windows in which the other does not run.
     """
     unit.deferred = DeferredGrads()
     stage = forward.stage
     stage.take_input(forward.unit)
-    output, loss_func = stage.begin(forward.unit, *forward.extra)
+    with filling_windows(lambda: fill(forward.unit)):
+        output, loss_func = stage.begin(forward.unit, *forward.extra)
 
     def end() -> None:
         nonlocal output
@@ -63,7 +64,7 @@ def run_pair(forward: Forward, backward: Stage, unit: Unit, fill: Callable[[], N
 
     def advance() -> None:
         if output is None:
-            fill()
+            fill(unit)
             return
         stage.show(forward.unit)
         if not output.advance():

@@ -45,7 +45,11 @@ class BackwardContext:
         self.hooks_to_call: WeakValueDictionary[int, Hooked] = WeakValueDictionary()
         """Weights whose hooks are to be called at the end of a backward, by autograd's number of it."""
         self.overlap_callback: Callable[[], object] | None = None
-        """Called in each overlap window of the backward (megapipe.overlap)."""
+        """Called in each overlap window of the action under way (megapipe.overlap)."""
+        self.overlap_thread = 0
+        """On which that was begun."""
+        self.num_stops = 0
+        """How often forwards have stopped so far, for others to run meanwhile."""
         self.offered_forward: Any = None
         """The forward of a captured stage that the backward of another may run in its own graph (megapipe.graph)."""
         self.is_capturing = False

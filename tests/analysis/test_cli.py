@@ -112,6 +112,18 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines()[-1].startswith("step: F of a microbatch on a whole rank takes 1; held: microbatches")
 
 
+def test_pending_weights_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """What fills the windows of exchanges was a setting that the command could not show."""
+    times = ("--exchange", "0.25", "--forward", "1.25", "--backward-input", "1.25")
+    show = ("show", "zbv", "--pp", "8", "--microbatches", "32", *times)
+    assert "step       103.188," in output_of(capsys, *show, "--min-pending-weights", "1")
+    steps = []
+    for settings in ([], ["--min-pending-weights", "1"], ["--max-pending-weights", "0"]):
+        out = output_of(capsys, "compare", "--pp", "8", "--microbatches", "32", *times, *settings)
+        steps.append(next(float(line.split()[3]) for line in out.splitlines() if line.startswith("zbv ")))
+    assert steps[1] < steps[0] < steps[2]
+
+
 def test_schedules_that_need_layers_that_defer_are_marked(capsys: pytest.CaptureFixture[str], recorded: str) -> None:
     """The fastest schedules of the table were none for layers that compute W in B, and nothing said so."""
     split = {"zb1p", "zb2p", "interleaved_zb1p", "zbv", "v_half", "v_min", "combined_zb1p", "dualpipev"}
@@ -266,6 +278,7 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
             "a step takes 0, which cannot be",
         ),
         (["compare", "--pp", "2", "--microbatches", "4", "--memory-limit", "nan"], "a number of microbatches, got nan"),
+        (["compare", "--pp", "2", "--microbatches", "4", "--max-pending-weights", "-1"], "of Ws from 0 on, got -1"),
         (["tune", __file__], "is no measured timeline: record one with config.record_timeline"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tools.against import add_gradients, assert_same_gradients, step
+from tools.collectives import watching
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from megapipe.overlap import filling_windows, in_segments
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from gpt import GPTConfig, GPTStage
-from moe import MoE, load_balancing_loss
+from moe import MoE, balance_loads, load_balancing_loss
 
 HIDDEN, FFN, EXPERTS, TOPK = 8, 12, 4, 2
 AUX = {"aux_loss_coeff": 0.1, "aux_loss_scale": 0.5}
@@ -90,6 +91,34 @@ def test_the_balancing_loss_is_1_when_even() -> None:
     assert load_balancing_loss(even, torch.zeros(8, 1, dtype=torch.long)).item() == 1
     skewed = torch.tensor([[1.0, 0, 0, 0]]).expand(8, -1)
     assert load_balancing_loss(skewed, torch.zeros(8, 1, dtype=torch.long)).item() == EXPERTS
+
+
+def test_biases_even_out_the_loads() -> None:
+    """Choices follow them; the weights of what is chosen do not."""
+    moe = make_moe()
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.bias.copy_(torch.tensor([0.0, 0.01, 0.02, 0.05]))  # all tokens choose the last two
+    x = tokens_of(0)
+    weights, experts = moe.router(x.flatten(0, 1))
+    assert experts.unique().tolist() == [2, 3]
+    assert torch.equal(weights, torch.full_like(weights, 0.5))
+    with torch.no_grad():
+        moe(x)
+    moe.eval()(x)
+    assert moe.router.load.tolist() == [0, 0, 15, 15], "what is not trained on does not count"
+    balance_loads([moe], 0.01, None)
+    torch.testing.assert_close(moe.router.bias.float(), torch.tensor([0.01, 0.02, 0.01, 0.04]))
+    assert moe.router.load.tolist() == [0, 0, 0, 0]
+    assert moe.router(x.flatten(0, 1))[1].unique().tolist() == [1, 3]
+
+
+@on_ranks(2)
+def test_loads_of_all_replicas_count(rank: int) -> None:
+    moe = make_moe()
+    moe.router.load[:2] = torch.tensor([6.0, 0.0]) if rank else torch.tensor([0.0, 8.0])
+    balance_loads([moe], 0.5, dist.group.WORLD)
+    assert moe.router.bias.tolist() == [-0.5, -0.5, 0.5, 0.5]
 
 
 def test_sizes_that_do_not_fit() -> None:
@@ -165,27 +194,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def record_exchanges() -> list[tuple[Any, Any]]:
-    """The splits of every exchange from now on. The originals are put back by `stop_recording`."""
-    exchanges: list[tuple[Any, Any]] = []
-    original = dist.all_to_all_single
-
-    def recorded(
-        output: Tensor, x: Tensor, output_splits: Any = None, input_splits: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        exchanges.append((output_splits, input_splits))
-        return original(output, x, output_splits, input_splits, *args, **kwargs)
-
-    recorded.original = original  # type: ignore[attr-defined]
-    dist.all_to_all_single = recorded
-    return exchanges
-
-
-def stop_recording() -> None:
-    dist.all_to_all_single = dist.all_to_all_single.original  # type: ignore[attr-defined]
-
-
-def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> list[list[tuple[Any, Any]]]:
+def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> list[list[Any]]:
     """pp=2 x ep=2, then pp=1 x ep=2 with the same layers on both pairs of ranks. A rank keeps its experts."""
     parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
     replica = parallel_state.get_data_parallel_rank()
@@ -194,9 +203,10 @@ def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> lis
     all_exchanges = []
     for schedule in schedules:
         chunks = build(megapipe.stages_for_rank(schedule), num_microbatches)
-        all_exchanges.append(record_exchanges())
-        results.append((chunks, run(schedule, chunks, replica, num_microbatches)))
-        stop_recording()
+        exchanges: list[Any] = []
+        with watching(lambda name, x, *splits, exchanges=exchanges: exchanges.append(splits)):
+            results.append((chunks, run(schedule, chunks, replica, num_microbatches)))
+        all_exchanges.append(exchanges)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
     assert parallel_state.get_expert_model_parallel_rank() == replica
@@ -216,13 +226,10 @@ def test_equal_to_no_pipelining(ranks: RankPool, num_microbatches: int) -> None:
     per_rank = ranks.run(4, in_a_pipeline, schedules, num_microbatches)
     for first, second in ((0, 1), (2, 3)):
         for ours, theirs in zip(per_rank[first], per_rank[second]):
-            # Per microbatch, 2 layers with the counts, dispatch and combine, and the latter two in backward.
-            assert len(ours) == len(theirs) == num_microbatches * 2 * 5
-            for (our_output, our_input), (their_output, their_input) in zip(ours, theirs):
-                if our_output is None:
-                    assert their_output is None
-                else:
-                    assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
+            # Per microbatch, 2 layers with dispatch and combine, and both in backward.
+            assert len(ours) == len(theirs) == num_microbatches * 2 * 4
+            for (our_output, our_input, _), (their_output, their_input, _) in zip(ours, theirs):
+                assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -8,12 +8,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as reference
+from tools.collectives import watching
 from tools.ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 
-from megapipe.overlap import filling_windows, in_segments, run_segments, start_all_to_all
+from megapipe.overlap import (
+    Pending,
+    filling_windows,
+    in_segments,
+    run_segments,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 
-# all_to_all
+# Communication
 
 SPLITS = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]  # how many rows rank r sends to each
 
@@ -38,11 +49,65 @@ def test_exchanges_what_torch_exchanges(rank: int, dtype: torch.dtype) -> None:
     assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_alone() -> None:
-    x = torch.ones(3, 2, requires_grad=True)
-    start_all_to_all(x, [3], [3], None).wait().sum().backward()
+OTHERS = {start_all_gather: 6, start_reduce_scatter: 2, start_all_reduce: 2}
+
+
+@pytest.mark.parametrize("start", OTHERS)
+@on_ranks(3)
+def test_communicates_as_torch_does(rank: int, start: Callable[..., Pending]) -> None:
+    """Gradients are those of the sum of what all ranks compute."""
+    num_rows = 6 if start is start_reduce_scatter else 2
+    everyones = [torch.arange(num_rows * 4.0).view(-1, 4) * (r + 1) for r in range(3)]
+    weights = [torch.arange(OTHERS[start] * 4.0).view(-1, 4) + r for r in range(3)]
+    x = everyones[rank].clone().requires_grad_()
+    # A transpose is not contiguous, there and back.
+    output = start((x * 2).T.contiguous().T, dist.group.WORLD).wait()
+    (output * weights[rank]).T.contiguous().sum().backward()
+    if start is start_all_gather:
+        expected, gradient = torch.cat(everyones) * 2, 2 * sum(weights).chunk(3)[rank]  # type: ignore[union-attr]
+    elif start is start_reduce_scatter:
+        expected, gradient = 2 * sum(everyones).chunk(3)[rank], 2 * torch.cat(weights)  # type: ignore[union-attr]
+    else:
+        expected, gradient = 2 * sum(everyones), 2 * sum(weights)  # type: ignore[assignment]
+    assert torch.equal(output, expected)
     assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones(3, 2))
+    assert torch.equal(x.grad, gradient)
+
+
+@on_ranks(3)
+def test_rows_that_cannot_be_shared_out(rank: int) -> None:
+    with pytest.raises(ValueError, match="4 rows cannot be shared out evenly among 3 ranks: pad them"):
+        start_reduce_scatter(torch.ones(4, 2), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("start", OTHERS)
+def test_alone(start: Callable[..., Pending]) -> None:
+    for pending_of in (start, lambda x, group: start_all_to_all(x, [3], [3], group)):
+        x = torch.ones(3, 2, requires_grad=True)
+        pending_of(x, None).wait().sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.ones(3, 2))
+
+
+@on_ranks(2)
+def test_waits_are_windows(rank: int) -> None:
+    """Of a forward that does not yield, too, and of those of torch's functional collectives. A thread with other things
+    to do has none: it reduced gradients, and would have computed Ws."""
+    calls: list[str] = []
+
+    def forward() -> Tensor:
+        x = start_all_to_all(torch.ones(2, 3, requires_grad=True), [1, 1], [1, 1], dist.group.WORLD).wait()
+        return all_reduce(x.detach(), "sum", dist.group.WORLD) + 0 * x
+
+    with filling_windows(lambda: calls.append("forward")):
+        output = forward()
+        thread = threading.Thread(target=lambda: all_reduce(torch.ones(1), "sum", dist.group.WORLD) + 1)
+        thread.start()
+        thread.join()
+    with filling_windows(lambda: calls.append("backward")):
+        output.sum().backward()
+    forward()
+    assert calls == ["forward", "forward", "backward"]
 
 
 @on_ranks(2)
@@ -101,29 +166,6 @@ class Model(nn.Module):
         return x
 
 
-def record_communication(events: list[str]) -> Callable[[], None]:
-    """Notes each start and wait. Returns what ends that."""
-    original = dist.all_to_all_single
-
-    class Work:
-        def __init__(self, work: Any) -> None:
-            self._work = work
-
-        def wait(self) -> None:
-            events.append("wait")
-            self._work.wait()
-
-    def recorded(*args: Any, **kwargs: Any) -> Work:
-        events.append("start")
-        return Work(original(*args, **kwargs))
-
-    def restore() -> None:
-        dist.all_to_all_single = original
-
-    dist.all_to_all_single = recorded
-    return restore
-
-
 @on_ranks(2)
 def test_each_computes_while_the_other_waits(rank: int) -> None:
     events: list[str] = []
@@ -131,14 +173,11 @@ def test_each_computes_while_the_other_waits(rank: int) -> None:
     loss = Model("b", events)(x).sum()
     segments = in_segments(Model("f", events), torch.ones(2, 3, requires_grad=True))
     events.clear()
-    restore = record_communication(events)
-    try:
+    with watching(lambda *_: events.append("start"), lambda: events.append("wait")):
         assert segments.advance()
         with filling_windows(segments.advance):
             loss.backward()
         output = segments.finish()
-    finally:
-        restore()
     assert not segments.advance()
     assert torch.equal(output, torch.full((2, 3), 16.0))
     assert output.requires_grad

@@ -111,3 +111,17 @@ def test_limits_of_pending_weights(name: str) -> None:
                             assert pending - num_ws <= settings.max_pending_weights
                         if action.kind == "W" and any(a.kind == "B" for a in actions[number:]):
                             assert pending >= settings.min_pending_weights
+
+
+@pytest.mark.parametrize("least", [0, 1, 3])
+def test_weights_are_completed_in_order(least: int) -> None:
+    """A whole backward of dualpipev overtook a W of the same chunk that was kept pending: gradients were added up in
+    another order, and rounded otherwise."""
+    for p in range(1, 5):
+        for m in (1, 2 * p, 2 * p + 3):
+            plan = make_plan("dualpipev", p, m, settings=Settings(min_pending_weights=least))
+            plan.check()
+            for actions in plan.actions:
+                for stage in {action.stage for action in actions}:
+                    done = [a.microbatch for a in actions if a.stage == stage and a.kind in ("W", "BW")]
+                    assert done == list(range(m))

@@ -31,7 +31,7 @@ from .options import (
     add_costs,
     add_limit,
     add_pictures,
-    add_recompute,
+    add_settings,
     add_sizes,
     add_unsplit,
     check_time,
@@ -58,6 +58,7 @@ def add_compare(commands: Any) -> None:
         "compare", help="all schedules in one table", description="Simulate every schedule, fastest first."
     )
     add_sizes(compare, required=True)
+    add_settings(compare)
     add_costs(compare)
     add_bytes(compare)
     _add_choice(compare)
@@ -88,7 +89,7 @@ def add_tune(commands: Any) -> None:
         metavar="N",
         help="slices of equal cost per sequence to try, for models that know slices; default: as measured",
     )
-    add_recompute(tune)
+    add_settings(tune)
     add_unsplit(tune)
     tune.add_argument("--bytes", metavar="FILE", help="those of each stage, as StageBytes.save wrote them")
     tune.add_argument(
@@ -198,7 +199,7 @@ def _all_schedules(
     chunks: Sequence[int | None],
     costs: Costs,
     slices: Sequence[int],
-    settings: Settings | None,
+    settings: Settings,
 ) -> Rows:
     """Every schedule that trains on so many ranks, fastest first; those that leave it open with each number of chunks,
     and those that cut sequences with each number of slices above 1. What cannot run is printed, with its reason."""

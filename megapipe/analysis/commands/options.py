@@ -15,7 +15,7 @@ __all__ = [
     "add_costs",
     "add_limit",
     "add_pictures",
-    "add_recompute",
+    "add_settings",
     "add_sizes",
     "add_unsplit",
     "bytes_of",
@@ -51,6 +51,36 @@ def add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
     )
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    settings = parser.add_argument_group("settings", "of the config, for schedules that know them")
+    for name, what in (
+        ("--min-pending-weights", "Ws that stay pending until the last B is done, for the windows of --exchange"),
+        ("--max-pending-weights", "most Ws that stay pending after a B"),
+    ):
+        settings.add_argument(name, type=int, metavar="N", help=what)
+    settings.add_argument(
+        "--recompute",
+        type=float,
+        nargs="?",
+        const=math.nan,
+        metavar="T",
+        help="activations are computed again before each B (R), in time T, or that of F without it; at most one W is "
+        "pending then",
+    )
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    for name in ("min_pending_weights", "max_pending_weights"):
+        number = getattr(args, name)
+        if number is not None and number < 0:
+            raise ValueError(f"--{name.replace('_', '-')} is a number of Ws from 0 on, got {number}.")
+    return Settings(
+        min_pending_weights=args.min_pending_weights or 0,
+        max_pending_weights=args.max_pending_weights,
+        recompute=args.recompute is not None,
+    )
+
+
 def add_costs(parser: argparse.ArgumentParser) -> None:
     times = parser.add_argument_group("times", "of one microbatch on a whole rank, in any unit")
     for name, default, what in (
@@ -62,24 +92,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--optimizer", 0.0, "the optimizer's step, after each step"),
     ):
         times.add_argument(name, type=float, default=default, metavar="T", help=f"{what}; default: {default:g}")
-    add_recompute(times)
     add_unsplit(times)
-
-
-def add_recompute(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    parser.add_argument(
-        "--recompute",
-        type=float,
-        nargs="?",
-        const=math.nan,
-        metavar="T",
-        help="activations are computed again before each B (R), in time T, or that of F without it; at most one W is "
-        "pending then",
-    )
-
-
-def settings_of(args: argparse.Namespace) -> Settings | None:
-    return None if args.recompute is None else Settings(recompute=True)
 
 
 def recompute_time(args: argparse.Namespace) -> float | None:

@@ -19,6 +19,7 @@ from .options import (
     add_bytes,
     add_costs,
     add_pictures,
+    add_settings,
     add_sizes,
     check_size,
     check_time,
@@ -36,6 +37,7 @@ def add_show(commands: Any) -> None:
     files = "a file saved with --csv or --json, or a measured timeline"
     show.add_argument("schedule", help=f"{', '.join(schedule_names())}, {files}")
     add_sizes(show, required=False)
+    add_settings(show)
     add_costs(show)
     add_bytes(show)
     show.add_argument(

@@ -1,0 +1,108 @@
+"""Attention over sequences that are shared out among ranks: keys and values are gathered, in overlap windows."""
+
+import functools
+from collections.abc import Generator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tools.ranks import on_ranks
+from torch import Tensor, nn
+
+import megapipe
+from megapipe import parallel_state, stages_for_rank
+from megapipe.overlap import in_segments, run_segments, start_all_gather
+from megapipe.weight_grad import DeferredGrads, convert
+
+HIDDEN, HEADS, SEQUENCE, NUM_LAYERS, NUM_MICROBATCHES = 8, 2, 12, 4, 5
+
+
+class Layer(nn.Module):
+    """[sequence / ranks, batch, hidden] of this rank to the same. `group` None: it has the whole sequence."""
+
+    def __init__(self, number: int, group: Any) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.group = group
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.keys_and_values, self.queries = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward_segments(self, x: Tensor) -> Generator[None, None, Tensor]:
+        normed = self.norm(x)
+        pending = start_all_gather(self.keys_and_values(normed), self.group)
+        queries = self.queries(normed)  # while the others' keys and values are on their way
+        yield
+        keys, values = pending.wait().chunk(2, -1)
+        rank = 0 if self.group is None else self.group.rank()
+        rows = torch.arange(len(x)) + rank * len(x)
+        mask = torch.arange(len(keys)) <= rows.unsqueeze(1)
+        by_head = [t.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for t in (queries, keys, values)]
+        attended = F.scaled_dot_product_attention(*by_head, attn_mask=mask)
+        return x + self.out(attended.permute(2, 0, 1, 3).flatten(-2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_segments(self.forward_segments(x))
+
+
+class Stage(nn.Module):
+    def __init__(self, layers: range, group: Any, config: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Layer(number, group) for number in layers})
+        self.config, self.received = config, None
+
+    def set_input_tensor(self, received: list[Tensor | None]) -> None:
+        self.received = received[0]
+
+    def forward_segments(self, x: Tensor) -> Generator[None, None, Tensor]:
+        x = x if self.received is None else self.received
+        for layer in self.layers.values():
+            x = yield from in_segments(layer, x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_segments(self.forward_segments(x))
+
+
+def forward_step(batches: Any, chunk: Stage, call: Any) -> Any:
+    return call(chunk, next(batches)), lambda output: ((loss := output.sin().sum()), loss.detach())
+
+
+@pytest.mark.parametrize("call", [in_segments, nn.Module.__call__], ids=["segments", "whole"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "combined_zb1p"])
+@on_ranks(4)
+def test_equal_to_the_whole_sequence(rank: int, schedule: str, call: Any) -> None:
+    """pp=2 x cp=2. A forward that does not yield has windows where it waits, all the same."""
+    parallel_state.initialize_model_parallel(2)  # replicas, whose gradients are added up, share sequences out
+    group, own = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_rank()
+    data = torch.randn(NUM_MICROBATCHES, SEQUENCE, 2, HIDDEN, generator=torch.Generator().manual_seed(0))
+    whole = Stage(range(NUM_LAYERS), None, None)
+    for x in data:
+        (whole(x).sin().sum() / NUM_MICROBATCHES).backward()
+    config = megapipe.PipelineConfig(hidden_size=HIDDEN, context_parallel_size=2, min_pending_weights=1)
+    infos = stages_for_rank(schedule)
+    chunks = [convert(Stage(megapipe.distribute_layers(NUM_LAYERS, info), group, config)) for info in infos]
+    products: list[bool] = []
+    compute_next = DeferredGrads.compute_next
+
+    def noting(deferred: DeferredGrads) -> bool:
+        products.append(compute_next(deferred))
+        return products[-1]
+
+    with mock.patch.object(DeferredGrads, "compute_next", noting):
+        megapipe.get_forward_backward_func(schedule)(
+            forward_step_func=functools.partial(forward_step, call=call),
+            data_iterator=iter(data.chunk(2, 1)[own]),
+            model=chunks,
+            num_microbatches=NUM_MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=2,
+        )
+    assert any(products)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            # As in Megatron, losses are multiplied by context_parallel_size: replicas are averaged.
+            torch.distributed.all_reduce(parameter.grad, group=group)
+            torch.testing.assert_close(parameter.grad / 2, whole.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
