@@ -129,7 +129,7 @@ class DeviceWaits:
         self._asked.set()
 
     def _answer_all(self) -> None:
-        """In a thread of its own, since a question may have no answer for as long as the main thread waits."""
+        """Runs in a thread of its own: a question may have no answer for as long as the main thread waits."""
         while True:
             self._asked.wait()
             self._asked.clear()

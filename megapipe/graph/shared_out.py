@@ -40,7 +40,7 @@ class SharedOut:
         return parts
 
     def whole(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """For tracing: DTensors again, differentiable. Their backward notes how the gradients are laid out."""
+        """DTensors again, for tracing, differentiable. Their backward notes how the gradients are laid out."""
         tensors = list(parts)
         for number, like in self._likes.items():
             tensors[number] = _Whole.apply(parts[number], like)  # type: ignore[no-untyped-call]

@@ -150,7 +150,7 @@ class NcclTransport(Transport):
             self._host.drain()
 
     def find_error(self) -> str | None:
-        """Between nodes torch hears of a rank that is gone, while the device goes on waiting for it."""
+        """Torch hears of a rank that is gone on another node, while the device goes on waiting for it."""
         for edge, backend in list(self._backends.items()):
             get_error = getattr(backend, "get_error", None)  # torch 2.6 may have none
             if get_error is not None and (kind := get_error().name) != "SUCCESS":

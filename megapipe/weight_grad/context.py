@@ -47,7 +47,7 @@ class BackwardContext:
         self.overlap_callback: Callable[[], object] | None = None
         """Called in each overlap window of the action under way (megapipe.overlap)."""
         self.overlap_thread = 0
-        """On which that was begun."""
+        """The thread on which that was begun."""
         self.num_stops = 0
         """How often forwards have stopped so far, for others to run meanwhile."""
         self.offered_forward: Any = None
