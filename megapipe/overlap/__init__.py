@@ -18,11 +18,11 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_reduce_scatter",
-    "wait_in_window",
 ]
 __all__ += [  # between rooms
     "Segments",
     "fill_window",
     "filling_windows",
     "find_forward_segments",
+    "wait_in_window",
 ]
