@@ -138,15 +138,21 @@ def _places(
         closed: the places of the second halves of pairs, before which nothing comes.
     """
     starts = [span.start for span in spans]
-    places: dict[int, list[tuple[str, Unit]]] = {}
-    for unit, (left, returns) in sorted(trips.items(), key=lambda item: item[1].left):
+    timed: dict[int, list[tuple[float, str, Unit]]] = {}
+    for unit, (left, returns) in trips.items():
         out, back = bisect_left(starts, left - 1e-9), bisect_right(starts, returns + 1e-9) - 1
         back += spans[back].end <= returns + 1e-9  # the rank waits by then: as its next action
         out, back = out + (out in closed), back - (back in closed)
         if out < back:
-            places.setdefault(out, []).append((OFFLOAD.verb, unit))
-            places.setdefault(back, []).append((LOAD.verb, unit))
-    return places
+            timed.setdefault(out, []).append((left, OFFLOAD.verb, unit))
+            timed.setdefault(back, []).append((returns, LOAD.verb, unit))
+    # In the order of their times: O waits for its copy, and would hold up an L that is due before.
+    return {place: [(verb, unit) for _, verb, unit in sorted(verbs, key=_time)] for place, verbs in timed.items()}
+
+
+def _time(verb: tuple[float, str, Unit]) -> tuple[float, bool]:
+    """When it is due: of those at the same time O first, which frees memory."""
+    return round(verb[0], 9), verb[1] == LOAD.verb
 
 
 def _insert(events: Sequence[Event], places: Mapping[int, list[tuple[str, Unit]]]) -> list[Event]:
@@ -154,8 +160,7 @@ def _insert(events: Sequence[Event], places: Mapping[int, list[tuple[str, Unit]]
     number = 0
     for event in events:
         if kind_of(event.verb) is not None:
-            verbs = sorted(places.get(number, ()), key=lambda place: place[0] == LOAD.verb)  # freed first
-            row += [Event(verb, stage, microbatch) for verb, (stage, microbatch) in verbs]
+            row += [Event(verb, stage, microbatch) for verb, (stage, microbatch) in places.get(number, ())]
             number += 1
         row.append(event)
     return row

@@ -13,7 +13,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megapipe
 from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, parallel_state, stages_for_rank
-from megapipe.plan import Costs, Plan, ScheduleError, Settings, load_plan, make_plan, offload_activations, plan_of
+from megapipe.plan import (
+    Action,
+    Costs,
+    Plan,
+    ScheduleError,
+    Settings,
+    Span,
+    find_schedule,
+    load_plan,
+    make_plan,
+    offload_activations,
+    plan_of,
+)
 from megapipe.weight_grad import convert
 
 CHUNKS = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb1p": 2, "combined_1f1b": 2, "combined_zb1p": 2}
@@ -37,6 +49,36 @@ def test_plans_are_no_longer_and_hold_less(schedule: str, tmp_path: Path) -> Non
         assert all(less <= more for less, more in zip(after.peak_activations, before.peak_activations))
     plan.save_json(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").actions == plan.actions
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_no_action_waits_for_a_copy(schedule: str, recompute: bool) -> None:
+    """An O that waited for its copy held up an L behind it, whose B then came too late."""
+    for pp_size, m, copying in itertools.product((2, 4), (5, 16), (0.3, 1.0, 2.5)):
+        num_stages = pp_size * find_schedule(schedule).check(pp_size, CHUNKS.get(schedule))
+        settings = Settings(None, None, 0, 1, tuple(recompute and stage % 2 > 0 for stage in range(num_stages)))
+        plan = offloaded(schedule, pp_size, m, copying, settings)
+        for spans, forwards in zip(plan.simulate().spans, plan.offloaded):
+            assert_in_time(list(spans), forwards, copying * pp_size / num_stages)
+
+
+def assert_in_time(spans: list[Span], forwards: frozenset[Action], size: float) -> None:
+    left: dict[tuple[int, int], float] = {}
+    back: dict[tuple[int, int], float] = {}
+    now = out_until = back_until = 0.0
+    for action, start, end in spans:
+        unit = action.stage, action.microbatch
+        if action.kind == "O":
+            now = max(now, left[unit])
+        elif action.kind == "L":
+            back[unit] = back_until = max(back_until, now) + size
+        else:
+            assert now <= start + 1e-6, f"{action} waits for an O"
+            assert action.kind not in ("B", "BW") or back.get(unit, 0.0) <= start + 1e-6, f"{action} waits for its L"
+            now = end
+        if action in forwards:
+            left[unit] = out_until = max(out_until, end) + size
 
 
 @pytest.mark.parametrize(
