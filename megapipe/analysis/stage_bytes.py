@@ -98,14 +98,16 @@ def _measure(
     output: MessageSpec | None = None
     for _ in range(2):
         with LiveStorages() as storages:
-            found, output = _run(stage, received, storages, step)
+            whole, _ = _run(stage, received, storages, step, is_split=False)
+            found, output = _run(stage, received, storages, step, is_split=True)
         step.results.clear()
-    return found, output
+    return {**whole, **found}, output
 
 
 def _run(
-    stage: Stage, received: MessageSpec | None, storages: LiveStorages, step: StepArguments
+    stage: Stage, received: MessageSpec | None, storages: LiveStorages, step: StepArguments, is_split: bool
 ) -> tuple[dict[str, float], MessageSpec | None]:
+    """One microbatch. What was there before it, such as reported losses, does not count."""
     device, recomputes = step.device, step.config.settings.recomputes_stage(stage.info.index)
 
     def message(spec: MessageSpec) -> list[Tensor]:
@@ -117,6 +119,8 @@ def _run(
         return max(0, peak - held_after)
 
     found: dict[str, float] = {}
+    before = storages.held
+    storages.restart()
     unit = Unit(0)
     unit.received = None if received is None else Transfer(received, message(received))
     unit.replays = [] if recomputes else None
@@ -128,18 +132,23 @@ def _run(
     found["forward"] = most(unrecomputed)
     if recomputes:
         stage.R(unit)
-    found["recompute"] = most(storages.held)
-    found["saved"] = storages.held
-    found["recomputed"] = found["saved"] - unrecomputed
+    saved = storages.held
+    found["recompute"] = most(saved)
+    found["saved"], found["recomputed"] = saved - before, saved - unrecomputed
     if output is not None:
         unit.output_grads = message(output.gradient())
-    stage.B(unit)
-    found["backward_input"] = max(0, storages.peak - found["saved"])
-    unit.input_grads = None
-    unit.release()
-    storages.restart()
-    found["kept"] = storages.held
-    stage.W(unit)
-    found["backward_weight"] = max(0, storages.peak - found["kept"])
+    if not is_split:
+        stage.BW(unit)
+        found["backward"] = most(saved)
+    else:
+        stage.B(unit)
+        peak = storages.peak
+        unit.input_grads = None
+        unit.release()
+        storages.restart()
+        kept = storages.held
+        found["kept"], found["backward_input"] = kept - before, max(0, peak - max(saved, kept))
+        stage.W(unit)
+        found["backward_weight"] = most(kept)
     stage.forget_input()
     return found, output

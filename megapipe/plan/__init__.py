@@ -11,6 +11,7 @@ from .planned import AnySchedule, find_schedule
 from .recorder import ChannelName, Event
 from .registry import Schedule, register, schedule_names
 from .simulation import Costs, Simulation, Span, play, simulate
+from .transformer import Transformer, read_config
 from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
 from .weight_placement import place_weights
 
@@ -27,6 +28,7 @@ __all__ = [
     "Span",
     "StageBytes",
     "StageInfo",
+    "Transformer",
     "Verbs",
     "find_schedule",
     "load_plan",
@@ -53,6 +55,7 @@ __all__ += [  # between rooms
     "place_weights",
     "plan_of",
     "play",
+    "read_config",
     "read_text",
     "register",
     "unit_in_words",

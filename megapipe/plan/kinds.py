@@ -41,6 +41,7 @@ class Kind:
             their F and the last action of their backward.
         keeps: the fields of `StageBytes` that a unit holds from its end on, in place of what it held before; "input"
             for what was received.
+        needs: the field of what it needs besides, while it runs.
         is_forward: whether its message is a forward one.
         completes_weights: whether a chunk's last one completes the gradients of its weights.
     """
@@ -57,6 +58,7 @@ class Kind:
     is_optional: bool = False
     keeps: tuple[str, ...] = ()
     takes_over: str | None = None
+    needs: str | None = None
 
     is_forward: bool = field(init=False)
     completes_weights: bool = field(init=False)
@@ -72,18 +74,24 @@ _PURPLE, _UNSEEN = ("#4d3559", "#4d3559"), ("#4d3559", "#4d3559")
 _INPUTS, _WEIGHTS = "backward_input", "backward_weight"
 
 _ROWS = (
-    Kind("F", "forward_step", "forward", _BLUE, ("forward",), "forward", None, 1, 1, keeps=("saved",)),
-    Kind("BW", "backward_step", "backward", _VERMILION, (_INPUTS, _WEIGHTS), "backward", None, -1, -1),
+    Kind("F", "forward_step", "forward", _BLUE, ("forward",), "forward", None, 1, 1, keeps=("saved",), needs="forward"),
     Kind(
-        "B", "backward_input_step", "input gradient", _VERMILION, (_INPUTS,), "backward", None, -1, 0, keeps=("kept",)
+        "BW", "backward_step", "backward", _VERMILION, (_INPUTS, _WEIGHTS), "backward", None, -1, -1, needs="backward"
     ),
-    Kind("W", "backward_weight_step", "weight gradient", _YELLOW, (_WEIGHTS,), None, "B", 0, -1),
+    Kind(
+        "B", "backward_input_step", "input gradient", _VERMILION, (_INPUTS,), "backward", None, -1, 0,
+        keeps=("kept",), needs=_INPUTS,
+    ),
+    Kind("W", "backward_weight_step", "weight gradient", _YELLOW, (_WEIGHTS,), None, "B", 0, -1, needs=_WEIGHTS),
     # An F with an R holds no more than its input; the R makes what any other F holds.
-    Kind("R", "recompute_step", "recomputation", _PURPLE, ("recompute",), None, "F", 0, 1, True, ("saved",), "F"),
+    Kind(
+        "R", "recompute_step", "recomputation", _PURPLE, ("recompute",), None, "F", 0, 1, True, ("saved",), "F",
+        needs="recompute",
+    ),
     # They take no time of the rank's: copies run beside it, from F to O and from L to B. What was received stays.
     Kind("O", "offload_step", "to host memory", _UNSEEN, (), None, "F", 0, -1, True, ("input",)),
     Kind("L", "load_step", "from host memory", _UNSEEN, (), None, "F", 0, 1, True, ("saved",)),
-)
+)  # fmt: skip
 
 KINDS = {kind.name: kind for kind in _ROWS}
 

@@ -47,8 +47,9 @@ class StageBytes:
             rank.
         message: the output of a stage; the gradient that comes back for it is as large. One number is that of every
             stage.
-        forward, recompute, backward_input, backward_weight: most that F, R, B or W of a microbatch needs while it runs,
-            beyond what it leaves; a whole backward needs the larger of the two. One number is that of every stage.
+        forward, recompute, backward, backward_input, backward_weight: most that F, R, BW, B or W of a microbatch needs
+            while it runs, beyond what it finds and what it leaves. One number is that of every stage. A `backward` of
+            None is the larger of its parts.
         posted: how many receives of each channel are posted ahead: 2 over gloo, 0 over NCCL.
         posted_bytes: the receives that a rank posts on each channel when it waits for the first time: 1 MiB over gloo.
         outbox: bytes of sent messages that are kept together until they are waited for: 1 MiB over gloo, 0 over NCCL.
@@ -64,6 +65,7 @@ class StageBytes:
     message: PerStage = 0.0
     forward: PerStage = 0.0
     recompute: PerStage = 0.0
+    backward: PerStage | None = None
     backward_input: PerStage = 0.0
     backward_weight: PerStage = 0.0
     posted: int = 0
@@ -104,6 +106,8 @@ class StageBytes:
             return [max(0.0, saved - given) for saved, given in zip(self.per_stage("saved", plan), inputs)]
         if component == "kept" and value is None:
             value = self.saved
+        if component == "backward" and value is None:
+            return list(map(max, *(self.per_stage(part, plan) for part in ("backward_input", "backward_weight"))))
         num_stages = plan.pp_size * plan.num_chunks
         if isinstance(value, (int, float)):
             return [value / plan.num_chunks if component in SHARED_OUT else value] * num_stages
@@ -161,7 +165,7 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     of["input"] = [0.0, *of["message"][:-1]]
     left = look_up(lambda stage, kind: sum(of[component][stage] for component in kind.keeps))
     left -= np.where(_is_taken_over(row), look_up(lambda stage, _: of["recomputed"][stage]), 0.0)
-    extra = look_up(lambda stage, kind: max((of[cost][stage] for cost in kind.costs), default=0.0))
+    extra = look_up(lambda stage, kind: of[kind.needs][stage] if kind.needs else 0.0)
     change = left - _of_the_action_before(row, left)
     local = {s: of["message"][s] if {s, s + 1} <= set(own) else 0.0 for s in range(-1, len(of["saved"]))}
     # What a stage hands to its neighbour on the same rank is held until the neighbour's action, which counts it as its
@@ -170,8 +174,6 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     taken = look_up(lambda s, kind: local[s - (kind.message == "forward")] if kind.message else 0.0)
     held = (change + made - taken).cumsum()
     during = held - made + extra + np.maximum(0.0, -change)
-    for first, second in plan.program.pairs[rank].items():  # both run at once
-        during[second] += extra[first]
     posted, posted_after = _posted(plan, row, of["message"], stages, rank)
     sent = look_up(lambda s, kind: _sent(plan, rank, s, kind.message, of["message"]))
     kept = np.maximum(np.minimum(stages.outbox, sent.cumsum()), sent)

@@ -1,0 +1,161 @@
+"""Bytes that plans predict, beside those of runs: the peak of each rank, for every schedule.
+
+    torchrun --nproc-per-node 4 benchmarks/bytes.py [--models small,deep,wide] [--ways plain] [--schedules ...]
+
+Predicted: what one microbatch holds on each stage, found on torch's fake tensors (captured stages are run once, by
+themselves), added up over the plan. Measured: storages alive in the second step of a run, on CPU. No time is measured,
+so other work on the machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from gpt import GPTConfig, GPTStage
+
+import megapipe
+from megapipe import StageInfo, parallel_state
+from megapipe.analysis import TimelineRecorder, bytes_of_stages
+from megapipe.plan import find_schedule, make_plan
+
+RANKS, MICROBATCHES = 4, 8
+SCHEDULES = [
+    "gpipe",
+    "1f1b",
+    "looped_bfs",
+    "interleaved_1f1b",
+    "zb1p",
+    "zb2p",
+    "interleaved_zb1p",
+    "zbv",
+    "v_half",
+    "v_min",
+    "dualpipev",
+    "combined_1f1b",
+    "combined_zb1p",
+]
+
+
+class Sizes(NamedTuple):
+    sequence: int
+    rows: int
+    hidden: int
+    vocabulary: int
+    layers: int
+
+
+MODELS = {
+    "small": Sizes(64, 2, 128, 512, 8),
+    "deep": Sizes(256, 1, 192, 4096, 16),
+    "wide": Sizes(128, 4, 512, 2048, 8),
+}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def make_stage(sizes: Sizes, way: str, info: StageInfo) -> nn.Module:
+    config = GPTConfig(
+        hidden_size=sizes.hidden,
+        num_layers=sizes.layers,
+        num_attention_heads=4,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.sequence,
+    )
+    stage = GPTStage(config, info)
+    if way == "checkpointed":
+        for name, layer in stage.layers.items():
+            stage.layers[name] = Checkpointed(layer)
+    if way == "captured":
+        from megapipe.graph import capture
+
+        tokens = torch.zeros(sizes.sequence, sizes.rows, dtype=torch.long)
+        hidden = torch.zeros(sizes.sequence, sizes.rows, sizes.hidden, requires_grad=True)
+        capture(stage, (tokens,), input_tensor=None if info.is_first else hidden)
+    return stage
+
+
+def forward_step(batches: Iterator[Tensor], stage: Any) -> tuple[Any, Callable[[Tensor], Any]]:
+    data = next(batches)
+
+    def loss_func(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = F.cross_entropy(logits.flatten(0, 1), data[..., 1].flatten())
+        return loss, {"loss": loss.detach()}
+
+    return stage(data[..., 0]), loss_func
+
+
+def run(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
+    """The predicted and the measured peak of each rank, without weights and what is as large."""
+    num_chunks = 2 if find_schedule(name).num_chunks is None else None
+    parallel_state.initialize_model_parallel(RANKS, num_chunks)
+    plan = make_plan(name, RANKS, MICROBATCHES, num_chunks)
+    data = torch.randint(0, sizes.vocabulary, (MICROBATCHES, sizes.sequence, sizes.rows, 2))
+
+    def make(info: StageInfo) -> nn.Module:
+        return make_stage(sizes, way, info)
+
+    stages = bytes_of_stages(make, RANKS * plan.num_chunks, forward_step, data[0], fake=way != "captured")
+    predicted = [rank.peak - rank.model for rank in plan.simulate(memory=stages).memory or ()]
+    chunks = [make(info) for info in megapipe.stages_for_rank(name)]
+    recorder = TimelineRecorder(num_steps=1, memory=True)
+    for chunk in chunks:
+        chunk.config.record_timeline = recorder
+    train = megapipe.get_forward_backward_func(name)
+    for _ in range(2):  # the first one makes the gradients
+        train(
+            forward_step_func=forward_step,
+            data_iterator=[iter(data) for _ in chunks],
+            model=chunks,
+            num_microbatches=MICROBATCHES,
+            seq_length=sizes.sequence,
+            micro_batch_size=sizes.rows,
+        )
+    measured = recorder.gather().peak_bytes
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return predicted, measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="small,deep,wide")
+    parser.add_argument("--ways", default="plain")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    is_first = dist.get_rank() == 0
+    if is_first:
+        print("| model | | schedule | predicted / measured, ranks 0 to 3 | measured, MiB |\n|---|---|---|---|---|")
+    for model in args.models.split(","):
+        for way in args.ways.split(","):
+            for name in args.schedules.split(","):
+                predicted, measured = run(name, MODELS[model], way)
+                if is_first:
+                    ratios = " ".join(f"{a / b:.3f}" for a, b in zip(predicted, measured))
+                    sizes = " ".join(f"{b / 2**20:.1f}" for b in measured)
+                    print(f"| {model} | {way} | `{name}` | {ratios} | {sizes} |", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""Which ways of training a decoder fit into the memory of so many devices, and how long a step of each takes by its
+plan.
+
+Times follow from what the caller gives: the FLOP/s of a device, the share of them that a stage reaches, and bandwidths.
+Nothing here was measured on a device. What is not hidden counts in full: collectives of tensor-parallel ranks, of
+experts, of context (https://arxiv.org/abs/2205.05198, section 4.2.2), messages of the pipeline, and gradients and
+weights between replicas behind the last backward. What is left out: the optimizer's own time, the host, uneven experts,
+and hops between switches.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..layouts import distribute_layers
+from ..plan import Costs, Plan, StageBytes, StageInfo, Transformer, find_schedule, make_plan, simulate
+
+__all__ = ["Estimate", "Job", "Layout", "estimate", "fit"]
+
+SCHEDULES = ("1f1b", "interleaved_1f1b")
+SPLIT_SCHEDULES = ("zb1p", "interleaved_zb1p", "zbv", "v_half", "v_min")
+"""Those that are tried: the others hold more for no less time, or gain where something is overlapped."""
+
+CHUNKS = (2, 4)
+MICROBATCHES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and on what.
+
+    Attributes:
+        sequence: tokens of one.
+        batch: sequences of a step, over all replicas.
+        devices: how many there are; `node` of them are connected at `node_bandwidth`, all others at `bandwidth`.
+        memory: bytes of one.
+        flops: operations a second of one.
+        efficiency: the share of them that the products of a stage reach.
+        node_bandwidth, bandwidth: bytes a second of one device, one way.
+        weight, gradient, optimizer: bytes of each weight, of its gradient, and of its optimizer state: in mixed
+            precision 2, 4, and 12 for Adam. The optimizer state is shared out over replicas.
+        reserve: the share of the memory that nothing is planned for: the context, communicators, fragments.
+    """
+
+    model: Transformer
+    sequence: int
+    batch: int
+    devices: int
+    memory: float
+    flops: float
+    efficiency: float
+    node: int = 8
+    node_bandwidth: float = float("inf")
+    bandwidth: float = float("inf")
+    weight: float = 2.0
+    gradient: float = 4.0
+    optimizer: float = 12.0
+    reserve: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "batch", "devices", "memory", "flops", "node", "node_bandwidth", "bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0, got {getattr(self, name):g}.")
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"efficiency is a share, more than 0 and at most 1, got {self.efficiency:g}.")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve is a share, from 0 on and less than 1, got {self.reserve:g}.")
+
+    @property
+    def room(self) -> float:
+        """The bytes that may be planned for."""
+        return self.memory * (1 - self.reserve)
+
+
+class Layout(NamedTuple):
+    """One way of training: pipeline, data, tensor, context and expert parallelism (`ep` of the `dp` replicas share the
+    experts), and a schedule with its microbatches. `recompute` keeps of each layer its input only."""
+
+    pp: int
+    dp: int
+    tp: int
+    cp: int
+    ep: int
+    schedule: str
+    chunks: int
+    microbatch: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout takes.
+
+    Attributes:
+        step: seconds.
+        ranks: the peak bytes of each pipeline rank, and their parts.
+        shares: the step by what it goes to: work, recomputation, tensor (with experts and context), bubble, replicas.
+        tflops: operations of the model a second and device, in 10^12, with nothing that is computed twice.
+    """
+
+    layout: Layout
+    step: float
+    ranks: list[tuple[float, dict[str, float]]]
+    shares: dict[str, float]
+    tflops: float
+
+    @property
+    def peak(self) -> float:
+        """The bytes of the fullest rank."""
+        return max(peak for peak, _ in self.ranks)
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the step beside the work."""
+        lost = {name: share for name, share in self.shares.items() if name != "work"}
+        name = max(lost, key=lost.__getitem__)
+        return f"{name} {lost[name]:.0%}" if lost[name] > 0.005 else "work"
+
+
+def fit(job: Job, *, top: int = 10, cp: int = 1, may_split: bool = True) -> tuple[list[Estimate], Estimate | None]:
+    """The fastest layouts that fit, best first; where none does, the one that needs least.
+
+    Args:
+        top: how many.
+        cp: devices that share the tokens of a sequence.
+        may_split: layers defer their weight gradients, so that schedules with W by itself can be used.
+
+    Raises:
+        ValueError: the devices or the batch cannot be shared out.
+    """
+    layouts = sorted((_least_time(job, layout), layout) for layout in _layouts(job, cp, may_split))
+    if not layouts:
+        raise ValueError(
+            f"{job.devices} devices and {job.batch} sequences a step cannot be shared out (context parallelism {cp}): "
+            "the batch must be a multiple of the replicas."
+        )
+    found: dict[object, Estimate] = {}
+    for least, layout in layouts:
+        if len(found) >= top and least >= sorted(one.step for one in found.values())[top - 1]:
+            break
+        if _least_bytes(job, layout) <= job.room and (one := estimate(job, layout)).peak <= job.room:
+            # Of those that differ in chunks, microbatches and recomputation only, the best.
+            alike = layout[:6]
+            found[alike] = min((found.get(alike, one), one), key=_quality)
+    if found:
+        return sorted(found.values(), key=_quality)[:top], None
+    _, least_bytes = min((_least_bytes(job, layout), layout) for _, layout in layouts)
+    return [], estimate(job, least_bytes)
+
+
+def _quality(one: Estimate) -> tuple[float, float]:
+    return round(one.step, 9), one.peak
+
+
+def _layouts(job: Job, cp: int, may_split: bool) -> Iterator[Layout]:
+    model = job.model
+    kv_heads = model.kv_heads or model.heads
+    for tp in (1, 2, 4, 8, 16):
+        if tp > job.node or model.heads % tp or kv_heads % tp or job.devices % (tp * cp):
+            continue
+        left = job.devices // tp // cp
+        for pp in (n for n in range(1, min(left, model.layers) + 1) if left % n == 0):
+            dp = left // pp
+            if job.batch % dp:
+                continue
+            for ep in [n for n in range(1, dp + 1) if dp % n == 0 and model.experts % n == 0] if model.experts else [1]:
+                for microbatch, recompute in itertools.product(MICROBATCHES, (False, True)):
+                    if job.batch // dp % microbatch == 0:
+                        for name, chunks in _schedules(pp, model.layers, may_split):
+                            yield Layout(pp, dp, tp, cp, ep, name, chunks, microbatch, recompute)
+
+
+def _schedules(pp: int, layers: int, may_split: bool) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        yield "no_pipelining", 1
+        return
+    for name in SCHEDULES + SPLIT_SCHEDULES * may_split:
+        schedule = find_schedule(name)
+        for chunks in CHUNKS if schedule.num_chunks is None else [schedule.num_chunks]:
+            if pp * chunks <= layers:
+                yield name, chunks
+
+
+def _sizes(job: Job, layout: Layout) -> list[int]:
+    """The layers of each stage: the last one has fewer, for the time of the head."""
+    model, num_stages = job.model, layout.pp * layout.chunks
+    head = model.head() / (model.products() + model.scores(job.sequence))
+    stages = [StageInfo(index, num_stages) for index in range(num_stages)]
+    for post in (min(round(head), model.layers // num_stages - 1), 0):
+        try:
+            sizes = [len(distribute_layers(model.layers, stage, num_virtual_layers_post=post)) for stage in stages]
+        except ValueError:
+            continue
+        if min(sizes) > 0:
+            return sizes
+    raise AssertionError(f"{model.layers} layers in {num_stages} stages")
+
+
+class StageTimes(NamedTuple):
+    """Seconds of a microbatch on one stage."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    recomputed: float
+    collectives: float
+    """These two are parts of the first two."""
+
+
+def _times(job: Job, layout: Layout, layers: int, is_last: bool) -> StageTimes:
+    model, tp, cp, ep = job.model, layout.tp, layout.cp, layout.ep
+    tokens = layout.microbatch * job.sequence / cp
+    rate = job.flops * job.efficiency * tp / tokens
+    products, scores, head = model.products(), model.scores(job.sequence), is_last * model.head()
+    again = layout.recompute * layers * (products + scores)
+    hidden = model.boundary() * tokens
+    tensor = 4 * hidden * (tp - 1) / tp / job.node_bandwidth
+    sent = 2 * max(1, model.experts_per_token) * hidden / tp * (ep - 1) / ep
+    experts = sent / (job.node_bandwidth if tp * ep <= job.node else job.bandwidth)
+    context = 4 * model.kv_size * tokens / tp * (cp - 1) / job.bandwidth
+    collectives = layers * (tensor + experts + context)
+    return StageTimes(
+        (layers * (products + scores) + head) / rate + collectives,
+        (layers * (products + 2 * scores) + head + again) / rate + collectives * (1 + layout.recompute),
+        (layers * products + head) / rate,
+        again / rate,
+        collectives * (2 + layout.recompute),
+    )
+
+
+def _of_ranks(layout: Layout, per_stage: Sequence[float]) -> list[float]:
+    placement = find_schedule(layout.schedule).placement
+    sums = [0.0] * layout.pp
+    for stage, number in enumerate(per_stage):
+        sums[placement.rank(stage, layout.pp)] += number
+    return sums
+
+
+def _least_time(job: Job, layout: Layout) -> float:
+    """A bound below the step: a rank works for all microbatches, from when the first one has come through the stages
+    before it."""
+    sizes = _sizes(job, layout)
+    times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+    num_microbatches = job.batch // layout.dp // layout.microbatch
+    starts = itertools.accumulate((time.forward for time in times), initial=0.0)
+    work = _of_ranks(layout, [sum(time[:3]) for time in times])
+    return max(start + num_microbatches * own for start, own in zip(starts, work))
+
+
+def _weights(job: Job, layout: Layout, sizes: Sequence[int]) -> list[tuple[float, float]]:
+    """The weights of each stage on a device: those of experts, and all others."""
+    model, last = job.model, len(sizes) - 1
+    weights = []
+    for index, layers in enumerate(sizes):
+        tables = (index == 0) + (index == last and not (model.tied and last == 0))
+        other = layers * model.other_weights + tables * model.table_weights
+        weights.append((layers * model.expert_weights / layout.tp / layout.ep, other / layout.tp))
+    return weights
+
+
+def _model_bytes(job: Job, layout: Layout, sizes: Sequence[int]) -> list[float]:
+    replicas = layout.dp * layout.cp
+    kept = job.weight + job.gradient
+    return [
+        experts * (kept + job.optimizer * layout.ep / replicas) + other * (kept + job.optimizer / replicas)
+        for experts, other in _weights(job, layout, sizes)
+    ]
+
+
+def _least_bytes(job: Job, layout: Layout) -> float:
+    """A bound below the peak: the model of a rank, and a microbatch on the smallest stage."""
+    sizes = _sizes(job, layout)
+    saved = stage_bytes(job, layout, sizes).saved
+    assert isinstance(saved, list)
+    return max(_of_ranks(layout, _model_bytes(job, layout, sizes))) + float(min(saved))
+
+
+def stage_bytes(job: Job, layout: Layout, sizes: Sequence[int]) -> StageBytes:
+    """The bytes of each stage by formula, with sequence parallelism beside tensor parallelism."""
+    model, last = job.model, len(sizes) - 1
+    tokens = layout.microbatch * job.sequence / layout.cp / layout.tp
+    head = [(index == last) * model.logits() * tokens for index in range(last + 1)]
+    whole = [layers * model.saved() * tokens for layers in sizes]
+    inputs = [layers * model.boundary() * tokens for layers in sizes]
+    splits = layout.schedule in SPLIT_SCHEDULES
+    return StageBytes(
+        saved=[a + b for a, b in zip(inputs if layout.recompute else whole, head)],
+        kept=[a + b for a, b in zip(whole if splits or not layout.recompute else inputs, head)],
+        model=_model_bytes(job, layout, sizes),
+        message=[model.boundary() * tokens] * last + [0.0],
+        # A layer that is computed again, or the gradients of its largest inner values; those of logits.
+        backward_input=[max(tokens * model.saved() / (1 if layout.recompute else 2), size) for size in head],
+        backward_weight=[0.0] * len(sizes),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(schedule: str, pp: int, num_microbatches: int, chunks: int) -> Plan:
+    return make_plan(schedule, pp, num_microbatches, chunks)
+
+
+def estimate(job: Job, layout: Layout) -> Estimate:
+    """The time and the bytes of a layout by its plan. Of many microbatches the steady phase is played in part: behind 4
+    for each rank every further one takes as long as the slowest rank works for it."""
+    sizes = _sizes(job, layout)
+    times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+    num_microbatches = job.batch // layout.dp // layout.microbatch
+    extra = max(0, num_microbatches - 4 * layout.pp) // layout.pp * layout.pp
+    plan = _plan(layout.schedule, layout.pp, num_microbatches - extra, layout.chunks)
+    message = job.model.boundary() * layout.microbatch * job.sequence / layout.cp / layout.tp
+    link = job.node_bandwidth if layout.tp * layout.cp * layout.pp <= job.node else job.bandwidth
+    forward, inputs, weights = ([getattr(time, name) for time in times] for name in StageTimes._fields[:3])
+    memory = stage_bytes(job, layout, sizes)
+    simulation = simulate(plan, Costs(forward, inputs, weights, p2p=message / link, memory=memory))
+    slowest = max(_of_ranks(layout, [sum(time[:3]) for time in times]))
+    makespan = simulation.makespan + extra * slowest
+    replicas = _time_of_replicas(job, layout, sizes)
+    step = makespan + replicas
+    operations = job.model.operations(job.sequence) * job.batch * job.sequence
+    shares = {
+        "work": operations / (job.devices * job.flops * job.efficiency) / step,
+        "recomputation": num_microbatches * sum(time.recomputed for time in times) / layout.pp / step,
+        "collectives": num_microbatches * sum(time.collectives for time in times) / layout.pp / step,
+        "replicas": replicas / step,
+    }
+    shares["bubble"] = max(0.0, 1 - sum(shares.values()))
+    ranks = [(rank.peak, rank.parts) for rank in simulation.memory or ()]
+    return Estimate(layout, step, ranks, shares, operations / step / job.devices / 1e12)
+
+
+def _time_of_replicas(job: Job, layout: Layout, sizes: Sequence[int]) -> float:
+    """Gradients are reduced and scattered, weights gathered: of the rank that has most."""
+    replicas = layout.dp * layout.cp
+    link = job.node_bandwidth if job.devices <= job.node else job.bandwidth
+    moved = (job.gradient + job.weight) / link
+
+    def seconds(weights: float, sharing: int) -> float:
+        return weights * moved * (sharing - 1) / sharing
+
+    stages = _weights(job, layout, sizes)
+    return max(_of_ranks(layout, [seconds(e, replicas // layout.ep) + seconds(o, replicas) for e, o in stages]))

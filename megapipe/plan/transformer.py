@@ -1,0 +1,174 @@
+"""A decoder by its sizes: operations, parameters and bytes of its layers.
+
+Bytes of activations are those of Korthikanti et al. (https://arxiv.org/abs/2205.05198, sections 4 and 5): 34 bytes for
+each token and hidden unit of a layer of GPT, scores of attention apart, which flash attention or their selective
+recomputation do not keep. They are added up here tensor by tensor, in 16 bits, so that grouped heads, gated layers and
+experts have them too.
+Operations are those of its appendix A: 2 for each weight and token, and 4 s h for the scores of a layer's attention
+over s tokens; a backward takes twice as many.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Transformer", "read_config"]
+
+PLAIN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
+"""Kinds of models of transformers whose MLP has two matrices; those of the others are gated, and have three."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder.
+
+    Attributes:
+        layers, hidden, heads, vocabulary: its sizes.
+        kv_heads: heads of keys and values; None for as many as there are heads.
+        head_size: None for hidden / heads.
+        ffn: units between the matrices of an MLP, or of one expert; None for 4 hidden.
+        gated: an MLP has three matrices.
+        experts, experts_per_token: of each layer; 0 for an MLP instead.
+        shared_ffn: units of the experts that every token goes through.
+        tied: the head's matrix is the embedding's.
+        dropout: with masks of dropout, as GPT has them.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    kv_heads: int | None = None
+    head_size: int | None = None
+    ffn: int | None = None
+    gated: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_ffn: int = 0
+    tied: bool = False
+    dropout: bool = False
+
+    @property
+    def query_size(self) -> int:
+        return self.heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def kv_size(self) -> int:
+        """The size of keys, and of values."""
+        return self.query_size * (self.kv_heads or self.heads) // self.heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    # Parameters
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * (self.query_size + self.kv_size)
+
+    def mlp_weights(self, ffn: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * ffn
+
+    @property
+    def expert_weights(self) -> int:
+        """All experts of a layer, those left out that every token goes through."""
+        return self.experts * self.mlp_weights(self.ffn_size)
+
+    @property
+    def other_weights(self) -> int:
+        """All of a layer that is not in `expert_weights`."""
+        mlp = self.mlp_weights(self.shared_ffn if self.experts else self.ffn_size)
+        return self.attention_weights + mlp + self.hidden * (2 + self.experts)
+
+    @property
+    def table_weights(self) -> int:
+        """The embedding, or the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def weights(self) -> int:
+        tables = 1 if self.tied else 2
+        return self.layers * (self.expert_weights + self.other_weights) + tables * self.table_weights
+
+    # Operations, for a token
+
+    def products(self) -> float:
+        """Those of a layer's F with its weights: as many again in B, and in W."""
+        active = self.mlp_weights(
+            self.shared_ffn + self.experts_per_token * self.ffn_size if self.experts else self.ffn_size
+        )
+        return 2.0 * (self.attention_weights + active + self.hidden * self.experts)
+
+    def scores(self, sequence: int) -> float:
+        """Those of attention in a layer's F: twice as many in its B, none in its W."""
+        return 4.0 * sequence * self.query_size
+
+    def head(self) -> float:
+        return 2.0 * self.table_weights
+
+    def operations(self, sequence: int) -> float:
+        """All of a step, with nothing computed twice."""
+        return 3 * (self.layers * (self.products() + self.scores(sequence)) + self.head())
+
+    # Bytes, for a token
+
+    def saved(self) -> float:
+        """What a layer's F leaves."""
+        hidden, query, kv = self.hidden, self.query_size, self.kv_size
+        attention = 2 * hidden + 4 * query + 4 * kv + self.dropout * hidden  # input, Q, output; K and V; mask
+        tokens = self.experts_per_token if self.experts else 1
+        inner = 6 if self.gated else 4  # the inputs of the activation, and what the last matrix multiplies
+        mlp = inner * (tokens * self.ffn_size + self.shared_ffn) + 2 * hidden + self.dropout * hidden
+        dispatched = 4 * tokens * hidden if self.experts else 0  # the inputs and the outputs of experts
+        return attention + mlp + dispatched + 4 * hidden  # the inputs of two norms
+
+    def boundary(self) -> float:
+        """The hidden states between two layers: what recomputation keeps of a layer, and what is sent to the next
+        stage."""
+        return 2.0 * self.hidden
+
+    def logits(self) -> float:
+        """Logits in 32 bits, and the inputs of the last norm and of the head."""
+        return 4.0 * self.vocabulary + 4.0 * self.hidden
+
+
+def read_config(path: str | Path) -> Transformer:
+    """The sizes in a config.json of Hugging Face.
+
+    Raises:
+        ValueError: the file is none, or its layers are not of a kind that is known here.
+    """
+    try:
+        config: dict[str, Any] = json.loads(Path(path).read_text())
+        config = {**config, **config.get("text_config", {})}
+        found = {
+            "layers": config.get("num_hidden_layers") or config["n_layer"],
+            "hidden": config.get("hidden_size") or config["n_embd"],
+            "heads": config.get("num_attention_heads") or config["n_head"],
+            "vocabulary": config["vocab_size"],
+        }
+    except (ValueError, LookupError, AttributeError):
+        raise ValueError(
+            f"{path} is no config.json with num_hidden_layers, hidden_size, num_attention_heads and vocab_size: give "
+            "--layers, --hidden, --heads and --vocabulary."
+        ) from None
+    if config.get("kv_lora_rank"):
+        raise ValueError(f"{path} has latent attention (kv_lora_rank), whose sizes are not known here.")
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    ffn = config.get("moe_intermediate_size") if experts else None
+    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * (ffn or 0)
+    return Transformer(
+        **found,
+        kv_heads=config.get("num_key_value_heads"),
+        head_size=config.get("head_dim"),
+        ffn=ffn or config.get("intermediate_size") or config.get("n_inner"),
+        gated=config.get("model_type") not in PLAIN,
+        experts=experts,
+        experts_per_token=config.get("num_experts_per_tok") or 0,
+        shared_ffn=shared if experts else 0,
+        tied=bool(config.get("tie_word_embeddings", config.get("model_type") == "gpt2")),
+    )

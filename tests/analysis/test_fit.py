@@ -1,0 +1,168 @@
+"""What fits, and how long it takes: formulas against papers, published runs, and the command."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published import TABLES, Run
+from megapipe.analysis.cli import main
+from megapipe.analysis.fit import Job, Layout, _sizes, _times, estimate, fit, stage_bytes
+from megapipe.plan import Costs, Transformer, make_plan, read_config, simulate
+
+PAGE = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
+
+GPT3 = Transformer(96, 12288, 96, 51200, tied=True, dropout=True)
+LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}
+SMALL = Transformer(16, 1024, 16, 32000, gated=True)
+
+
+def job_of(model: Transformer, devices: int, memory: float = 80e9, **more: Any) -> Job:
+    return Job(model, 2048, 64, devices, memory, 312e12, 0.5, node_bandwidth=300e9, bandwidth=25e9, **more)
+
+
+# Formulas
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (LLAMA, 8.03),
+        (
+            LLAMA
+            | {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672},
+            70.55,
+        ),
+        (LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46.70),
+        ({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "model_type": "gpt2"}, 0.124),
+    ],
+    ids=["8B", "70B", "8x7B", "gpt2"],
+)
+def test_sizes_of_known_models(tmp_path: Path, config: dict[str, Any], billions: float) -> None:
+    (path := tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(path).weights == pytest.approx(billions * 1e9, rel=0.01)  # biases and positions are left out
+
+
+def test_formulas_of_the_paper() -> None:
+    """2205.05198, equations 2 and 7: 34 bytes for each token and hidden unit of a layer without scores of attention,
+    and the operations of a model."""
+    s, h, layers, v = 2048, 12288, 96, 51200
+    assert GPT3.saved() == 34 * h
+    assert GPT3.operations(s) == pytest.approx(
+        72 * layers * h * h * (1 + s / (6 * h) + v / (12 * h * layers)), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_first_rank_holds_what_the_paper_says(chunks: int) -> None:
+    """Section 4.2.3: the layers of the whole model under 1F1B, and 1 + (p - 1) / (p v) of that with v chunks."""
+    job = job_of(GPT3, 64)
+    layout = Layout(8, 1, 8, 1, 1, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, 1, False)
+    sizes = [96 // (8 * chunks)] * 8 * chunks
+    plan = make_plan(layout.schedule, 8, 64, chunks)
+    held = simulate(plan, Costs(memory=stage_bytes(job, layout, sizes))).memory
+    assert held is not None
+    assert held[0].after.max() - 2 * 2 * 12288 * 2048 / 8 <= 34 * 2048 * 12288 * 96 / 8 * (1 + (chunks > 1) * 7 / 24)
+    assert held[0].after.max() >= 34 * 2048 * 12288 * 96 / 8 * (1 + (chunks > 1) * 7 / 24)
+
+
+def test_a_long_step_is_played_in_part() -> None:
+    """What is added for microbatches behind the first 4 of each rank is what a whole plan has, and experts and
+    collectives take nothing off it."""
+    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("interleaved_zb1p", 4), ("v_half", 2)):
+        job = job_of(SMALL, 4)
+        layout = Layout(4, 1, 1, 1, 1, name, chunks, 1, False)
+        short = estimate(job, layout)
+        sizes = _sizes(job, layout)
+        times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+        message = SMALL.boundary() * 2048 / job.node_bandwidth
+        whole = simulate(make_plan(name, 4, 64, chunks), Costs(*map(list, list(zip(*times))[:3]), p2p=message))
+        assert short.step == pytest.approx(whole.makespan, rel=0.01)
+
+
+# What fits
+
+
+def test_what_is_found_fits_and_is_sorted() -> None:
+    found, smallest = fit(job_of(SMALL, 16, memory=8e9), top=5)
+    assert smallest is None
+    assert len(found) == 5
+    assert [one.step for one in found] == sorted(one.step for one in found)
+    for one in found:
+        layout = one.layout
+        assert layout.pp * layout.dp * layout.tp == 16
+        assert one.peak <= 7.2e9
+        assert sum(one.shares.values()) == pytest.approx(1, abs=1e-6)
+    unsplit, _ = fit(job_of(SMALL, 16, memory=8e9), top=5, may_split=False)
+    assert {one.layout.schedule for one in unsplit} <= {"1f1b", "interleaved_1f1b", "no_pipelining"}
+    assert unsplit[0].step >= found[0].step
+
+
+def test_experts_are_shared_out() -> None:
+    model = Transformer(16, 1024, 16, 32000, gated=True, ffn=4096, experts=8, experts_per_token=2)
+    found, _ = fit(job_of(model, 8, memory=24e9), top=20)
+    assert {one.layout.ep for one in found} - {1}
+    dense, shared = (estimate(job_of(model, 8), Layout(1, 8, 1, 1, ep, "no_pipelining", 1, 1, False)) for ep in (1, 8))
+    assert dense.peak - shared.peak == pytest.approx(7 / 8 * 16 * model.expert_weights * 6, rel=0.01)
+
+
+def test_recomputation_holds_less_and_takes_longer() -> None:
+    job = job_of(GPT3, 64)
+    kept, again = (estimate(job, Layout(8, 1, 8, 1, 1, "1f1b", 1, 1, recompute)) for recompute in (False, True))
+    assert again.peak < kept.peak
+    assert 1.2 < again.step / kept.step < 1.4
+
+
+# Published runs
+
+
+def rows_of_page() -> dict[str, tuple[float, float]]:
+    """By run, the share of the FLOP/s that its table was fitted with, and the error."""
+    rows, efficiency = {}, 0.0
+    for line in PAGE.splitlines():
+        if found := re.match(r"\| \*\*.*\*\*, (\d+)% of the FLOP/s", line):
+            efficiency = int(found[1]) / 100
+        elif found := re.match(r"\| (.*?) \| .* \| .* \| ([+-][\d.]+)% \|", line):
+            rows[found[1]] = (efficiency, float(found[2]) / 100)
+    return rows
+
+
+RUNS = [run for runs in TABLES.values() for run in runs()]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_the_page_has_the_errors_of_published_runs(run: Run) -> None:
+    efficiency, error = rows_of_page()[run.name]
+    predicted = run.predicted(estimate(run.job(efficiency), run.layout))
+    assert predicted / run.value - 1 == pytest.approx(error, abs=0.0006)
+    assert abs(error) < 0.26
+
+
+# The command
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    job = {"devices": 8, "memory": "80GB", "sequence": 4096, "batch": 64, "flops": 312e12, "efficiency": 0.5, "top": 3}
+    arguments = [f"--{name}={value}" for name, value in job.items()]
+    assert main(["fit", str(path), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("model: 8.03 billion weights; 262,144 tokens a step on 8 devices, 72 GB of 80 GB planned for")
+    assert len(out.splitlines()) == 7
+    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 128256, "kv-heads": 8, "ffn": 14336}
+    given = [f"--{name}={value}" for name, value in sizes.items()]
+    assert main(["fit", *given, "--gated", *arguments]) == 0
+    assert capsys.readouterr().out == out
+    for wrong, message in (
+        ([str(path), "--layers", "3"], "has all sizes of the model"),
+        ([], "a model is a config.json, or --layers, --hidden, --heads and --vocabulary"),
+        ([__file__], "is no config.json with num_hidden_layers"),
+        ([str(path), "--memory", "8GB"], "nothing fits into 7.2 GB: the smallest way found holds "),
+        ([str(path), "--efficiency", "2"], "efficiency is a share, more than 0 and at most 1, got 2"),
+        ([str(path), "--cp", "3"], "8 devices and 64 sequences a step cannot be shared out"),
+    ):
+        assert main(["fit", *arguments, *wrong]) == 2
+        assert message in capsys.readouterr().err
