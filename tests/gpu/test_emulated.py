@@ -1,6 +1,8 @@
 """The tests for GPUs on the asynchronous device, which counts as CUDA: so that the first GPU finds tests that work.
 
-Collectives are not emulated, so tests of replicas and of checkpoints are left out, and autocast knows no such device."""
+Tests of replicas, clipping and checkpoints are left out, whose collectives are not emulated, and autocast, which knows
+no such device.
+"""
 
 from __future__ import annotations
 
