@@ -420,9 +420,10 @@ def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: st
     chunks = build("1f1b", 2, transport)
     with on_lazy_device(chunks) as lazy:
         step("1f1b", chunks, lazy.device.to_device)  # which connects, without a time limit
+        dist.barrier()
         for chunk in chunks:
             chunk.disturb = stall if rank or not is_device_wide else lazy.device.synchronize
-            chunk.config.timeout = 1.0
+            chunk.config.timeout = 2.0
 
         def steps() -> None:
             while True:

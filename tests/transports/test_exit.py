@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has n
 PROGRAM = """
 import atexit
 import sys
+import time
 atexit.register(lambda: sys.modules["fakes.nccl_like"].complain())  # the first to be registered is called last
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ chunks = build("1f1b", 2, "nccl")
 with on_lazy_device(chunks) as lazy:
     step("1f1b", chunks, lazy.device.to_device)
     lazy.device.synchronize()
+dist.barrier()
+time.sleep(0.2)  # until the double's own threads have seen that all was received
 if is_shut_down:
     dist.destroy_process_group()
 print("done")
