@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
+from megapipe.plan import Costs, Settings, make_plan, offload_activations
 
 skip_without_tracer()
 
@@ -63,12 +64,14 @@ def test_gradients_under_every_kind_of_schedule(rank: int) -> None:
         hooked: list[Tensor] = []
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(hooked.append)
-        for schedule, recompute in itertools.product(schedules, (None, "all")):
-            chunks[0].config.recompute = recompute
-            reports = run(schedule, chunks, num_microbatches, forward_step_func=forward_step)
+        for schedule, way in itertools.product(schedules, ("kept", "recomputed", "moved")):
+            chunks[0].config.recompute = "all" if way == "recomputed" else None
+            plan = make_plan(schedule, 4, num_microbatches, settings=Settings(max_pending_weights=1))
+            named = offload_activations(plan, Costs(), 1.0) if way == "moved" else schedule
+            reports = run(named, chunks, num_microbatches, forward_step_func=forward_step)
             assert_same_gradients(chunks, whole)
             assert len(hooked) == num_microbatches * len(parameters), "each once for each microbatch"
-            validated = run(schedule, chunks, num_microbatches, forward_step_func=forward_step, forward_only=True)
+            validated = run(named, chunks, num_microbatches, forward_step_func=forward_step, forward_only=True)
             for one in (reports, validated):
                 assert_same_losses(one, losses, chunks)
             hooked.clear()
