@@ -149,7 +149,12 @@ bench: bench-packages
 	$(BENCH).schedules --pp 8 --microbatches 32 --rounds 2
 	$(BENCH).schedules --pp 4 --microbatches 8 --rounds 3 --message-bytes 4194304
 	$(BENCH).cold --pp 8 --microbatches 32
-	$(BENCH).moe --pp 4 --microbatches 16
+	$(BENCH).moe --pp 4 --microbatches 16 --rounds 3
+	$(BENCH).moe --pp 4 --microbatches 32 --rounds 2 --only dualpipev zbv interleaved_1f1b combined_1f1b
+	$(BENCH).moe --pp 4 --microbatches 16 --rounds 3 --milliseconds 20 --exchange-milliseconds 2.5 --only zbv dualpipev \
+		interleaved_zb1p combined_zb1p
+	$(BENCH).moe --pp 1 --microbatches 16
+	$(BENCH).tensor_parallel
 	$(BENCH).compute
 	$(BENCH).steps --pp 4 --microbatches 8
 	$(BENCH).host --pp 2

@@ -4,7 +4,7 @@
     python -m benchmarks.moe --pp 4 --microbatches 16 --exchange-milliseconds 1.25
     python -m benchmarks.moe --pp 1 --microbatches 16
 
-A layer sleeps for its attention and for its experts, half of its F, B and W in each. Its W comes in four pieces, as the
+A layer sleeps for its attention and for its experts, half of its F, B and W in each. Its W comes in six pieces, as the
 W of a transformer's layer comes in products of matrices. It exchanges tokens before and after its experts, forward and
 backward alike: by a real all-to-all between two replicas that ends no sooner than a given time after it was started.
 """
@@ -32,7 +32,7 @@ from .rounds import Emulated, take_turns
 from .tables import FOLDER, median_and_spread, save_table
 
 NUM_REPLICAS = 2
-NUM_PIECES = 4  # of a layer's W
+NUM_PIECES = 6  # of a layer's W
 HEADER = [
     "schedule",
     "in flight",
