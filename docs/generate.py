@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import megapipe
 from megapipe.analysis import save_picture
@@ -31,96 +31,118 @@ SOURCES = {
     "https://github.com/deepseek-ai/DualPipe": "DualPipe",
 }
 
-# When to use it; what it costs. p ranks, m microbatches, v chunks per rank, n slices per sequence, r the rank, N the
-# size of a group.
+
+class Note(NamedTuple):
+    """When to use a schedule, and what it costs.
+
+    p ranks, m microbatches, v chunks per rank, n slices per sequence, r the rank, N the size of the first group. A test
+    compares the formulas with the plans."""
+
+    when: str
+    bubble: str
+    in_flight: str
+    least: str = "p"
+    """The number of microbatches from which on both formulas hold."""
+
+
 NOTES = {
-    "no_pipelining": ("The model fits on one device.", "no bubble", "1"),
-    "inference": ("Forward only, of a model laid out for loop placement.", "(p - 1) / (v m + p - 1)", "none"),
-    "gpipe": ("To compare with. Memory grows with the number of microbatches.", "(p - 1) / (m + p - 1)", "m"),
-    "1f1b": (
+    "no_pipelining": Note("The model fits on one device.", "no bubble", "1", "1"),
+    "inference": Note(
+        "Forward only, of a model laid out for loop placement.",
+        "(p - 1) / (v m + p - 1) for multiples of p, more for others",
+        "none",
+    ),
+    "gpipe": Note("To compare with. Memory grows with the number of microbatches.", "(p - 1) / (m + p - 1)", "m", "1"),
+    "1f1b": Note(
         "The plain choice: GPipe's time at a memory that does not grow with the number of microbatches.",
         "(p - 1) / (m + p - 1)",
         "min(m, p - r)",
+        "1",
     ),
-    "seq1f1b": (
+    "seq1f1b": Note(
         "Long sequences of a model whose layers hand their state from slice to slice: both the bubble and the memory "
         "of 1F1B fall with the number of slices. Messages are n times as many, and n times smaller.",
         "(p - 1) / (n m + p - 1)",
         "(p - r + n - 1) / n, at most m",
     ),
-    "seq_interleaved_1f1b": (
+    "seq_interleaved_1f1b": Note(
         "The same on several chunks, for a bubble v times smaller still and some more memory. N is counted in slices.",
         "(p - 1) / (v n m + p - 1)",
         "(2 (p - r - 1) + (v - 1) N + n) / (v n), at most m",
     ),
-    "looped_bfs": (
+    "looped_bfs": Note(
         "Many chunks and few microbatches, and memory to spare: each message has the longest time to arrive.",
         "(p - 1) / (v m + p - 1)",
         "m",
     ),
-    "interleaved_1f1b": (
+    "interleaved_1f1b": Note(
         "1F1B with a bubble v times smaller, for v times as many messages and some more memory.",
         "(p - 1) / (v m + p - 1)",
         "(2 (p - r - 1) + (v - 1) N + 1) / v, at most m",
     ),
-    "zb1p": (
+    "zb1p": Note(
         "1F1B's memory and a third of its bubble: the first choice where a split backward is to be had.",
         "(p - 1) / (3 m + p - 1)",
-        "p",
+        "min(m, p)",
     ),
-    "seq_zb1p": (
+    "seq_zb1p": Note(
         "Long sequences where a split backward is to be had: seq1f1b's memory and a third of its bubble.",
         "(p - 1) / (3 n m + p - 1)",
         "(p + n - 1) / n, at most m",
     ),
-    "zb2p": (
+    "zb2p": Note(
         "Steps that follow each other without a barrier, and memory to spare: a rank waits for nothing between its "
         "first and its last action once m >= 2 p - 1. With `max_in_flight` between p and 2 p - 1 it fills what that "
         "allows.",
         "(p - 1) / (3 m + p - 1), 0 within a rank's span",
         "min(2 p - 1, m)",
     ),
-    "interleaved_zb1p": (
+    "interleaved_zb1p": Note(
         "Interleaved 1F1B with a bubble three times smaller, at its memory. `max_in_flight` makes its groups larger, "
         "which hides slow messages. From p on it takes them down: with p in flight and four chunks it is faster than "
         "zbv.",
         "(p - 1) / (3 v m + p - 1)",
         "(2 (p - 1) + (v - 1) N + 1) / v on the first, at most m",
     ),
-    "zbv": (
+    "zbv": Note(
         "1F1B's memory, and no bubble within a rank's span once m >= 2 p - 1. Input and loss share a rank: with "
         "`distribute_layers` give the stages at the ends fewer layers.",
         "(p - 1) / (6 m + p - 1), 0 within a rank's span",
         "p",
+        "2 p - 1",
     ),
-    "v_half": (
-        "Half of 1F1B's memory, for little more than half of its bubble.",
+    "v_half": Note(
+        "About half of 1F1B's memory on many ranks (3 microbatches of 4, 5 of 8, 9 of 16), for little more than half "
+        "of its bubble.",
         "about (p - 1) / (1.75 m + p - 1)",
         "at most (p + 2) // 2",
     ),
-    "v_min": (
-        "A third of 1F1B's memory, for two thirds of its bubble.",
+    "v_min": Note(
+        "About a third of 1F1B's memory on many ranks (2 microbatches of 4, 4 of 8, 6 of 16), for two thirds of its "
+        "bubble.",
         "about (p - 1) / (1.5 m + p - 1)",
         "at most (p + 4) // 3",
     ),
-    "combined_1f1b": (
+    "combined_1f1b": Note(
         "The same layers, in stages that lie one behind the other, and on one rank: the pairs of `dualpipev` in an "
         "interleaved order. With four chunks its step is the shortest, for a microbatch in four more than `dualpipev` "
         "holds.",
         "(p - 1) / (v m + p - 1), less where F and B overlap",
         "(2 (p - r - 1) + (v - 1) N + 2) / v, at most m",
     ),
-    "combined_zb1p": (
+    "combined_zb1p": Note(
         "The same where a split backward is to be had.",
         "(p - 1) / (3 v m + p - 1), less where F and B overlap",
         "(2 (p - 1) + (v - 1) N + 2) / v on the first, at most m",
+        "p + 1",
     ),
-    "dualpipev": (
+    "dualpipev": Note(
         "Layers that communicate for long, as mixtures of experts do: forward and backward run in pairs (`F1B0`), each "
         "while the other's messages are under way, where `forward_step_func` returns `in_segments(model, x)`. Where "
         "they run one after the other, zbv is as fast and holds less.",
         "(p - 1) / (6 m + p - 1), less where F and B overlap",
         "p + 1/2",
+        "2 p",
     ),
 }
 
@@ -137,11 +159,13 @@ p are the ranks, m the microbatches, v the chunks per rank (2 unless you say oth
 (`num_sequence_slices`), r is the rank. N is the size of a group (`microbatch_group_size_per_vp_stage`): by default p,
 and counted in slices for seq_interleaved_1f1b. Bubbles are shares of a step with F = B = W, all stages alike, and
 messages that take no time. A microbatch is in flight from its F to its W, one of v chunks counts as 1 / v of it, and a
-slice as 1 / n.
+slice as 1 / n. **Both formulas hold from the number of microbatches on that the column "both from m =" has.** With
+fewer the bubble is larger: zb1p on 4 ranks has 20.0 % with 4 microbatches, and 45.5 % with 2.
 
 Any number of microbatches works, from 1 on, and it may change from step to step. Megatron's interleaved schedule
 refuses an m whose remainder by N is between 1 and p - 1. Here the remainder is divided among all groups, and N in the
-table is the size of the first.
+table is the size of the first. An example: interleaved_1f1b on 4 ranks with 2 chunks holds (2 * 3 + 1 * 4 + 1) / 2 =
+5.5 microbatches on the first rank (r = 0) and (0 + 4 + 1) / 2 = 2.5 on the last one (r = 3).
 
 In the pictures a row is one of {PP_SIZE} ranks, there are {NUM_MICROBATCHES} microbatches, and F, B and W take as long
 as each other. Schedules that cut sequences have {NUM_SLICES} slices there: 3 is the first one of microbatch 3, and 3.1
@@ -165,14 +189,15 @@ one chunk (zb2p). In a V the last stage is on the first rank, each way is half a
 def table() -> str:
     """All schedules, each in a row."""
     rows = [
-        "| name | chunks per rank | microbatches in flight on rank r | bubble, F = B = W | source |",
-        "|---|---|---|---|---|",
+        "| name | chunks per rank | microbatches in flight on rank r | bubble, F = B = W | both from m = | source |",
+        "|---|---|---|---|---|---|",
     ]
     for name in megapipe.schedule_names():
-        _, bubble, in_flight = NOTES[name]
+        note = NOTES[name]
         address = re.search(r"https://[\w./-]*[\w/]", docstring_of(name))
         source = f"[{SOURCES[address[0]]}]({address[0]})" if address else ""
-        rows.append(f"| [`{name}`](#{name}) | {chunks_of(name)} | {in_flight} | {bubble} | {source} |")
+        numbers = f"{chunks_of(name)} | {note.in_flight} | {note.bubble} | {note.least}"
+        rows.append(f"| [`{name}`](#{name}) | {numbers} | {source} |")
     return "\n".join(rows)
 
 
@@ -190,16 +215,16 @@ def docstring_of(name: str) -> str:
 def section(name: str) -> str:
     plan = plan_of(name)
     simulation = plan.simulate()
-    when, bubble, in_flight = NOTES[name]
+    note = NOTES[name]
     lines = [
         f"## {name}",
         docstring_of(name),
-        when,
+        note.when,
         f"![Timeline of {name}]({name}.svg)",
         "| | in general | in the picture |\n|---|---|---|\n"
         f"| chunks per rank | {chunks_of(name)} | {plan.num_chunks} |\n"
-        f"| bubble | {bubble} | {max(simulation.bubble):.1%} |\n"
-        f"| microbatches in flight on rank r | {in_flight} | {peaks(plan)} |\n"
+        f"| bubble | {note.bubble} | {max(simulation.bubble):.1%} |\n"
+        f"| microbatches in flight on rank r | {note.in_flight} | {peaks(plan)} |\n"
         f"| messages per step | | {plan.num_messages} |",
     ]
     return "\n\n".join(lines) + "\n"
@@ -238,7 +263,7 @@ def gains() -> str:
 def gallery() -> str:
     """The page on which ranks and microbatches are chosen. A row of letters says what a rank does, see `letters_of`."""
     names = [name for name in megapipe.schedule_names() if find_schedule(name).max_pp_size is None]
-    schedules = [{"name": name, "about": NOTES[name][0].replace("`", ""), "plans": plans_of(name)} for name in names]
+    schedules = [{"name": name, "about": NOTES[name].when.replace("`", ""), "plans": plans_of(name)} for name in names]
     body = (
         "<h1>Schedules</h1>\n<p>F, B and W take as long as each other: an F of a microbatch on a whole rank takes 1. "
         f"Messages take no time. Schedules that cut sequences have {NUM_SLICES} slices. All timelines have the same "

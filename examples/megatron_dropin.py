@@ -6,7 +6,7 @@
 
 Everything but the schedule is Megatron's: the model with its tied embeddings, its process groups, its
 DistributedDataParallel and the way it finalizes gradients. Without CUDA a few of its calls are replaced first
-(tests/megatron_on_cpu.py says which and why).
+(tests/fakes/megatron_on_cpu.py says which and why).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def setup() -> torch.device:
         dist.init_process_group("nccl", device_id=device)
         return device
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    import megatron_on_cpu
+    from fakes import megatron_on_cpu
 
     torch.set_num_threads(1)
     megatron_on_cpu.prepare()

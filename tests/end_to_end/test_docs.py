@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import megapipe
-from megapipe.plan import KINDS
+from megapipe.plan import KINDS, find_schedule, make_plan
+from megapipe.schedules import _groups
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,6 +30,53 @@ def test_the_page_is_up_to_date(docs: dict[str, Any]) -> None:
     assert docs["gallery"]() == (DOCS / "gallery.html").read_text(), "run `make docs`"
     assert docs["config_page"]() == (DOCS / "reference/config.md").read_text(), "run `make docs`"
     assert sorted(path.stem for path in DOCS.glob("*.svg")) == sorted(megapipe.schedule_names()), "run `make docs`"
+
+
+def value(formula: str, **names: int) -> float:
+    """Of a formula of docs/schedules.md, where a space between two factors is a product."""
+    most = formula.endswith(", at most m")
+    formula = re.sub(r", at most m$|^at most |^about | on the first|, (?:0|less) .*", "", formula)
+    number = eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", formula), {"min": min, **names})
+    return float(min(number, names["m"]) if most else number)
+
+
+@pytest.mark.parametrize("pp_size", [2, 3, 4, 6])
+@pytest.mark.parametrize("name", sorted({*megapipe.schedule_names()} - {"no_pipelining", "inference"}))
+def test_formulas_are_those_of_the_plans(docs: dict[str, Any], name: str, pp_size: int) -> None:
+    """The page said of no formula from how many microbatches on it holds. By its own plan zb1p has a bubble of 45.5 % on 4
+    ranks with 2 microbatches, where the formula gives 33.3 %."""
+    schedule, note = find_schedule(name), docs["NOTES"][name]
+    n = 2 if schedule.slices else 1
+    for v in (schedule.num_chunks,) if schedule.num_chunks else (2, 3):
+        least = int(value(note.least, p=pp_size, m=0))
+        for m in range(least, least + 2 * pp_size + 1):
+            smallest = -(-pp_size // n)
+            names = {"p": pp_size, "m": m, "v": v, "n": n, "N": n * _groups(m, smallest, smallest)[0]}
+            simulation = make_plan(name, pp_size, m, num_chunks=v, num_slices=n).simulate()
+            about = 0.051 if note.bubble.startswith("about") else 1e-9
+            assert max(simulation.bubble) == pytest.approx(value(note.bubble, **names), abs=about), names
+            for rank, peak in enumerate(simulation.peak_activations):
+                held = value(note.in_flight, r=rank, **names)
+                is_most = note.in_flight.startswith("at most") or (" on the first" in note.in_flight and rank > 0)
+                assert peak <= held + 1e-9 if is_most else peak == pytest.approx(held), (rank, names)
+
+
+def test_few_microbatches_have_larger_bubbles() -> None:
+    """As docs/schedules.md says."""
+    page = (DOCS / "schedules.md").read_text()
+    bubbles = [max(make_plan("zb1p", 4, m).simulate().bubble) for m in (4, 2)]
+    assert (
+        "zb1p on 4 ranks has {:.1%} with 4 microbatches, and {:.1%} with 2".format(*bubbles).replace("%", " %") in page
+    )
+    assert "(2 * 3 + 1 * 4 + 1) / 2 =\n5.5 microbatches" in page
+    assert make_plan("interleaved_1f1b", 4, 8).simulate().peak_activations[::3] == [5.5, 2.5]
+    for name, sizes in (
+        ("v_half", "3 microbatches of 4, 5 of 8, 9 of 16"),
+        ("v_min", "2 microbatches of 4, 4 of 8, 6 of 16"),
+    ):
+        peaks = [max(make_plan(name, p, 2 * p).simulate().peak_activations) for p in (4, 8, 16)]
+        assert sizes == "{:g} microbatches of 4, {:g} of 8, {:g} of 16".format(*peaks)
+        assert f"({sizes})" in page.replace("\n", " ")
 
 
 @pytest.mark.parametrize("name", megapipe.schedule_names())

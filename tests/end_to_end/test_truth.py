@@ -1,0 +1,114 @@
+"""Statements of the pages that have been false: each is compared with what it is about."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tools.ranks import on_ranks
+from torch import Tensor, nn
+
+import megapipe
+from megapipe.analysis.bubble import BubbleSplit
+from megapipe.plan import find_schedule
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+HAS_MEGATRON = pytest.mark.skipif(
+    __import__("importlib.util").util.find_spec("megatron") is None, reason="make test installs megatron-core"
+)
+
+
+def text_of(page: str) -> str:
+    """In one line."""
+    return " ".join((DOCS / page).read_text().split())
+
+
+def test_what_pip_installs_is_there() -> None:
+    """`pip install megapipe[bench]` named a distribution that no index has."""
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    for page in PAGES:
+        assert not re.search(r"pip install (?!-)\S*megapipe", page.read_text()), page
+        for named in re.findall(r"pip install -e '\.\[([\w,]+)\]'", page.read_text()):
+            assert all(re.search(rf"^{extra} = ", extras, re.MULTILINE) for extra in named.split(",")), page
+
+
+def test_captured_stages_name_the_versions_of_the_readme() -> None:
+    """The page of captured stages had two versions less than the README."""
+    run_on = re.search(
+        r"torch ([\d., and]+\d)", (ROOT / "README.md").read_text().partition("**What it was run on:**")[2]
+    )
+    assert run_on is not None
+    versions = [version for version in re.findall(r"\d\.\d+", run_on[1]) if int(version.partition(".")[2]) >= 9]
+    assert "It was tested on {}, {} and {}.".format(*versions) in text_of("graphs.md")
+
+
+def test_the_example_prints_all_causes_of_the_bubble() -> None:
+    """The line on the page had four causes, and the example prints five."""
+    (line,) = re.findall(r"^bubble ([\d.]+%) = (.+)$", (DOCS / "examples.md").read_text(), re.MULTILINE)
+    causes = BubbleSplit(1.0, *([[0.1]] * (len(dataclasses.fields(BubbleSplit)) - 1)))
+    assert re.findall(r"% ([^+]+?)(?: \+|$)", line[1]) == list(causes.shares)
+    assert sum(map(float, re.findall(r"([\d.]+)%", line[1]))) == pytest.approx(float(line[0][:-1]), abs=0.3)
+
+
+def test_the_comparison_has_what_megapipe_can() -> None:
+    """It said that files of plans are not run, and that only one schedule overlaps pairs in one chunk."""
+    rows = {
+        cells[1].strip(): cells[2].strip()
+        for cells in re.findall(r"^(\|)([^|]+)\|([^|]+)\|", (DOCS / "comparison.md").read_text(), re.MULTILINE)
+    }
+    assert rows["a schedule from a file"].startswith("yes")
+    pairs = {
+        name
+        for name in megapipe.schedule_names()
+        if megapipe.plan.make_plan(name, 1 if find_schedule(name).max_pp_size else 4, 8).program.pairs[0]
+    }
+    assert (
+        set(re.findall(r"`(\w+)`", rows["overlap of forward and backward of two microbatches in one chunk"])) == pairs
+    )
+
+
+@HAS_MEGATRON
+@on_ranks(1)
+def test_megatron_divides_the_reported_loss(rank: int) -> None:
+    """In place, by the microbatches, where the report shares its memory; ours is 8 times as large with 8 of them."""
+    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+    def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.mean()
+        return loss, {"detached": loss.detach(), "cloned": loss.clone().detach()}
+
+    config = SimpleNamespace(timers=None, calculate_per_token_loss=False)
+    theirs: list[Any] = []
+    output = torch.tensor([3.0], requires_grad=True)
+    forward_step_calc_loss(None, output, loss_func, config, None, False, 8, theirs, cp_group_size=1, is_last_stage=True)
+    assert theirs[0] == {"detached": 3 / 8, "cloned": 3.0}
+
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    ours = megapipe.get_forward_backward_func("no_pipelining")(
+        lambda data, chunk: (chunk(next(data)), loss_func), iter(torch.ones(8, 1, 1)), model, 8
+    )
+    assert ours[0] == {"detached": 3.0, "cloned": 3.0}
+    tutorial = text_of("tutorials/from_megatron.md")
+    assert "with 8 microbatches Megatron's report is 1/8 of the loss" in tutorial
+    assert "hidden_dropout=0, attention_dropout=0" in tutorial.partition("## 2.")[0]
+
+
+@HAS_MEGATRON
+def test_the_megatron_example_runs() -> None:
+    """It could not find what it replaces on the CPU, since that had been moved."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    options = "examples/megatron_dropin.py --pipeline-model-parallel-size 2 --train-iters 1 --num-layers 2"
+    ran = subprocess.run(
+        [*command, *options.split()], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "1 of 1 losses are equal to the last bit" in ran.stdout, ran.stderr
