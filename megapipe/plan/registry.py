@@ -101,6 +101,20 @@ class Schedule:
         return self.placement.stages(pp_rank, pp_size, self.check(pp_size, num_chunks))
 
 
+ELSEWHERE = {
+    "ScheduleGPipe": "gpipe",
+    "Schedule1F1B": "1f1b",
+    "ScheduleInterleaved1F1B": "interleaved_1f1b",
+    "ScheduleLoopedBFS": "looped_bfs",
+    "ScheduleInterleavedZeroBubble": "interleaved_zb1p",
+    "ScheduleZBVZeroBubble": "zbv",
+    "ScheduleDualPipeV": "dualpipev",
+    "interleaved": "interleaved_1f1b",
+    "zero_bubble": "zb1p",
+    "combined": "combined_1f1b",
+}
+"""Names that others have for the same: torch.distributed.pipelining's classes, and what papers and Megatron say."""
+
 _schedules: dict[str, Schedule] = {}
 
 
@@ -118,6 +132,7 @@ def schedule_named(name: str) -> Schedule:
     """Raises ValueError where there is no schedule of that name."""
     if name not in _schedules:
         meant = {_letters(known): known for known in _schedules}
+        meant |= {_letters(other): known for other, known in ELSEWHERE.items() if known in _schedules}
         near = difflib.get_close_matches(_letters(name), meant, n=1)
         guess = f" (do you mean {meant[near[0]]!r}?)" if near else ""
         raise ValueError(f"there is no schedule {name!r}{guess}; choose one of {', '.join(_schedules)}.")

@@ -7,6 +7,7 @@ them), and run: the schedule's loops drive the pipeline.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -61,6 +62,11 @@ __all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
 
 class ForwardBackward(Schedule):
     """A schedule as its users see it: a function that runs one training or validation step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # For `help(get_forward_backward_func("1f1b"))`.
+        self.__doc__ = f"{inspect.getdoc(self.loops) or ''}\n\n{inspect.getdoc(type(self).__call__)}"
 
     @classmethod
     @functools.cache

@@ -43,8 +43,8 @@ def value(formula: str, **names: int) -> float:
 @pytest.mark.parametrize("pp_size", [2, 3, 4, 6])
 @pytest.mark.parametrize("name", sorted({*megapipe.schedule_names()} - {"no_pipelining", "inference"}))
 def test_formulas_are_those_of_the_plans(docs: dict[str, Any], name: str, pp_size: int) -> None:
-    """The page said of no formula from how many microbatches on it holds. By its own plan zb1p has a bubble of 45.5 % on 4
-    ranks with 2 microbatches, where the formula gives 33.3 %."""
+    """The page said of no formula from how many microbatches on it holds. By its own plan zb1p has a bubble of 45.5 %
+    on 4 ranks with 2 microbatches, where the formula gives 33.3 %."""
     schedule, note = find_schedule(name), docs["NOTES"][name]
     n = 2 if schedule.slices else 1
     for v in (schedule.num_chunks,) if schedule.num_chunks else (2, 3):

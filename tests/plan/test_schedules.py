@@ -3,6 +3,7 @@
 In the pictures a row is a rank, a column a unit of time; a forward takes one unit, a backward two, as in the papers.
 """
 
+import pydoc
 import textwrap
 from collections import Counter
 from typing import Any
@@ -470,7 +471,18 @@ def test_a_schedule_that_is_wrong_in_itself_is_refused(loops: Any, text: str) ->
 
 
 def test_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match=r"no schedule '1f2b' \(do you mean '1f1b'\?\); choose one of no_pipe"):
+    for name, meant in (
+        ("1f2b", "1f1b"),
+        ("ScheduleGPipe", "gpipe"),
+        ("InterleavedZeroBubble", "interleaved_zb1p"),
+        ("zero_bubble", "zb1p"),
+        ("interleaved", "interleaved_1f1b"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"no schedule '{name}' \(do you mean '{meant}'\?\); choose one of no_pipe"
+        ):
+            find_schedule(name)
+    with pytest.raises(ValueError, match=r"no schedule '1f2b'"):
         megapipe.get_forward_backward_func("1f2b")
 
 
@@ -497,4 +509,5 @@ def test_megatrons_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         get(4, pp_size=2)
     monkeypatch.setenv("MEGAPIPE_SCHEDULE", "gpipe")
     assert get() is get("gpipe")
-    assert get("gpipe").__doc__ is not None
+    for text in ("GPipe", "Every rank of the pipeline calls it alike", "forward_only: no gradients"):
+        assert text in pydoc.render_doc(get("gpipe"))
