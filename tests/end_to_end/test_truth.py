@@ -92,6 +92,7 @@ def test_megatron_divides_the_reported_loss(rank: int) -> None:
     forward_step_calc_loss(None, output, loss_func, config, None, False, 8, theirs, cp_group_size=1, is_last_stage=True)
     assert theirs[0] == {"detached": 3 / 8, "cloned": 3.0}
 
+    megapipe.parallel_state.initialize_model_parallel(1)
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 3.0)
     ours = megapipe.get_forward_backward_func("no_pipelining")(
