@@ -86,8 +86,9 @@ test-gpu: $(INSTALLED)
 test-models: $(INSTALLED)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[models]'
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest tests/integrations/test_transformers.py \
-		tests/integrations/models_of_transformers.py tests/integrations/finetuning.py
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python tests/integrations/sweep_of_transformers.py
+		tests/integrations/models_of_transformers.py tests/integrations/test_towers_of_transformers.py \
+		tests/integrations/finetuning.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) tests/integrations/sweep_of_transformers.py
 
 # All of Megatron that they import is the checkout's, which imports triton from 0.18 on.
 CHECKOUT := $(wildcard $(MEGATRON)/tests/unit_tests/pipeline_parallel/test_schedules.py)

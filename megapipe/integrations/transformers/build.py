@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .flow import Flow
 from .sliced import IMPLEMENTATION, register
 from .stage import as_stage
 from .step import tie_weights
-from .whole import allocate, check_kind, initialise, make_meta_model
+from .whole import allocate, check_kind, has_towers, initialise, make_meta_model
 
 __all__ = ["build_chunks"]
 
@@ -39,6 +39,8 @@ def build_chunks(
     device: torch.device | str | None = None,
     seed: int | None = 0,
     attn_implementation: str | None = None,
+    example: Mapping[str, Any] | None = None,
+    text_only: bool = False,
     **settings: Any,
 ) -> list[Any]:
     """This rank's chunks of a decoder with a head, for a schedule. Every rank calls it, after
@@ -58,6 +60,9 @@ def build_chunks(
         seed: new weights are drawn from it and their names, so that they are the same however the model is cut. None
             leaves them undefined, for `load_weights`.
         attn_implementation: as in transformers.
+        example: of a model with towers for images, a microbatch with some, as the whole model is called with it. The
+            towers are on the first stage, and so are pixels read there alone.
+        text_only: leave out what only reads images: its weights are neither read nor written.
         settings: fields of `PipelineConfig`.
 
     Raises:
@@ -67,6 +72,11 @@ def build_chunks(
     let_convert_conv1d()
     config = copy.deepcopy(_read_config(model))  # transformers writes into it
     check_kind(config)
+    if has_towers(config) and example is None and not text_only:
+        raise ValueError(
+            f"{type(config).__name__} has towers for other things than text: pass a microbatch with images as example, "
+            "or text_only=True."
+        )
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
     chunk_config = ChunkConfig(config, **settings)
@@ -76,9 +86,9 @@ def build_chunks(
     ends = num_virtual_layers_pre, num_virtual_layers_post
     own = stages_for_rank(schedule, num_chunks=num_chunks)
     stages = [StageInfo(index, own[0].num_stages) for index in range(own[0].num_stages)]
-    num_layers = config.num_hidden_layers
+    num_layers = config.get_text_config().num_hidden_layers
     layers = [distribute_layers(num_layers, stage, *ends, layout=layout, costs=costs) for stage in stages]
-    checked = check_cut(config, layers)
+    checked = check_cut(config, layers, example, text_only)
     flow = None if checked is None else checked.flow
     chunks = []
     for stage in own:

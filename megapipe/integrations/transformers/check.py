@@ -7,7 +7,7 @@ stages, one after the other, and so comes to the same result as all others witho
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from .config import ChunkConfig
 from .crossing import Crossing, Reached
 from .cut import CannotCutError, Parts, find_parts
 from .flow import Course, Flow, Trial, borders_of, watched
-from .stage import as_stage
+from .stage import as_stage, is_for_first
 from .step import names_between_stages
 from .whole import allocate, initialise, make_meta_model, make_small_config
 
@@ -40,17 +40,21 @@ class Checked(NamedTuple):
     """The largest relative difference of a gradient: zero, or of rounding."""
 
 
-def check_cut(config: Any, layers: Sequence[range]) -> Checked | None:
+def check_cut(
+    config: Any, layers: Sequence[range], example: Mapping[str, Any] | None = None, text_only: bool = False
+) -> Checked | None:
     """Find out what has to travel between stages, and compare the loss and all gradients of the stages in a row with
     those of the whole model. None for a single stage.
 
     Args:
         layers: the numbers of those of each stage.
+        example: a microbatch. None takes random tokens.
+        text_only: towers are on no stage.
 
     Raises:
         CannotCutError: where they differ by more than rounding.
     """
-    if len(layers) == 1:
+    if len(layers) == 1 and not text_only:
         return None
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
         torch.default_generator.manual_seed(0)
@@ -62,7 +66,7 @@ def check_cut(config: Any, layers: Sequence[range]) -> Checked | None:
         for size in sizes:
             try:
                 whole = make_meta_model(copy.deepcopy(size), torch.float32, "eager")
-                result = _tried(_with_numbers(whole), layers)
+                result = _tried(_with_numbers(whole), layers, example, text_only)
                 break
             except CannotCutError:
                 raise
@@ -71,6 +75,16 @@ def check_cut(config: Any, layers: Sequence[range]) -> Checked | None:
     if isinstance(result, str):
         raise CannotCutError(f"{type(whole).__name__} cannot be cut into stages: {result}.")
     return result
+
+
+def _on_cpu(example: Mapping[str, Any]) -> dict[str, Any]:
+    """The example as the trial takes it: in float32, and with labels."""
+    batch = dict(example)
+    for name, value in batch.items():
+        if torch.is_tensor(value):
+            batch[name] = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype)
+    batch.setdefault("labels", batch["input_ids"])
+    return batch
 
 
 @contextmanager
@@ -92,20 +106,22 @@ def _with_numbers(whole: Any) -> Any:
     return whole.eval()
 
 
-def _tried(whole: Any, layers: Sequence[range]) -> Checked | str:
+def _tried(whole: Any, layers: Sequence[range], example: Mapping[str, Any] | None, text_only: bool) -> Checked | str:
     """What was found, or what is wrong."""
     parts = find_parts(whole)
     tokens = torch.randint(whole.config.get_text_config().vocab_size, (2, 6), device="cpu")
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = {"input_ids": tokens, "labels": tokens} if example is None else _on_cpu(example)
     with _untied(whole), watched(whole, parts) as course:
         loss = whole(**batch, use_cache=False).loss
     if not loss.requires_grad or not torch.isfinite(loss):
         return f"at a small size its loss is {loss.item()}"
+    if text_only:
+        course.unread = frozenset()
     loss = whole(**batch, use_cache=False).loss
     gradients = _gradients(whole, loss)
     result: Checked | str = ""
-    for reads_tokens in (False, True):
-        flow = _find_flow(whole, parts, course, layers, tokens, reads_tokens)
+    for reads_tokens in (False, True) if example is None else (True,):  # positions may depend on images' sizes
+        flow = _find_flow(whole, parts, course, layers, batch, reads_tokens)
         if isinstance(flow, Flow) and (flow.is_plain or reads_tokens):
             result = _compared(whole, parts, flow, layers, batch, loss.detach(), gradients)
             if isinstance(result, Checked):
@@ -116,16 +132,19 @@ def _tried(whole: Any, layers: Sequence[range]) -> Checked | str:
 
 
 def _find_flow(
-    whole: Any, parts: Parts, course: Course, layers: Sequence[range], tokens: Tensor, reads_tokens: bool
+    whole: Any, parts: Parts, course: Course, layers: Sequence[range], batch: dict[str, Any], reads_tokens: bool
 ) -> Flow | str:
     trials = []
     for index, own in enumerate(layers):
         stage, trial = StageInfo(index, len(layers)), Trial(course, own)
         chunk = _chunk(whole, parts, stage, own, course, trial)
-        ids = tokens if reads_tokens or stage.is_first else torch.zeros_like(tokens)
+        given = {name: value for name, value in batch.items() if stage.is_first or not is_for_first(name)}
+        if not (reads_tokens or stage.is_first):
+            given = {"input_ids": torch.zeros_like(batch["input_ids"])}
+        given.pop("labels", None)
         try:
             with torch.no_grad():
-                type(whole).forward(chunk, input_ids=ids, use_cache=False)
+                type(whole).forward(chunk, **given, use_cache=False)
         except Reached:
             pass
         except Exception as error:
@@ -139,7 +158,7 @@ def _find_flow(
         tuple(course.calls[place.layer][place.path].shape) for b in borders[1:] for p in b.takes.values() for place in p
     }
     width = whole.config.get_text_config().hidden_size
-    is_plain = all(len(names) == 1 for names in sent) and shapes <= {(2, 6, width)}
+    is_plain = all(len(names) == 1 for names in sent) and shapes <= {(*batch["input_ids"].shape, width)}
     return Flow(course, borders, is_plain, reads_tokens)
 
 

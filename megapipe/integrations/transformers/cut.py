@@ -103,6 +103,9 @@ def find_parts(model: Any) -> Parts:
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and "." in name
     }
     wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    decoder = model.get_decoder()
+    inner = {name: one for name, one in lists.items() if any(one is module for module in decoder.modules())}
+    lists = inner or lists
     candidates = {name: one for name, one in lists.items() if len(one) == wanted} or lists
     if not candidates:
         raise CannotCutError(f"{type(model).__name__} cannot be cut into stages: it has no list of layers.")

@@ -40,10 +40,12 @@ class Course:
     """The tensors that each layer was called with, and those that the last one returned."""
     groups: dict[Place, str]
     """The name of the tensor at each place: the same one may be read at several."""
+    unread: frozenset[int] = frozenset([-1])
+    """Where parameters outside layers go that were not read."""
 
     def is_kept(self, name: str, stage: StageInfo, layers: range) -> bool:
-        """Whether a stage reads a parameter outside its layers. What is never read is on the first."""
-        used = self.used.get(name) or {-1}
+        """Whether a stage reads a parameter outside its layers."""
+        used = self.used.get(name) or self.unread
         at_ends = (stage.is_first and -1 in used) or (stage.is_last and len(self.forms) in used)
         return at_ends or not used.isdisjoint(layers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
@@ -18,10 +19,16 @@ from .cut import Absent, Parts, cut, find_parts
 from .flow import Course, Flow
 from .sliced import of_slice
 
-__all__ = ["HuggingFaceStage", "Routers", "as_stage", "find_routers"]
+__all__ = ["HuggingFaceStage", "Routers", "as_stage", "find_routers", "is_for_first"]
 
 HIDDEN = "hidden_states"
+FOR_FIRST = re.compile(r"^(inputs_embeds$|pixel_values|input_features|image_(?!grid|sizes)|audio_values|video_values)")
 FOR_LAST = ("shift_labels", "logits_to_keep")
+
+
+def is_for_first(name: str) -> bool:
+    """Whether an argument of the whole model is for embeddings or towers alone."""
+    return bool(FOR_FIRST.match(name))
 
 
 class Routers(NamedTuple):
@@ -107,7 +114,7 @@ class HuggingFaceStage(WithAdapters):
         batch["input_ids"], received = input_ids, self._take_input()
         routed = received.pop("router_logits", None)
         if not self.stage.is_first:
-            batch.pop("inputs_embeds", None)
+            batch = {name: value for name, value in batch.items() if not is_for_first(name)}
             batch["input_ids"] = self._tokens(input_ids, received)
         with _telling_of_tracing(next(iter(received.values()), input_ids)):
             if not self.stage.is_last:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cut import CannotCutError
+from .cut import Absent, CannotCutError
 
-__all__ = ["allocate", "check_kind", "initialise", "make_meta_model", "make_small_config"]
+__all__ = ["allocate", "check_kind", "has_towers", "initialise", "make_meta_model", "make_small_config"]
 
 
 def check_kind(config: Any) -> None:
@@ -23,21 +23,24 @@ def check_kind(config: Any) -> None:
     name = type(config).__name__.removesuffix("Config")
     if config.is_encoder_decoder:
         raise CannotCutError(f"{name} cannot be cut into stages: it has an encoder besides its decoder.")
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    known = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
+    if not any(type(config) in mapping for mapping in known):
         raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
-    if config.get_text_config(decoder=True) is not config:
-        raise CannotCutError(
-            f"{name} cannot be cut into stages: it has towers for other things than text. Take its text model, whose "
-            "config is config.get_text_config()."
-        )
+
+
+def has_towers(config: Any) -> bool:
+    """Whether the model sees or hears besides reading."""
+    return config.get_text_config(decoder=True) is not config
 
 
 def make_meta_model(config: Any, dtype: torch.dtype, attn_implementation: str | None = None) -> Any:
     """The whole model, on the meta device."""
     transformers: Any = importlib.import_module("transformers")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    sees = has_towers(config) and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        return kind.from_config(config, dtype=dtype, **options)
 
 
 def allocate(model: Any, device: torch.device | str) -> None:
@@ -61,6 +64,8 @@ def initialise(model: Any, seed: int | None) -> None:
     generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for name, module in reversed(list(model.named_modules())):  # those within a module come first
+            if any(isinstance(one, Absent) for one in module.children()) and not any(True for _ in module.parameters()):
+                continue  # some initialise what is in them
             for generator in generators:  # torch.manual_seed would seed those of all devices
                 generator.manual_seed(((seed or 0) + zlib.crc32(name.encode())) % 2**63)
             while not hasattr(owner := model.get_submodule(name), "_init_weights"):
@@ -84,11 +89,22 @@ LARGEST = {
 
 
 def make_small_config(config: Any, num_heads: int = 2) -> Any:
-    """A config of the same kind with the same layers, but `num_heads` or one, whose size is kept, and few experts.
+    """A config of the same kind with the same layers, but `num_heads` or one, whose size is kept, and few experts. Of
+    towers only the width of what they return is another.
 
     Configs bind their numbers to each other: the width is often that of all heads, and other sorts of heads may have to
     fill it too. So numbers of heads and widths are divided by the same number.
     """
+    if has_towers(config):
+        small = copy.deepcopy(config)
+        text = make_small_config(config.get_text_config(), num_heads)
+        text.vocab_size, text.pad_token_id = config.get_text_config().vocab_size, config.get_text_config().pad_token_id
+        for name in config.sub_configs:
+            if getattr(config, name, None) is config.get_text_config():
+                setattr(small, name, text)
+            elif (tower := getattr(small, name, None)) is not None and hasattr(tower, "out_hidden_size"):
+                tower.out_hidden_size = text.hidden_size
+        return small
     fields = config.to_dict()
     heads = fields.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"), fields.get("num_heads"))
     if heads is None:

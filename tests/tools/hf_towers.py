@@ -1,0 +1,240 @@
+"""Small models of transformers that read images, with random weights, and microbatches for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from tools.hf_models import BASE
+
+IMAGE = 5
+"""The token that stands for a piece of an image."""
+
+_TEXT = {**BASE, "num_hidden_layers": 4, "vocab_size": 64}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_channels": 3,
+}
+_CLIP = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16}
+_SIGLIP = {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
+_QWEN = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_IDS = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+_LLAMA = {**_TEXT, "model_type": "llama"}
+
+KINDS: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "llava": (
+        "LlavaConfig",
+        {"text_config": _LLAMA, "vision_config": _CLIP, "image_token_id": IMAGE, "image_token_index": IMAGE},
+        4,
+        "square",
+    ),
+    "vipllava": (
+        "VipLlavaConfig",
+        {
+            "text_config": _LLAMA,
+            "vision_config": {**_CLIP, "num_hidden_layers": 3},
+            "image_token_index": IMAGE,
+            "vision_feature_layers": [-2, -3],
+        },
+        4,
+        "square",
+    ),
+    "aya_vision": (
+        "AyaVisionConfig",
+        {
+            "text_config": {**_TEXT, "model_type": "cohere2", "head_dim": 8},
+            "vision_config": _SIGLIP,
+            "downsample_factor": 2,
+            "image_token_index": IMAGE,
+        },
+        1,
+        "square",
+    ),
+    "paligemma": (
+        "PaliGemmaConfig",
+        {
+            "text_config": {**_TEXT, "model_type": "gemma", "head_dim": 8, "tie_word_embeddings": True},
+            "vision_config": {**_SIGLIP, "projection_dim": 32},
+            "projection_dim": 32,
+            "image_token_index": IMAGE,
+        },
+        4,
+        "types",
+    ),
+    "gemma3": (
+        "Gemma3Config",
+        {
+            "text_config": {**_TEXT, "head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True},
+            "vision_config": _SIGLIP,
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+            "image_token_id": IMAGE,
+        },
+        4,
+        "types",
+    ),
+    "idefics3": (
+        "Idefics3Config",
+        {
+            "text_config": _LLAMA,
+            "vision_config": {**_VISION, "image_size": 8},
+            "scale_factor": 2,
+            "image_token_id": IMAGE,
+        },
+        1,
+        "several",
+    ),
+    "smolvlm": (
+        "SmolVLMConfig",
+        {
+            "text_config": _LLAMA,
+            "vision_config": {**_VISION, "image_size": 8},
+            "scale_factor": 2,
+            "image_token_id": IMAGE,
+        },
+        1,
+        "several",
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        {
+            "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 8},
+            "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8},
+            "spatial_merge_size": 2,
+            "image_token_index": IMAGE,
+        },
+        1,
+        "sizes",
+    ),
+    "internvl": (
+        "InternVLConfig",
+        {
+            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "vision_config": {**_VISION, "image_size": [8, 8], "patch_size": [4, 4]},
+            "image_token_id": IMAGE,
+            "downsample_ratio": 0.5,
+        },
+        1,
+        "square",
+    ),
+    "llama4": (
+        "Llama4Config",
+        {
+            "text_config": {
+                **_TEXT,
+                "head_dim": 8,
+                "num_local_experts": 2,
+                "intermediate_size_mlp": 32,
+                "attention_chunk_size": 4,
+                "pad_token_id": 0,
+            },
+            "vision_config": {
+                **_VISION,
+                "intermediate_size": 64,
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+                "pixel_shuffle_ratio": 0.5,
+            },
+            "image_token_index": IMAGE,
+            "image_token_id": IMAGE,
+        },
+        1,
+        "square",
+    ),
+    "qwen2_vl": (
+        "Qwen2VLConfig",
+        {
+            "text_config": {**_TEXT, "rope_parameters": _SECTIONS},
+            "vision_config": {**_QWEN, "embed_dim": 16, "hidden_size": 32},
+            **_IDS,
+        },
+        1,
+        "grid",
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {**_TEXT, "rope_parameters": _SECTIONS},
+            "vision_config": {
+                **_QWEN,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "out_hidden_size": 32,
+                "window_size": 8,
+                "fullatt_block_indexes": [1],
+            },
+            **_IDS,
+        },
+        1,
+        "grid",
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {
+            "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _SECTIONS},
+            "vision_config": {
+                **_QWEN,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+            **_IDS,
+        },
+        1,
+        "grid",
+    ),
+}
+"""The class of the config, its values, how many tokens an image has, and how it is given."""
+
+
+def make_config(kind: str) -> Any:
+    name, options, *_ = KINDS[kind]
+    return getattr(transformers, name)(**options)
+
+
+def make_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForImageTextToText.from_config(make_config(kind)).eval()
+
+
+def batches(kind: str, number: int) -> list[dict[str, Any]]:
+    """Microbatches of two sequences, each with an image."""
+    *_, num_tokens, how = KINDS[kind]
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(number):
+        tokens = torch.randint(10, 64, (2, 12), generator=generator)
+        tokens[:, 2 : 2 + num_tokens] = IMAGE
+        batch: dict[str, Any] = {"input_ids": tokens, "labels": torch.where(tokens == IMAGE, -100, tokens)}
+        images = torch.randn(2, 3, 8, 8, generator=generator)
+        if how == "grid":
+            batch["pixel_values"] = torch.randn(8, 3 * 2 * 4 * 4, generator=generator)
+            batch["image_grid_thw"] = torch.tensor([[1, 2, 2], [1, 2, 2]])
+            batch["mm_token_type_ids"] = (tokens == IMAGE).int()
+        elif how == "several":
+            batch["pixel_values"] = images[:, None]
+        else:
+            batch["pixel_values"] = images
+        if how == "sizes":
+            batch["image_sizes"] = torch.tensor([[8, 8], [8, 8]])
+        if how == "types":
+            batch["token_type_ids"] = (tokens == IMAGE).long()
+        found.append(batch)
+    return found
