@@ -458,7 +458,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
         bar = progress.add_task("training", total=args.train_iters, completed=first_iteration)
         for iteration in range(first_iteration, args.train_iters):
             reports = trainer.train_step()
-            if iteration == first_iteration or (iteration + 1) % args.log_interval == 0:
+            if iteration in (first_iteration, args.train_iters - 1) or (iteration + 1) % args.log_interval == 0:
                 logged.append(trainer.mean_loss(reports))
                 tokens = (iteration + 1 - first_iteration) * tokens_per_step
                 line = (
