@@ -158,9 +158,7 @@ def assert_same_weights(model: Any, expected: Any) -> None:
 
 
 def names_of_tied(model: Any) -> tuple[str, ...]:
-    if not model.config.tie_word_embeddings:
-        return ()
-    return tuple(name for pair in model._tied_weights_keys.items() for name in pair)
+    return tuple(name for pair in model.all_tied_weights_keys.items() for name in pair)
 
 
 def check(

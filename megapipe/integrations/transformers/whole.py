@@ -64,7 +64,8 @@ def initialise(model: Any, seed: int | None) -> None:
     generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for name, module in reversed(list(model.named_modules())):  # those within a module come first
-            if any(isinstance(one, Absent) for one in module.children()) and not any(True for _ in module.parameters()):
+            has_tensors = bool(module._buffers) or any(True for _ in module.parameters())
+            if not has_tensors and any(isinstance(one, Absent) for one in module.children()):
                 continue  # some initialise what is in them
             for generator in generators:  # torch.manual_seed would seed those of all devices
                 generator.manual_seed(((seed or 0) + zlib.crc32(name.encode())) % 2**63)
