@@ -55,12 +55,22 @@ def end_first_steps(
     Args:
         is_sharded: gradients are not where they are otherwise.
     """
+    unsplit = []
     for chunk, look in enumerate(looks):
         if look is not None:
             undescribed.keep(chunk, look.seen)
             if not step.forward_only and look.stage.module not in _trained:
                 _trained.add(look.stage.module)
-                look.warn_of_what_is_odd(key.schedule.name if key.plan.splits_backward else None, is_sharded)
+                look.warn_of_what_is_not_trained(is_sharded)
+                if look.leaves_nothing_to_w:
+                    unsplit.append(look.stage.info.index)
+    if unsplit and key.plan.splits_backward:
+        warn(
+            f"{key.schedule.name} splits backwards, but no layer of stage {' or '.join(map(str, unsplit))} leaves its "
+            "weight gradients to W, which has nothing to do: call megapipe.weight_grad.convert(chunk), capture the "
+            "stage, or take 1f1b or interleaved_1f1b",
+            UnsplitBackwardWarning,
+        )
 
 
 class FirstStep:
@@ -81,12 +91,13 @@ class FirstStep:
         self._has_run_backward |= unit.has_run_backward
         self._has_deferred |= unit.delayed is not None or (unit.deferred is not None and not unit.deferred.is_empty())
 
-    def warn_of_what_is_odd(self, splits: str | None, is_sharded: bool) -> None:
-        """What is not trained, and Ws that have nothing to do.
+    @property
+    def leaves_nothing_to_w(self) -> bool:
+        """Whether its layers could have left weight gradients to W, and none has."""
+        could = any(p.dim() > 1 and p.requires_grad for _, p in named_parameters(self.stage.module))
+        return self._has_run_backward and could and not self._has_deferred
 
-        Args:
-            splits: the name of the schedule, if it splits backwards.
-        """
+    def warn_of_what_is_not_trained(self, is_sharded: bool) -> None:
         if not self._has_run_backward:  # which has been said, here or by the stage that hands back no gradient
             return
         number = self.stage.info.index
@@ -97,13 +108,6 @@ class FirstStep:
                 f"{_listed(without)} of stage {number} got no gradient in a whole step, since no loss of it depends on "
                 "them: freeze what is not to be trained by requires_grad_(False)",
                 NoGradientWarning,
-            )
-        if splits is not None and not self._has_deferred and any(parameter.dim() > 1 for _, parameter in trainable):
-            warn(
-                f"{splits} splits backwards, but no layer of stage {number} leaves its weight gradients to "
-                "W, which has nothing to do: call megapipe.weight_grad.convert(chunk), capture the stage, or take "
-                "1f1b or interleaved_1f1b",
-                UnsplitBackwardWarning,
             )
 
 

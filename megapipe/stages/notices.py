@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import warnings
+from pathlib import Path
 
 __all__ = ["NoGradientWarning", "TrainingWarning", "UnsplitBackwardWarning", "warn"]
 
+NOT_THE_CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
+"""Files that lie between a warning and the line that called the step."""
+
 
 class TrainingWarning(UserWarning):
-    """A step has done what it was told, but few mean that. Each is given once for each chunk; to silence this class
+    """A step has done what it was told, but few mean that. Each chunk is looked at once; to silence this class
     silences them all."""
 
 
@@ -17,13 +24,18 @@ class NoGradientWarning(TrainingWarning):
 
 
 class UnsplitBackwardWarning(TrainingWarning):
-    """The schedule splits backwards, but no layer of a stage leaves anything to the second part."""
+    """The schedule splits backwards, but no layer of a stage leaves anything to the second part. One warning
+    names all such stages of a rank."""
 
 
 def warn(text: str, category: type[TrainingWarning]) -> None:
+    """A warning that points at the line that called the step."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_CALLERS):
+        level, frame = level + 1, frame.f_back
     warnings.warn(
         f"{text}. If that is meant, silence it by warnings.filterwarnings('ignore', "
         f"category=megapipe.{category.__name__}).",
         category,
-        stacklevel=3,
+        stacklevel=level,
     )

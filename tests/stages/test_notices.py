@@ -64,6 +64,18 @@ def test_unused_parameters_and_empty_ws_are_named_once(ranks: RankPool) -> None:
 
 
 @on_ranks(2)
+def test_a_rank_warns_once_and_of_the_callers_line(rank: int) -> None:
+    """zbv on 4 ranks printed eight warnings, one for each stage, and each pointed at a line of megapipe's own."""
+    chunks = against.chunks_of(Forgetful, "zbv")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step("zbv", chunks)
+    assert {one.filename for one in caught} == {against.__file__}
+    (unsplit,) = (str(one.message) for one in caught if one.category is megapipe.UnsplitBackwardWarning)
+    assert f"no layer of stage {rank} or {3 - rank} leaves" in unsplit
+
+
+@on_ranks(2)
 def test_what_is_as_it_should_be_is_silent(rank: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
