@@ -432,10 +432,10 @@ def test_communicators_are_given_back_by_the_name_that_torch_has(name: str) -> N
 
 
 def test_aborted_communicators_are_not_given_back() -> None:
-    transport = NcclTransport(
-        Members(HashStore(), HashStore(), 0, range(2), 60), torch.device("cuda"), lambda: lambda: True, None
-    )
+    members = Members(HashStore(), HashStore(), 0, range(2), 60)
+    transport = NcclTransport(members, torch.device("cuda"), lambda: lambda: True, 4)
     backend = transport._backends[0, 1] = mock.Mock(spec=["abort", "shutdown"])
+    transport._threads[0, 1] = TaskThread("ends it")
     transport.abort()
     transport.close()
     backend.abort.assert_called_once_with()
