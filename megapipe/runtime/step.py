@@ -66,6 +66,7 @@ class ForwardBackward(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         # For `help(get_forward_backward_func("1f1b"))`.
+        del self.__wrapped__  # type: ignore[attr-defined]  # or signatures are those of the loops
         self.__doc__ = f"{inspect.getdoc(self.loops) or ''}\n\n{inspect.getdoc(type(self).__call__)}"
 
     @classmethod

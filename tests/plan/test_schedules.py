@@ -3,6 +3,7 @@
 In the pictures a row is a rank, a column a unit of time; a forward takes one unit, a backward two, as in the papers.
 """
 
+import inspect
 import pydoc
 import textwrap
 from collections import Counter
@@ -511,3 +512,4 @@ def test_megatrons_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get() is get("gpipe")
     for text in ("GPipe", "Every rank of the pipeline calls it alike", "forward_only: no gradients"):
         assert text in pydoc.render_doc(get("gpipe"))
+    assert list(inspect.signature(get("gpipe")).parameters)[:2] == ["forward_step_func", "data_iterator"]
