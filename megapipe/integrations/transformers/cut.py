@@ -72,7 +72,7 @@ class AbsentLayer(Absent):
 
 
 class Parts(NamedTuple):
-    """Where a model has its layers."""
+    """The places in a model of its layers and of what computes them."""
 
     decoder: str
     """The child of the model that makes hidden states of tokens."""
