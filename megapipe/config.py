@@ -110,6 +110,9 @@ class PipelineConfig:
             it has an nn.ModuleList or nn.Sequential of them; or a sequence with one of these, or None, for each stage
             of the pipeline. An F that its B follows at once keeps them all the same. Calls are run again with their
             random numbers and autocast. None: nothing.
+        cuda_graphs: On CUDA, captured stages (`megapipe.graph.capture`) run each of their graphs as a CUDA graph,
+            recorded once for each unit that is in flight at a time and replayed for all later ones: the host launches
+            one for F and one for B. Messages are not part of it. Default: False.
         weights_per_window: Gradients deferred to pending Ws, one product of matrices each, that are computed in an
             overlap window of an F or a B. More fit where windows are long. Default: 1.
         delay_wgrad_compute: Modules with a method `backward_dw()`, such as transformer-engine's built with this
@@ -178,6 +181,7 @@ class PipelineConfig:
     min_pending_weights: int = 0
     max_pending_weights: int | None = None
     recompute: str | int | Sequence[str | int | None] | None = None
+    cuda_graphs: bool = False
     weights_per_window: int = 1
     delay_wgrad_compute: bool = True
     gc_interval: int | None = 100

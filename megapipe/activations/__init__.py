@@ -4,11 +4,14 @@ from .offload import Offload, storages_of
 from .regions import Region, regions_of
 from .replay import Replay, random_generators, recomputing
 from .saver import saving
+from .slots import current_slot, in_slot
 
 __all__ = [
     "Offload",
     "Region",
     "Replay",
+    "current_slot",
+    "in_slot",
     "random_generators",
     "recomputing",
     "regions_of",

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..activations import current_slot
 from ..chunks import as_sharded
 from ..weight_grad import capturing
 from .arguments import Arguments, Structure
+from .cuda_graphs import SlotOfUnit, Slots
 from .function import Graphs, OfferedForward, autocast_dtype, offering, run_forward
 from .joint import CaptureError, trace_joint
 from .partitioning import partition
@@ -101,7 +103,7 @@ class CapturedStage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stage: _StageGraphs = self.__dict__["_megapipe_graphs"]
-        return run_forward(*stage.prepare(args, kwargs))
+        return run_forward(*stage.prepare(args, kwargs), stage.slot())
 
     @property
     def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
@@ -166,12 +168,15 @@ class _StageGraphs:
         self._example = (_as_set(input_tensor), *self._bind(example, {}))
         self._arguments = Arguments(self._example, self._what)
         self._graphs: dict[_Mode, Graphs] = {}
+        self._slots = Slots(self._state.tensors, self._what)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageGraphs:
         """State for a copy of the module. The graphs serve both: they are given their weights."""
         memo[id(self)] = copied = object.__new__(_StageGraphs)
-        copied.__dict__.update(copy.deepcopy(self.__dict__ | {"input_tensor": None, "_graphs": {}}, memo))
+        without: dict[str, Any] = {"input_tensor": None, "_graphs": {}, "_slots": None}
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | without, memo))
         copied._graphs.update(self._graphs)
+        copied._slots = Slots(copied._state.tensors, self._what)
         return copied
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graphs, list[Tensor]]:
@@ -179,6 +184,11 @@ class _StageGraphs:
         received = _as_set(self.input_tensor) if self._sets_input else _as_set(None)
         tensors = self._arguments.tensors((received, *self._bind(args, kwargs)))
         return self.graphs(), self._state.tensors() + tensors
+
+    def slot(self) -> SlotOfUnit | None:
+        """That of the unit whose forward this is, where graphs are replayed as CUDA graphs."""
+        number = current_slot()
+        return None if number is None else self._slots.of_unit(number)
 
     @property
     def communicates(self) -> bool:
@@ -190,7 +200,7 @@ class _StageGraphs:
         forward = OfferedForward(*self.prepare(args, kwargs))
         with offering(forward):
             yield
-        return run_forward(forward.graphs, forward.inputs, forward.results)
+        return run_forward(forward.graphs, forward.inputs, results=forward.results)
 
     def graphs(self) -> Graphs:
         """The graphs for the mode that the module is in."""

@@ -22,6 +22,7 @@ from ..overlap import fill_window
 from ..weight_grad import SavedTensor, backward_context, defer, deferring_to, save_for_w
 from .arguments import Structure, laid_out
 from .compile import compile_graph
+from .cuda_graphs import SlotOfUnit
 from .multiplexing import communicates, multiplex, with_windows
 from .nodes import storage_of
 from .partitioning import Partition
@@ -65,10 +66,19 @@ class Graphs:
     def split(self) -> SplitBackward:
         return split_di_dw(self.partition.backward, range(self.num_weights))
 
-    def run(self, graph: GraphModule, name: str, arguments: list[Tensor], has_windows: bool = True) -> tuple[Any, ...]:
+    def run(
+        self,
+        graph: GraphModule,
+        name: str,
+        arguments: list[Tensor],
+        slot: SlotOfUnit | None = None,
+        num_outputs: int | None = None,
+        has_windows: bool = True,
+    ) -> tuple[Any, ...]:
         """One of the graphs. Empties `arguments`.
 
         Args:
+            slot: where it is replayed as a CUDA graph, if it is; `num_outputs` as there.
             has_windows: its waits are overlap windows. Those of compiled graphs never are.
         """
         if graph not in self._runners:
@@ -77,14 +87,22 @@ class Graphs:
             else:
                 self._runners[graph] = (with_windows(graph) if has_windows else graph).forward
         with _as_captured(arguments):
-            return self._runners[graph](arguments)
+            if slot is None:
+                return self._runners[graph](arguments)
+            return slot.run(graph, self._runners[graph], arguments, name, num_outputs)
 
     def run_with(
-        self, forward: OfferedForward | None, graph: GraphModule, name: str, arguments: list[Tensor]
+        self,
+        forward: OfferedForward | None,
+        graph: GraphModule,
+        name: str,
+        arguments: list[Tensor],
+        slot: SlotOfUnit | None,
+        num_outputs: int | None = None,
     ) -> tuple[Any, ...]:
         """One of the backward graphs, and in its overlap windows the forward of another stage, if there is one."""
         if forward is None:
-            return self.run(graph, name, arguments)
+            return self.run(graph, name, arguments, slot, num_outputs)
         other = forward.graphs.partition
         key = other.forward, graph
         if key not in self._multiplexed:
@@ -134,18 +152,24 @@ def _find_aliases(parts: Partition, num_saved: int) -> list[bool]:
     return [storage_of(node) in others for node in values[len(values) - num_saved :]]
 
 
-def run_forward(graphs: Graphs, inputs: list[Tensor], results: tuple[Tensor, ...] | None = None) -> Any:
+def run_forward(
+    graphs: Graphs,
+    inputs: list[Tensor],
+    slot: SlotOfUnit | None = None,
+    results: tuple[Tensor, ...] | None = None,
+) -> Any:
     """Returns the output of the stage.
 
     Args:
+        slot: where its graphs are replayed as CUDA graphs, if they are.
         results: of its forward graph, if that was run already.
     """
     if torch.is_grad_enabled():
-        outputs = _Run.apply(graphs, results, *inputs)  # type: ignore[no-untyped-call]
+        outputs = _Run.apply(graphs, slot, results, *inputs)  # type: ignore[no-untyped-call]
     else:
         parts = graphs.partition
         inputs = graphs.shared_out.parts(inputs)
-        values = results or graphs.run(parts.forward_only, "the forward without gradients", list(inputs))
+        values = results or graphs.run(parts.forward_only, "the forward without gradients", list(inputs), slot)
         outputs = values[: parts.num_outputs]
         _overwrite(inputs, parts.mutated, values[parts.num_outputs :])
     return graphs.output.fill(outputs)
@@ -172,12 +196,14 @@ def _overwrite(inputs: Sequence[Tensor], numbers: Sequence[int], values: Sequenc
 
 class _Run(Function):
     @staticmethod
-    def forward(ctx: Any, graphs: Graphs, results: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, graphs: Graphs, slot: SlotOfUnit | None, results: Sequence[Tensor] | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         parts = graphs.partition
-        ctx.graphs, ctx.weights = graphs, inputs[: graphs.num_weights]
+        ctx.graphs, ctx.slot, ctx.weights = graphs, slot, inputs[: graphs.num_weights]
         taken = graphs.shared_out.parts(inputs)
         if results is None:
-            results = graphs.run(parts.forward, "the forward", list(taken))
+            results = graphs.run(parts.forward, "the forward", list(taken), slot, parts.num_outputs)
         first_saved = parts.num_outputs + len(parts.mutated)
         # Detached: autograd refuses to change a view made in here in place.
         outputs = [value.detach() for value in results[: parts.num_outputs]]
@@ -200,9 +226,9 @@ class _Run(Function):
         arguments = _arguments_of_backward(ctx, output_grads)
         del output_grads
         if deferring_to() is not None:
-            return None, None, *_deferred(graphs, ctx.weights, forward, arguments)
-        grads = graphs.run_with(forward, graphs.partition.backward, "the backward", arguments)
-        return None, None, *graphs.shared_out.gradients(grads)
+            return None, None, None, *_deferred(graphs, ctx.weights, forward, arguments, ctx.slot)
+        grads = graphs.run_with(forward, graphs.partition.backward, "the backward", arguments, ctx.slot)
+        return None, None, None, *graphs.shared_out.gradients(grads)
 
 
 def _as_it_is(value: Tensor) -> Tensor:
@@ -227,7 +253,11 @@ def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Ten
 
 
 def _deferred(
-    graphs: Graphs, weights: Sequence[Tensor], forward: OfferedForward | None, arguments: list[Tensor]
+    graphs: Graphs,
+    weights: Sequence[Tensor],
+    forward: OfferedForward | None,
+    arguments: list[Tensor],
+    slot: SlotOfUnit | None,
 ) -> list[Tensor | None]:
     """B. Hands the weight gradients to `defer`, one at a time."""
     split = graphs.split
@@ -236,13 +266,14 @@ def _deferred(
         for n in split.kept_inputs
     }
     first_kept = len(arguments)
-    results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
+    results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments, slot, split.num_outputs)
     grads = graphs.shared_out.gradients(results[: split.num_outputs])
-    kept.update((n, save_for_w(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
+    save = SavedTensor if slot is not None and slot.is_replayed else save_for_w
+    kept.update((n, save(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
     for weight_gradient in split.weights:
         weight = weights[weight_gradient.output]
         takes = [kept[n] for n in weight_gradient.takes]
-        compute = partial(_weight_gradient, graphs, weight_gradient, takes)
+        compute = partial(_weight_gradient, graphs, weight_gradient, takes, slot)
         if weight._backward_hooks:  # these see a gradient before it is added
             grads[weight_gradient.output] = compute()
         else:
@@ -250,10 +281,13 @@ def _deferred(
     return grads
 
 
-def _weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor]) -> Tensor:
-    (gradient,) = graphs.run(weight.graph, "a weight gradient", [tensor.get() for tensor in saved])
+def _weight_gradient(
+    graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor], slot: SlotOfUnit | None, num_outputs: int = 1
+) -> Tensor:
+    arguments = [tensor.get() for tensor in saved]
+    (gradient,) = graphs.run(weight.graph, "a weight gradient", arguments, slot, num_outputs)
     return graphs.shared_out.gradient(weight.output, gradient)  # type: ignore[no-any-return]
 
 
-def _add(compute: Callable[[], Tensor], target: Tensor) -> None:
-    target.add_(compute())
+def _add(compute: Callable[..., Tensor], target: Tensor) -> None:
+    target.add_(compute(num_outputs=0))

@@ -16,8 +16,9 @@ from torch import nn
 
 from .. import parallel_state
 from ..activations import regions_of
-from ..chunks import find_attribute, tensors_of
+from ..chunks import as_sharded, find_attribute, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
+from ..graph import CapturedStage
 from ..plan import Placement, Schedule, StageInfo
 from ..stages import StepArguments, hooks
 from ..transports import is_capturing
@@ -127,6 +128,8 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
             _check_rereadable(step)
     if is_capturing(step.device):
         _check_capture(step, stages[0].num_stages // len(stages))
+    if step.config.cuda_graphs:
+        _check_cuda_graphs(step, stages)
     if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
         try:
             inspect.signature(step.forward_step_func).bind(None, None, None)
@@ -167,6 +170,36 @@ def _check_capture(step: StepArguments, pp_size: int) -> None:
     for name in ("record_timeline", "timers"):
         if getattr(step.config, name) is not None:
             raise ValueError(f"config.{name} cannot measure a step that is captured as a CUDA graph: unset it.")
+    if step.config.cuda_graphs:
+        raise ValueError("config.cuda_graphs records graphs within a step that is captured as one itself: unset it.")
+
+
+def _check_cuda_graphs(step: StepArguments, stages: Sequence[StageInfo]) -> None:
+    """The graphs of a stage are recorded where the host decides nothing, and their memory stays where it is."""
+    if step.device.type == "cpu":
+        raise ValueError(f"config.cuda_graphs is for stages on CUDA, but the model is on {step.device}: unset it.")
+    if step.config.settings.recomputes:
+        raise ValueError(
+            "config.cuda_graphs keeps what a forward saves in memory of its own, so config.recompute would free "
+            "nothing: capture(recompute=True) computes it again within the graphs."
+        )
+    for model, stage in zip(step.models, stages):
+        captured = [module for module in model.modules() if isinstance(module, CapturedStage)]
+        if not captured:
+            raise ValueError(
+                f"config.cuda_graphs takes captured stages, but stage {stage.index} ({type(model).__name__}) is not: "
+                "call megapipe.graph.capture on it, or unset config.cuda_graphs."
+            )
+        if any(module.forward_segments is not None for module in captured):
+            raise ValueError(
+                f"config.cuda_graphs takes stages that communicate by messages only, but stage {stage.index} "
+                f"({type(model).__name__}) has collectives in its graphs: unset config.cuda_graphs."
+            )
+        if any(as_sharded(parameter) is not None for parameter in model.parameters()):
+            raise ValueError(
+                f"config.cuda_graphs takes parameters that stay where they are, but stage {stage.index} "
+                f"({type(model).__name__}) is sharded: unset config.cuda_graphs."
+            )
 
 
 def remote_ends(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: int) -> tuple[bool, bool]:

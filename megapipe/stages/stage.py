@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..activations import Offload, Region, recomputing, regions_of, storages_of
+from ..activations import Offload, Region, in_slot, recomputing, regions_of, storages_of
 from ..chunks import find_attribute, tensors_of
 from ..messages import (
     MessageSpec,
@@ -116,12 +116,16 @@ class Stage:
     def F(self, unit: Unit, *extra: bool) -> None:
         """Needs `received`. Makes `output`, but on the last stage, and what backward needs."""
         self.take_input(unit)
-        if unit.offload is None:
+        with self._saving(unit):
             self.end(unit, *self.begin(unit, *extra))
-            return
-        with unit.offload.saving():
-            self.end(unit, *self.begin(unit, *extra))
-        unit.offload.begin()
+        if unit.offload is not None:
+            unit.offload.begin()
+
+    def _saving(self, unit: Unit) -> AbstractContextManager[Any]:
+        """Says where F saves what backward needs."""
+        if unit.offload is not None:
+            return unit.offload.saving()
+        return in_slot(unit.slot) if self._step.config.cuda_graphs else NOTHING
 
     def R(self, unit: Unit) -> None:
         """Makes what F has not kept for the backward."""

@@ -140,6 +140,13 @@ class Cell:
     __slots__ = ("__weakref__", "cpu")
     cpu: Tensor
 
+    def put(self, numbers: Tensor) -> None:
+        """In the same memory, where an operation is replayed: views of it change."""
+        if not hasattr(self, "cpu") or self.cpu.untyped_storage().data_ptr() == numbers.untyped_storage().data_ptr():
+            self.cpu = numbers
+        else:
+            self.cpu.copy_(numbers)
+
 
 def allocate(meta: Tensor, cell: Cell) -> Allocation:
     """Memory for new numbers, in the current stream's order."""
@@ -170,6 +177,9 @@ class LazyTensor(Tensor):
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"LazyTensor{list(self.shape)}"
+
+    def data_ptr(self) -> int:
+        return id(self.memory.block) + self.meta.storage_offset() * self.meta.element_size()
 
     def record_stream(self, stream: Any) -> None:
         self.memory.used_by.add(stream)
@@ -217,7 +227,7 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
             numbers = pytree.tree_leaves(op(*real_args, **real_kwargs))
         for cell, value in zip(cells, numbers):
             if cell is not None:
-                cell.cpu = value
+                cell.put(value)
 
     current_stream().put(work)
     return pytree.tree_unflatten(results, spec)
