@@ -43,10 +43,10 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write the pages made from code: schedules, pictures, gallery, settings"
 	@echo "make site       build the documentation's site into site/, with the API reference; links are checked"
-	@echo "make bench      run the benchmarks that matter (half an hour) and put their tables into docs/benchmarks.md"
+	@echo "make bench      run the benchmarks that matter (half an hour) and put their tables into docs/benchmark_tables.md"
 	@echo "make bench-all  run all of them (an hour and a quarter)"
 	@echo "make bench-peers  run those against torch's own pipelining only; TORCH=2.15.0 takes that of another torch"
-	@echo "make bench-gpu  run the benchmarks on GPUs (ten minutes) and put their tables into docs/benchmarks.md"
+	@echo "make bench-gpu  run the benchmarks on GPUs (ten minutes) and put their tables into docs/benchmark_tables.md"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environments and caches"
 
@@ -136,8 +136,8 @@ site: $(INSTALLED)
 # Ranks that sleep side by side need no cores of their own, but nothing else should run meanwhile. `make bench` looks at the
 # peers of another torch too, in a virtual environment of its own; its tables bear the version.
 NEWEST := 2.15.0
-PEERS := 'by-hand 1f1b,by-hand zbv,megapipe 1f1b,megapipe zbv,megapipe dualpipev,torch 1F1B,torch ZBVZeroBubble,torch DualPipeV,megatron-core 1f1b,dualpipe dualpipe'
-LARGE := 'by-hand 1f1b,megapipe 1f1b,megapipe zb2p,megapipe zbv,torch 1F1B,torch ZBVZeroBubble,megatron-core 1f1b'
+PEERS := 'bare-loop 1f1b,bare-loop zbv,megapipe 1f1b,megapipe zbv,megapipe dualpipev,torch 1F1B,torch ZBVZeroBubble,torch DualPipeV,megatron-core 1f1b,dualpipe dualpipe'
+LARGE := 'bare-loop 1f1b,megapipe 1f1b,megapipe zb2p,megapipe zbv,torch 1F1B,torch ZBVZeroBubble,megatron-core 1f1b'
 BENCH = $(RUN) -W ignore -m benchmarks
 
 bench bench-all bench-peers: export OMP_NUM_THREADS := 1

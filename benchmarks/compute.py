@@ -33,10 +33,10 @@ from gpt import GPTConfig, GPTStage
 
 VOCABULARY = 256
 CONVERTED = " (deferring layers)"
-"""At the end of a runner's name: with megapipe's layers, although nothing is put off."""
+"""The end of a runner's name: with megapipe's layers, although no W is deferred."""
 RUNNERS = [
-    "own work",
-    "by-hand 1f1b",
+    "stages alone",
+    "bare-loop 1f1b",
     "megapipe gpipe",
     "megapipe 1f1b",
     f"megapipe 1f1b{CONVERTED}",
@@ -53,9 +53,9 @@ RUNNERS = [
     "megatron-core 1f1b",
     "megatron-core interleaved",
 ]
-HEADER = ["runner", "step, ms", "tokens/s", "step / own work", "peak memory, MB", "gradients off by"]
-NOTES = """Medians of interleaved steps, in brackets the middle half. *own work*: every rank runs forward and backward
-of its stage, with torch's own layers, and nobody waits for anybody. *peak memory*: the most that torch's CPU allocator
+HEADER = ["library and schedule", "step, ms", "tokens/s", "step / stages alone", "peak memory, MB", "gradients off by"]
+NOTES = """Medians of interleaved steps, in brackets the middle half. *stages alone*: each rank runs forward and
+backward of its stage, with torch's own layers, and waits for no other. *peak memory*: the most that torch's allocator
 had given out on each rank, from before the runner was built until after two steps, less the parameters and their
 gradients; for torch with the 1 MB that its first stage is given as input. *gradients off by*: norm of the difference
 from the unpartitioned model's over the norm of these, of the worst parameter. The stages have torch's own layers, but
@@ -175,7 +175,7 @@ def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[
         [max(end for _, end in ranks) - min(begin for begin, _ in ranks) for ranks in zip(*of_ranks)]
         for of_ranks in zip(*gather(steps))
     ]
-    base = durations[names.index("own work")] if "own work" in names else None
+    base = durations[names.index("stages alone")] if "stages alone" in names else None
     return [row(name, args, seconds, base, of_ranks) for name, seconds, of_ranks in zip(names, durations, zip(*facts))]
 
 
@@ -198,7 +198,7 @@ def prepare(name: str, args: argparse.Namespace, reference: dict[str, Tensor]) -
     (runner,) = built
     parameters = {of: p for module in runner.modules for of, p in module.named_parameters()}
     peak -= sum(p.nbytes + p.grad.nbytes for p in parameters.values())
-    if name == "own work":
+    if name == "stages alone":
         return Timed(name, runner, peak, None)
     count = 2 if runner.averages else 2 * args.microbatches
     errors = [(p.grad / count - reference[of]).norm() / reference[of].norm() for of, p in parameters.items()]
@@ -208,7 +208,7 @@ def prepare(name: str, args: argparse.Namespace, reference: dict[str, Tensor]) -
 def build(name: str, args: argparse.Namespace) -> Runner:
     make_stage: Any = functools.partial(Part, args)
     options: dict[str, Any] = {"loss": own_loss, "width": args.hidden_size}
-    if name == "own work":
+    if name == "stages alone":
         return OwnWork("1f1b", args.microbatches, make_stage, args.seq_length, **options)
     plain_name = name.removesuffix(CONVERTED)
     if plain_name != name:
@@ -223,7 +223,7 @@ def row(
     base: list[float] | None,
     facts: tuple[tuple[int, float | None], ...],
 ) -> list[str]:
-    """`seconds`: of each step; `base`: of those of "own work"; `facts`: per rank its peak in bytes and its error."""
+    """`seconds`: of each step; `base`: of those of "stages alone"; `facts`: per rank peak in bytes and error."""
     tokens = args.microbatches * args.seq_length
     errors = [error for _, error in facts if error is not None]
     return [

@@ -11,7 +11,7 @@ from pathlib import Path
 from .tables import FOLDER
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [DOCS / "benchmarks.md", DOCS / "reliability.md"]
+PAGES = [DOCS / "benchmark_tables.md", DOCS / "reliability.md"]
 
 
 def main() -> None:

@@ -32,20 +32,28 @@ from .tables import FOLDER, median_and_spread, save_table
 
 WIDTH, ROWS = 8, 4
 RUNNERS = [
-    "by-hand 1f1b",
+    "bare-loop 1f1b",
     "megapipe 1f1b",
     "torch 1F1B",
     "megatron-core 1f1b",
     "megapipe zb1p",
-    "by-hand zbv",
+    "bare-loop zbv",
     "megapipe zbv",
     "torch ZBVZeroBubble",
 ]
-HEADER = ["runner", "chunks", "wall", "own work", "net wall", "net CPU, main thread", "net CPU, process"]
+HEADER = [
+    "library and schedule",
+    "chunks",
+    "wall",
+    "stages alone",
+    "overhead",
+    "overhead, main thread",
+    "overhead, process",
+]
 NOTES = """Microseconds per microbatch and rank, mean of the ranks, medians of interleaved steps, in brackets the middle
-half of the steps. *own work*: the rank's chunks, forward and backward, called by hand; *net* is without it. The wall
-includes waiting for the other rank, the main thread's CPU does not, the process's has gloo's threads in it as well.
-*by-hand*: the same actions over bare `isend` and `irecv`, which no package can beat by much."""
+half of the steps. *stages alone*: forward and backward of the rank's chunks, without a pipeline. *overhead*: the rest.
+The wall includes waits for the other rank. The CPU time of the main thread does not, and that of the process includes
+gloo's threads. *bare-loop*: the same actions over `isend` and `irecv`, which no package can beat by much."""
 
 PLACES = {
     "stages": ("stages/", "messages.py"),
@@ -93,7 +101,14 @@ def main() -> None:
     if args.calls:
         title = f"Calls, pp={args.pp}, m={args.microbatches}"
         rows = launch(args.pp, count_calls, args, names)
-        save_table(f"calls-pp{args.pp}", title, ["runner", "all", *PLACES, OTHERS], rows, NOTES_ON_CALLS, args.folder)
+        save_table(
+            f"calls-pp{args.pp}",
+            title,
+            ["library and schedule", "all", *PLACES, OTHERS],
+            rows,
+            NOTES_ON_CALLS,
+            args.folder,
+        )
         return
     rows = launch(args.pp, measure, args, names)
     title = f"Host cost, pp={args.pp}, m={args.microbatches}, tensors of {ROWS} x {WIDTH}"

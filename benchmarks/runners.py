@@ -42,7 +42,7 @@ SLICED = ["seq1f1b x2", "seq1f1b x4", "seq_zb1p x4"]
 TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 MEGATRON = ["1f1b", "interleaved"]
 ALL = (
-    ["by-hand 1f1b", "by-hand zbv"]
+    ["bare-loop 1f1b", "bare-loop zbv"]
     + [f"megapipe {n}" for n in MEGAPIPE + SLICED]
     + [f"torch {n}" for n in TORCH]
     + [f"megatron-core {n}" for n in MEGATRON]
@@ -94,7 +94,7 @@ def make_runner(
     """`num_rows`: a message is [num_rows, 1, width of the stages], also that of a slice. `loss`: of the last stage's
     output. `config`: settings of megapipe."""
     package, _, schedule = name.partition(" ")
-    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "by-hand": ByHand, "dualpipe": Dual}
+    kinds = {"megapipe": Megapipe, "torch": Torch, "megatron-core": Megatron, "bare-loop": ByHand, "dualpipe": Dual}
     runner = kinds[package](schedule, num_microbatches, make_stage, num_rows, loss, **config)
     runner.name = name
     return runner

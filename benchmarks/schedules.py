@@ -1,4 +1,4 @@
-"""Schedules on emulated compute: what a step takes against the ideal, and against the schedule's own plan.
+"""Schedules on emulated compute: what a step takes against the ideal, and against the schedule's plan.
 
     python -m benchmarks.schedules --pp 4 --microbatches 8 --message-bytes 65536
 
@@ -19,19 +19,19 @@ from .runners import ALL, is_there
 from .tables import FOLDER, median_and_spread, save_table
 
 HEADER = [
-    "runner",
+    "library and schedule",
     "step / ideal",
-    "step / own plan",
-    "net of emulation",
-    "net of torch too",
-    "own plan / ideal",
-    "microbatches alive",
+    "step / plan",
+    "with measured stages",
+    "with measured calls",
+    "plan / ideal",
+    "in flight",
 ]
-NOTES = """Medians of interleaved steps, in brackets the middle half. *ideal*: m (F + B + W). *own plan*: the order in
-which the runner was seen to run its F, B and W, played with nothing but their nominal times; *net of emulation*: with
-the times that they really took; *net of torch too*: with what the runner's stage costs around them when it is called by
-hand (the core is cold after each sleep), so what is left is messages and the runner itself. *alive*: from F to W, in
-microbatches of a whole rank."""
+NOTES = """Medians of interleaved steps, in brackets the middle half. *ideal*: m (F + B + W). *plan*: the order in which
+the library ran F, B and W, simulated with their nominal times. *with measured stages*: step / plan, where the plan has
+the times that F, B and W took. *with measured calls*: where it also has the time of torch's calls around them, measured
+without a pipeline (the core is cold after each sleep). The rest is messages and the library itself. *in flight*:
+microbatches of a whole rank, from F to W."""
 
 
 def main() -> None:
@@ -85,18 +85,18 @@ def row(one: Emulated, steps: list[Any], num_microbatches: int, seconds: float) 
     plan = steps[0].plan(one.runner.name)
     time = [seconds / one.runner.num_chunks] * plan.pp_size * plan.num_chunks
     simulation = plan.simulate(time, time, time)
-    alive = max(simulation.peak_activations) * plan.num_chunks / one.runner.num_chunks
+    in_flight = max(simulation.peak_activations) * plan.num_chunks / one.runner.num_chunks
     over = functools.partial(_over, steps)
-    net = [step.duration / step.played() for step in steps]
-    net_of_torch = [step.duration / step.played(one.floor) for step in steps]
+    with_stages = [step.duration / step.played() for step in steps]
+    with_calls = [step.duration / step.played(one.floor) for step in steps]
     return [
         one.runner.name,
         median_and_spread(over(ideal)),
         f"{median(over(simulation.makespan)):.3f}",
-        median_and_spread(net),
-        median_and_spread(net_of_torch),
+        median_and_spread(with_stages),
+        median_and_spread(with_calls),
         f"{simulation.makespan / ideal:.3f}",
-        f"{alive:g}",
+        f"{in_flight:g}",
     ]
 
 

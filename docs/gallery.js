@@ -43,7 +43,7 @@ function drawAll() {
   const longest = Math.max(...shown.map(data => data.end));
   for (const data of shown) {
     const busy = data.panels[0].rows.flat().reduce((sum, action) => sum + action[5] - action[4], 0);
-    const held = Math.max(...data.panels[0].rows.map(row => most(heldBy(row)))) / scaleOf(data);
+    const held = Math.max(...data.panels[0].rows.map(row => most(heldBy(row, gallery.kinds)))) / scaleOf(data);
     control(`${data.name}-figures`).textContent = `step ${number(data.end)}, bubble ` +
       `${(100 * (1 - busy / data.end / numRanks)).toFixed(1)} %` + (held ? `, ${number(held)} microbatches held` : "");
     drawTimeline(control(data.name), { ...data, end: longest }, false);
@@ -51,7 +51,7 @@ function drawAll() {
 }
 
 control("schedules").innerHTML = gallery.schedules.map(({ name, about }) =>
-  `<h2>${name}: <span id="${name}-figures"></span></h2><p>${about}</p><div id="${name}"></div>`).join("");
+  `<h2>${name}: <span id="${name}-figures"></span></h2><p>${about}</p><div class="scrolls"><div id="${name}"></div></div>`).join("");
 control("ranks").addEventListener("input", drawAll);
 control("m").addEventListener("input", drawAll);
 drawAll();

@@ -272,7 +272,9 @@ def gallery() -> str:
         + "".join(f"<option{' selected' * (size == PP_SIZE)}>{size}</option>" for size in GALLERY_RANKS)
         + f"</select></label>\n<label>microbatches <input id='m' type='range' min='1' max='{GALLERY_MICROBATCHES}' "
         f"value='{NUM_MICROBATCHES}'> <output id='m-shown'></output></label>\n<div id='legend'></div></div>\n"
-        "<div id='schedules'></div>"
+        "<div id='schedules'></div>\n"
+        # On a phone bars stay wide, and scroll.
+        "<style>.scrolls { overflow-x: auto; } .scrolls > div { min-width: 46rem; }</style>"
     )
     data = compact({**look(), "kinds_in_order": ORDER, "schedules": schedules})
     script = (Path(__file__).parent / "gallery.js").read_text()

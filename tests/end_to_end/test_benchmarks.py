@@ -47,7 +47,7 @@ def test_schedules_on_emulated_compute(tmp_path: Path) -> None:
     (table,) = tmp_path.glob("*.md")
     rows = rows_of(table)
     assert [row.split("|")[1].strip() for row in rows] == runners.split(",")
-    plans = [float(row.split("|")[6]) for row in rows]  # own plan / ideal, which does not depend on the machine
+    plans = [float(row.split("|")[6]) for row in rows]  # plan / ideal, which does not depend on the machine
     assert plans[0] == plans[1] == 1.042
 
 
@@ -83,8 +83,8 @@ def real_compute(rank: int, names: list[str]) -> list[list[str]]:
 @with_torchs_pipelines
 def test_real_compute(ranks: RankPool) -> None:
     names = [
-        "own work",
-        "by-hand zbv",
+        "stages alone",
+        "bare-loop zbv",
         "megapipe gpipe",
         "megapipe 1f1b (deferring layers)",
         "torch 1F1B",
@@ -132,7 +132,7 @@ def test_all_tables_of_the_gpu_benchmark_where_there_is_none(tmp_path: Path) -> 
         timeout=2 * PATIENCE,
         check=True,
     )
-    documented = set(re.findall(r"<!-- table (gpu-\S+) -->", (ROOT / "docs" / "benchmarks.md").read_text()))
+    documented = set(re.findall(r"<!-- table (gpu-\S+) -->", (ROOT / "docs" / "benchmark_tables.md").read_text()))
     assert {path.stem for path in tmp_path.iterdir()} == documented
     memory = (tmp_path / "gpu-schedules-memory.md").read_text()
     peaks = {

@@ -122,6 +122,31 @@ def test_the_gallery_has_what_the_plans_say(docs: dict[str, Any]) -> None:
         assert length == round(2 * spans[-1].end)
 
 
+def test_the_gallery_calls_functions_as_they_are() -> None:
+    """It was empty: a function of page.js had got a second parameter, which gallery.js did not pass."""
+    declared = r"^(?:function (\w+)\(([^)]*)\)|const (\w+) = (?:\((.*)\)|(\w+)) =>)"
+    functions = {
+        name or short: [part for part in re.sub(r"[\[{].*?[\]}]", "x", parameters or several or one).split(",") if part]
+        for name, parameters, short, several, one in re.findall(
+            declared, (ROOT / "megapipe/analysis/page.js").read_text(), re.MULTILINE
+        )
+    }
+    called = {}
+    script = (DOCS / "gallery.js").read_text()
+    for found in re.finditer(r"\b(\w+)\(", script):
+        if found[1] in functions:
+            depth, given = 1, 1
+            for letter in script[found.end() :]:
+                depth += (letter in "([{") - (letter in ")]}")
+                given += letter == "," and depth == 1
+                if depth == 0:
+                    break
+            parameters = functions[found[1]]
+            called[found[1]] = len([one for one in parameters if "=" not in one]) <= given <= len(parameters)
+    assert called.keys() >= {"drawTimeline", "drawLegend", "heldBy"}
+    assert all(called.values()), called
+
+
 def corners_of(points: str) -> tuple[float, float, float]:
     """Left, right and top of a rectangle."""
     numbers = [float(number) for number in points.replace("L", "").split()]

@@ -77,6 +77,29 @@ def test_the_comparison_has_what_megapipe_can() -> None:
     )
 
 
+def test_the_benchmarks_in_short_are_those_of_the_tables() -> None:
+    """The prose beside a table gave the memory of an earlier run."""
+    names = {
+        "1F1B": "1f1b, 1F1B, 1f1b",
+        "interleaved 1F1B": "interleaved_1f1b, Interleaved1F1B, interleaved",
+        "interleaved zero bubble": "interleaved_zb1p, InterleavedZeroBubble",
+        "ZB-V": "zbv, ZBVZeroBubble",
+        "DualPipeV": "dualpipev, DualPipeV",
+    }
+    tables = re.findall(
+        r"^\| (\d) ranks, m = (\d+) .*\n\|.*\n((?:\|.+\n)+)", (DOCS / "benchmarks.md").read_text(), re.MULTILINE
+    )
+    assert len(tables) == 2
+    for pp, m, rows in tables:
+        lines = (ROOT / f"benchmarks/results/schedules-pp{pp}-m{m}-64k.md").read_text().splitlines()
+        measured = {cells[1].strip(): cells for cells in (line.split("|") for line in lines) if len(cells) == 9}
+        for name, plan, *steps in ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()):
+            for library, schedule, step in zip(("megapipe", "torch", "megatron-core"), names[name].split(", "), steps):
+                _, _, ideal, *_, of_plan, _, _ = measured[f"{library} {schedule}"]
+                assert ideal.split()[0] == step
+                assert of_plan.strip() == plan or library != "megapipe"
+
+
 @HAS_MEGATRON
 @on_ranks(1)
 def test_megatron_divides_the_reported_loss(rank: int) -> None:
