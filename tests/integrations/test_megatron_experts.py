@@ -56,10 +56,14 @@ def delay_weight_gradients(chunk: nn.Module) -> None:
     def backward_dw(layer: Any) -> None:
         x, grad = layer.wgrad_store.context.get(block=False)
         layer.weight.grad = grad.t() @ x
+        for hook in layer.hooks:
+            hook()
 
     for layer in chunk.modules():
         if type(layer).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):
             layer.wgrad_store = SimpleNamespace(context=queue.Queue())
+            layer.weight.skip_backward_post_hook, layer.hooks = True, []
+            layer.register_wgrad_accumulation_and_reduce_hooks = layer.hooks.append
             layer.backward_dw = functools.partial(backward_dw, layer)
             layer._forward_impl = lambda input, weight, layer=layer, **_: Delayed.apply(input, weight, layer)
 
@@ -71,14 +75,27 @@ def train(
     change: Callable[[nn.Module], object] = lambda chunk: None,
     is_delayed: bool = False,
 ) -> tuple[list[nn.Module], list[float]]:
+    """In Megatron's wrapper, with reductions that overlap."""
     config = megatron(pp_size, 2 if pp_size > 1 else None, **EXPERTS)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
     # Its own check wants half precision.
     config.overlap_moe_expert_parallel_comm, config.delay_wgrad_compute = is_overlapped, is_delayed
     chunks = build_model_chunks(provider(config), schedule)
     for chunk in chunks:
         change(chunk)
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, bucket_size=500, delay_wgrad_compute=is_delayed
+    )
+    wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+    config.no_sync_func = [one.no_sync for one in wrapped]
+    config.finalize_model_grads_func = lambda models, tokens: [one.finish_grad_sync() for one in models]
     data = batches(4 if pp_size == 1 else 5, seed=megapipe.parallel_state.get_data_parallel_rank())
-    return chunks, step(megapipe.get_forward_backward_func(schedule), chunks, data)
+    losses = step(megapipe.get_forward_backward_func(schedule), wrapped, data)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.grad = parameter.main_grad
+    return chunks, losses
 
 
 @pytest.mark.parametrize(
