@@ -117,7 +117,10 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
                 "in megapipe.PipelineStage, which calls it with its input, or give it one that keeps the input for the "
                 "next forward."
             )
-        if not step.forward_only and step.config.settings.recomputes:
+        if step.forward_only:
+            continue
+        hooks.find_cut(model)  # may refuse it
+        if step.config.settings.recomputes:
             regions_of(model, step.config.recompute_of(stage.index), f"stage {stage.index}")
     if not callable(step.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")

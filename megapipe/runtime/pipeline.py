@@ -16,7 +16,7 @@ from torch import Tensor
 from ..overlap import filling_windows
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, unit_in_words
-from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, can_overlap, run_pair
+from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, has_segments, run_pair
 from ..weight_grad import unshared
 from .boundary import Above, Below
 from .first_step import FirstStep
@@ -45,7 +45,7 @@ class Chunk:
     ) -> None:
         self.stage = stage
         self.index = stage.info.index
-        self.can_overlap = can_overlap(stage)
+        self.can_overlap = has_segments(stage.module)
         self.actions = actions
         self.below = below
         self.above = above

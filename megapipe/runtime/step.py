@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from .. import parallel_state
 from ..config import PipelineConfig
 from ..failures import Watchdog
-from ..overlap import find_forward_segments
 from ..p2p_communication import Communicator, Lookahead
 from ..plan import (
     AnySchedule,
@@ -30,7 +29,7 @@ from ..plan import (
     register,
 )
 from ..sharding import ShardedChunks
-from ..stages import Stage, StepArguments, StepEnd, hooks
+from ..stages import Stage, StepArguments, StepEnd, has_segments, hooks
 from ..timing import StepRecord
 from .arguments import (
     check_arguments,
@@ -306,8 +305,7 @@ def _gradient_sync(prepared: PreparedStep) -> GradientSync:
     step = prepared.arguments
     is_split = False
     if step.config.no_sync_func is not None and not step.forward_only:
-        in_segments = any(find_forward_segments(module) is not None for module in step.models)
-        is_split = in_segments or prepared.key.plan.splits_backward
+        is_split = any(map(has_segments, step.models)) or prepared.key.plan.splits_backward
     sizes = (step.num_units, is_split)
     return GradientSync(step.config, step.models, *sizes, prepared.sharded, step.forward_only)
 

@@ -2,9 +2,10 @@
 
 from . import hooks
 from .arguments import StepArguments
+from .edges import edge_of
 from .hooks import AroundForward, StepEnd
 from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
-from .overlapped import Forward, can_overlap, run_pair
+from .overlapped import Forward, has_segments, run_pair
 from .pipeline_stage import PipelineStage, as_sent
 from .sliced import SlicedStage
 from .stage import NOTHING, Stage
@@ -24,7 +25,8 @@ __all__ = [
     "Unit",
     "UnsplitBackwardWarning",
     "as_sent",
-    "can_overlap",
+    "edge_of",
+    "has_segments",
     "hooks",
     "run_pair",
     "warn",

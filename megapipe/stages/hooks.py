@@ -18,8 +18,13 @@ __all__ = [
     "StepEnd",
     "around_finalizing",
     "around_forwards",
+    "find_cut",
+    "forwards_in_segments",
     "read_config",
 ]
+
+
+ForwardStep = Callable[..., Any]
 
 
 class AroundForward(NamedTuple):
@@ -51,5 +56,14 @@ around_forwards: list[Callable[[nn.Module, int, torch.device], AroundForward | N
 """Called at every step for each chunk, with the number of its forwards and the device. Returns functions to be called
 around its forwards, or None."""
 
+forwards_in_segments: list[Callable[[nn.Module], Callable[[ForwardStep], ForwardStep] | None]] = []
+"""Called at every step for each chunk that is trained. Returns what makes of the caller's forward_step_func one whose
+outputs are `Segments`, for models that the framework cuts; or None."""
+
 around_finalizing: list[Callable[[StepEnd], AbstractContextManager[None]]] = []
 """Entered on every rank of a pipeline when the loops of a step are done, and left when gradients are finalized."""
+
+
+def find_cut(model: nn.Module) -> Callable[[ForwardStep], ForwardStep] | None:
+    """What cuts the forwards of a chunk into segments, if a framework does."""
+    return next((cut for find in forwards_in_segments if (cut := find(model)) is not None), None)

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from ..overlap import Segments, filling_windows, find_forward_segments
 from ..weight_grad import DeferredGrads
+from . import hooks
 from .stage import Stage
 from .unit import Unit
 
-__all__ = ["Forward", "can_overlap", "run_pair"]
+__all__ = ["Forward", "has_segments", "run_pair"]
 
 
-def can_overlap(forward: Stage) -> bool:
-    """Whether its model may run in segments."""
-    return find_forward_segments(forward.module) is not None
+def has_segments(module: nn.Module) -> bool:
+    """Whether forwards of a chunk may run in segments."""
+    return find_forward_segments(module) is not None or hooks.find_cut(module) is not None
 
 
 class Forward:

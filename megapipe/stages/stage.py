@@ -77,8 +77,11 @@ class Stage:
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
         self._forward_step_func = step.forward_step_func
+        cut = None if step.forward_only else hooks.find_cut(self.module)
+        if cut is not None:
+            self._forward_step_func = cut(self._forward_step_func)
         if step.config.enable_autocast:
-            self._forward_step_func = _autocast(step)(step.forward_step_func)
+            self._forward_step_func = _autocast(step)(self._forward_step_func)
         self._output_specs = output_specs
         self._is_found, self._has_headers = is_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")

@@ -84,10 +84,12 @@ class DeferredGrads:
 
     def _end(self, number: int) -> None:
         """Called by autograd at the end of a backward. The gradients of B itself can wait for W. Another backward, run
-        in a Function or in an overlap window, has a caller that is about to look at its gradients."""
+        in a Function or in an overlap window, has a caller that is about to look at its gradients, unless the Function
+        says `ctx.leaves_weight_grads`, or is a checkpoint."""
         self._finalize(number)
         within = torch._C._current_autograd_node()
-        if within is not None and "Checkpoint" not in type(within).__name__:
+        can_wait = within is None or hasattr(within, "leaves_weight_grads") or "Checkpoint" in type(within).__name__
+        if not can_wait:
             done = {since: self._ended.pop(since) for since in list(self._ended) if since >= number}
             self._silenced.restore(*(one.weight for contributions in done.values() for one in contributions.values()))
             accumulate_all(done)

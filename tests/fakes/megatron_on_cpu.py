@@ -66,3 +66,53 @@ def with_optimizers() -> Iterator[None]:
         stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
         stack.enter_context(mock.patch.dict(multiprocessing.current_process()._config, daemon=False))
         yield
+
+
+class _Stream:
+    """One that is always done."""
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def record_event(self) -> _Event:
+        return _Event()
+
+
+class _Event:
+    def record(self, stream: Any) -> None:
+        pass
+
+    def wait(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def with_streams() -> Iterator[None]:
+    """Megatron exchanges the tokens of experts on a stream of their own, and names its work for profilers. Its router
+    has a name missing where transformer-engine is."""
+    prepare()
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def on_cpu(tensor: Any, as_numpy: bool = False, **options: Any) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    def nothing(*args: Any, **options: Any) -> Any:
+        return contextlib.nullcontext()
+
+    with contextlib.ExitStack() as stack:
+        fakes = {"Stream": lambda device=None: _Stream(), "Event": _Event, "stream": nothing}
+        fakes["current_stream"] = lambda device=None: _CURRENT
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        for name in ("range_push", "range_pop", "range"):
+            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, nothing))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", nothing))
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", on_cpu))
+        yield
+
+
+_CURRENT = _Stream()

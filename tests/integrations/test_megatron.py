@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import itertools
 import re
@@ -18,6 +17,16 @@ import torch.distributed as dist
 from fakes.megatron_on_cpu import with_optimizers
 from tools import replicas
 from tools.against import assert_same_gradients
+from tools.megatron_models import (
+    HIDDEN,
+    batches,
+    copy_of,
+    forward_step,
+    global_name,
+    megatron,
+    provider,
+    step,
+)
 from tools.models import Stage, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -33,112 +42,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
     reason="make test installs megatron-core; pip install --no-deps megatron-core==0.16.1",
 )
-
-SEQUENCE, BATCH, VOCABULARY, HIDDEN, NUM_LAYERS = 8, 2, 32, 16, 8
-
-
-def megatron(pp_size: int, vp_size: int | None = None, **options: Any) -> Any:
-    """Initialises Megatron's groups and returns its config for a small GPT."""
-    from fakes import megatron_on_cpu
-
-    megatron_on_cpu.prepare()
-    from megatron.core import parallel_state
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=pp_size, virtual_pipeline_model_parallel_size=vp_size
-    )
-    return TransformerConfig(
-        num_layers=NUM_LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=pp_size,
-        virtual_pipeline_model_parallel_size=vp_size,
-        pipeline_dtype=torch.float32,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        # Megatron's batched messages mix up the neighbours at PP=2 with virtual stages.
-        overlap_p2p_comm=vp_size is not None,
-        batch_p2p_comm=vp_size is None,
-        **options,
-    )
-
-
-def provider(config: Any, is_tied: bool = False) -> Any:
-    def provide(
-        pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **options: Any
-    ) -> nn.Module:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=4 * SEQUENCE,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=is_tied,
-            vp_stage=vp_stage,
-            **options,
-        )
-        for name, parameter in model.named_parameters():  # the same wherever it is built
-            name = global_name(name, model)
-            if is_tied and name == "output_layer.weight":
-                name = "embedding.word_embeddings.weight"
-            generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
-            with torch.no_grad():
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
-        return model
-
-    return provide
-
-
-def global_name(name: str, model: nn.Module) -> str:
-    """Megatron numbers layers within the chunk, and each knows its place in the whole model."""
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
-    return ".".join(parts)
-
-
-def batches(num_microbatches: int, seed: int, lengths: list[int] | None = None) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = lengths or [SEQUENCE] * num_microbatches
-    return [torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator) for length in lengths]
-
-
-def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
-    tokens = next(data_iterator)
-    length = tokens.shape[1] - 1
-    positions = torch.arange(length).expand(BATCH, -1)
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
-
-    def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = output.mean()
-        return loss, {"loss": loss.detach().clone()}
-
-    return losses, loss_func
-
-
-def step(
-    function: Any, chunks: list[nn.Module], data: list[Tensor], as_list: bool = True, **options: Any
-) -> list[float]:
-    reports = function(
-        **{"forward_step_func": forward_step, **options},
-        data_iterator=[iter(data) for _ in chunks] if as_list and len(chunks) > 1 else iter(data),
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(data),
-        seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
-    )
-    return [float(report["loss"]) for report in reports]
 
 
 def token_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
@@ -207,18 +110,6 @@ def train_with_both(
         theirs.optimizer.step()
         ours.optimizer.step()
     return sum(losses)
-
-
-def copy_of(chunks: list[nn.Module]) -> list[nn.Module]:
-    """A deep copy, but for the config and the process groups."""
-    config = chunks[0].config
-    memo: dict[int, Any] = {id(config): config}
-    for chunk in chunks:
-        for module in chunk.modules():
-            for value in vars(module).values():
-                if type(value).__name__ in ("ProcessGroup", "ProcessGroupCollection", "_GroupSeenFrom"):
-                    memo[id(value)] = value
-    return copy.deepcopy(chunks, memo)
 
 
 @pytest.mark.parametrize(
@@ -610,6 +501,7 @@ def settings_of(schedule: str, **fields: Any) -> dict[str, Any]:
         ("zb1p", "cuda_graph_impl", "transformer_engine", "which zb1p does not keep to"),
         ("looped_bfs", "cuda_graph_impl", "transformer_engine", "which looped_bfs does not keep to"),
         ("zbv", "cuda_graph_impl", "transformer_engine", "which zbv does not keep to"),
+        ("interleaved_1f1b", "overlap_moe_expert_parallel_comm", True, "take combined_1f1b, Megatron's schedule"),
         ("dualpipev", "mtp_standalone", True, "dualpipev ties embeddings on the first rank only"),
     ],
 )
@@ -704,11 +596,11 @@ def test_gradients_in_their_data_parallelism(rank: int) -> None:
         config.grad_sync_func = None if by_hooks else [one.start_grad_sync for one in wrapped]
         config.finalize_model_grads_func = lambda models, tokens: [one.finish_grad_sync() for one in models]
         model = Stage(StageInfo(0, 1), replicas.NUM_LAYERS)
-        for step in range(2):
+        for number in range(2):
             for one in wrapped:
                 one.zero_grad_buffer()
-            run(schedule, wrapped, 3, seed=2 * step + replica)
-            both = [replicas.replica_gradients(model, one, 2, step, 3) for one in range(2)]
+            run(schedule, wrapped, 3, seed=2 * number + replica)
+            both = [replicas.replica_gradients(model, one, 2, number, 3) for one in range(2)]
             expected = dict(zip(dict(model.named_parameters()), replicas.average(both)))
             for chunk in chunks:
                 for name, parameter in chunk.named_parameters():

@@ -1,4 +1,5 @@
-"""Attention over sequences that are shared out among ranks: keys and values are gathered, in overlap windows."""
+"""Attention over sequences that are shared out among ranks, in overlap windows: keys and values are gathered, or heads
+exchanged for parts of the sequence."""
 
 import functools
 from collections.abc import Generator
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe import parallel_state, stages_for_rank
-from megapipe.overlap import in_segments, run_segments, start_all_gather
+from megapipe.overlap import in_segments, run_segments, start_all_gather, start_all_to_all
 from megapipe.weight_grad import DeferredGrads, convert
 
 HIDDEN, HEADS, SEQUENCE, NUM_LAYERS, NUM_MICROBATCHES = 8, 2, 12, 4, 5
@@ -47,10 +48,31 @@ class Layer(nn.Module):
         return run_segments(self.forward_segments(x))
 
 
+class Exchanging(Layer):
+    """Each rank attends over the whole sequence with some of the heads (https://arxiv.org/abs/2309.14509)."""
+
+    def exchange(self, to_each: Tensor) -> Any:
+        """[ranks, rows, batch, width], the part for each rank, to the part from each, one below the other."""
+        rows = [to_each.shape[1]] * len(to_each)
+        return start_all_to_all(to_each.flatten(0, 1), rows, rows, self.group)
+
+    def forward_segments(self, x: Tensor) -> Generator[None, None, Tensor]:
+        normed, ranks = self.norm(x), 1 if self.group is None else self.group.size()
+        keys, values = self.keys_and_values(normed).chunk(2, -1)
+        of_heads = [t.chunk(ranks, -1) for t in (self.queries(normed), keys, values)]
+        pending = self.exchange(torch.stack([torch.cat(of_rank, -1) for of_rank in zip(*of_heads)]))
+        yield
+        by_head = [t.unflatten(-1, (HEADS // ranks, -1)).permute(1, 2, 0, 3) for t in pending.wait().chunk(3, -1)]
+        attended = F.scaled_dot_product_attention(*by_head, is_causal=True).permute(2, 0, 1, 3).flatten(-2)
+        pending = self.exchange(attended.unflatten(0, (ranks, -1)))
+        yield
+        return x + self.out(torch.cat(pending.wait().chunk(ranks), -1))
+
+
 class Stage(nn.Module):
-    def __init__(self, layers: range, group: Any, config: Any) -> None:
+    def __init__(self, kind: type[Layer], layers: range, group: Any, config: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(number): Layer(number, group) for number in layers})
+        self.layers = nn.ModuleDict({str(number): kind(number, group) for number in layers})
         self.config, self.received = config, None
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
@@ -70,20 +92,29 @@ def forward_step(batches: Any, chunk: Stage, call: Any) -> Any:
     return call(chunk, next(batches)), lambda output: ((loss := output.sin().sum()), loss.detach())
 
 
-@pytest.mark.parametrize("call", [in_segments, nn.Module.__call__], ids=["segments", "whole"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "combined_zb1p"])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "call"),
+    [
+        (Layer, "1f1b", in_segments),
+        (Layer, "zbv", nn.Module.__call__),
+        (Layer, "combined_zb1p", in_segments),
+        (Exchanging, "zbv", in_segments),
+        (Exchanging, "combined_zb1p", in_segments),
+        (Exchanging, "combined_zb1p", nn.Module.__call__),
+    ],
+)
 @on_ranks(4)
-def test_equal_to_the_whole_sequence(rank: int, schedule: str, call: Any) -> None:
+def test_equal_to_the_whole_sequence(rank: int, kind: type[Layer], schedule: str, call: Any) -> None:
     """pp=2 x cp=2. A forward that does not yield has windows where it waits, all the same."""
     parallel_state.initialize_model_parallel(2)  # replicas, whose gradients are added up, share sequences out
     group, own = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_rank()
     data = torch.randn(NUM_MICROBATCHES, SEQUENCE, 2, HIDDEN, generator=torch.Generator().manual_seed(0))
-    whole = Stage(range(NUM_LAYERS), None, None)
+    whole = Stage(Layer, range(NUM_LAYERS), None, None)
     for x in data:
         (whole(x).sin().sum() / NUM_MICROBATCHES).backward()
     config = megapipe.PipelineConfig(hidden_size=HIDDEN, context_parallel_size=2, min_pending_weights=1)
     infos = stages_for_rank(schedule)
-    chunks = [convert(Stage(megapipe.distribute_layers(NUM_LAYERS, info), group, config)) for info in infos]
+    chunks = [convert(Stage(kind, megapipe.distribute_layers(NUM_LAYERS, info), group, config)) for info in infos]
     products: list[bool] = []
     compute_next = DeferredGrads.compute_next
 

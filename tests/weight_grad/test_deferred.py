@@ -140,6 +140,32 @@ def test_a_backward_that_is_run_within_b_defers_nothing(use_reentrant: bool) -> 
         assert torch.equal(got, want)
 
 
+class Nodes(torch.autograd.Function):
+    """Its backward is that of a graph of its own, whose weight gradients it leaves to W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.leaves_weight_grads = True
+        with torch.enable_grad():
+            ctx.output = layer(x.detach())
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.output.backward(grad)
+        return None, None
+
+
+def test_a_backward_within_b_that_leaves_its_weight_gradients() -> None:
+    layer, x, deferred = weight_grad.Linear(IN, IN), torch.randn(TOKENS, IN, requires_grad=True), DeferredGrads()
+    output = Nodes.apply(x, layer)
+    with deferring(deferred):
+        output.sum().backward()
+    assert layer.weight.grad is None
+    deferred.run()
+    assert torch.equal(layer.weight.grad, torch.ones(TOKENS, IN).t() @ x)
+
+
 def test_a_backward_of_another_thread_puts_nothing_off() -> None:
     """While a B was under way, everybody's weight gradients were deferred to its W."""
     layer, other = weight_grad.Linear(IN, IN), weight_grad.Linear(IN, IN)

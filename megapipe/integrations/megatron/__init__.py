@@ -18,6 +18,7 @@ import importlib
 from typing import Any
 
 from . import finish as finish
+from . import segments as segments
 from . import settings as settings
 from .layers import defer_weight_gradients
 from .stages import at_its_stage, build_model_chunks

@@ -20,7 +20,6 @@ __all__: list[str] = []
 # Features of Megatron's own schedules, with what to do instead.
 _UNSUPPORTED = {
     "defer_embedding_wgrad_compute": "set it to False",
-    "overlap_moe_expert_parallel_comm": "set it to False",
     "hybrid_context_parallel": "set it to False",
     "fine_grained_activation_offloading": "set it to False",
     "moe_paged_stash": "set it to False",
@@ -36,6 +35,8 @@ def _read_config(config: Any, schedule: Schedule) -> dict[str, Any]:
         if getattr(config, name, False):
             raise ValueError(f"config.{name} is part of Megatron's own schedules and not supported here: {remedy}.")
     _check_cuda_graphs(config, schedule)
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        _check_overlap(config, schedule)
     if not getattr(config, "mtp_standalone", False):
         return {}
     if schedule.placement.name != "loop":
@@ -58,6 +59,20 @@ def _check_cuda_graphs(config: Any, schedule: Schedule) -> None:
             f"config.cuda_graph_impl='transformer_engine' captures microbatches in the order of Megatron's own "
             f"schedules, which {schedule.name} does not keep to: set it to 'none', or use 1f1b or interleaved_1f1b "
             "without max_in_flight."
+        )
+
+
+def _check_overlap(config: Any, schedule: Schedule) -> None:
+    name = "config.overlap_moe_expert_parallel_comm"
+    if schedule.name in _MEGATRONS_ORDERS:
+        raise ValueError(
+            f"{name} overlaps forwards with backwards, and {schedule.name} runs one after the other: take "
+            "combined_1f1b, Megatron's schedule with that setting (MEGAPIPE_SCHEDULE=combined_1f1b), or set it False."
+        )
+    if getattr(config, "fp8", None) and config.fp8_recipe == "delayed":
+        raise ValueError(
+            f"{name} runs nodes of two microbatches in turn, and config.fp8_recipe='delayed' scales by what a whole "
+            "forward has seen: take another recipe, or set one of them to False."
         )
 
 

@@ -103,7 +103,8 @@ def _stages(schedule: AnySchedule, pg_collection: Any) -> list[StageInfo]:
     """`stages_for_rank`, for the pipeline in `pg_collection` where there is one."""
     found = find_schedule(schedule)
     group = getattr(pg_collection, "pp", None) or own_parallel_state.get_pipeline_model_parallel_group()
-    return found.stages(group.rank(), group.size(), found.num_chunks or _virtual_size() or found.default_chunks)
+    default = 1 if group.size() == 1 else found.default_chunks  # Megatron has no virtual stages on one rank
+    return found.stages(group.rank(), group.size(), found.num_chunks or _virtual_size() or default)
 
 
 def _virtual_size(config: Any = None) -> int | None:
