@@ -104,12 +104,16 @@ class PipelineConfig:
             and Bs (`megapipe.overlap`) their products run while communication is under way. Each holds the activations
             of a chunk. Schedules have some pending by themselves. Default: 0.
         max_pending_weights: Most Ws of a rank that stay pending after a B. Fewer hold fewer activations, at the price
-            of time: with 0 each W follows its B at once. None: as many as the schedule has, or 1 with `recompute`.
+            of time: with 0 each W follows its B at once. None: as many as the schedule has, or 1 with `recompute` or
+            `offload_activations`.
         recompute: What of a chunk's activations is not kept from F to B, but computed again by an action of its own
             (R), which comes before its B waits for a gradient: "all"; or the number of the chunk's last layers, where
             it has an nn.ModuleList or nn.Sequential of them; or a sequence with one of these, or None, for each stage
             of the pipeline. An F that its B follows at once keeps them all the same. Calls are run again with their
             random numbers and autocast. None: nothing.
+        offload_activations: The time to copy to host memory what an F saves, over the time of that F. Activations are
+            moved there while they wait for their B, as many as are back in time where F, B and W take equally long.
+            None: they stay.
         weights_per_window: Gradients deferred to pending Ws, one product of matrices each, that are computed in an
             overlap window of an F or a B. More fit where windows are long. Default: 1.
         delay_wgrad_compute: Modules with a method `backward_dw()`, such as transformer-engine's built with this
@@ -178,6 +182,7 @@ class PipelineConfig:
     min_pending_weights: int = 0
     max_pending_weights: int | None = None
     recompute: str | int | Sequence[str | int | None] | None = None
+    offload_activations: float | None = None
     weights_per_window: int = 1
     delay_wgrad_compute: bool = True
     gc_interval: int | None = 100
@@ -220,6 +225,7 @@ class PipelineConfig:
             self.min_pending_weights,
             self.max_pending_weights,
             tuple(map(bool, self.recompute)) if _is_per_stage(self.recompute) else bool(self.recompute),
+            self.offload_activations,
         )
 
     def recompute_of(self, stage: int) -> str | int:
@@ -299,6 +305,7 @@ CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]
     ),
     (("p2p_transport",), ValueError, lambda value: value in ("nccl", "host"), "'nccl', 'host' or None"),
     (("timeout", "max_in_flight"), ValueError, _is_number, "a finite number"),
+    (("offload_activations",), ValueError, lambda value: _is_number(value) and value > 0, "more than 0, or None"),
     (("timeout",), ValueError, lambda value: value > 0, "more than 0 seconds"),
     (("timeout",), ValueError, lambda value: value <= LONGEST, f"at most {LONGEST:g} seconds (30 years)"),
     (_SIZES, ValueError, lambda value: is_whole_number(value, 1), "a whole number from 1 on"),

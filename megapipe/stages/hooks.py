@@ -30,7 +30,7 @@ class AroundForward(NamedTuple):
 
 
 class StepEnd(NamedTuple):
-    """A step of a pipeline whose loops are done."""
+    """A step whose loops are done."""
 
     step: StepArguments
     pp_rank: int
@@ -52,4 +52,4 @@ around_forwards: list[Callable[[nn.Module, int, torch.device], AroundForward | N
 around its forwards, or None."""
 
 around_finalizing: list[Callable[[StepEnd], AbstractContextManager[None]]] = []
-"""Entered on every rank of a pipeline when the loops of a step are done, and left when gradients are finalized."""
+"""Entered on every rank when the loops of a step are done, and left when gradients are finalized."""
