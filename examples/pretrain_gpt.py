@@ -86,6 +86,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parallel.add_argument("--expert-model-parallel-size", type=int, default=1, help="replicas that share out experts")
     parallel.add_argument("--data-parallel-shard-size", type=int, default=1, help="replicas that share out parameters")
     parallel.add_argument("--schedule", default=None, help=f"one of {', '.join(megapipe.schedule_names())}")
+    parallel.add_argument(
+        "--offload", type=float, default=None, metavar="T", help="activations to the host: T is a copy's time over F's"
+    )
     parallel.add_argument("--sequence-slices", type=int, default=1, help="parts of each sequence; see --schedule")
     parallel.add_argument("--equal-cost", action="store_true", help="slices of equal cost instead of equal length")
     training = parser.add_argument_group("training")
@@ -247,6 +250,7 @@ class Trainer:
             autocast_dtype=torch.bfloat16,
             num_sequence_slices=args.sequence_slices,
             sequence_slice_lengths=lengths,
+            offload_activations=args.offload,
             finalize_model_grads_func=self.finalize_gradients,
             record_timeline=self.recorder,
         )

@@ -104,7 +104,8 @@ class PipelineConfig:
             and Bs (`megapipe.overlap`) their products run while communication is under way. Each holds the activations
             of a chunk. Schedules have some pending by themselves. Default: 0.
         max_pending_weights: Most Ws of a rank that stay pending after a B. Fewer hold fewer activations, at the price
-            of time: with 0 each W follows its B at once. None: as many as the schedule has, or 1 with `recompute`.
+            of time: with 0 each W follows its B at once. None: as many as the schedule has, or 1 with `recompute` or
+            `offload_activations`.
         recompute: What of a chunk's activations is not kept from F to B, but computed again by an action of its own
             (R), which comes before its B waits for a gradient: "all"; or the number of the chunk's last layers, where
             it has an nn.ModuleList or nn.Sequential of them; or a sequence with one of these, or None, for each stage
@@ -113,6 +114,9 @@ class PipelineConfig:
         cuda_graphs: On CUDA, captured stages (`megapipe.graph.capture`) run each of their graphs as a CUDA graph,
             recorded once for each unit that is in flight at a time and replayed for all later ones: the host launches
             one for F and one for B. Messages are not part of it. Default: False.
+        offload_activations: The time to copy to host memory what an F saves, over the time of that F. Activations are
+            moved there while they wait for their B, as many as are back in time where F, B and W take equally long.
+            None: they stay.
         weights_per_window: Gradients deferred to pending Ws, one product of matrices each, that are computed in an
             overlap window of an F or a B. More fit where windows are long. Default: 1.
         delay_wgrad_compute: Modules with a method `backward_dw()`, such as transformer-engine's built with this
@@ -182,6 +186,7 @@ class PipelineConfig:
     max_pending_weights: int | None = None
     recompute: str | int | Sequence[str | int | None] | None = None
     cuda_graphs: bool = False
+    offload_activations: float | None = None
     weights_per_window: int = 1
     delay_wgrad_compute: bool = True
     gc_interval: int | None = 100
@@ -224,6 +229,7 @@ class PipelineConfig:
             self.min_pending_weights,
             self.max_pending_weights,
             tuple(map(bool, self.recompute)) if _is_per_stage(self.recompute) else bool(self.recompute),
+            self.offload_activations,
         )
 
     def recompute_of(self, stage: int) -> str | int:
@@ -303,6 +309,7 @@ CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]
     ),
     (("p2p_transport",), ValueError, lambda value: value in ("nccl", "host"), "'nccl', 'host' or None"),
     (("timeout", "max_in_flight"), ValueError, _is_number, "a finite number"),
+    (("offload_activations",), ValueError, lambda value: _is_number(value) and value > 0, "more than 0, or None"),
     (("timeout",), ValueError, lambda value: value > 0, "more than 0 seconds"),
     (("timeout",), ValueError, lambda value: value <= LONGEST, f"at most {LONGEST:g} seconds (30 years)"),
     (_SIZES, ValueError, lambda value: is_whole_number(value, 1), "a whole number from 1 on"),

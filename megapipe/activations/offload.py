@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..timing import uncounted
 from .saver import Saver
 
 __all__ = ["Offload", "storages_of"]
@@ -31,6 +33,16 @@ class _View(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class _Wrapped(NamedTuple):
+    """A saved tensor of a kind that wraps others, as DTensor does."""
+
+    kind: Any
+    inner: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
 
 
 class _Memory:
@@ -53,6 +65,8 @@ class Offload:
     def __init__(self, device: torch.device, kept: set[int]) -> None:
         self._device, self._kept = device, kept
         self._memories: dict[tuple[int, torch.dtype], _Memory] = {}
+        self._storages: list[torch.UntypedStorage] = []
+        """During the forward, those that keys of `_memories` mean: no other may get their addresses."""
         self._left: Any = None
         self._returned: Any = None
         self.is_away = False
@@ -61,37 +75,57 @@ class Offload:
         """Around the forward."""
         return Saver(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _View:
+    def _pack(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):  # a part of a tensor that wraps others
+            return tensor
+        saved: Any = tensor.detach()
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return saved
+        if is_traceable_wrapper_subclass(saved):
+            names, context = saved.__tensor_flatten__()
+            inner = {name: self._pack(getattr(tensor, name)) for name in names}
+            return _Wrapped(type(saved), inner, context, tensor.shape, tensor.stride())
         storage = tensor.untyped_storage()
         number = storage.nbytes() // tensor.itemsize
-        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
         is_part = 4 * tensor.numel() < number  # of a larger memory, as a microbatch is of a batch: it would not free it
-        if is_weight or is_part or not number or storage._cdata in self._kept or tensor.device != self._device:
-            return tensor.detach()
+        if is_part or not number or storage._cdata in self._kept or tensor.device != self._device:
+            return saved
         key = storage._cdata, tensor.dtype
         if key not in self._memories:
-            self._memories[key] = _Memory(tensor.detach().as_strided((number,), (1,), 0))
+            self._storages.append(storage)
+            self._memories[key] = _Memory(saved.as_strided((number,), (1,), 0))
         return _View(self._memories[key], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: Tensor | _View) -> Tensor:
-        if isinstance(saved, Tensor):
+    def _unpack(self, saved: Any) -> Any:
+        if isinstance(saved, _Wrapped):
+            inner = {name: self._unpack(of) for name, of in saved.inner.items()}
+            return saved.kind.__tensor_unflatten__(inner, saved.context, saved.size, saved.stride)
+        if not isinstance(saved, _View):
             return saved
+        self.wait()
+        assert saved.memory.device is not None
+        return saved.memory.device.as_strided(saved.size, saved.stride, saved.offset)
+
+    def wait(self) -> None:
+        """Before what was saved is used: until it is back."""
         if self.is_away:
             self.load()
         if self._returned is not None:
             self._returned()
             self._returned = None
-        assert saved.memory.device is not None
-        return saved.memory.device.as_strided(saved.size, saved.stride, saved.offset)
 
     def begin(self) -> None:
         """After the forward: begin to copy it to the host."""
+        self._storages = []
         self._left = _beside(self._device, "out", self._copy_out)
 
     def _copy_out(self) -> None:
         for memory in self._memories.values():
             assert memory.device is not None
-            memory.host = torch.empty_like(memory.device, device="cpu", pin_memory=self._device.type == "cuda")
+            with uncounted():
+                memory.host = torch.empty(
+                    memory.device.shape, dtype=memory.device.dtype, device="cpu", pin_memory=self._device.type != "cpu"
+                )
             memory.host.copy_(memory.device, non_blocking=True)
 
     def free(self) -> None:
@@ -102,13 +136,13 @@ class Offload:
             memory.device = None
 
     def load(self) -> None:
-        """Take memory of the device again, and begin to copy back. Whoever asks for a tensor waits for it."""
+        """Take memory of the device again, and begin to copy back."""
         self.is_away = False
         for memory in self._memories.values():
             assert memory.host is not None
-            memory.device = torch.empty_like(memory.host, device=self._device)
+            memory.device = torch.empty(memory.host.shape, dtype=memory.host.dtype, device=self._device)
         self._returned = _beside(self._device, "back", self._copy_back)
-        self._memories = {}  # autograd holds what it has saved, and nobody else does
+        self._memories = {}  # from here on only autograd holds them
 
     def _copy_back(self) -> None:
         for memory in self._memories.values():

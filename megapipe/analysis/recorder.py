@@ -79,7 +79,7 @@ class TimelineRecorder:
         """A record for the step of the schedule `name` that is about to begin."""
         self._clock = clock_of(device)
         self._num_steps += 1
-        return StepRecord(name, self._num_steps, self._clock, LiveStorages() if self._memory else None)
+        return StepRecord(name, self._num_steps, self._clock, LiveStorages(device) if self._memory else None)
 
     def keep(self, record: StepRecord) -> None:
         """Keep the record of a step that has succeeded."""

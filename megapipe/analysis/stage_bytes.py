@@ -97,7 +97,7 @@ def _measure(
     found: dict[str, float] = {}
     output: MessageSpec | None = None
     for _ in range(2):
-        with LiveStorages() as storages:
+        with LiveStorages(step.device) as storages:
             whole, _ = _run(stage, received, storages, step, is_split=False)
             found, output = _run(stage, received, storages, step, is_split=True)
         step.results.clear()

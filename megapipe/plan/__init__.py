@@ -7,7 +7,7 @@ from .memory import RankBytes, StageBytes, held_changes
 from .offloading import offload_activations
 from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, plan_of
-from .planned import AnySchedule, find_schedule
+from .planned import AnySchedule, find_schedule, loops_of
 from .recorder import ChannelName, Event
 from .registry import Schedule, register, schedule_names
 from .simulation import Costs, Simulation, Span, play, simulate
@@ -51,6 +51,7 @@ __all__ += [  # between rooms
     "Transformer",
     "actions_of",
     "held_changes",
+    "loops_of",
     "parse_json",
     "place_weights",
     "plan_of",

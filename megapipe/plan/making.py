@@ -8,10 +8,12 @@ from __future__ import annotations
 import operator
 
 from .memory import peak_activations
+from .offloading import offload_activations
 from .placement import Placement
 from .plan import Plan
 from .planned import AnySchedule, find_schedule
 from .recorder import record
+from .simulation import Costs
 from .verbs import Settings
 
 __all__ = ["make_plan"]
@@ -26,6 +28,7 @@ def make_plan(
     num_slices: int = 1,
     forward_only: bool = False,
     settings: Settings | None = None,
+    costs: Costs | None = None,
 ) -> Plan:
     """Record `schedule` for every rank of a pipeline.
 
@@ -37,6 +40,7 @@ def make_plan(
         num_slices: slices that each sequence is cut into.
         forward_only: record a step without backwards.
         settings: other settings of the schedule.
+        costs: the times by which `settings.offload` finds places for copies. None where F, B and W take equally long.
 
     Raises:
         ValueError: there is no schedule of that name, the sizes are impossible, or the settings cannot be kept.
@@ -61,6 +65,8 @@ def make_plan(
     sizes = (pp_size, num_microbatches, num_chunks, forward_only)
     events = record(found.loops, found.placement, *sizes, settings, num_slices)
     plan = Plan(found.name, found.placement, *sizes, events, num_slices)
+    if settings is not None and settings.offload is not None and not forward_only:
+        plan = offload_activations(plan, costs or Costs(), settings.offload)
     if settings is not None and settings.max_in_flight is not None:
         in_flight = max(peak_activations(plan))
         if in_flight > settings.max_in_flight + 1e-9:

@@ -57,12 +57,19 @@ def offload_activations(plan: Plan, costs: Costs, copying: float) -> Plan:
             bandwidth, over the F. The way back takes as long.
 
     Raises:
-        ValueError: `copying` is not more than 0, sequences are cut into slices, or the plan has no backwards.
+        ValueError: `copying` is not more than 0, sequences are cut into slices, the plan has no backwards, or moves
+            activations already.
     """
     if not copying > 0:
         raise ValueError(f"copying is the time of a copy over that of an F, more than 0, got {copying}.")
     if plan.num_slices > 1 or plan.forward_only:
-        raise ValueError(f"activations of {plan.name} are not moved: take a plan with backwards and whole sequences.")
+        raise ValueError(
+            f"activations of {plan.name} are not moved to host memory, since it runs forwards only, or slices of "
+            "sequences, of which each is needed by those after it: take a schedule with backwards and whole sequences, "
+            "or leave activations where they are."
+        )
+    if any(plan.offloaded):
+        raise ValueError(f"{plan.name} is a plan that moves activations to host memory already: run it as it is.")
     forward = costs.per_stage("forward", plan)
     spans = simulate(plan, costs).spans
     rows = []

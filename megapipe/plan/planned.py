@@ -6,6 +6,7 @@ import functools
 import os
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from .recorder import record
 from .registry import PlanSizes, Schedule, schedule_named
 from .verbs import Verbs
 
-__all__ = ["AnySchedule", "find_schedule"]
+__all__ = ["AnySchedule", "find_schedule", "loops_of"]
 
 
 AnySchedule = str | os.PathLike[str] | Plan | Schedule
@@ -60,7 +61,7 @@ def _read(path: Path, changed_at: int) -> Schedule:
 
 
 def _schedule_of(plan: Plan) -> Schedule:
-    loops = functools.partial(_play, plan)
+    loops = loops_of(plan)
     num_forwards = Counter(action.stage for row in plan.actions for action in row if KINDS[action.kind].is_forward)
     num_microbatches = max(num_forwards.values(), default=0) // plan.num_slices
     sizes = (plan.pp_size, num_microbatches, plan.num_chunks, plan.forward_only)
@@ -76,6 +77,11 @@ def _schedule_of(plan: Plan) -> Schedule:
 
 _made: dict[str, Schedule] = {}
 """Schedules by name: a plan that is given again is the same one, for which everything has been found out already."""
+
+
+def loops_of(plan: Plan) -> Callable[[Verbs], Any]:
+    """The loops of a schedule that makes a plan's calls."""
+    return functools.partial(_play, plan)
 
 
 def _play(plan: Plan, pipe: Verbs) -> Any:

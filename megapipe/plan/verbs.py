@@ -85,8 +85,10 @@ class Settings:
             schedule's own. Some schedules trade memory for speed within it; the others are refused if they need more.
         min_pending_weights: as many Ws of a rank wait until its last B is done: work for overlap windows.
         max_pending_weights: most Ws of a rank that wait after a B; None for the schedule's own, or 1 where anything is
-            recomputed, since what is lives until its W. Fewer hold less memory.
+            recomputed or moved to host memory, since what is back lives until its W. Fewer hold less memory.
         recompute: whether the activations of a chunk are computed again before its backward; or for each stage.
+        offload: the time to copy to host memory what an F saves, over the time of that F: activations are moved there
+            where that takes no time of the step's (`offload_activations`). None where they stay.
     """
 
     microbatch_group_size: int | None = None
@@ -94,6 +96,7 @@ class Settings:
     min_pending_weights: int = 0
     max_pending_weights: int | None = None
     recompute: bool | tuple[bool, ...] = False
+    offload: float | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -103,7 +106,8 @@ class Settings:
     @property
     def most_pending_weights(self) -> int | None:
         """`max_pending_weights`, or its default."""
-        return 1 if self.max_pending_weights is None and self.recomputes else self.max_pending_weights
+        is_capped = self.recomputes or self.offload is not None
+        return 1 if self.max_pending_weights is None and is_capped else self.max_pending_weights
 
     def recomputes_stage(self, stage: int) -> bool:
         return self.recompute[stage] if isinstance(self.recompute, tuple) else self.recompute

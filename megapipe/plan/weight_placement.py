@@ -41,7 +41,8 @@ SLACK = 1 / 4
 
 def place_weights(plan: Plan, costs: Costs, max_held: float | None = None) -> Plan:
     """`plan` with its Ws where they make one step as short as the search finds; `plan` itself where that gains less
-    than half a percent. The same arguments give the same places.
+    than half a percent, or where it moves activations to host memory, for then they are timed by its Ws. The same
+    arguments give the same places.
 
     Args:
         plan: a plan that can run.
@@ -49,6 +50,8 @@ def place_weights(plan: Plan, costs: Costs, max_held: float | None = None) -> Pl
         max_held: most microbatches of a whole rank that a rank may have in flight, from F to W. None for a quarter of
             the number of ranks more than in `plan`.
     """
+    if any(plan.offloaded):
+        return plan
     own = simulate(plan, costs)
     if max_held is None:
         max_held = max(own.peak_activations) + SLACK * plan.pp_size

@@ -276,6 +276,7 @@ def to_agree_on(called: str, step: StepArguments, stages: Sequence[StageInfo], s
         "min_pending_weights": str(step.config.min_pending_weights),
         "max_pending_weights": str(step.config.max_pending_weights),
         "recompute": str(step.config.recompute),
+        "offload_activations": str(step.config.offload_activations),
         "the type of device": step.device.type,
         "p2p_transport": str(step.config.p2p_transport),
         "p2p_max_ctas": str(step.config.p2p_max_ctas),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from ..plan import Action, Plan, Schedule, Settings, make_plan
+from ..plan import Action, Plan, Schedule, Settings, Verbs, loops_of, make_plan
 
 __all__ = ["PlanKey"]
 
@@ -25,14 +26,20 @@ class PlanKey(NamedTuple):
         """Recorded once. Raises ValueError where the schedule cannot keep to the settings."""
         return _record(self)
 
+    @property
+    def loops(self) -> Callable[[Verbs], Any]:
+        """What a training step runs: the schedule's own loops, or those of its plan where settings have added to it."""
+        return self.schedule.loops if self.settings.offload is None else loops_of(self.plan)
+
     def recomputed(self, pp_rank: int) -> frozenset[Action]:
         """The Fs of a rank whose activations are computed again. A plan that is run says so itself."""
         says = self.settings.recomputes or self.schedule.sizes is not None
         return self.plan.recomputed[pp_rank] if says else frozenset()
 
     def offloaded(self, pp_rank: int) -> frozenset[Action]:
-        """The Fs of a rank whose activations go to host memory. Only plans that are run have them."""
-        return self.plan.offloaded[pp_rank] if self.schedule.sizes is not None else frozenset()
+        """The Fs of a rank whose activations go to host memory. A plan that is run says so itself."""
+        says = self.settings.offload is not None or self.schedule.sizes is not None
+        return self.plan.offloaded[pp_rank] if says else frozenset()
 
 
 @functools.lru_cache(maxsize=16)

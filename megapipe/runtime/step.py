@@ -193,8 +193,8 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
         shapes.decoder_seq_length = None
     step.slices = sequence_slices(schedule, step, shapes)
     key = PlanKey(schedule, pp_size, step.num_microbatches, len(stages), config.settings, config.num_sequence_slices)
-    if config.max_in_flight is not None or config.recompute is not None:
-        key.plan  # noqa: B018  # refuses a limit that the schedule cannot keep to, and stages that there are not
+    if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
+        key.plan  # noqa: B018  # refuses a limit that the schedule cannot keep to, stages that there are not, and slices
     if not step.forward_only:
         check_replicas(step.models, key)
     is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
@@ -276,6 +276,7 @@ def build(
 def run(prepared: PreparedStep, connection: Connection) -> None:
     """Run the loops, again after a rollback of the last optimizer step. The results are in the arguments."""
     step, schedule = prepared.arguments, prepared.key.schedule
+    loops = schedule.loops if step.forward_only else prepared.key.loops
     sync = _gradient_sync(prepared)
     speculation = speculate(step, prepared.key, prepared.pp_rank, connection.watchdog)
     make_pipeline = Pipeline if speculation is None else functools.partial(SpeculativePipeline, speculation)
@@ -286,7 +287,7 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
         pipe = build(prepared, stages, looks, connection, sync, record, make_pipeline)
         try:
             with _timed(step.config), sync, nullcontext() if record is None else record.storages:
-                reports = schedule.loops(pipe)
+                reports = loops(pipe)
             break
         except RollbackRequired:
             assert speculation is not None
@@ -321,18 +322,24 @@ def _begin_record(prepared: PreparedStep) -> StepRecord | None:
 
 @contextmanager
 def _around_finalizing(prepared: PreparedStep, session: Session | None, keywords: dict[str, Any]) -> Iterator[None]:
-    """What frameworks around the core do at the end of a pipeline's step."""
+    """What frameworks around the core do at the end of a step."""
     with ExitStack() as stack:
+        step, pp_size = prepared.arguments, prepared.key.pp_size
+        last_stage = prepared.key.schedule.placement.rank(pp_size * len(step.models) - 1, pp_size)
+        share: Callable[..., Any] = _alone
         if session is not None:
-            step, pp_size = prepared.arguments, prepared.key.pp_size
-            last_stage = prepared.key.schedule.placement.rank(pp_size * len(step.models) - 1, pp_size)
             share = functools.partial(session.share, source=last_stage, device=step.device)
-            end = StepEnd(step, prepared.pp_rank, pp_size, last_stage, keywords, share)
-            for around in hooks.around_finalizing:
-                stack.enter_context(around(end))
+        end = StepEnd(step, prepared.pp_rank, pp_size, last_stage, keywords, share)
+        for around in hooks.around_finalizing:
+            stack.enter_context(around(end))
         yield
-        if session is not None and step.config.broadcast_reports:
+        if step.config.broadcast_reports:
             step.results[:] = share(step.results, what="reports")
+
+
+def _alone(value: Any, what: str = "") -> Any:
+    """`Session.share` on a pipeline of one rank."""
+    return value
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class AroundForward(NamedTuple):
 
 
 class StepEnd(NamedTuple):
-    """A step of a pipeline whose loops are done."""
+    """A step whose loops are done."""
 
     step: StepArguments
     pp_rank: int
@@ -61,7 +61,7 @@ forwards_in_segments: list[Callable[[nn.Module], Callable[[ForwardStep], Forward
 outputs are `Segments`, for models that the framework cuts; or None."""
 
 around_finalizing: list[Callable[[StepEnd], AbstractContextManager[None]]] = []
-"""Entered on every rank of a pipeline when the loops of a step are done, and left when gradients are finalized."""
+"""Entered on every rank when the loops of a step are done, and left when gradients are finalized."""
 
 
 def find_cut(model: nn.Module) -> Callable[[ForwardStep], ForwardStep] | None:

@@ -263,6 +263,8 @@ class Stage:
         """B, and W unless the unit has `deferred` to leave that to."""
         if unit.received is not None:  # for parts that are computed again
             self.show(unit)
+        if unit.offload is not None:  # also where nothing of it is used: memory that is copied to must not be freed
+            unit.offload.wait()
         delayed = DelayedGrads(self._delayed) if self._delayed else None
         roots = self.roots(unit)
         if roots:

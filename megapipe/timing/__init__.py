@@ -2,7 +2,7 @@
 
 from .cuda_events import CudaEvents, RecordedEvent
 from .records import ActionBytes, Clock, HostClock, RankStep, StepRecord, Wait, clock_of
-from .storages import LiveStorages
+from .storages import LiveStorages, uncounted
 
 __all__ = [
     "ActionBytes",
@@ -15,4 +15,5 @@ __all__ = [
     "StepRecord",
     "Wait",
     "clock_of",
+    "uncounted",
 ]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,14 +18,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["LiveStorages"]
+__all__ = ["LiveStorages", "uncounted"]
+
+_is_counted = True
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that counts the storages made in it, each once. What was there before does not count."""
+    """A context that counts the storages made in it, each once. What was there before does not count.
 
-    def __init__(self) -> None:
+    Args:
+        device: only those of such a device; None for all.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._type = None if device is None else device.type
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._gone: deque[int] = deque()  # appended to by any thread
         self._held = self._peak = 0
@@ -48,7 +57,9 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)}
         made = func(*args, **(kwargs or {}))
         for tensor in tree_iter(made):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+            if not isinstance(tensor, Tensor) or not _is_counted or self._type not in (None, tensor.device.type):
+                continue
+            if (storage := tensor.untyped_storage())._cdata not in given:
                 self._add(storage)
         return made
 
@@ -60,3 +71,14 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = weakref.ref(storage, lambda _: gone.append(size))
         self._held += size
         self._peak = max(self._peak, self.held)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Around the making of host memory: on a CPU it is of the same kind as the device's."""
+    global _is_counted
+    _is_counted = False
+    try:
+        yield
+    finally:
+        _is_counted = True

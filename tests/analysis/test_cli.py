@@ -385,6 +385,24 @@ def test_slices_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "zbv cannot cut sequences, got 4 slices" in capsys.readouterr().err
 
 
+def test_offload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ("--pp", "4", "--microbatches", "16")
+    path = str(tmp_path / "plan.csv")
+    out = output_of(capsys, "show", "1f1b", *sizes, "--offload", "1", "--csv", path)
+    assert "step       57," in out  # as without
+    assert "held       2 2 2 1 (" in out
+    for forward, held in (("1", "3 4 3 2"), ("0.2", "3 3 3 2")):  # by the times that are given
+        out = output_of(capsys, "show", "zb1p", *sizes, "--offload", "1.5", "--forward", forward)
+        assert f"held       {held} (" in out
+    compared = output_of(capsys, "compare", *sizes, "--offload", "1", "--slices", "4")
+    assert "seq1f1b: activations of seq1f1b are not moved" in compared
+    plan = make_plan("zb1p", 4, 16)
+    Timeline("zb1p", [as_measured(plan.simulate())]).save(tmp_path / "recorded.json")
+    tuned = output_of(capsys, "tune", str(tmp_path / "recorded.json"), "--offload", "1", "--save", path)
+    assert "as the schedule has it" in tuned
+    assert "0O0" in Path(path).read_text()
+
+
 def test_recomputation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ("--pp", "4", "--microbatches", "8")
     out = output_of(capsys, "show", "1f1b", *sizes, "--recompute", "--csv", str(tmp_path / "plan.csv"))

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.weak import WeakTensorKeyDictionary
 
 DEVICE = torch.device("lazy", 0)
 SYNCS: list[str] = []
@@ -55,6 +56,9 @@ class Module(_DummyBackendModule):
     def Stream(self, device: Any = None) -> Stream:
         return Stream()
 
+    def current_stream(self, device: Any = None) -> Stream:
+        return current_stream()
+
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         global _of_main
@@ -66,6 +70,15 @@ class Module(_DummyBackendModule):
             yield
         finally:
             _current.stream, _of_main = before, before_of_main
+
+
+class Passed(NamedTuple):
+    """An event that is set once a stream has come to the point at which it was recorded."""
+
+    event: threading.Event
+
+    def wait(self, stream: Stream) -> None:
+        stream.put(self.event.wait)
 
 
 class Stream:
@@ -92,8 +105,14 @@ class Stream:
         self.put(event.set)
         return event
 
+    def record_event(self) -> Passed:
+        return Passed(self.record())
+
     def wait_event(self, event: Any) -> None:
         event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
         self.record().wait()
@@ -239,11 +258,14 @@ def count_sync() -> None:
     SYNCS.append("".join(traceback.format_stack(limit=13)[:-4]))
 
 
+PINNED: Any = WeakTensorKeyDictionary()
+"""Host memory that copies need not wait for."""
+
+
 def _copy_out(target: Tensor, source: LazyTensor, non_blocking: bool = False) -> Tensor:
-    """To host memory, which is pinned where the copy does not block."""
     cell = source.cell
     current_stream().put(lambda: target.copy_(cell.cpu))
-    if not non_blocking:
+    if not (non_blocking and target in PINNED):
         count_sync()
         current_stream().synchronize()
     return target
@@ -327,12 +349,15 @@ class Factories(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        kwargs.pop("pin_memory", None)
+        is_pinned = kwargs.pop("pin_memory", False)
         device = kwargs.get("device")
         is_lazy = device is not None and torch.device(device).type == DEVICE.type
         if is_lazy or any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return enqueue(op, args, kwargs)
-        return op(*args, **kwargs)
+        made = op(*args, **kwargs)
+        if is_pinned:
+            PINNED[made] = True
+        return made
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -67,6 +68,29 @@ NAMES = [
 def test_as_on_a_gpu(rank: int, name: str) -> None:
     with emulated():
         inspect.unwrap(getattr(test_gpu, name))(rank)
+
+
+@on_ranks(2)
+def test_activations_in_host_memory(rank: int) -> None:
+    """Each O frees memory of the device, and each L takes as much of it again, and what a data loader holds too."""
+    from fakes import lazy_device
+
+    from megapipe.runtime.pipeline import Pipeline
+
+    changes: dict[str, list[int]] = {"O": [], "L": []}
+    run_action = Pipeline.run
+
+    def run_and_look(pipe: Pipeline, kind: str, *args: Any) -> None:
+        before = lazy_device.ALLOCATOR.allocated
+        run_action(pipe, kind, *args)
+        if kind in changes:
+            changes[kind].append(lazy_device.ALLOCATOR.allocated - before)
+
+    with emulated(), mock.patch.object(Pipeline, "run", run_and_look):
+        inspect.unwrap(test_gpu.test_activations_in_host_memory)(rank)
+    assert len(changes["O"]) == len(changes["L"]) > 4
+    for freed, taken in zip(changes["O"], changes["L"]):
+        assert 0.9 * taken <= -freed <= taken
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

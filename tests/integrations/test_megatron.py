@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import re
@@ -503,6 +504,7 @@ def settings_of(schedule: str, **fields: Any) -> dict[str, Any]:
         ("zbv", "cuda_graph_impl", "transformer_engine", "which zbv does not keep to"),
         ("interleaved_1f1b", "overlap_moe_expert_parallel_comm", True, "take combined_1f1b, Megatron's schedule"),
         ("dualpipev", "mtp_standalone", True, "dualpipev ties embeddings on the first rank only"),
+        ("zbv", "fine_grained_activation_offloading", True, "zbv does not keep to: set it to False, and config"),
     ],
 )
 def test_settings_that_are_refused(schedule: str, field: str, value: object, message: str) -> None:
@@ -518,6 +520,26 @@ def test_settings_that_are_followed() -> None:
         with pytest.raises(ValueError, match="without max_in_flight"):
             settings_of(schedule, cuda_graph_impl="transformer_engine", max_in_flight=4)
     assert settings_of("interleaved_1f1b", mtp_standalone=True) == {"variable_seq_lengths": True}
+
+
+@on_ranks(2)
+def test_megatrons_own_offloading_is_reset_by_each_training_step(rank: int) -> None:
+    """Its modules, which make the copies, count on the schedule for that. Both kinds of offloading are one too many."""
+    config = megatron(2, None)
+    chunks = megapipe.integrations.megatron.build_model_chunks(provider(config), "1f1b")
+    module = importlib.import_module("megatron.core.pipeline_parallel.fine_grained_activation_offload")
+    interface = module.FineGrainedActivationOffloadingInterface
+    config.fine_grained_activation_offloading = True
+    resets: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("init_chunk_handler", "mark_not_offloadable"):
+            patch.setattr(interface, name, lambda *args, **options: None)
+        patch.setattr(interface, "reset", lambda: resets.append(rank))
+        for forward_only in (False, True):
+            step(megapipe.get_forward_backward_func("1f1b"), chunks, batches(4, 0), forward_only=forward_only)
+    assert resets == [rank]
+    with pytest.raises(ValueError, match="both move activations to host memory"):
+        settings_of("1f1b", fine_grained_activation_offloading=True, offload_activations=1.0)
 
 
 class MultiModuleProcessGroupCollection:

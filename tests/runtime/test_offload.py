@@ -1,18 +1,24 @@
 """Activations that go to host memory (O) and come back (L) where the plan says; gradients stay what they are."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, reference, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megapipe
 from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, parallel_state, stages_for_rank
+from megapipe.activations import Offload, storages_of
 from megapipe.plan import (
     Action,
     Costs,
@@ -102,8 +108,10 @@ def test_what_cannot_be_offloaded() -> None:
     plan = make_plan("1f1b", 2, 4)
     with pytest.raises(ValueError, match="more than 0, got 0"):
         offload_activations(plan, Costs(), 0)
-    with pytest.raises(ValueError, match="activations of seq1f1b are not moved: take a plan with backwards and whole"):
+    with pytest.raises(ValueError, match="activations of seq1f1b are not moved to host memory, since it runs"):
         offload_activations(make_plan("seq1f1b", 2, 4, num_slices=2), Costs(), 1)
+    with pytest.raises(ValueError, match=r"1f1b \[\w+\] is a plan that moves activations"):
+        make_plan(offloaded("1f1b", 2, 4), 2, 4, settings=Settings(offload=1.0))
     actions = [list(row) for row in offloaded("1f1b", 2, 4).actions]
     without = [[action for action in row if action.kind != "L"] for row in actions]
     with pytest.raises(ScheduleError, match=r"calls backward_step\(0\) for activations that are in host"):
@@ -113,22 +121,34 @@ def test_what_cannot_be_offloaded() -> None:
         plan_of("twice", twice).check()
 
 
-def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool, copying: float) -> None:
+def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool, copying: float | None) -> None:
     for schedule, m in itertools.product(TRAINING, num_microbatches):
-        plan = offloaded(schedule, pp_size, m, copying)
-        chunks = build(schedule, pp_size, 8, CHUNKS.get(schedule), dropout=0.5, deferred=deferred)
-        reports = run(plan, chunks, m)
+        options = {"dropout": 0.5, "deferred": deferred, "offload_activations": copying}
+        chunks = build(schedule, pp_size, 8, CHUNKS.get(schedule), **options)
+        with counting_offloads() as moved:
+            reports = run(schedule if copying else offloaded(schedule, pp_size, m), chunks, m)
+        plan = offloaded(schedule, pp_size, m, copying or 1.0)
+        assert len(moved) == len(plan.offloaded[rank])
         expected, losses = reference(8, m, dropout=0.5)
         assert_same_losses(reports, losses, chunks)
         assert_same_gradients(chunks, expected)
 
 
-@pytest.mark.parametrize(("deferred", "copying"), [(False, 1.0), (True, 1.0), (True, 2.5)])
+@pytest.mark.parametrize(("deferred", "copying"), [(False, None), (True, 1.0), (True, 2.5)])
 @pytest.mark.parametrize(("pp_size", "num_microbatches"), [(1, [3]), (2, [5]), (4, [6])])
 def test_equal_to_the_unpartitioned_model(
-    ranks: RankPool, pp_size: int, num_microbatches: list[int], deferred: bool, copying: float
+    ranks: RankPool, pp_size: int, num_microbatches: list[int], deferred: bool, copying: float | None
 ) -> None:
+    """By a plan, and by the setting with each time of a copy."""
     ranks.run(pp_size, compare, pp_size, num_microbatches, deferred, copying)
+
+
+@contextmanager
+def counting_offloads() -> Iterator[list[Offload]]:
+    moved: list[Offload] = []
+    free = Offload.free
+    with mock.patch.object(Offload, "free", lambda one: (moved.append(one), free(one))):
+        yield moved
 
 
 class Stored(nn.Module):
@@ -143,6 +163,31 @@ class Stored(nn.Module):
         hidden = torch.exp(self.inner(x))
         self.made.append(StorageWeakRef(hidden.untyped_storage()))
         return self.inner(hidden)
+
+
+@on_ranks(2)
+def test_activations_of_tensor_parallel_layers(rank: int) -> None:
+    """Of a DTensor the local part is moved: it has no memory of its own."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, HIDDEN)
+    gradients = []
+    for is_moved in (False, True):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Sigmoid(), nn.Linear(HIDDEN, HIDDEN))
+        plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+        parallelize_module(module, mesh, plan)
+        offload = Offload(x.device, storages_of(module.parameters()))
+        with offload.saving() if is_moved else nullcontext():
+            output = module(x)
+        if is_moved:
+            offload.begin()
+            offload.free()
+            offload.load()
+        output.sum().backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in module.parameters()])
+    for kept, moved in zip(*gradients):
+        assert torch.equal(kept, moved)
 
 
 @on_ranks(2)

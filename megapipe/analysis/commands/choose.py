@@ -214,7 +214,7 @@ def _all_schedules(
         open_slices = [n for n in slices if n != 1] if schedule.slices else [1]
         for num_chunks, num_slices in itertools.product(open_chunks, open_slices):
             try:
-                plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices, settings)
+                plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices, settings, costs)
             except ScheduleError:
                 raise
             except ValueError as error:

@@ -67,6 +67,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         help="activations are computed again before each B (R), in time T, or that of F without it; at most one W is "
         "pending then",
     )
+    settings.add_argument(
+        "--offload",
+        type=float,
+        metavar="T",
+        help="activations go to host memory where they are back in time (O, L), and a copy takes T times as long as "
+        "their F; at most one W is pending then",
+    )
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -78,6 +85,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         min_pending_weights=args.min_pending_weights or 0,
         max_pending_weights=args.max_pending_weights,
         recompute=args.recompute is not None,
+        offload=args.offload,
     )
 
 
@@ -197,6 +205,8 @@ def record_plan(
     num_chunks: int | None,
     num_slices: int = 1,
     settings: Settings | None = None,
+    costs: Costs | None = None,
 ) -> Plan:
     check_size(pp_size, num_microbatches, find_schedule(schedule).check(pp_size, num_chunks), num_slices)
-    return make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices, settings=settings)
+    sizes = (pp_size, num_microbatches, num_chunks)
+    return make_plan(schedule, *sizes, num_slices=num_slices, settings=settings, costs=costs)

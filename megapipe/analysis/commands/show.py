@@ -98,7 +98,8 @@ def _find_plan(args: argparse.Namespace) -> Plan:
     find_schedule(args.schedule)  # an unknown name is the first thing to complain about
     if args.pp is None or args.microbatches is None:
         raise ValueError("--pp and --microbatches are needed, unless the schedule is a file.")
-    return record_plan(args.schedule, args.pp, args.microbatches, args.chunks, args.slices, settings_of(args))
+    sizes = (args.pp, args.microbatches, args.chunks, args.slices)
+    return record_plan(args.schedule, *sizes, settings_of(args), costs_of(args))
 
 
 def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> None:

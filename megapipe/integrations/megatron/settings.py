@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from ... import parallel_state
 from ...plan import Schedule
 from ...stages import hooks
-from .loaded import megatrons_config
+from .loaded import loaded, megatrons_config
 
 __all__: list[str] = []
 
@@ -21,10 +23,12 @@ __all__: list[str] = []
 _UNSUPPORTED = {
     "defer_embedding_wgrad_compute": "set it to False",
     "hybrid_context_parallel": "set it to False",
-    "fine_grained_activation_offloading": "set it to False",
     "moe_paged_stash": "set it to False",
     "use_ring_exchange_p2p": "set it to False",
 }
+
+_OFFLOADING = "pipeline_parallel.fine_grained_activation_offload"
+_INTERFACE = "FineGrainedActivationOffloadingInterface"
 
 _MEGATRONS_ORDERS = ("no_pipelining", "1f1b", "interleaved_1f1b")
 """Schedules that run forwards and backwards in the order that Megatron's have."""
@@ -37,6 +41,7 @@ def _read_config(config: Any, schedule: Schedule) -> dict[str, Any]:
     _check_cuda_graphs(config, schedule)
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         _check_overlap(config, schedule)
+    _check_offloading(config, schedule)
     if not getattr(config, "mtp_standalone", False):
         return {}
     if schedule.placement.name != "loop":
@@ -54,7 +59,7 @@ def _check_cuda_graphs(config: Any, schedule: Schedule) -> None:
         return
     if kind != "transformer_engine":
         raise ValueError(f"config.cuda_graph_impl={kind!r} captures Megatron's own schedules: set it to 'none'.")
-    if schedule.name not in _MEGATRONS_ORDERS or getattr(config, "max_in_flight", None) is not None:
+    if not _is_in_megatrons_order(config, schedule):
         raise ValueError(
             f"config.cuda_graph_impl='transformer_engine' captures microbatches in the order of Megatron's own "
             f"schedules, which {schedule.name} does not keep to: set it to 'none', or use 1f1b or interleaved_1f1b "
@@ -74,6 +79,39 @@ def _check_overlap(config: Any, schedule: Schedule) -> None:
             f"{name} runs nodes of two microbatches in turn, and config.fp8_recipe='delayed' scales by what a whole "
             "forward has seen: take another recipe, or set one of them to False."
         )
+
+
+def _check_offloading(config: Any, schedule: Schedule) -> None:
+    if not getattr(config, "fine_grained_activation_offloading", False):
+        return
+    instead = "set it to False, and config.offload_activations to the time of a copy over that of a forward"
+    if getattr(config, "offload_activations", None) is not None:
+        raise ValueError(
+            "config.fine_grained_activation_offloading and config.offload_activations both move activations to host "
+            f"memory, the former those of some modules only: {instead}, or that to None."
+        )
+    if not _is_in_megatrons_order(config, schedule):
+        raise ValueError(
+            f"config.fine_grained_activation_offloading moves activations in the order of Megatron's own schedules, "
+            f"which {schedule.name} does not keep to: {instead}, or use 1f1b or interleaved_1f1b without max_in_flight."
+        )
+    if not hasattr(loaded(_OFFLOADING), _INTERFACE):
+        raise ValueError(
+            f"config.fine_grained_activation_offloading takes a Megatron with {_INTERFACE}, such as 0.16: {instead}."
+        )
+
+
+def _is_in_megatrons_order(config: Any, schedule: Schedule) -> bool:
+    return schedule.name in _MEGATRONS_ORDERS and getattr(config, "max_in_flight", None) is None
+
+
+@contextmanager
+def _reset_offloading(end: hooks.StepEnd) -> Iterator[None]:
+    """What Megatron's schedules do for its own offloading, whose copies are made by its modules."""
+    yield
+    config = megatrons_config(end.step.models[0])
+    if not end.step.forward_only and getattr(config, "fine_grained_activation_offloading", False):
+        getattr(loaded(_OFFLOADING), _INTERFACE).reset()
 
 
 def _check_groups(groups: Any) -> None:
@@ -114,3 +152,4 @@ def _around_forwards(model: nn.Module, num_microbatches: int, device: torch.devi
 hooks.read_config.append(_read_config)
 parallel_state.check_groups.append(_check_groups)
 hooks.around_forwards.append(_around_forwards)
+hooks.around_finalizing.append(_reset_offloading)
