@@ -45,6 +45,9 @@ link = "nvlink"
 connecting_time = 0.0
 """Seconds that the first operation of a communicator takes. About half a second on a machine."""
 
+patience = 60.0
+"""Seconds that it then waits for the other end."""
+
 NUM_STREAMS = 32
 """Streams of one priority: the next one is the first again."""
 
@@ -150,7 +153,7 @@ class LikeNccl:
         """At the first operation. An abort that comes before it is over finds no communicator."""
         if self._wire is None:
             time.sleep(connecting_time)
-            self._wire = dist.ProcessGroupGloo(self._store, self._rank, 2, datetime.timedelta(seconds=60))
+            self._wire = dist.ProcessGroupGloo(self._store, self._rank, 2, datetime.timedelta(seconds=patience))
 
     def _occupy(self, wire_work: Any) -> bool:
         """Returns whether the message has passed."""

@@ -330,6 +330,7 @@ def test_connecting_ends_where_a_rank_fails(rank: int, transport: str, where: tu
         message = "rank 1 failed at the connecting of its channels: MemoryError"
         with (
             mock.patch.object(*where, fail if rank == 1 else getattr(*where)),
+            mock.patch.object(lazy.nccl, "patience", 5.0),
             pytest.raises(MemoryError) if rank == 1 else pytest.raises(PipelineError, match=message),
         ):
             step("1f1b", chunks, lazy.device.to_device)
