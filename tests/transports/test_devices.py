@@ -232,13 +232,21 @@ def most_inputs(actions: Any, stages: set[int]) -> int:
     return most
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "transport", "schedules"),
+    [
+        (2, "nccl", SCHEDULES),
+        (2, "host", KINDS),
+        *((4, transport, KINDS) for transport in TRANSPORTS),
+        *(pytest.param(4, transport, SCHEDULES, marks=pytest.mark.soak) for transport in TRANSPORTS),
+    ],
+    ids=["2-nccl", "2-host", "4-host", "4-nccl", "4-host-all", "4-nccl-all"],
+)
 @on_ranks()
-def test_no_more_memory_than_the_plan_says(rank: int, num_ranks: int, transport: str) -> None:
+def test_no_more_memory_than_the_plan_says(rank: int, num_ranks: int, transport: str, schedules: list[str]) -> None:
     """What was received stayed, with its gradient, until a helper thread saw, four times a second, that it had come: 48
     inputs of 48 microbatches on the last rank of 1F1B, which needs one."""
-    for schedule in SCHEDULES if num_ranks == 2 and transport == "nccl" else KINDS:
+    for schedule in schedules:
         chunks = build(schedule, num_ranks, transport)
         num_microbatches = 2 * num_ranks + 2
         plan = megapipe.plan.make_plan(schedule, num_ranks, num_microbatches, len(chunks))
