@@ -16,6 +16,7 @@ from megapipe.plan import make_plan
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CONCEPTS = (ROOT / "docs/concepts.md").read_text()
+HOME = (ROOT / "docs/index.md").read_text()
 CHOOSING = (ROOT / "docs/choosing.md").read_text()
 
 
@@ -41,6 +42,7 @@ def test_the_readme_fits_its_purpose() -> None:
 def test_the_script_trains(ranks: RankPool, schedule: str) -> None:
     (script,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
     assert script.count('"1f1b"') == 2
+    assert script in HOME
     script = script.replace('"1f1b"', f'"{schedule}"')
     printed = ranks.run(4, run_script, script)
     has_loss = 0 if schedule == "zbv" else 3  # where the last stage is
