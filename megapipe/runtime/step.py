@@ -132,21 +132,24 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
 
 
 class Connection(NamedTuple):
-    """This rank's ways to the others in one step. `watchdog` and `communicator` are None for a pipeline of one rank."""
+    """This rank's ways to the others in one step. `session` and `communicator` are None for a pipeline of one rank."""
 
-    watchdog: Watchdog | None
+    session: Session | None
     communicator: Communicator | None
     boundaries: list[tuple[Below, Above]]
     """Per chunk, the one below its stage and the one above."""
+
+    @property
+    def watchdog(self) -> Watchdog | None:
+        return None if self.session is None else self.session.watchdog
 
 
 def connect(prepared: PreparedStep, session: Session | None) -> Connection:
     """Agree with the other ranks on the step, and open its boundaries. Collective over the pipeline."""
     step, key = prepared.arguments, prepared.key
     config = step.config
-    watchdog, communicator, lookahead = None, None, Lookahead(0)
+    communicator, lookahead = None, Lookahead(0)
     if session is not None:
-        watchdog = session.watchdog
         agree(prepared, session, key.schedule.name)
         communicator = open_channels(prepared, session)
         communicator.begin_step(lambda: key.plan, step.forward_only)
@@ -156,7 +159,7 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
     specs, undescribed = prepared.specs, prepared.undescribed
     ways = (communicator, lookahead, step.forward_only)
     boundaries = boundaries_around(key, prepared.pp_rank, specs, *ways, undescribed)
-    return Connection(watchdog, communicator, boundaries)
+    return Connection(session, communicator, boundaries)
 
 
 def agree(prepared: PreparedStep, session: Session, called: str) -> None:
@@ -219,7 +222,8 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
             speculation.begin_again(pipe, connection.communicator, prepared.sharded)
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
-    end_first_steps(looks, step, prepared.key, prepared.undescribed, is_sharded=prepared.sharded is not None)
+    is_sharded = prepared.sharded is not None
+    end_first_steps(looks, step, prepared.key, prepared.undescribed, is_sharded, connection.session)
     if record is not None and step.config.record_timeline is not None:
         record.finish()
         step.config.record_timeline.keep(record)
