@@ -121,7 +121,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument(
         "--live",
         action="store_true",
-        help="show step time, bubble by cause, tokens/s and memory at each --log-interval",
+        help="show step time, bubble by cause, tokens/s and memory, each second",
     )
     data.add_argument("--record-timeline", metavar="FILE", default=None, help="for `megapipe show` and `megapipe tune`")
     data.add_argument("--save", default=None, help="folder for checkpoints: at the end, and every --save-interval")
@@ -462,17 +462,20 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
         bar = progress.add_task("training", total=args.train_iters, completed=first_iteration)
         for iteration in range(first_iteration, args.train_iters):
             reports = trainer.train_step()
-            if iteration in (first_iteration, args.train_iters - 1) or (iteration + 1) % args.log_interval == 0:
-                logged.append(trainer.mean_loss(reports))
+            is_logged = iteration in (first_iteration, args.train_iters - 1) or (iteration + 1) % args.log_interval == 0
+            is_shown = isinstance(live, LiveView) and (is_logged or live.is_due(iteration + 1))
+            loss = trainer.mean_loss(reports) if is_logged or is_shown else math.nan
+            if is_logged:
+                logged.append(loss)
                 tokens = (iteration + 1 - first_iteration) * tokens_per_step
                 line = (
-                    f"iteration {iteration + 1:5d}/{args.train_iters} | loss {logged[-1]:.6f} | grad norm "
+                    f"iteration {iteration + 1:5d}/{args.train_iters} | loss {loss:.6f} | grad norm "
                     f"{trainer.grad_norm():.3f} | {tokens / (time.perf_counter() - started):,.0f} tokens/s"
                 )
                 console.print(line)
-                progress.update(bar, description=f"loss {logged[-1]:.3f}")
-                if isinstance(live, LiveView):
-                    live.update(iteration + 1, {"loss": f"{logged[-1]:.3f}"})
+                progress.update(bar, description=f"loss {loss:.3f}")
+            if is_shown:
+                live.update(iteration + 1, {"loss": f"{loss:.3f}"})
             if args.eval_interval and (iteration + 1) % args.eval_interval == 0:
                 console.print(
                     f"iteration {iteration + 1:5d}/{args.train_iters} | validation loss {trainer.validate():.6f}"

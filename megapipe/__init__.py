@@ -1,29 +1,38 @@
 """Pipeline-parallel training for PyTorch, the Megatron way: one hand-written function per schedule."""
 
-from . import parallel_state, slices, weight_grad
-
-from . import schedules, zero_bubble, combined, dualpipe  # noqa: F401  # isort: skip  # registered in this order
-from . import integrations as integrations
-from .analysis import TimelineRecorder
-from .config import PipelineConfig
-from .failures import PipelineError
-from .integrations.splitting import CannotSplitError, split
-from .layouts import distribute_layers
-from .plan import StageInfo, schedule_names
-from .runtime import schedule, stages_for_rank, warm_up
-from .schedules import get_forward_backward_func
-from .stages import NoGradientWarning, PipelineStage, TrainingWarning, UnsplitBackwardWarning
-from .training import (
-    PipelinedGradScaler,
-    PipelinedLRScheduler,
-    PipelinedOptimizer,
-    PostValidatedOptimizer,
-    TiedWeights,
-    clip_grad_norm_,
-    divide_by_num_tokens,
-)
+import os
+import sys
 
 __version__ = "0.1.0"
+
+
+def _is_command() -> bool:
+    """Whether this process runs `megapipe`, or `python -m megapipe`."""
+    program = os.path.basename(next(iter(sys.argv), ""))
+    return program in ("megapipe", "megapipe.exe") or (program == "-m" and sys.orig_argv[-len(sys.argv)] == __name__)
+
+
+if not _is_command():  # which shows plans, and does without torch: that takes seconds to import
+    from . import integrations as integrations
+    from . import parallel_state, schedules, slices, weight_grad
+    from .analysis import TimelineRecorder
+    from .config import PipelineConfig
+    from .failures import PipelineError
+    from .integrations.splitting import CannotSplitError, split
+    from .layouts import distribute_layers
+    from .plan import StageInfo, schedule_names
+    from .runtime import stages_for_rank, warm_up
+    from .schedules import get_forward_backward_func, schedule
+    from .stages import NoGradientWarning, PipelineStage, TrainingWarning, UnsplitBackwardWarning
+    from .training import (
+        PipelinedGradScaler,
+        PipelinedLRScheduler,
+        PipelinedOptimizer,
+        PostValidatedOptimizer,
+        TiedWeights,
+        clip_grad_norm_,
+        divide_by_num_tokens,
+    )
 
 __all__ = [
     "CannotSplitError",

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..plan import Action, Costs, Plan, play, simulate
-from ..timing import RankStep
+from ..plan import Action, Costs, Plan, RankStep, play, simulate
 from .timeline import Timeline, first_start, step_time
 
 __all__ = ["BubbleSplit", "split_bubble"]

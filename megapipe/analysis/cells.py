@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..plan import KINDS, Action, Kind, Plan, Simulation, Span, held_changes
-from ..timing import RankStep
+from ..plan import KINDS, Action, Kind, Plan, RankStep, Simulation, Span, held_changes
 
 __all__ = [
     "Cell",

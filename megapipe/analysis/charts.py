@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plan import KINDS, Action, Plan, Simulation, Span
-from ..timing import RankStep
+from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span
 from .cells import Held, Level, cells_of, held_as_measured, held_by_plan, kinds_in, levels_in_bytes, levels_of
 from .extras import import_extra
 from .fold import Cut, find_cut

@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..plan import Plan
-from ..timing import RankStep
+from ..plan import Plan, RankStep
 from .timeline import measured_messages
 
 __all__ = ["align"]

@@ -30,7 +30,7 @@ class LiveView:
         with LiveView(recorder, tokens_per_step=32 * 1024) as live:
             for step in range(1, num_steps + 1):
                 ...  # train, with config.record_timeline = recorder
-                if step % 10 == 0:
+                if live.is_due(step):  # about once a second
                     live.update(step, {"loss": f"{loss:.3f}"})
 
     Args:
@@ -56,6 +56,7 @@ class LiveView:
         self._recorder = recorder
         self._tokens_per_step = tokens_per_step
         self._device = device
+        self._next = 0
         self._draws = not dist.is_initialized() or dist.get_rank() == 0
         self._live = Live(console=console, auto_refresh=False)
 
@@ -69,9 +70,12 @@ class LiveView:
     ) -> None:
         self._live.stop()
 
+    def is_due(self, step: int) -> bool:
+        """Whether a second has passed since the last update, counted in steps: the same on all ranks."""
+        return step >= self._next
+
     def update(self, step: int, figures: dict[str, str] | None = None) -> None:
-        """Show the steps that the recorder holds. Every rank of the pipeline calls it, at the same step: it gathers
-        their records.
+        """Show the steps that the recorder holds. All ranks call it, at the same step: it gathers their records.
 
         Args:
             step: the number of the step that was the last.
@@ -82,8 +86,12 @@ class LiveView:
         """
         timeline = self._recorder.gather()
         memory = [_peak_memory(self._device)]
+        self._next = step + max(1, round(1000 / _period(timeline)))
         if dist.is_initialized():
-            memory = parallel_state.all_gather_json(memory[0], parallel_state.get_pipeline_model_parallel_group())
+            everywhere = parallel_state.all_gather_json((memory[0], self._next))
+            pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+            memory = [everywhere[rank][0] for rank in pipeline]
+            self._next = everywhere[0][1]
         if self._draws:
             self._live.update(panel_of(timeline, memory, self._tokens_per_step, step, figures or {}), refresh=True)
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plan import KINDS, Plan, Simulation, Span
-from ..timing import RankStep
+from ..plan import KINDS, Plan, RankStep, Simulation, Span
 from .cells import Held, held_as_measured, held_by_plan, levels_in_bytes
 from .charts import TITLES, svg_of
 from .comparison import draw_comparison, time_axis

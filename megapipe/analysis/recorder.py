@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..plan import Action, Span, plan_of
-from ..timing import ActionBytes, Clock, HostClock, LiveStorages, RankStep, StepRecord, Wait, clock_of
+from ..plan import Action, ActionBytes, RankStep, Span, Wait, plan_of
+from ..timing import Clock, HostClock, LiveStorages, StepRecord, clock_of
 from .clocks import align
 from .timeline import Timeline
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..plan import Action, Plan
 from .cells import Cell, Level
 
-__all__ = ["Segment", "as_text", "level_rows", "text_rows"]
+__all__ = ["COLOURED", "Form", "Segment", "as_text", "level_rows", "plain_forms", "text_rows"]
 
 
 def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weight: int = 1) -> str:
@@ -33,6 +33,42 @@ def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weig
     return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
 
 
+class Form(NamedTuple):
+    """A way to name an action."""
+
+    name: Callable[[Action], str]
+    note: str = ""
+    """What a legend says of it."""
+    small_letters: bool = False
+    """Those of odd chunks are small. Names that begin with a letter need no free column between them."""
+
+
+STAGE_AND_UNIT = Form(str, "2F0: of microbatch 0 through stage 2")
+KIND_AND_UNIT = "F0: of microbatch 0"
+
+COLOURED = (
+    STAGE_AND_UNIT,
+    Form(lambda action: f"{action.kind[0]}{action.unit}", KIND_AND_UNIT),
+    Form(lambda action: action.unit, "0: of microbatch 0"),
+    Form(lambda action: str(action.microbatch), "0: of microbatch 0"),
+    Form(lambda action: action.kind[0]),
+)
+"""The longest first, for terminals where colours tell F, B, W and chunks apart."""
+
+
+def plain_forms(plan: Plan) -> tuple[Form, ...]:
+    """The same without colours: there is a letter in each."""
+
+    def letter(action: Action) -> str:
+        return action.kind[0].lower() if plan.chunk_of(action.stage) % 2 else action.kind[0]
+
+    return (
+        STAGE_AND_UNIT,
+        Form(lambda action: f"{letter(action)}{action.unit}", KIND_AND_UNIT, small_letters=True),
+        Form(letter, small_letters=True),
+    )
+
+
 class Segment(NamedTuple):
     """A piece of a rank's row: some columns of text, and the cell they show (None where the rank waits)."""
 
@@ -40,8 +76,11 @@ class Segment(NamedTuple):
     cell: Cell | None
 
 
-def text_rows(rows: Sequence[Sequence[Cell]], width: int, duration: float) -> list[list[Segment]]:
-    """A row of segments per rank. Each action is named as fully as its width allows, a pair as `0F4+7B0`.
+def text_rows(
+    rows: Sequence[Sequence[Cell]], width: int, duration: float, forms: Sequence[Form] = COLOURED
+) -> tuple[list[list[Segment]], list[Form]]:
+    """A row of segments per rank, and the forms that their names have. Each action is named as fully as its width
+    allows, a pair as `0F4+7B0`.
 
     Args:
         rows: of each rank, in any unit of time.
@@ -50,7 +89,7 @@ def text_rows(rows: Sequence[Sequence[Cell]], width: int, duration: float) -> li
     """
     begin = min(cells[0].start for cells in rows)
     scale = width / duration
-    names = _choose_names([cell for cells in rows for cell in cells], scale)
+    names = _choose_names([cell for cells in rows for cell in cells], scale, forms)
     texts = []
     for cells in rows:
         row: list[Segment] = []
@@ -62,12 +101,12 @@ def text_rows(rows: Sequence[Sequence[Cell]], width: int, duration: float) -> li
             if last > first:
                 name = _name(cell, names[cell.kinds])
                 if len(name) > last - first:
-                    name = "".join(kind[0] for kind in cell.kinds)[: last - first]
+                    name = "".join(map(forms[-1].name, cell.actions))[: last - first]
                 row.append(Segment(name.ljust(last - first), cell))
             column = max(column, last)
         row.append(Segment(" " * (width - column), None))
         texts.append(row)
-    return texts
+    return texts, [form for form in forms if form in names.values()]
 
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -92,25 +131,19 @@ def level_rows(rows: Sequence[Sequence[Level]], width: int, duration: float) -> 
     return texts
 
 
-def _name(cell: Cell, name_of: Callable[[Action], str]) -> str:
-    return "+".join(map(name_of, cell.actions))
+def _name(cell: Cell, form: Form) -> str:
+    return "+".join(map(form.name, cell.actions))
 
 
-def _choose_names(cells: list[Cell], scale: float) -> dict[tuple[str, ...], Callable[[Action], str]]:
-    """The longest name of each kind of cell that fits in more than 80 % of its places, with a column free
-    between neighbours."""
-    forms: tuple[Callable[[Action], str], ...] = (
-        str,
-        lambda action: f"{action.kind[0]}{action.unit}",
-        lambda action: action.unit,
-        lambda action: str(action.microbatch),
-        lambda action: action.kind[0],
-    )
+def _choose_names(cells: list[Cell], scale: float, forms: Sequence[Form]) -> dict[tuple[str, ...], Form]:
+    """The longest name of each kind of cell that fits in more than 80 % of its places."""
     names = {}
     for kinds in {cell.kinds for cell in cells}:
-        own = [cell for cell in cells if cell.kinds == kinds]
+        own = [(cell, int((cell.end - cell.start) * scale)) for cell in cells if cell.kinds == kinds]
         fitting = [
-            form for form in forms if fmean(len(_name(c, form)) < int((c.end - c.start) * scale) for c in own) > 0.8
+            form
+            for form in forms
+            if fmean(len(_name(cell, form)) + (not form.small_letters) <= width for cell, width in own) > 0.8
         ]
         names[kinds] = (fitting or forms[-1:])[0]
     return names

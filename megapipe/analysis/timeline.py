@@ -20,18 +20,20 @@ from ..plan import (
     KINDS,
     RECOMPUTE,
     Action,
+    ActionBytes,
     Costs,
     Event,
     Plan,
+    RankStep,
     Simulation,
     Span,
+    Wait,
     parse_json,
     place_weights,
     plan_of,
     read_text,
     simulate,
 )
-from ..timing import ActionBytes, RankStep, Wait
 
 __all__ = ["MeasuredMessage", "Timeline", "first_start", "load_timeline", "measured_messages", "step_time"]
 

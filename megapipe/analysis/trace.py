@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..plan import Plan, Simulation, Span
-from ..timing import RankStep
+from ..plan import Plan, RankStep, Simulation, Span
 
 __all__ = ["save_trace"]
 

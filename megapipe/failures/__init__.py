@@ -4,8 +4,8 @@ from .agreement import Agreement
 from .board import Board, join_ranks
 from .errors import PipelineError, is_disk_full
 from .mailbox import Mailbox
+from .positions import read_positions
 from .progress import Progress
-from .status import add_status_command
 from .store import InterruptibleStore
 from .timing import TIMING
 from .watchdog import Watchdog, check_failures, collective, single_rank_step
@@ -19,10 +19,10 @@ __all__ = [
     "PipelineError",
     "Progress",
     "Watchdog",
-    "add_status_command",
     "check_failures",
     "collective",
     "is_disk_full",
     "join_ranks",
+    "read_positions",
     "single_rank_step",
 ]

@@ -6,19 +6,21 @@ there are.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import socket
 import time
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .. import parallel_state
 from .progress import Progress
 from .timing import TIMING
 
-__all__ = ["NUM_MISSED", "POSITIONS", "Member", "Positions"]
+__all__ = ["NUM_MISSED", "POSITIONS", "Member", "Positions", "read_positions"]
 
 NUM_MISSED = 12  # signs of life that a rank leaves out until those that wait give it up
 
@@ -131,3 +133,26 @@ class Positions:
             one.current_progress().action is not None for one in list(self.pipelines)
         )
         return is_busy and time.time() > self._since + NUM_MISSED * TIMING.beat
+
+
+def read_positions(address: str) -> list[dict[str, Any] | None]:
+    """The position of each rank of a job; None for a rank that has not begun a step.
+
+    Args:
+        address: HOST:PORT of the job's store.
+
+    Raises:
+        ValueError: there is no store at the address, or no job has written to it.
+    """
+    host, _, port = address.rpartition(":")
+    limit = datetime.timedelta(seconds=TIMING.for_status)
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
+        size = POSITIONS.format("size")
+        if not store.check([size]):
+            raise ValueError(f"no rank has begun a step in the job with the store at {address} yet: ask again later.")
+        keys = [POSITIONS.format(rank) for rank in range(int(store.get(size)))]
+        return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the store at {address} does not answer ({reason}): is the job running?") from None

@@ -30,7 +30,7 @@ class Timing:
     for_mistakes: float = 10.0
     until_abort: float = 3.0
     until_alarm: float = 5.0
-    for_status: float = 10.0
+    for_status: float = 5.0
     beyond_limit: float = 60.0
 
 

@@ -3,6 +3,7 @@
 from .files import load_plan, load_stage_bytes, parse_json, read_text
 from .kinds import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Kind
 from .making import make_plan
+from .measured import ActionBytes, RankStep, Wait
 from .memory import RankBytes, StageBytes, held_changes
 from .offloading import offload_activations
 from .placement import Placement, StageInfo, loop, v_shape
@@ -44,11 +45,14 @@ __all__ += [  # between rooms
     "KINDS",
     "RECOMPUTE",
     "WEIGHTS",
+    "ActionBytes",
     "AnySchedule",
     "ChannelName",
     "Event",
     "Kind",
+    "RankStep",
     "Transformer",
+    "Wait",
     "actions_of",
     "held_changes",
     "loops_of",

@@ -72,10 +72,12 @@ class Schedule:
             return self.default_chunks
         least = self.min_chunks if pp_size > 1 else 1
         if num_chunks < least or self.num_chunks not in (None, num_chunks):
-            wanted = f"at least {least} chunk(s)" if self.num_chunks is None else f"{self.num_chunks} chunk(s)"
+            wanted = f"at least {least}" if self.num_chunks is None else f"{self.num_chunks}"
+            other = "1f1b" if num_chunks == 1 else "interleaved_1f1b"
+            choice = f", or choose a schedule that runs {num_chunks}, such as {other}" if num_chunks > 0 else ""
             raise ValueError(
-                f"{self.name} runs {wanted} of the model on each rank, got {num_chunks}: pass as model a list with "
-                "one module for each of the rank's stages (stages_for_rank tells which)."
+                f"{self.name} runs {wanted} chunk(s) of the model on each rank, got {num_chunks}: give it {wanted}, "
+                f"one for each stage that stages_for_rank lists{choice}."
             )
         return num_chunks
 

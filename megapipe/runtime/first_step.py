@@ -3,6 +3,7 @@ whether it is trained."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from weakref import WeakSet
 
@@ -13,6 +14,7 @@ from ..plan import StageInfo
 from ..stages import NoGradientWarning, SlicedStage, Stage, StepArguments, Unit, UnsplitBackwardWarning, warn
 from .found_shapes import Different, Seen, Specs, UndescribedMessages
 from .plans import PlanKey
+from .session import Session
 
 __all__ = ["FirstStep", "end_first_steps", "first_steps", "make_stages"]
 
@@ -49,11 +51,14 @@ def end_first_steps(
     key: PlanKey,
     undescribed: UndescribedMessages,
     is_sharded: bool,
+    session: Session | None,
 ) -> None:
-    """After the loops: keep what was found, and warn of what is odd.
+    """After the loops: keep what was found, and warn of what is odd. Collective over the pipeline in its first training
+    step under a schedule.
 
     Args:
         is_sharded: gradients are not where they are otherwise.
+        session: None for a pipeline of one rank.
     """
     unsplit = []
     for chunk, look in enumerate(looks):
@@ -64,11 +69,27 @@ def end_first_steps(
                 look.warn_of_what_is_not_trained(is_sharded)
                 if look.leaves_nothing_to_w:
                     unsplit.append(look.stage.info.index)
+    if not step.forward_only:
+        _warn_of_empty_ws(unsplit, key, session)
+
+
+def _warn_of_empty_ws(unsplit: list[int], key: PlanKey, session: Session | None) -> None:
+    """One warning, of all stages of the pipeline, from its first rank. Later chunks (another model) are known to their
+    rank alone, which warns by itself.
+
+    Args:
+        unsplit: the stages of this rank that leave nothing to W.
+    """
+    name = key.schedule.name
+    if session is not None and session.is_first(f"step of {name}") and key.plan.splits_backward:
+        found = session.exchange(f"end of the first step of {name}", unsplit)
+        unsplit = sorted(itertools.chain(*found)) if session.pp_rank == 0 else []
     if unsplit and key.plan.splits_backward:
+        is_all = len(unsplit) == key.pp_size * key.num_chunks
+        stages = "any stage" if is_all else f"stage {' or '.join(map(str, unsplit))}"
         warn(
-            f"{key.schedule.name} splits backwards, but no layer of stage {' or '.join(map(str, unsplit))} leaves its "
-            "weight gradients to W, which has nothing to do: call megapipe.weight_grad.convert(chunk), capture the "
-            "stage, or take 1f1b or interleaved_1f1b",
+            f"{name} splits backwards, but no layer of {stages} leaves its weight gradients to W, which has nothing to "
+            "do: call megapipe.weight_grad.convert(chunk), capture the stage, or take 1f1b or interleaved_1f1b",
             UnsplitBackwardWarning,
         )
 

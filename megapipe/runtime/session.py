@@ -68,7 +68,7 @@ class Session:
         self._agreement = Agreement(self.mailbox, self.watchdog)
         self.agree = self._agreement.agree
         self._is_in_step = False
-        self._exchanged: set[str] = set()
+        self._seen: set[str] = set()
         self._is_device_shared = False
         self.found_shapes = FoundShapes()
 
@@ -110,16 +110,18 @@ class Session:
         finally:
             self._is_in_step = _this_thread.is_in_step = False
 
-    def exchange_once(self, name: str, own: Any) -> list[Any] | None:
-        """The values of all ranks of the pipeline, by rank, at the first call under `name`; after it
-        None. Collective.
+    def is_first(self, what: str) -> bool:
+        """Whether this is asked for the first time."""
+        is_first = what not in self._seen
+        self._seen.add(what)
+        return is_first
+
+    def exchange(self, name: str, own: Any) -> list[Any]:
+        """The values of all ranks of the pipeline, by rank. Collective, once for each name.
 
         Args:
             own: this rank's value, which JSON can hold.
         """
-        if name in self._exchanged:
-            return None
-        self._exchanged.add(name)
         self.mailbox.post(name, json.dumps(own))
         return [json.loads(text) for text in self.mailbox.collect(name)]
 
@@ -157,8 +159,8 @@ class Session:
 
     def _is_shared(self, device: torch.device) -> bool:
         """Whether two ranks of this pipeline are on one GPU."""
-        devices = self.exchange_once("GPU", str(torch.cuda.get_device_properties(device).uuid))
-        if devices is not None:
+        if self.is_first("GPU"):
+            devices = self.exchange("GPU", str(torch.cuda.get_device_properties(device).uuid))
             self._is_device_shared = len(set(devices)) < len(devices)
         return self._is_device_shared
 

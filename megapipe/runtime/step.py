@@ -1,4 +1,4 @@
-"""The entry point: one call of a schedule, from the caller's arguments to the losses.
+"""One call of a schedule, from the caller's arguments to the losses.
 
 A step is prepared (its arguments checked, arguments.py), connected (its channels opened), built (a `Pipeline` over
 them), and run: the schedule's loops drive the pipeline.
@@ -7,27 +7,16 @@ them), and run: the schedule's loops drive the pipeline.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import parallel_state
 from ..config import PipelineConfig
 from ..failures import Watchdog
 from ..p2p_communication import Communicator, Lookahead
-from ..plan import (
-    AnySchedule,
-    Placement,
-    Schedule,
-    ScheduleError,
-    StageInfo,
-    Verbs,
-    actions_of,
-    find_schedule,
-    register,
-)
+from ..plan import AnySchedule, Schedule, ScheduleError, StageInfo, actions_of, find_schedule
 from ..sharding import ShardedChunks
 from ..stages import Stage, StepArguments, StepEnd, has_segments, hooks
 from ..timing import StepRecord
@@ -56,111 +45,45 @@ from .rollback import RollbackRequired, SpeculativePipeline, speculate
 from .session import Session, one_step
 from .shapes import ShapeArguments
 
-__all__ = ["ForwardBackward", "schedule", "stages_for_rank"]
+__all__ = ["run_step", "stages_for_rank"]
 
 
-class ForwardBackward(Schedule):
-    """A schedule as its users see it: a function that runs one training or validation step."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # For `help(get_forward_backward_func("1f1b"))`.
-        del self.__wrapped__  # type: ignore[attr-defined]  # or signatures are those of the loops
-        self.__doc__ = f"{inspect.getdoc(self.loops) or ''}\n\n{inspect.getdoc(type(self).__call__)}"
-
-    @classmethod
-    @functools.cache
-    def of(cls, schedule: Schedule) -> ForwardBackward:
-        """The schedule itself, or one like it that can be called: a plan that is read is a schedule without a call."""
-        if isinstance(schedule, cls):
-            return schedule
-        return cls(**{field.name: getattr(schedule, field.name) for field in fields(schedule)})
-
-    def __call__(
-        self,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        *,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: Any = None,
-        pg_collection: Any = None,
-        force_all_reduce: bool | None = False,
-        pipeline_inputs: Any = None,
-    ) -> list[Any]:
-        """Run forward and backward of `num_microbatches` microbatches. Every rank of the pipeline calls it alike.
-
-        Args:
-            forward_step_func: `forward_step_func(data_iterator, chunk)` runs one chunk on one microbatch and returns
-                `(output, loss_func)`. The loss function is used on the last stage only: `loss_func(output)` returns
-                `(loss, report)`, and the loss is divided by `num_microbatches`; or `(loss, num_tokens, report)`, and
-                it is divided by `num_tokens` and by `num_microbatches`, or by neither with `calculate_per_token_loss`.
-                Where `config.num_sequence_slices` cuts sequences, both are called for each slice (`megapipe.slices`
-                tells which), and a slice's loss and tokens are its part of the microbatch's: they are added up.
-            data_iterator: passed to `forward_step_func`. A list holds one per chunk; a single one is read by each
-                chunk from the same place. It gives all slices of a microbatch the same items, those that the first of
-                them reads, where it is an iterator. Read only where the model needs data: None will do elsewhere.
-            model: the rank's chunk, or the list of them, in the order of `stages_for_rank`. A chunk behind the first
-                stage has `set_input_tensor(input)`, which is called before each forward, and before a backward that may
-                compute it again, with what the stage before returned: a list with the tensor in it, or the list, tuple
-                or dict. Its `config` has the fields of `PipelineConfig`. Wrappers with a `module` are looked through.
-            num_microbatches: any number from 1 on. May change from step to step.
-            seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
-                as in Megatron. Where they are not passed, nor the model computes its shapes, shapes are found in the
-                first step, and stay so in all steps that are given the same sizes.
-            decoder_seq_length: takes the place of `seq_length` where a rank has one chunk. With several it is ignored,
-                as by Megatron's interleaved schedule.
-            forward_only: no gradients; nothing is kept for a backward. Nobody looks at the loss then, so it may be a
-                plain number. On the last stage `loss_func` may be None, and the outputs are returned.
-            collect_non_loss_data: call `loss_func(output, non_loss_data=True)` and return what it returns.
-            first_val_step: with `forward_only`, whether to call the model's `set_is_first_microbatch`.
-            adjust_tensor_shapes_fn: takes and returns the lists of shapes received and sent.
-            p2p_communicator, pg_collection: where `pg_collection.pp` or `p2p_communicator.pp_group` is there, it is
-                the pipeline's process group; otherwise that is `parallel_state`'s.
-            force_all_reduce, pg_collection: passed on to `finalize_model_grads_func` where it takes them.
-            pipeline_inputs: what one step of the whole pipeline is given, for models that compute their shapes from
-                it. None stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
-
-        Returns:
-            On the rank of the last stage the reports, in microbatch order; elsewhere an empty list, unless
-            `config.broadcast_reports` is set. Megatron's trainers read them on the last rank, and find them there under
-            V placement too. Of the slices of a microbatch, tensors and numbers in the reports are added up, and of
-            anything else the last is taken; outputs returned in place of reports are a list of the slices' own.
-
-        Raises:
-            ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
-            PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
-        """
-        with one_step(pipeline_group(pg_collection, p2p_communicator)) as session:
-            models = chunks_of(model)
-            step = StepArguments(
-                forward_step_func=forward_step_func,
-                data_iterators=iterator_per_chunk(data_iterator, len(models)),
-                models=models,
-                num_microbatches=num_microbatches,
-                config=config_of(self, models, pg_collection),
-                device=device_of(models),
-                forward_only=forward_only or self.forward_only,
-                collect_non_loss_data=collect_non_loss_data,
-                first_val_step=first_val_step,
-            )
-            lengths = (seq_length, micro_batch_size, decoder_seq_length)
-            shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
-            keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-            with collector.between_steps(step.config.gc_interval, models):
-                prepared = prepare(self, step, shapes, session)
-                run(prepared, connect(prepared, session))
-                with _around_finalizing(prepared, session, keywords):
-                    if not step.forward_only:
-                        finalize_gradients(step.config, models, step.num_tokens, keywords)
-        return step.results
+def run_step(
+    schedule: Schedule,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    shapes: ShapeArguments,
+    *,
+    forward_only: bool,
+    collect_non_loss_data: bool,
+    first_val_step: bool | None,
+    p2p_communicator: Any,
+    pg_collection: Any,
+    force_all_reduce: bool | None,
+) -> list[Any]:
+    """The call of a schedule (`ForwardBackward.__call__` has its arguments), from its arguments to the reports."""
+    with one_step(pipeline_group(pg_collection, p2p_communicator)) as session:
+        models = chunks_of(model)
+        step = StepArguments(
+            forward_step_func=forward_step_func,
+            data_iterators=iterator_per_chunk(data_iterator, len(models)),
+            models=models,
+            num_microbatches=shapes.num_microbatches,
+            config=config_of(schedule, models, pg_collection),
+            device=device_of(models),
+            forward_only=forward_only or schedule.forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+        keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+        with collector.between_steps(step.config.gc_interval, models):
+            prepared = prepare(schedule, step, shapes, session)
+            run(prepared, connect(prepared, session))
+            with _around_finalizing(prepared, session, keywords):
+                if not step.forward_only:
+                    finalize_gradients(step.config, models, step.num_tokens, keywords)
+    return step.results
 
 
 @dataclass
@@ -208,21 +131,24 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
 
 
 class Connection(NamedTuple):
-    """This rank's ways to the others in one step. `watchdog` and `communicator` are None for a pipeline of one rank."""
+    """This rank's ways to the others in one step. `session` and `communicator` are None for a pipeline of one rank."""
 
-    watchdog: Watchdog | None
+    session: Session | None
     communicator: Communicator | None
     boundaries: list[tuple[Below, Above]]
     """Per chunk, the one below its stage and the one above."""
+
+    @property
+    def watchdog(self) -> Watchdog | None:
+        return None if self.session is None else self.session.watchdog
 
 
 def connect(prepared: PreparedStep, session: Session | None) -> Connection:
     """Agree with the other ranks on the step, and open its boundaries. Collective over the pipeline."""
     step, key = prepared.arguments, prepared.key
     config = step.config
-    watchdog, communicator, lookahead = None, None, Lookahead(0)
+    communicator, lookahead = None, Lookahead(0)
     if session is not None:
-        watchdog = session.watchdog
         agree(prepared, session, key.schedule.name)
         communicator = open_channels(prepared, session)
         communicator.begin_step(lambda: key.plan, step.forward_only)
@@ -232,7 +158,7 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
     specs, undescribed = prepared.specs, prepared.undescribed
     ways = (communicator, lookahead, step.forward_only)
     boundaries = boundaries_around(key, prepared.pp_rank, specs, *ways, undescribed)
-    return Connection(watchdog, communicator, boundaries)
+    return Connection(session, communicator, boundaries)
 
 
 def agree(prepared: PreparedStep, session: Session, called: str) -> None:
@@ -296,7 +222,8 @@ def run(prepared: PreparedStep, connection: Connection) -> None:
             speculation.begin_again(pipe, connection.communicator, prepared.sharded)
     if reports is not step.results:
         raise ScheduleError(f"{schedule.name} did not end with `return pipe.finish()`.")
-    end_first_steps(looks, step, prepared.key, prepared.undescribed, is_sharded=prepared.sharded is not None)
+    is_sharded = prepared.sharded is not None
+    end_first_steps(looks, step, prepared.key, prepared.undescribed, is_sharded, connection.session)
     if record is not None and step.config.record_timeline is not None:
         record.finish()
         step.config.record_timeline.keep(record)
@@ -353,38 +280,6 @@ def _timed(config: PipelineConfig) -> Iterator[None]:
         yield
     finally:
         timer.stop()
-
-
-def schedule(
-    name: str,
-    *,
-    placement: Placement,
-    num_chunks: int | None = 1,
-    max_pp_size: int | None = None,
-    forward_only: bool = False,
-    default_chunks: int = 1,
-    min_chunks: int = 1,
-    slices: bool = False,
-) -> Callable[[Callable[[Verbs], Any]], ForwardBackward]:
-    """Make a function of the verbs a schedule that can be trained with, recorded, and found by its name.
-
-    Args:
-        placement: which rank holds which stage.
-        num_chunks: stages per rank; None where the caller decides.
-        max_pp_size: the largest pipeline it is meant for.
-        forward_only: it has no backward.
-        default_chunks: stages per rank where neither the schedule nor the caller says.
-        min_chunks: the fewest of them on several ranks, where the caller decides.
-        slices: it counts in slices of sequences (`pipe.num_units`), and so can cut them.
-    """
-
-    def decorate(loops: Callable[[Verbs], Any]) -> ForwardBackward:
-        settings = (placement, num_chunks, max_pp_size, forward_only, default_chunks, min_chunks, slices)
-        decorated = ForwardBackward(name, loops, *settings)
-        register(decorated)
-        return decorated
-
-    return decorate
 
 
 def stages_for_rank(

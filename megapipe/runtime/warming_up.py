@@ -25,20 +25,20 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from ..chunks import find_attribute, iter_wrapped, named_parameters
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
-from ..plan import FORWARD, KINDS, WEIGHTS, Kind
+from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
 from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent
 from .arguments import chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments
 from .restoring import restores_of_buffers, restores_of_random_states
 from .session import one_step
 from .shapes import ShapeArguments, message_specs, spec_of
-from .step import ForwardBackward, PreparedStep, agree, open_channels, prepare
+from .step import PreparedStep, agree, open_channels, prepare
 
 __all__ = ["warm_up"]
 
 
 def warm_up(
-    schedule: ForwardBackward,
+    schedule: Schedule,
     forward_step_func: Callable[..., Any],
     microbatch: Any,
     model: Any,

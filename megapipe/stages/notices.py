@@ -25,7 +25,7 @@ class NoGradientWarning(TrainingWarning):
 
 class UnsplitBackwardWarning(TrainingWarning):
     """The schedule splits backwards, but no layer of a stage leaves anything to the second part. One warning
-    names all such stages of a rank."""
+    names all such stages of a pipeline, on its first rank."""
 
 
 def warn(text: str, category: type[TrainingWarning]) -> None:

@@ -9,87 +9,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ..plan import KINDS, Action, Span
+from ..plan import KINDS, Action, ActionBytes, RankStep, Span, Wait
 from .cuda_events import CudaEvents, RecordedEvent
 from .storages import LiveStorages
 
-__all__ = ["ActionBytes", "Clock", "HostClock", "RankStep", "StepRecord", "Wait", "clock_of"]
-
-
-class Wait(NamedTuple):
-    """A wait for a message, in milliseconds."""
-
-    action: Action | None
-    """The action that needed it; None for the wait at the end of a step until everything sent has been taken."""
-    start: float
-    end: float
-
-
-class ActionBytes(NamedTuple):
-    """The bytes of tensors that were made in the step, beside one action."""
-
-    peak: int
-    """The most from the end of the action before until its own end."""
-    held: int
-    """Those at its end."""
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """One step on one rank, in milliseconds. `spans` and `waits` are in order; an action starts behind its wait.
-
-    `pairs` has the places in `spans` of the forwards that ran at once with the backward behind them: of such a pair
-    only the sum of the two times means anything. `memory` has one entry for each span; none where bytes were not
-    counted.
-    """
-
-    begin: float
-    end: float
-    spans: list[Span]
-    waits: list[Wait]
-    pairs: tuple[int, ...] = ()
-    memory: tuple[ActionBytes, ...] = ()
-
-    @property
-    def busy(self) -> float:
-        """Time in actions."""
-        return sum(span.end - span.start for span in self.spans)
-
-    @property
-    def waited(self) -> float:
-        """Time in waits for messages."""
-        return sum(wait.end - wait.start for wait in self.waits)
-
-    @property
-    def host(self) -> float:
-        """Time in neither: what the host does between actions."""
-        return self.end - self.begin - self.busy - self.waited
-
-    def pauses(self) -> dict[Action, float]:
-        """The host's time before each action."""
-        waited: defaultdict[Action | None, float] = defaultdict(float)
-        for wait in self.waits:
-            waited[wait.action] += wait.end - wait.start
-        pauses = {}
-        clock = self.begin
-        for action, start, end in self.spans:
-            pauses[action] = start - clock - waited[action]
-            clock = end
-        return pauses
-
-    def moved(self, offset: float) -> RankStep:
-        """The same step on a clock that shows `offset` more."""
-        spans = [Span(action, start + offset, end + offset) for action, start, end in self.spans]
-        waits = [Wait(action, start + offset, end + offset) for action, start, end in self.waits]
-        return RankStep(self.begin + offset, self.end + offset, spans, waits, self.pairs, self.memory)
+__all__ = ["Clock", "HostClock", "StepRecord", "clock_of"]
 
 
 class Clock(Protocol):

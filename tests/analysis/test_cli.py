@@ -1,5 +1,6 @@
 """The command, as its users see it."""
 
+import csv
 import io
 import json
 import os
@@ -81,9 +82,27 @@ def test_the_timeline_fits_its_width(capsys: pytest.CaptureFixture[str], width: 
 def test_actions_are_named_as_fully_as_most_of_them_have_room_for() -> None:
     plan = make_plan("inference", 4, 2)
     simulation = plan.simulate([1.0, 1.0, 1.0, 8.0])
-    rows = text_rows(cells_of(plan, simulation.spans), 57, simulation.makespan)  # three columns for the short ones
+    rows, _ = text_rows(cells_of(plan, simulation.spans), 57, simulation.makespan)  # three columns for the short ones
     named = [[segment.text.strip() for segment in row if segment.cell] for row in rows]
     assert named == [["F0", "F1"]] * 4
+
+
+@pytest.mark.parametrize("width", ["60", "80", "100", "120", "240"])
+def test_without_colours_each_name_has_a_letter(capsys: pytest.CaptureFixture[str], width: str) -> None:
+    """F, B and W of zbv were the same bare digits from 80 to 120 columns, and its two chunks looked alike."""
+    out = output_of(capsys, "show", "zbv", "--pp", "4", "--microbatches", "8", "--width", width).splitlines()
+    names = [re.findall(r"\d*[A-Za-z]\d*|\d+", line.partition(" ")[2][2:]) for line in out[:4]]
+    assert all(name[0].isalpha() or name[1:2].isalpha() for row in names for name in row)
+    legend = out[4]
+    if width == "240":
+        assert sum(name == "7W7" for row in names for name in row) == 1
+        assert "2F0: of microbatch 0 through stage 2" in legend
+        assert "small letters" not in legend
+        return
+    assert "small letters: odd chunks" in legend
+    for letter in "FfBbWw":
+        assert [sum(name[0] == letter for name in row) for row in names] == [8] * 4
+    assert ("w7" in names[0]) == ("F0: of microbatch 0" in legend) == (width == "120")
 
 
 def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -110,6 +129,32 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["interleaved_1f1b"] == (28.5, "no")
     assert shown["1f1b"] == (33, "yes")
     assert out.splitlines()[-1].startswith("step: F of a microbatch on a whole rank takes 1; held: microbatches")
+
+
+def test_a_comparison_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines had 72 columns in a terminal of 60."""
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["compare", "--pp", "4", "--microbatches", "8"]) == 0
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0].split() == ["schedule", "step", "bubble", "held", "beaten", "by"]
+    assert lines[1].split() == ["zbv", "*", "25.5", "5.9%", "4", "-"]
+    assert "left out, since this terminal is narrow: of best, messages," in lines
+
+
+def test_a_comparison_is_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table, rows = tmp_path / "all.csv", tmp_path / "all.json"
+    sizes = ("--pp", "4", "--microbatches", "8", "--saved", "12GB", "--memory-limit", "50GB")
+    output_of(capsys, "compare", *sizes, "--csv", str(table), "--json", str(rows))
+    by_name = {row["schedule"]: row for row in json.loads(rows.read_text())}
+    zb1p = {"schedule": "zb1p", "chunks": 1, "slices": 1, "step": 27.0, "of_best": 27 / 25.5, "held": 4.0}
+    zb1p |= {"bubble": pytest.approx(1 / 9), "bytes": 48e9, "messages": 48, "fits": True}
+    assert by_name["zb1p"] == {**zb1p, "beaten_by": "zbv x2", "needs_split": True}
+    with open(table, newline="") as file:
+        read = {row["schedule"]: row for row in csv.DictReader(file)}
+    assert read.keys() == by_name.keys()
+    assert (read["zbv"]["beaten_by"], read["gpipe"]["bytes"], read["gpipe"]["fits"]) == ("", "96000000000.0", "False")
 
 
 def test_pending_weights_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,6 +294,11 @@ def test_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str)
         (["show", "1f2b"], "there is no schedule '1f2b'"),
         (["show", "1f1b"], "--pp and --microbatches are needed"),
         (["compare", "--pp", "2", "--microbatches", "4", "--exchange", "2"], "exchange is a part of forward, got"),
+        (
+            ["show", "zbv", "--pp", "4", "--microbatches", "8", "--chunks", "3"],
+            "zbv runs 2 chunk(s) of the model on each rank, got 3: give it 2, one for each stage that stages_for_rank "
+            "lists, or choose a schedule that runs 3, such as interleaved_1f1b.",
+        ),
         (["show", "1f1b", "--pp", "0", "--microbatches", "4"], "at least 1 rank and 1 microbatch, got 0 and 4"),
         (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--steps", "0"], "num_steps must be at least 1, got 0"),
         (["show", "nothing.csv"], "No such file"),

@@ -11,7 +11,7 @@ from tools.measured import as_measured
 from tools.models import build, run
 from tools.ranks import on_ranks
 
-from megapipe import TimelineRecorder
+from megapipe import TimelineRecorder, parallel_state
 from megapipe.analysis import LiveView, Timeline
 from megapipe.analysis.live import panel_of
 from megapipe.plan import make_plan
@@ -37,6 +37,22 @@ def test_what_the_panel_shows() -> None:
     assert "means of the last 3 steps" in shown
 
 
+class Recorder(TimelineRecorder):
+    """Has recorded steps of 150 ms that began every 200."""
+
+    def gather(self, group: object = None) -> Timeline:
+        simulation = make_plan("1f1b", 1, 4).simulate(25.0, 6.25, 6.25)
+        return Timeline("1f1b", [as_measured(simulation, start) for start in (0.0, 200.0, 400.0)])
+
+
+def test_it_is_drawn_each_second() -> None:
+    """It was drawn at each line of the log only: in a run of 12 steps it showed the first one all the time."""
+    live = LiveView(Recorder(), 64, Console(file=io.StringIO()))
+    assert live.is_due(1)
+    live.update(1)
+    assert [step for step in range(1, 10) if live.is_due(step)] == [6, 7, 8, 9]
+
+
 @on_ranks(2)
 def test_the_first_rank_shows_all(rank: int) -> None:
     recorder = TimelineRecorder(num_steps=2)
@@ -50,6 +66,8 @@ def test_the_first_rank_shows_all(rank: int) -> None:
         for step in (1, 2, 3):
             run("1f1b", chunks, 4)
             live.update(step)
+        due = parallel_state.all_gather_json([step for step in range(4, 2000) if live.is_due(step)])
+    assert due[0] == due[1]
     shown = console.file.getvalue()
     if rank > 0:
         assert shown == ""

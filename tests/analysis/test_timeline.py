@@ -21,8 +21,8 @@ from megapipe import PipelineError, StageInfo, TimelineRecorder, distribute_laye
 from megapipe.analysis import BubbleSplit, Timeline, load_timeline, split_bubble
 from megapipe.analysis.clocks import align
 from megapipe.analysis.timeline import measured_messages
-from megapipe.plan import Action, Costs, Span, make_plan, play
-from megapipe.timing import RankStep, StepRecord
+from megapipe.plan import Action, Costs, RankStep, Span, make_plan, play
+from megapipe.timing import StepRecord
 from megapipe.timing.records import CudaClock
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]

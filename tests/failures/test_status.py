@@ -3,6 +3,7 @@
 import contextlib
 import io
 import socket
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -13,8 +14,8 @@ from tools.ranks import RankPool
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe.analysis.cli import main
-from megapipe.failures import TIMING, board
-from megapipe.failures.status import read_positions
+from megapipe.analysis.commands.status import _within
+from megapipe.failures import TIMING, board, read_positions
 
 
 def table_of_a_job_that_hangs(rank: int) -> list[str]:
@@ -69,6 +70,11 @@ def test_an_address_without_a_job(capsys: pytest.CaptureFixture[str], monkeypatc
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-        with mock.patch.object(TIMING, "for_status", 0.1):
-            assert main(["status"]) == 2
-    assert "does not answer" in capsys.readouterr().err
+        assert main(["status"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"megapipe status: nothing answers at 127.0.0.1:{free.getsockname()[1]} ([Errno 111]")
+        assert "check that the job runs, and that this is its MASTER_ADDR and MASTER_PORT" in line
+    silence = threading.Event()
+    with pytest.raises(ValueError, match=r"what listens at host:1 does not answer as a job's store within 0\.05 s"):
+        _within(0.05, "host:1", lambda address: silence.wait())
+    silence.set()

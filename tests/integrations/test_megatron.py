@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import megapipe
 from megapipe import StageInfo
 from megapipe.plan import Verbs, find_schedule, v_shape
-from megapipe.runtime import ForwardBackward
+from megapipe.schedules import ForwardBackward
 from megapipe.weight_grad import DeferredGrads, deferring
 
 # Looked for, not imported: importing takes two seconds in each process that hands out tests.

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from megapipe.dualpipe import FB
 from megapipe.plan import (
     Action,
     Costs,
@@ -18,6 +17,7 @@ from megapipe.plan import (
 )
 from megapipe.plan.weight_placement import _Search, count_weights, find_counts, move_weights
 from megapipe.schedules import B, F, W
+from megapipe.schedules.dualpipe import FB
 
 SPLIT = [name for name in schedule_names() if any(action.kind == "W" for action in make_plan(name, 1, 2).actions[0])]
 

@@ -27,7 +27,7 @@ from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo
 from megapipe.messages import check_sendable, is_no_gradient, no_gradient, zeros_if_none
 from megapipe.overlap import run_segments
 from megapipe.plan import Verbs, loop
-from megapipe.runtime import ForwardBackward
+from megapipe.schedules import ForwardBackward
 from megapipe.stages import StepArguments
 from megapipe.stages.stage import Stage
 from megapipe.stages.unit import Unit

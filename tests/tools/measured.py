@@ -1,7 +1,6 @@
 """Timelines that need no ranks: simulated steps, as ranks would have recorded them."""
 
-from megapipe.plan import Simulation
-from megapipe.timing import RankStep, Wait
+from megapipe.plan import RankStep, Simulation, Wait
 
 
 def as_measured(simulation: Simulation, start: float = 0.0, pause: float = 0.0) -> list[RankStep]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ...plan import (
@@ -42,7 +45,7 @@ from .options import (
     settings_of,
     unsplit,
 )
-from .terminal import print_hint, say
+from .terminal import print_hint, print_table, say
 
 __all__ = ["add_compare", "add_tune"]
 
@@ -105,6 +108,8 @@ def add_tune(commands: Any) -> None:
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     add_limit(parser)
     add_pictures(parser, "a chart of time against memory")
+    parser.add_argument("--csv", metavar="FILE", help="save the table, times and bytes as plain numbers")
+    parser.add_argument("--json", metavar="FILE", help="save the table")
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -234,26 +239,56 @@ def _show_rows(rows: Rows, args: argparse.Namespace, memory: Memory, unit: str) 
             save_comparison(rows, picture, memory, unit)
     if args.html:
         save_comparison_html(rows, args.html, memory, unit)
-    best = rows[0][1].makespan
-    marks = [" *" * (plan.splits_backward and not args.unsplit) for plan, _ in rows]
+    found = _found(rows, args, memory)
+    _save_found(found, args)
     names = [
-        plan.name + f", {plan.num_slices} slices" * (plan.num_slices > 1) + mark for mark, (plan, _) in zip(marks, rows)
+        one["schedule"] + f", {one['slices']} slices" * (one["slices"] > 1) + " *" * one["needs_split"] for one in found
     ]
-    is_known = rows[0][1].memory is not None
-    fits = "" if memory.limit is None else f"fits {memory.in_words(memory.limit)}"
-    width = max(18, *map(len, names))
-    step = f"step {unit}".strip()
-    header = f"{'schedule':<{width}} {'chunks':>6} {step:>9} {'of best':>8} {'bubble':>7} {'held':>9} "
-    print(header + f"{'bytes':>8} " * is_known + f"{'messages':>8}" + f"  {fits}" * bool(fits) + "  beaten by")
-    for name, (plan, simulation), winner in zip(names, rows, front_of(rows, memory)):
-        line = (
-            f"{name:<{width}} {plan.num_chunks:>6} {simulation.makespan:>9.4g} {simulation.makespan / best:>7.3f}x "
-            f"{max(simulation.bubble):>7.1%} {max(simulation.peak_activations):>9.3g} "
-        )
-        line += f"{bytes_in_words(max(simulation.peak_bytes)):>8} " if is_known else ""
-        line += f"{plan.num_messages:>8}"
-        line += f"  {'yes' if memory.fits(simulation) else 'no':<{len(fits)}}" if fits else ""
-        chunks = f" x{winner.num_chunks}" if winner is not None and winner.num_chunks > 1 else ""
-        print(f"{line}  {'-' if winner is None else winner.name + chunks}")
-    if any(marks):
+    fits = f"fits {memory.in_words(memory.limit or 0)}"
+    columns = {
+        "schedule": names,
+        "chunks": [str(one["chunks"]) for one in found],
+        f"step {unit}".strip(): [f"{one['step']:.4g}" for one in found],
+        "of best": [f"{one['of_best']:.3f}x" for one in found],
+        "bubble": [f"{one['bubble']:.1%}" for one in found],
+        "held": [f"{one['held']:.3g}" for one in found],
+        "bytes": [bytes_in_words(one["bytes"]) for one in found if one["bytes"] is not None],
+        "messages": [str(one["messages"]) for one in found],
+        fits: [("no", "yes")[one["fits"]] for one in found if one["fits"] is not None],
+        "beaten by": [one["beaten_by"] or "-" for one in found],
+    }
+    print_table(columns, ("schedule", fits, "beaten by"), may_go=("of best", "messages", "chunks", "beaten by", "held"))
+    if any(one["needs_split"] for one in found):
         say(NEEDS_SPLIT)
+
+
+def _found(rows: Rows, args: argparse.Namespace, memory: Memory) -> list[dict[str, Any]]:
+    """What is shown of each schedule, as numbers."""
+    best = rows[0][1].makespan
+    return [
+        {
+            "schedule": plan.name,
+            "chunks": plan.num_chunks,
+            "slices": plan.num_slices,
+            "step": simulation.makespan,
+            "of_best": simulation.makespan / best,
+            "bubble": max(simulation.bubble),
+            "held": max(simulation.peak_activations),
+            "bytes": None if simulation.memory is None else max(simulation.peak_bytes),
+            "messages": plan.num_messages,
+            "fits": None if memory.limit is None else memory.fits(simulation),
+            "beaten_by": winner and winner.name + f" x{winner.num_chunks}" * (winner.num_chunks > 1),
+            "needs_split": plan.splits_backward and not args.unsplit,
+        }
+        for (plan, simulation), winner in zip(rows, front_of(rows, memory))
+    ]
+
+
+def _save_found(found: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            table = csv.DictWriter(file, found[0])
+            table.writeheader()
+            table.writerows(found)

@@ -8,7 +8,7 @@ from typing import Any
 from ...plan import Transformer, read_config
 from ..fit import Estimate, Job, Layout, fit
 from ..memory import bytes_in_words, parse_bytes
-from .terminal import say
+from .terminal import print_table, say
 
 __all__ = ["add_fit"]
 
@@ -80,16 +80,21 @@ def _fit(args: argparse.Namespace) -> None:
             f"nothing fits into {bytes_in_words(job.room)}: the smallest way found holds {_parts(smallest)} "
             f"({_name(smallest.layout)}). Take more devices, shorter sequences, or --cp."
         )
-    names = f"{'pp':>3} {'dp':>4} {'tp':>3} {'ep':>3} {'schedule':<19} {'microbatch':>10} {'recompute':>9}"
-    print(f"{names} {'bytes':>8} {'step':>8} {'TFLOP/s':>7}  most of the rest")
-    for one in found:
-        layout = one.layout
-        schedule = layout.schedule + f" x{layout.chunks}" * (layout.chunks > 1)
-        print(
-            f"{layout.pp:>3} {layout.dp:>4} {layout.tp:>3} {layout.ep:>3} {schedule:<19} {layout.microbatch:>10} "
-            f"{'yes' if layout.recompute else 'no':>9} {bytes_in_words(one.peak):>8} {one.step:>6.3g} s "
-            f"{one.tflops:>7.0f}  {one.limit}"
-        )
+    layouts = [one.layout for one in found]
+    columns = {
+        "pp": [str(layout.pp) for layout in layouts],
+        "dp": [str(layout.dp) for layout in layouts],
+        "tp": [str(layout.tp) for layout in layouts],
+        "ep": [str(layout.ep) for layout in layouts],
+        "schedule": [layout.schedule + f" x{layout.chunks}" * (layout.chunks > 1) for layout in layouts],
+        "microbatch": [str(layout.microbatch) for layout in layouts],
+        "recompute": [("no", "yes")[layout.recompute] for layout in layouts],
+        "bytes": [bytes_in_words(one.peak) for one in found],
+        "step": [f"{one.step:.3g} s" for one in found],
+        "TFLOP/s": [f"{one.tflops:.0f}" for one in found],
+        "most of the rest": [one.limit for one in found],
+    }
+    print_table(columns, ("schedule", "most of the rest"), may_go=("most of the rest", "microbatch", "TFLOP/s"))
     say(f"fastest: {_parts(found[0])}; the step is {_shares(found[0])}")
     say("bytes: of the fullest rank; TFLOP/s: of the model and a device, by formula and plan, not measured")
 

@@ -13,6 +13,7 @@ from ..cells import held_as_measured, held_by_plan
 from ..charts import save_picture
 from ..memory import bytes_in_words
 from ..pages import save_html
+from ..text import Form
 from ..timeline import Timeline, load_timeline
 from ..trace import save_trace
 from .options import (
@@ -63,10 +64,11 @@ def _show(args: argparse.Namespace) -> None:
     check_time(simulation)
     _save_files(plan, simulation, measured, args)
     if measured is None:
-        print_timeline(plan, simulation.spans, args.width, simulation.makespan, held_by_plan(simulation))
+        spans = simulation.spans
+        used = print_timeline(plan, spans, args.width, simulation.makespan, held_by_plan(simulation))
     else:
-        _print_both(measured, simulation, args.width)
-    print_legend(plan)
+        used = _print_both(measured, simulation, args.width)
+    print_legend(plan, used)
     if args.comms:
         for rank, events in enumerate(plan.events):
             shown = [str(event) for event in events if event.action is not None or plan.peer(rank, event) is not None]
@@ -102,15 +104,16 @@ def _find_plan(args: argparse.Namespace) -> Plan:
     return record_plan(args.schedule, *sizes, settings_of(args), costs_of(args))
 
 
-def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> None:
+def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> list[Form]:
     """The measured step and its plan, on the same scale."""
     spans = [rank.spans for rank in measured.typical_step]
     duration = max(rank.end for rank in measured.typical_step)
     print(f"measured, the median of {len(measured.steps)} steps:")
     memory = held_as_measured(measured.typical_step)
-    print_timeline(measured.plan, spans, width, max(duration, simulation.makespan), memory)
+    used = print_timeline(measured.plan, spans, width, max(duration, simulation.makespan), memory)
     print("by the plan, with the mean times that were measured:")
     print_timeline(measured.plan, simulation.spans, width, max(duration, simulation.makespan))
+    return used
 
 
 def _print_figures(plan: Plan, simulation: Simulation, forward: float) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ...plan import KINDS, WEIGHTS, Plan, Span
 from ..cells import Held, cells_of, kinds_in, levels_in_bytes
 from ..palette import ink_on
-from ..text import level_rows, text_rows
+from ..text import COLOURED, Form, level_rows, plain_forms, text_rows
 from ..timeline import Timeline
 
-__all__ = ["listed", "print_hint", "print_legend", "print_timeline", "say"]
+__all__ = ["listed", "print_hint", "print_legend", "print_table", "print_timeline", "say"]
 
 WIDEST = 10_000
 """The most columns of a timeline: far more than a terminal has, and still quick to print."""
@@ -23,9 +23,33 @@ WIDEST = 10_000
 def say(text: str) -> None:
     """Print a line. A terminal that is narrower gets it in several, broken between words, indented as figures are."""
     if sys.stdout.isatty():
-        width = max(20, shutil.get_terminal_size().columns)
-        text = textwrap.fill(text, width, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+        text = textwrap.fill(text, _width(), subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
     print(text)
+
+
+def _width() -> int:
+    return max(20, shutil.get_terminal_size().columns)
+
+
+def print_table(columns: Mapping[str, Sequence[str]], left: Collection[str], may_go: Sequence[str] = ()) -> None:
+    """Print texts by column, below their headings. A column without any is left out.
+
+    Args:
+        left: headings of the columns that are flush left.
+        may_go: those that are left out where the terminal is too narrow, the first ones first.
+    """
+    shown = {name: [name, *texts] for name, texts in columns.items() if texts}
+    widths = {name: max(map(len, texts)) for name, texts in shown.items()}
+    gone = []
+    for name in may_go if sys.stdout.isatty() else ():
+        if name in widths and sum(widths.values()) + 2 * (len(widths) - 1) > _width():
+            gone.append(name)
+            del widths[name]
+    for line in zip(*(shown[name] for name in widths)):
+        texts = (f"{text:{'<' if name in left else '>'}{width}}" for text, (name, width) in zip(line, widths.items()))
+        print("  ".join(texts).rstrip())
+    if gone:
+        say(f"left out, since this terminal is narrow: {', '.join(gone)}")
 
 
 def print_timeline(
@@ -34,15 +58,20 @@ def print_timeline(
     width: int | None,
     duration: float,
     memory: Sequence[Held] | None = None,
-) -> None:
-    """A row for each rank, and one below it for the bytes that it holds, where they are known."""
+) -> list[Form]:
+    """Print a row for each rank, and one below it for the bytes that it holds, where they are known.
+
+    Returns:
+        The forms of the names, for the legend.
+    """
     prefix = len(f"rank {plan.pp_size - 1} ")
     columns = max(20, (width or shutil.get_terminal_size((120, 24)).columns) - prefix)
     if columns > WIDEST:
         raise ValueError(f"{columns} columns are more than any terminal has: choose a --width of {WIDEST:,} at most.")
-    rows = text_rows(cells_of(plan, ranks), columns, duration)
-    levels = [] if memory is None else level_rows(levels_in_bytes(ranks, memory), columns, duration)
     console = _console()
+    forms = plain_forms(plan) if console is None else COLOURED
+    rows, used = text_rows(cells_of(plan, ranks), columns, duration, forms)
+    levels = [] if memory is None else level_rows(levels_in_bytes(ranks, memory), columns, duration)
     for rank, row in enumerate(rows):
         name = f"rank {rank}".ljust(prefix)
         if console is None:
@@ -62,17 +91,20 @@ def print_timeline(
             console.print(line)
         if levels:
             print(" " * prefix + levels[rank])
+    return used
 
 
-def print_legend(plan: Plan) -> None:
+def print_legend(plan: Plan, used: Sequence[Form]) -> None:
     """What the letters and colours of a timeline mean."""
+    console = _console()
     kinds = kinds_in(plan)
-    notes = ["2F0: of microbatch 0 through stage 2"]
-    if plan.num_slices > 1:
-        notes.append("2F0.1: of its slice 1")
+    notes = [form.note for form in used if form.note]
+    if plan.num_slices > 1 and notes:
+        notes.append(f"{notes[0].partition(':')[0]}.1: of its slice 1")
+    if console is None and plan.num_chunks > 1 and any(form.small_letters for form in used):
+        notes.append("small letters: odd chunks")
     if any(plan.program.pairs):
         notes.append("F+B: an overlapped pair")
-    console = _console()
     if console is None:
         names = [f"{kind.name[0]} {kind.label}" for kind in kinds]
         say("legend     " + "; ".join([", ".join([*names, ". idle"]), *notes]))

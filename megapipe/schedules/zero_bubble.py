@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .plan import Verbs, loop, v_shape
-from .runtime import schedule
-from .schedules import B, F, W, extra_units, interleaved_order
+from ..plan import Verbs, loop, v_shape
+from .calling import schedule
+from .interleaving import extra_units, interleaved_order
+from .letters import B, F, W
 
 __all__ = [
     "forward_backward_interleaved_zb1p",

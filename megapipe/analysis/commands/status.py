@@ -1,36 +1,29 @@
-"""The command `megapipe status`: where every rank of a running job is, also while it hangs.
+"""`megapipe status`: where every rank of a running job is, also while it hangs.
 
-It reads what the helper threads of the ranks write into the job's store every few seconds (see `positions`), and asks
-them for nothing.
+It reads what the helper threads of the ranks write into the job's store every few seconds, and asks them for nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
+import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from .terminal import print_table
 
-from .positions import POSITIONS
-from .timing import TIMING
-
-__all__ = ["add_status_command"]
+__all__ = ["add_status"]
 
 NUM_LATE = 3  # signs of life that a rank leaves out until the table calls it silent
 HEADINGS = ("rank", "replica", "pipeline rank", "step", "at", "for", "waits for", "last sign of life", "process")
 
 
-def add_status_command(commands: Any) -> None:
-    """Let a parser know the subcommand `status`.
-
-    Args:
-        commands: what argparse's `add_subparsers` returned.
-    """
+def add_status(commands: Any) -> None:
     status = commands.add_parser(
         "status",
         help="where every rank of a running job is",
@@ -47,41 +40,55 @@ def add_status_command(commands: Any) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     address = args.address or _address_in(dict(os.environ)) or _address_of_ranks_here()
-    positions = read_positions(address)
+    _check_address(address)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or a service that is no store gets pages of stack traces
+    from ...failures import TIMING, read_positions
+
+    positions = _within(TIMING.for_status, address, read_positions)
     now = time.time()
-    rows = [HEADINGS, *(_row(rank, position, now) for rank, position in enumerate(positions))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+    rows = [_row(rank, position, now, NUM_LATE * TIMING.beat) for rank, position in enumerate(positions)]
+    print_table(dict(zip(HEADINGS, zip(*rows))), left=HEADINGS)
     for rank in _holding_up(positions):
-        _, _, _, _, at, seconds, _, life, _ = rows[rank + 1]
+        _, _, _, _, at, seconds, _, life, _ = rows[rank]
         print(f"held up by rank {rank}, at {at} for {seconds}, last sign of life: {life}")
     print(f"megapipe status {address}")
 
 
-def read_positions(address: str) -> list[dict[str, Any] | None]:
-    """The position of each rank; None for a rank that has not begun a step.
-
-    Raises:
-        ValueError: there is no store at the address, or no job has written to it.
-    """
+def _check_address(address: str) -> None:
+    """Raises ValueError where nothing listens: torch's store tries again for seconds, and tells of each try."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"the address of a job's store is HOST:PORT, like MASTER_ADDR:MASTER_PORT, got {address!r}.")
-    limit = datetime.timedelta(seconds=TIMING.for_status)
     try:
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
-        size = POSITIONS.format("size")
-        if not store.check([size]):
-            raise ValueError(f"no rank has begun a step in the job with the store at {address} yet: ask again later.")
-        keys = [POSITIONS.format(rank) for rank in range(int(store.get(size)))]
-        return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"the store at {address} does not answer ({reason}): is the job running?") from None
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"nothing answers at {address} ({error}): check that the job runs, and that this is its MASTER_ADDR and "
+            "MASTER_PORT, which this host can reach."
+        ) from None
 
 
-def _row(rank: int, position: dict[str, Any] | None, now: float) -> tuple[str, ...]:
+def _within(seconds: float, address: str, ask: Callable[[str], Any]) -> Any:
+    """The answer of a store. Raises ValueError where none comes: torch waits for ever for one that says nothing."""
+    answer: futures.Future[Any] = futures.Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask(address))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except futures.TimeoutError:
+        raise ValueError(
+            f"what listens at {address} does not answer as a job's store within {seconds:g} s: check that this is the "
+            "job's MASTER_ADDR and MASTER_PORT, and that its first rank is not stopped."
+        ) from None
+
+
+def _row(rank: int, position: dict[str, Any] | None, now: float, late: float) -> tuple[str, ...]:
     if position is None:
         return (str(rank), "", "", "", "still to begin any step", "", "", "", "")
     awaited, peer = position.get("awaited"), position.get("peer")
@@ -94,7 +101,7 @@ def _row(rank: int, position: dict[str, Any] | None, now: float) -> tuple[str, .
         position["at"] or "outside any step",
         f"{max(0.0, now - position['since']):.0f} s",
         (awaited or "") + (f" from rank {peer}" if awaited and peer is not None else ""),
-        f"{silence:.0f} s ago" + (", silent" if silence > NUM_LATE * TIMING.beat else ""),
+        f"{silence:.0f} s ago" + (", silent" if silence > late else ""),
         f"{position['pid']} on {position['host']}",
     )
 

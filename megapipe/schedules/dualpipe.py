@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..plan import Verbs, v_shape
+from .calling import schedule
 from .combined import pair
-from .plan import Verbs, v_shape
-from .runtime import schedule
-from .schedules import BW, B, F, W
+from .letters import BW, B, F, W
 
 __all__ = ["forward_backward_dualpipev"]
 

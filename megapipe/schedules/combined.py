@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .plan import Verbs, loop
-from .runtime import schedule
-from .schedules import BW, B, F, W, finish_weights, interleaved_order, limit_pending_weights
+from ..plan import Verbs, loop
+from .calling import schedule
+from .interleaving import interleaved_order
+from .letters import BW, B, F, W, finish_weights, limit_pending_weights
 
 __all__ = ["forward_backward_combined_1f1b", "forward_backward_combined_zb1p"]
 

@@ -1,0 +1,187 @@
+"""Schedules as their users see them: under a name, and called once for each step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from ..plan import AnySchedule, Placement, Schedule, Verbs, find_schedule, register
+
+__all__ = ["ForwardBackward", "get_forward_backward_func", "schedule"]
+
+
+class ForwardBackward(Schedule):
+    """A schedule as its users see it: a function that runs one training or validation step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # For `help(get_forward_backward_func("1f1b"))`.
+        del self.__wrapped__  # type: ignore[attr-defined]  # or signatures are those of the loops
+        self.__doc__ = f"{inspect.getdoc(self.loops) or ''}\n\n{inspect.getdoc(type(self).__call__)}"
+
+    @classmethod
+    @functools.cache
+    def of(cls, schedule: Schedule) -> ForwardBackward:
+        """The schedule itself, or one like it that can be called: a plan that is read is a schedule without a call."""
+        if isinstance(schedule, cls):
+            return schedule
+        return cls(**{field.name: getattr(schedule, field.name) for field in fields(schedule)})
+
+    def __call__(
+        self,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        *,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+        pipeline_inputs: Any = None,
+    ) -> list[Any]:
+        """Run forward and backward of `num_microbatches` microbatches. Every rank of the pipeline calls it alike.
+
+        Args:
+            forward_step_func: `forward_step_func(data_iterator, chunk)` runs one chunk on one microbatch and returns
+                `(output, loss_func)`. The loss function is used on the last stage only: `loss_func(output)` returns
+                `(loss, report)`, and the loss is divided by `num_microbatches`; or `(loss, num_tokens, report)`, and
+                it is divided by `num_tokens` and by `num_microbatches`, or by neither with `calculate_per_token_loss`.
+                Where `config.num_sequence_slices` cuts sequences, both are called for each slice (`megapipe.slices`
+                tells which), and a slice's loss and tokens are its part of the microbatch's: they are added up.
+            data_iterator: passed to `forward_step_func`. A list holds one per chunk; a single one is read by each
+                chunk from the same place. It gives all slices of a microbatch the same items, those that the first of
+                them reads, where it is an iterator. Read only where the model needs data: None will do elsewhere.
+            model: the rank's chunk, or the list of them, in the order of `stages_for_rank`. A chunk behind the first
+                stage has `set_input_tensor(input)`, which is called before each forward, and before a backward that may
+                compute it again, with what the stage before returned: a list with the tensor in it, or the list, tuple
+                or dict. Its `config` has the fields of `PipelineConfig`. Wrappers with a `module` are looked through.
+            num_microbatches: any number from 1 on. May change from step to step.
+            seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
+                as in Megatron. Where they are not passed, nor the model computes its shapes, shapes are found in the
+                first step, and stay so in all steps that are given the same sizes.
+            decoder_seq_length: takes the place of `seq_length` where a rank has one chunk. With several it is ignored,
+                as by Megatron's interleaved schedule.
+            forward_only: no gradients; nothing is kept for a backward. Nobody looks at the loss then, so it may be a
+                plain number. On the last stage `loss_func` may be None, and the outputs are returned.
+            collect_non_loss_data: call `loss_func(output, non_loss_data=True)` and return what it returns.
+            first_val_step: with `forward_only`, whether to call the model's `set_is_first_microbatch`.
+            adjust_tensor_shapes_fn: takes and returns the lists of shapes received and sent.
+            p2p_communicator, pg_collection: where `pg_collection.pp` or `p2p_communicator.pp_group` is there, it is
+                the pipeline's process group; otherwise that is `parallel_state`'s.
+            force_all_reduce, pg_collection: passed on to `finalize_model_grads_func` where it takes them.
+            pipeline_inputs: what one step of the whole pipeline is given, for models that compute their shapes from
+                it. None stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
+
+        Returns:
+            On the rank of the last stage the reports, in microbatch order; elsewhere an empty list, unless
+            `config.broadcast_reports` is set. Megatron's trainers read them on the last rank, and find them there under
+            V placement too. Of the slices of a microbatch, tensors and numbers in the reports are added up, and of
+            anything else the last is taken; outputs returned in place of reports are a list of the slices' own.
+
+        Raises:
+            ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
+            PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
+        """
+        from ..runtime import ShapeArguments, run_step  # with torch, which looking at schedules does without
+
+        lengths = (seq_length, micro_batch_size, decoder_seq_length)
+        return run_step(
+            self,
+            forward_step_func,
+            data_iterator,
+            model,
+            ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            p2p_communicator=p2p_communicator,
+            pg_collection=pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+
+
+def schedule(
+    name: str,
+    *,
+    placement: Placement,
+    num_chunks: int | None = 1,
+    max_pp_size: int | None = None,
+    forward_only: bool = False,
+    default_chunks: int = 1,
+    min_chunks: int = 1,
+    slices: bool = False,
+) -> Callable[[Callable[[Verbs], Any]], ForwardBackward]:
+    """Make a function of the verbs a schedule that can be trained with, recorded, and found by its name.
+
+    Args:
+        placement: which rank holds which stage.
+        num_chunks: stages per rank; None where the caller decides.
+        max_pp_size: the largest pipeline it is meant for.
+        forward_only: it has no backward.
+        default_chunks: stages per rank where neither the schedule nor the caller says.
+        min_chunks: the fewest of them on several ranks, where the caller decides.
+        slices: it counts in slices of sequences (`pipe.num_units`), and so can cut them.
+    """
+
+    def decorate(loops: Callable[[Verbs], Any]) -> ForwardBackward:
+        settings = (placement, num_chunks, max_pp_size, forward_only, default_chunks, min_chunks, slices)
+        decorated = ForwardBackward(name, loops, *settings)
+        register(decorated)
+        return decorated
+
+    return decorate
+
+
+def get_forward_backward_func(
+    name: AnySchedule | int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: Any = None,
+    *,
+    pp_size: int | None = None,
+) -> ForwardBackward:
+    """The function that runs one step of a schedule: forward and backward of all microbatches.
+
+    Args:
+        name: one of the schedules' names, or a plan to run: a `Plan`, or a path to a file of one (.json, .csv, .txt;
+            see `megapipe.plan.find_schedule`). None takes the environment variable MEGAPIPE_SCHEDULE, and without it
+            what Megatron would take: no_pipelining on one rank, else interleaved_1f1b with virtual stages and 1f1b
+            without. A number is Megatron's first argument, `pp_size`.
+        pp_size, vp_size: pipeline ranks and virtual stages to choose by, as in Megatron: where both are None they come
+            from `parallel_state`, else each is taken as it is.
+        schedule_pg_collection: the groups, as in Megatron, which looks only for pipelines of several models in it.
+
+    Raises:
+        ValueError: there is no schedule of that name, a file holds no plan, or the groups are those of several models.
+        ScheduleError: the plan cannot run.
+        TypeError: `pp_size` is given twice.
+    """
+    from .. import parallel_state  # with torch
+
+    for check in parallel_state.check_groups:
+        check(schedule_pg_collection)
+    if isinstance(name, int):
+        if pp_size is not None:
+            raise TypeError(f"pp_size is given twice, as {name} and as {pp_size}: give it once.")
+        name, pp_size = None, name
+    if name is None:
+        name = os.environ.get("MEGAPIPE_SCHEDULE")
+    if name is None:
+        if pp_size is None and vp_size is None:
+            pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+            vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        if (pp_size or 1) == 1:
+            name = "no_pipelining"
+        else:
+            name = "1f1b" if vp_size is None else "interleaved_1f1b"
+    return ForwardBackward.of(find_schedule(name))
