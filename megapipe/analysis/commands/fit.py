@@ -24,6 +24,9 @@ SIZES = (
 )
 
 
+LINKS = ("node_bandwidth", "bandwidth", "host_bandwidth")
+
+
 def add_fit(commands: Any) -> None:
     parser = commands.add_parser(
         "fit",
@@ -48,6 +51,11 @@ def add_fit(commands: Any) -> None:
     job.add_argument("--node", type=int, default=8, metavar="N", help="devices of a node; default: 8")
     job.add_argument("--node-bandwidth", metavar="SIZE", help="bytes a second of a device in its node, one way")
     job.add_argument("--bandwidth", metavar="SIZE", help="the same between nodes")
+    job.add_argument(
+        "--host-bandwidth",
+        metavar="SIZE",
+        help="the same between a device and its host's memory; none: activations are not moved there",
+    )
     job.add_argument("--cp", type=int, default=1, metavar="N", help="devices that share a sequence; default: 1")
     job.add_argument(
         "--reserve", type=float, default=0.1, metavar="R", help="share of the memory kept free; default: 0.1"
@@ -68,7 +76,7 @@ def _fit(args: argparse.Namespace) -> None:
         args.efficiency,
         node=args.node,
         reserve=args.reserve,
-        **{name: parse_bytes(size) for name in ("node_bandwidth", "bandwidth") if (size := getattr(args, name))},
+        **{name: parse_bytes(size) for name in LINKS if (size := getattr(args, name))},
     )
     say(
         f"model: {job.model.weights / 1e9:.3g} billion weights; {job.batch * job.sequence:,} tokens a step on "
@@ -80,14 +88,14 @@ def _fit(args: argparse.Namespace) -> None:
             f"nothing fits into {bytes_in_words(job.room)}: the smallest way found holds {_parts(smallest)} "
             f"({_name(smallest.layout)}). Take more devices, shorter sequences, or --cp."
         )
-    names = f"{'pp':>3} {'dp':>4} {'tp':>3} {'ep':>3} {'schedule':<19} {'microbatch':>10} {'recompute':>9}"
+    names = f"{'pp':>3} {'dp':>4} {'tp':>3} {'ep':>3} {'schedule':<19} {'microbatch':>10} {'activations':<12}"
     print(f"{names} {'bytes':>8} {'step':>8} {'TFLOP/s':>7}  most of the rest")
     for one in found:
         layout = one.layout
         schedule = layout.schedule + f" x{layout.chunks}" * (layout.chunks > 1)
         print(
             f"{layout.pp:>3} {layout.dp:>4} {layout.tp:>3} {layout.ep:>3} {schedule:<19} {layout.microbatch:>10} "
-            f"{'yes' if layout.recompute else 'no':>9} {bytes_in_words(one.peak):>8} {one.step:>6.3g} s "
+            f"{layout.activations:<12} {bytes_in_words(one.peak):>8} {one.step:>6.3g} s "
             f"{one.tflops:>7.0f}  {one.limit}"
         )
     say(f"fastest: {_parts(found[0])}; the step is {_shares(found[0])}")
@@ -109,7 +117,7 @@ def _model_of(args: argparse.Namespace) -> Transformer:
 
 def _name(layout: Layout) -> str:
     chunks = f" with {layout.chunks} chunks" if layout.chunks > 1 else ""
-    again = ", recomputed" if layout.recompute else ""
+    again = "" if layout.activations == "kept" else f", activations {layout.activations}"
     return f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}, ep {layout.ep}, {layout.schedule}{chunks}{again}"
 
 
