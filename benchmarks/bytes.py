@@ -1,6 +1,6 @@
 """Bytes that plans predict, beside those of runs: the peak of each rank, for every schedule.
 
-    torchrun --nproc-per-node 4 benchmarks/bytes.py [--models small,deep,wide] [--ways plain] [--schedules ...]
+    torchrun --nproc-per-node 4 benchmarks/bytes.py [--models small,deep,wide] [--ways plain,R,O,both] [--schedules ...]
 
 Predicted: what one microbatch holds on each stage, found on torch's fake tensors (captured stages are run once, by
 themselves), added up over the plan. Measured: storages alive in the second step of a run, on CPU. No time is measured,
@@ -63,6 +63,11 @@ MODELS = {
 }
 
 
+RECOMPUTED = {"R": 0.0, "both": 0.5}
+"""The ways that recompute, and where they begin to: at this share of the stages."""
+OFFLOADED = ("O", "both")
+
+
 class Checkpointed(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -79,7 +84,11 @@ def make_stage(sizes: Sizes, way: str, info: StageInfo) -> nn.Module:
         num_attention_heads=4,
         vocab_size=sizes.vocabulary,
         max_position_embeddings=sizes.sequence,
+        offload_activations=1.0 if way in OFFLOADED else None,
     )
+    if way in RECOMPUTED:
+        num_stages = info.num_stages
+        config.recompute = ["all" if at >= RECOMPUTED[way] * num_stages else None for at in range(num_stages)]
     stage = GPTStage(config, info)
     if way == "checkpointed":
         for name, layer in stage.layers.items():
@@ -107,15 +116,18 @@ def run(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
     """The predicted and the measured peak of each rank, without weights and what is as large."""
     num_chunks = 2 if find_schedule(name).num_chunks is None else None
     parallel_state.initialize_model_parallel(RANKS, num_chunks)
-    plan = make_plan(name, RANKS, MICROBATCHES, num_chunks)
     data = torch.randint(0, sizes.vocabulary, (MICROBATCHES, sizes.sequence, sizes.rows, 2))
 
     def make(info: StageInfo) -> nn.Module:
         return make_stage(sizes, way, info)
 
+    chunks = [make(info) for info in megapipe.stages_for_rank(name)]
+    if way == "tied":
+        tied = megapipe.TiedWeights(chunks, ["embedding.tokens.weight", "head.output.weight"])
+        chunks[0].config.finalize_model_grads_func = lambda chunks, num_tokens, **_: tied.sum_gradients()
+    plan = make_plan(name, RANKS, MICROBATCHES, num_chunks, settings=chunks[0].config.settings)
     stages = bytes_of_stages(make, RANKS * plan.num_chunks, forward_step, data[0], fake=way != "captured")
     predicted = [rank.peak - rank.model for rank in plan.simulate(memory=stages).memory or ()]
-    chunks = [make(info) for info in megapipe.stages_for_rank(name)]
     recorder = TimelineRecorder(num_steps=1, memory=True)
     for chunk in chunks:
         chunk.config.record_timeline = recorder

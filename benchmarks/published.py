@@ -82,7 +82,7 @@ def megatron() -> Iterable[Run]:
         model = Transformer(layers, hidden, heads, 51200, tied=True, dropout=True)
         again = layers * (model.products() + model.scores(2048))
         counted = 1 + again / model.operations(2048)
-        layout = Layout(pp, devices // tp // pp, tp, 1, 1, *schedule_of(pp, chunks), microbatch, True)
+        layout = Layout(pp, devices // tp // pp, tp, 1, 1, *schedule_of(pp, chunks), microbatch, "checkpointed")
         yield Run(
             f"{billions:g}B, {devices} A100",
             "TFLOP/s",
@@ -96,16 +96,16 @@ def megatron() -> Iterable[Run]:
 def recomputation() -> Iterable[Run]:
     for name, heads, hidden, layers, pp, devices, batch, microbatch, chunks, *seconds in RECOMPUTATION:
         model = Transformer(layers, hidden, heads, 51200, tied=True, dropout=True)
-        for recompute, value in zip((True, False), seconds):
-            layout = Layout(pp, 1, 8, 1, 1, *schedule_of(pp, chunks), microbatch, recompute)
-            what = f"{name}, {devices} A100, {'all' if recompute else 'scores'} recomputed"
+        for activations, value in zip(("checkpointed", "kept"), seconds):
+            layout = Layout(pp, 1, 8, 1, 1, *schedule_of(pp, chunks), microbatch, activations)
+            what = f"{name}, {devices} A100, {'scores' if activations == 'kept' else 'all'} recomputed"
             yield Run(what, "s", value, a100(model, batch, devices), layout, lambda found: found.step)
 
 
 def llama() -> Iterable[Run]:
     model = Transformer(126, 16384, 128, 128256, kv_heads=8, ffn=53248, gated=True)
     for devices, cp, dp, sequence, batch, value in LLAMA:
-        layout = Layout(16, dp, 8, cp, 1, "interleaved_1f1b", 4, 1, False)
+        layout = Layout(16, dp, 8, cp, 1, "interleaved_1f1b", 4, 1, "kept")
 
         def job(efficiency: float, sequence: int = sequence, batch: int = dp * batch, devices: int = devices) -> Job:
             return Job(model, sequence, batch, devices, 80e9, 989e12, efficiency, node_bandwidth=450e9, bandwidth=50e9)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..layouts import distribute_layers
-from ..plan import Costs, Plan, StageBytes, StageInfo, Transformer, find_schedule, make_plan, simulate
+from ..plan import Costs, Plan, Settings, StageBytes, StageInfo, Transformer, find_schedule, make_plan, simulate
 
 __all__ = ["Estimate", "Job", "Layout", "estimate", "fit"]
 
@@ -41,6 +41,7 @@ class Job:
         flops: operations a second of one.
         efficiency: the share of them that the products of a stage reach.
         node_bandwidth, bandwidth: bytes a second of one device, one way.
+        host_bandwidth: the same between a device and its host's memory; 0 where activations stay on the device.
         weight, gradient, optimizer: bytes of each weight, of its gradient, and of its optimizer state: in mixed
             precision 2, 4, and 12 for Adam. The optimizer state is shared out over replicas.
         reserve: the share of the memory that nothing is planned for: the context, communicators, fragments.
@@ -56,6 +57,7 @@ class Job:
     node: int = 8
     node_bandwidth: float = float("inf")
     bandwidth: float = float("inf")
+    host_bandwidth: float = 0.0
     weight: float = 2.0
     gradient: float = 4.0
     optimizer: float = 12.0
@@ -78,7 +80,12 @@ class Job:
 
 class Layout(NamedTuple):
     """One way of training: pipeline, data, tensor, context and expert parallelism (`ep` of the `dp` replicas share the
-    experts), and a schedule with its microbatches. `recompute` keeps of each layer its input only."""
+    experts), a schedule with its microbatches, and what becomes of activations.
+
+    `activations` is "kept"; "checkpointed", where each layer keeps its input, and its B begins with it; "recomputed",
+    where each chunk keeps its input, and has an R before its B (`config.recompute`); or "offloaded"
+    (`config.offload_activations`).
+    """
 
     pp: int
     dp: int
@@ -88,7 +95,7 @@ class Layout(NamedTuple):
     schedule: str
     chunks: int
     microbatch: int
-    recompute: bool
+    activations: str
 
 
 @dataclass(frozen=True)
@@ -132,18 +139,25 @@ def fit(job: Job, *, top: int = 10, cp: int = 1, may_split: bool = True) -> tupl
     Raises:
         ValueError: the devices or the batch cannot be shared out.
     """
-    layouts = sorted((_least_time(job, layout), layout) for layout in _layouts(job, cp, may_split))
+    layouts = sorted(
+        ((_least_time(job, layout), layout) for layout in _layouts(job, cp, may_split)),
+        key=lambda item: (item[0], item[1].activations != "kept", item[1]),
+    )
     if not layouts:
         raise ValueError(
             f"{job.devices} devices and {job.batch} sequences a step cannot be shared out (context parallelism {cp}): "
             "the batch must be a multiple of the replicas."
         )
     found: dict[object, Estimate] = {}
+    fitting: set[Layout] = set()
     for least, layout in layouts:
         if len(found) >= top and least >= sorted(one.step for one in found.values())[top - 1]:
             break
-        if _least_bytes(job, layout) <= job.room and (one := estimate(job, layout)).peak <= job.room:
-            # Of those that differ in chunks, microbatches and recomputation only, the best.
+        if layout._replace(activations="kept") in fitting or _least_bytes(job, layout) > job.room:
+            continue  # nothing else is faster than what is kept
+        if (one := estimate(job, layout)).peak <= job.room:
+            fitting.add(layout)
+            # Of those that differ in chunks, microbatches and activations only, the best.
             alike = layout[:6]
             found[alike] = min((found.get(alike, one), one), key=_quality)
     if found:
@@ -168,10 +182,16 @@ def _layouts(job: Job, cp: int, may_split: bool) -> Iterator[Layout]:
             if job.batch % dp:
                 continue
             for ep in [n for n in range(1, dp + 1) if dp % n == 0 and model.experts % n == 0] if model.experts else [1]:
-                for microbatch, recompute in itertools.product(MICROBATCHES, (False, True)):
+                for microbatch, activations in itertools.product(MICROBATCHES, _activations(job, pp)):
                     if job.batch // dp % microbatch == 0:
                         for name, chunks in _schedules(pp, model.layers, may_split):
-                            yield Layout(pp, dp, tp, cp, ep, name, chunks, microbatch, recompute)
+                            yield Layout(pp, dp, tp, cp, ep, name, chunks, microbatch, activations)
+
+
+def _activations(job: Job, pp: int) -> list[str]:
+    """What may become of them. On one rank each B follows its F, so there is nothing to recompute before it, or to
+    move."""
+    return ["kept", "checkpointed"] + ["recomputed"] * (pp > 1) + ["offloaded"] * (pp > 1 and job.host_bandwidth > 0)
 
 
 def _schedules(pp: int, layers: int, may_split: bool) -> Iterator[tuple[str, int]]:
@@ -207,8 +227,9 @@ class StageTimes(NamedTuple):
     backward_input: float
     backward_weight: float
     recomputed: float
+    """The part of B that computes layers again; or the R."""
     collectives: float
-    """These two are parts of the first two."""
+    """The part of F and B."""
 
 
 def _times(job: Job, layout: Layout, layers: int, is_last: bool) -> StageTimes:
@@ -216,19 +237,21 @@ def _times(job: Job, layout: Layout, layers: int, is_last: bool) -> StageTimes:
     tokens = layout.microbatch * job.sequence / cp
     rate = job.flops * job.efficiency * tp / tokens
     products, scores, head = model.products(), model.scores(job.sequence), is_last * model.head()
-    again = layout.recompute * layers * (products + scores)
+    is_checkpointed = layout.activations == "checkpointed"
+    again = is_checkpointed * layers * (products + scores)
     hidden = model.boundary() * tokens
     tensor = 4 * hidden * (tp - 1) / tp / job.node_bandwidth
     sent = 2 * max(1, model.experts_per_token) * hidden / tp * (ep - 1) / ep
     experts = sent / (job.node_bandwidth if tp * ep <= job.node else job.bandwidth)
     context = 4 * model.kv_size * tokens / tp * (cp - 1) / job.bandwidth
     collectives = layers * (tensor + experts + context)
+    forward = (layers * (products + scores) + head) / rate + collectives
     return StageTimes(
-        (layers * (products + scores) + head) / rate + collectives,
-        (layers * (products + 2 * scores) + head + again) / rate + collectives * (1 + layout.recompute),
+        forward,
+        (layers * (products + 2 * scores) + head + again) / rate + collectives * (1 + is_checkpointed),
         (layers * products + head) / rate,
-        again / rate,
-        collectives * (2 + layout.recompute),
+        forward if layout.activations == "recomputed" else again / rate,
+        collectives * (2 + is_checkpointed),
     )
 
 
@@ -286,21 +309,33 @@ def stage_bytes(job: Job, layout: Layout, sizes: Sequence[int]) -> StageBytes:
     head = [(index == last) * model.logits() * tokens for index in range(last + 1)]
     whole = [layers * model.saved() * tokens for layers in sizes]
     inputs = [layers * model.boundary() * tokens for layers in sizes]
-    splits = layout.schedule in SPLIT_SCHEDULES
+    splits, is_checkpointed = layout.schedule in SPLIT_SCHEDULES, layout.activations == "checkpointed"
     return StageBytes(
-        saved=[a + b for a, b in zip(inputs if layout.recompute else whole, head)],
-        kept=[a + b for a, b in zip(whole if splits or not layout.recompute else inputs, head)],
+        saved=[a + b for a, b in zip(inputs if is_checkpointed else whole, head)],
+        kept=[a + b for a, b in zip(whole if splits or not is_checkpointed else inputs, head)],
         model=_model_bytes(job, layout, sizes),
         message=[model.boundary() * tokens] * last + [0.0],
         # A layer that is computed again, or the gradients of its largest inner values; those of logits.
-        backward_input=[max(tokens * model.saved() / (1 if layout.recompute else 2), size) for size in head],
+        backward_input=[max(tokens * model.saved() / (1 if is_checkpointed else 2), size) for size in head],
         backward_weight=[0.0] * len(sizes),
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(schedule: str, pp: int, num_microbatches: int, chunks: int) -> Plan:
-    return make_plan(schedule, pp, num_microbatches, chunks)
+def _kept_plan(schedule: str, pp: int, num_microbatches: int, chunks: int, recompute: bool) -> Plan:
+    return make_plan(schedule, pp, num_microbatches, chunks, settings=Settings(recompute=recompute))
+
+
+def _plan(job: Job, layout: Layout, num_microbatches: int, costs: Costs) -> Plan:
+    sizes = (layout.schedule, layout.pp, num_microbatches, layout.chunks)
+    if layout.activations != "offloaded":
+        return _kept_plan(*sizes, layout.activations == "recomputed")
+    assert costs.memory is not None
+    saved, forward = costs.memory.saved, costs.forward
+    assert isinstance(saved, Sequence)
+    assert isinstance(forward, Sequence)
+    copying = max(size / job.host_bandwidth / time for size, time in zip(saved, forward))
+    return make_plan(*sizes, settings=Settings(offload=copying), costs=costs)
 
 
 def estimate(job: Job, layout: Layout) -> Estimate:
@@ -310,20 +345,26 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
     num_microbatches = job.batch // layout.dp // layout.microbatch
     extra = max(0, num_microbatches - 4 * layout.pp) // layout.pp * layout.pp
-    plan = _plan(layout.schedule, layout.pp, num_microbatches - extra, layout.chunks)
+    played = num_microbatches - extra
     message = job.model.boundary() * layout.microbatch * job.sequence / layout.cp / layout.tp
     link = job.node_bandwidth if layout.tp * layout.cp * layout.pp <= job.node else job.bandwidth
     forward, inputs, weights = ([getattr(time, name) for time in times] for name in StageTimes._fields[:3])
     memory = stage_bytes(job, layout, sizes)
-    simulation = simulate(plan, Costs(forward, inputs, weights, p2p=message / link, memory=memory))
-    slowest = max(_of_ranks(layout, [sum(time[:3]) for time in times]))
+    costs = Costs(forward, inputs, weights, p2p=message / link, memory=memory)
+    plan = _plan(job, layout, played, costs)
+    simulation = simulate(plan, costs)
+    recomputed = [num_microbatches * time.recomputed * (layout.activations == "checkpointed") for time in times]
+    for action in itertools.chain.from_iterable(plan.recomputed):
+        recomputed[action.stage] += num_microbatches / played * times[action.stage].recomputed
+    rs = [time / num_microbatches * (layout.activations == "recomputed") for time in recomputed]
+    slowest = max(_of_ranks(layout, [sum(time[:3]) + r for time, r in zip(times, rs)]))
     makespan = simulation.makespan + extra * slowest
     replicas = _time_of_replicas(job, layout, sizes)
     step = makespan + replicas
     operations = job.model.operations(job.sequence) * job.batch * job.sequence
     shares = {
         "work": operations / (job.devices * job.flops * job.efficiency) / step,
-        "recomputation": num_microbatches * sum(time.recomputed for time in times) / layout.pp / step,
+        "recomputation": sum(recomputed) / layout.pp / step,
         "collectives": num_microbatches * sum(time.collectives for time in times) / layout.pp / step,
         "replicas": replicas / step,
     }

@@ -52,7 +52,8 @@ class StageBytes:
             None is the larger of its parts.
         posted: how many receives of each channel are posted ahead: 2 over gloo, 0 over NCCL.
         posted_bytes: the receives that a rank posts on each channel when it waits for the first time: 1 MiB over gloo.
-        outbox: bytes of sent messages that are kept together until they are waited for: 1 MiB over gloo, 0 over NCCL.
+        outbox: sent messages are kept until they take so many bytes together, and then waited for: 1 MiB over gloo, 0
+            over NCCL.
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -176,7 +177,7 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     during = held - made + extra + np.maximum(0.0, -change)
     posted, posted_after = _posted(plan, row, of["message"], stages, rank)
     sent = look_up(lambda s, kind: _sent(plan, rank, s, kind.message, of["message"]))
-    kept = np.maximum(np.minimum(stages.outbox, sent.cumsum()), sent)
+    kept = _kept(sent, stages.outbox)
     before = np.concatenate([[0.0], kept[:-1]])
     return RankBytes(model, during + posted + before, held + posted_after + kept, posted + before)
 
@@ -246,6 +247,16 @@ def _posted(
             for posted, again in ((during, stages.posted - takes), (after, stages.posted)):
                 posted += size * np.minimum(np.maximum(first - taken, again), taken[-1] - taken).clip(min=0)
     return during, after
+
+
+def _kept(sent: Numbers, outbox: float) -> Numbers:
+    """The bytes of sent messages after each action: all since they last took as many as `outbox`."""
+    if not outbox:
+        return sent
+    kept, number = np.zeros(len(sent)), 0.0
+    for at, own in enumerate(sent.tolist()):
+        kept[at] = number = own + (number if number < outbox else 0.0)
+    return kept
 
 
 def _sent(plan: PlanFacts, rank: int, stage: int, way: str | None, message: Sequence[float]) -> float:

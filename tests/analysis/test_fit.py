@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from benchmarks.published import TABLES, Run
 from megapipe.analysis.cli import main
 from megapipe.analysis.fit import Job, Layout, _sizes, _times, estimate, fit, stage_bytes
-from megapipe.plan import Costs, Transformer, make_plan, read_config, simulate
+from megapipe.plan import Costs, Settings, Transformer, make_plan, read_config, simulate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
 
@@ -60,7 +61,7 @@ def test_formulas_of_the_paper() -> None:
 def test_the_first_rank_holds_what_the_paper_says(chunks: int) -> None:
     """Section 4.2.3: the layers of the whole model under 1F1B, and 1 + (p - 1) / (p v) of that with v chunks."""
     job = job_of(GPT3, 64)
-    layout = Layout(8, 1, 8, 1, 1, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, 1, False)
+    layout = Layout(8, 1, 8, 1, 1, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, 1, "kept")
     sizes = [96 // (8 * chunks)] * 8 * chunks
     plan = make_plan(layout.schedule, 8, 64, chunks)
     held = simulate(plan, Costs(memory=stage_bytes(job, layout, sizes))).memory
@@ -74,7 +75,7 @@ def test_a_long_step_is_played_in_part() -> None:
     collectives take nothing off it."""
     for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("interleaved_zb1p", 4), ("v_half", 2)):
         job = job_of(SMALL, 4)
-        layout = Layout(4, 1, 1, 1, 1, name, chunks, 1, False)
+        layout = Layout(4, 1, 1, 1, 1, name, chunks, 1, "kept")
         short = estimate(job, layout)
         sizes = _sizes(job, layout)
         times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
@@ -105,15 +106,29 @@ def test_experts_are_shared_out() -> None:
     model = Transformer(16, 1024, 16, 32000, gated=True, ffn=4096, experts=8, experts_per_token=2)
     found, _ = fit(job_of(model, 8, memory=24e9), top=20)
     assert {one.layout.ep for one in found} - {1}
-    dense, shared = (estimate(job_of(model, 8), Layout(1, 8, 1, 1, ep, "no_pipelining", 1, 1, False)) for ep in (1, 8))
+    dense, shared = (estimate(job_of(model, 8), Layout(1, 8, 1, 1, ep, "no_pipelining", 1, 1, "kept")) for ep in (1, 8))
     assert dense.peak - shared.peak == pytest.approx(7 / 8 * 16 * model.expert_weights * 6, rel=0.01)
 
 
-def test_recomputation_holds_less_and_takes_longer() -> None:
+def test_what_holds_less_and_what_takes_longer() -> None:
     job = job_of(GPT3, 64)
-    kept, again = (estimate(job, Layout(8, 1, 8, 1, 1, "1f1b", 1, 1, recompute)) for recompute in (False, True))
-    assert again.peak < kept.peak
-    assert 1.2 < again.step / kept.step < 1.4
+    job = replace(job, host_bandwidth=100e9)
+    ways = ("kept", "checkpointed", "recomputed", "offloaded")
+    for batch in (16, 64):  # the latter is played in part
+        kept, again, r, moved = (
+            estimate(replace(job, batch=batch), Layout(8, 1, 8, 1, 1, "1f1b", 1, 1, way)) for way in ways
+        )
+        assert max(again.peak, r.peak, moved.peak) < kept.peak
+        assert 1.2 < again.step / kept.step < 1.4
+        assert kept.step < r.step < again.step
+        assert moved.step == pytest.approx(kept.step)
+        for one in (kept, again, r, moved):
+            assert sum(one.shares.values()) == pytest.approx(1)
+    plan = make_plan("1f1b", 8, 64, settings=Settings(recompute=True))
+    sizes = _sizes(job, r.layout)
+    times = [_times(job, r.layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+    whole = simulate(plan, Costs(*map(list, list(zip(*times))[:3]), p2p=GPT3.boundary() * 2048 / 8 / job.bandwidth))
+    assert r.step == pytest.approx(whole.makespan, rel=0.01)
 
 
 # Published runs

@@ -71,15 +71,15 @@ def test_a_boundary_within_a_rank_is_held_once() -> None:
 
 
 def test_messages_by_rule() -> None:
-    """Two receives are posted ahead, no more than are to come; sent messages are kept up to a size, and one at
-    least."""
+    """Two receives are posted ahead, no more than are to come; sent messages are kept up to a size, and one at least.
+    Behind that they are gone: they were counted to the end of the step."""
     plan = make_plan("1f1b", 2, 4)
     _, last = plan.simulate(memory=StageBytes(saved=0.0, message=1.0, posted=2)).memory or ()
     assert [str(action) for action in plan.actions[1]] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
     # posted beside what the action takes, and the gradient sent before
     assert last.messages.tolist() == [1, 2, 2, 2, 2, 1, 1, 0]
     kept = plan.simulate(memory=StageBytes(saved=0.0, message=1.0, outbox=3.0)).memory or ()
-    assert kept[1].messages.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert kept[1].messages.tolist() == [0, 0, 1, 1, 2, 2, 3, 0]
     idle = plan.simulate(memory=StageBytes(saved=0.0, message=1.0, posted=2, posted_bytes=4.0)).memory or ()
     assert idle[1].messages[0] == 3
 

@@ -24,6 +24,9 @@ SIZES = (
 )
 
 
+LINKS = ("node_bandwidth", "bandwidth", "host_bandwidth")
+
+
 def add_fit(commands: Any) -> None:
     parser = commands.add_parser(
         "fit",
@@ -48,6 +51,11 @@ def add_fit(commands: Any) -> None:
     job.add_argument("--node", type=int, default=8, metavar="N", help="devices of a node; default: 8")
     job.add_argument("--node-bandwidth", metavar="SIZE", help="bytes a second of a device in its node, one way")
     job.add_argument("--bandwidth", metavar="SIZE", help="the same between nodes")
+    job.add_argument(
+        "--host-bandwidth",
+        metavar="SIZE",
+        help="the same between a device and its host's memory; none: activations are not moved there",
+    )
     job.add_argument("--cp", type=int, default=1, metavar="N", help="devices that share a sequence; default: 1")
     job.add_argument(
         "--reserve", type=float, default=0.1, metavar="R", help="share of the memory kept free; default: 0.1"
@@ -68,7 +76,7 @@ def _fit(args: argparse.Namespace) -> None:
         args.efficiency,
         node=args.node,
         reserve=args.reserve,
-        **{name: parse_bytes(size) for name in ("node_bandwidth", "bandwidth") if (size := getattr(args, name))},
+        **{name: parse_bytes(size) for name in LINKS if (size := getattr(args, name))},
     )
     say(
         f"model: {job.model.weights / 1e9:.3g} billion weights; {job.batch * job.sequence:,} tokens a step on "
@@ -88,7 +96,7 @@ def _fit(args: argparse.Namespace) -> None:
         "ep": [str(layout.ep) for layout in layouts],
         "schedule": [layout.schedule + f" x{layout.chunks}" * (layout.chunks > 1) for layout in layouts],
         "microbatch": [str(layout.microbatch) for layout in layouts],
-        "recompute": [("no", "yes")[layout.recompute] for layout in layouts],
+        "activations": [layout.activations for layout in layouts],
         "bytes": [bytes_in_words(one.peak) for one in found],
         "step": [f"{one.step:.3g} s" for one in found],
         "TFLOP/s": [f"{one.tflops:.0f}" for one in found],
@@ -114,7 +122,7 @@ def _model_of(args: argparse.Namespace) -> Transformer:
 
 def _name(layout: Layout) -> str:
     chunks = f" with {layout.chunks} chunks" if layout.chunks > 1 else ""
-    again = ", recomputed" if layout.recompute else ""
+    again = "" if layout.activations == "kept" else f", activations {layout.activations}"
     return f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}, ep {layout.ep}, {layout.schedule}{chunks}{again}"
 
 
