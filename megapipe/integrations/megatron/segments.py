@@ -82,6 +82,8 @@ class _Planned(nn.Module):
         elif made_by is not None:
             made_by.output = (edge_of(x),)  # so the output is freed once it has been sent
         plan.wait_current_stream()
+        if not x.requires_grad:
+            return x  # nothing of it is trained
         return _Whole.apply(_requires_grad, plan, x.detach())  # type: ignore[no-untyped-call, no-any-return]
 
 
