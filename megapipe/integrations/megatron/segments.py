@@ -61,7 +61,7 @@ class _Planned(nn.Module):
         super().__init__()
         self.plan = plan
 
-    def forward_segments(self) -> Generator[None, None, Tensor]:
+    def forward_segments(self) -> Generator[None, None, Any]:
         plan = self.plan
         plan.record_current_stream()
         x, made_by = plan.pre_process.forward(), None
@@ -84,7 +84,7 @@ class _Planned(nn.Module):
         plan.wait_current_stream()
         if not x.requires_grad:
             return x  # nothing of it is trained
-        return _Whole.apply(_requires_grad, plan, x.detach())  # type: ignore[no-untyped-call, no-any-return]
+        return _Whole.apply(_requires_grad, plan, x.detach())  # type: ignore[no-untyped-call]
 
 
 _requires_grad = torch.empty(0, requires_grad=True)
