@@ -11,3 +11,11 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[RankPool]:
+    """The same for the few tests that take more ranks."""
+    pool = RankPool(8)
+    yield pool
+    pool.stop()

@@ -90,23 +90,18 @@ def test_experts_shared_out(ranks: RankPool, text: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_experts_under_every_schedule(text: str, tmp_path: Path, schedule: str, ep_size: int) -> None:
+def test_experts_under_every_schedule(
+    eight_ranks: RankPool, text: str, tmp_path: Path, schedule: str, ep_size: int
+) -> None:
     """Eight experts and a shared one, no token dropped, balanced by biases, from data to a checkpoint and on."""
     options = f"{text} --num-experts 8 --num-layers 4 --min-lr 4e-3 --moe-aux-loss-coeff 0 --moe-bias-update-rate 1e-3"
     shared = f"{options} --expert-model-parallel-size {ep_size}"
-    pool = RankPool(2 * ep_size)
-    try:
-        alone, *_ = pool.run(ep_size, pretrain, 1, f"{shared} --train-iters 4")
-        (found, *_) = pool.run(
-            2 * ep_size, pretrain, 2, f"{shared} --schedule {schedule} --train-iters 2 --save {tmp_path}"
-        )
-        assert found == pytest.approx(alone[:2], rel=1e-4)
-        (found, *_) = pool.run(
-            2 * ep_size, pretrain, 2, f"{shared} --schedule {schedule} --train-iters 4 --load {tmp_path}"
-        )
-        assert found == pytest.approx(alone[2:], rel=1e-4)
-    finally:
-        pool.stop()
+    expected, *_ = eight_ranks.run(ep_size, pretrain, 1, f"{shared} --train-iters 4")
+    cut = f"{shared} --schedule {schedule}"
+    found, *_ = eight_ranks.run(2 * ep_size, pretrain, 2, f"{cut} --train-iters 2 --save {tmp_path}")
+    assert found == pytest.approx(expected[:2], rel=1e-4)
+    found, *_ = eight_ranks.run(2 * ep_size, pretrain, 2, f"{cut} --train-iters 4 --load {tmp_path}")
+    assert found == pytest.approx(expected[2:], rel=1e-4)
 
 
 @pytest.mark.parametrize("options", ["", pytest.param(MOE, marks=pytest.mark.soak)])

@@ -257,13 +257,9 @@ def check_both(rank: int) -> None:
 
 
 @pytest.mark.soak
-def test_replicas_of_tensor_parallel_pipelines() -> None:
+def test_replicas_of_tensor_parallel_pipelines(eight_ranks: RankPool) -> None:
     """pp=2 x dp=2 x tp=2, with gradients reduced and with sharded weights."""
-    pool = RankPool(8)
-    try:
-        pool.run(8, check_both)
-    finally:
-        pool.stop()
+    eight_ranks.run(8, check_both)
 
 
 def weights_and_states(chunks: list[Stage], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -137,9 +137,5 @@ def train(rank: int, schedule: str) -> None:
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "interleaved_1f1b", "zbv", "interleaved_zb1p", "dualpipev", "combined_zb1p"]
 )
-def test_trains_as_on_one_rank(schedule: str) -> None:
-    pool = RankPool(8)
-    try:
-        pool.run(8, train, schedule)
-    finally:
-        pool.stop()
+def test_trains_as_on_one_rank(eight_ranks: RankPool, schedule: str) -> None:
+    eight_ranks.run(8, train, schedule)

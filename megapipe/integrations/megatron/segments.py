@@ -61,7 +61,7 @@ class _Planned(nn.Module):
         super().__init__()
         self.plan = plan
 
-    def forward_segments(self) -> Generator[None, None, Tensor]:
+    def forward_segments(self) -> Generator[None, None, Any]:
         plan = self.plan
         plan.record_current_stream()
         x, made_by = plan.pre_process.forward(), None
@@ -82,7 +82,9 @@ class _Planned(nn.Module):
         elif made_by is not None:
             made_by.output = (edge_of(x),)  # so the output is freed once it has been sent
         plan.wait_current_stream()
-        return _Whole.apply(_requires_grad, plan, x.detach())  # type: ignore[no-untyped-call, no-any-return]
+        if not x.requires_grad:
+            return x  # nothing of it is trained
+        return _Whole.apply(_requires_grad, plan, x.detach())  # type: ignore[no-untyped-call]
 
 
 _requires_grad = torch.empty(0, requires_grad=True)
