@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("transformers")
 
 import transformers
-from tools import hf_models
+from tools import hf_generation, hf_kinds, hf_models
 
 from megapipe import PipelinedOptimizer, clip_grad_norm_, parallel_state
 from megapipe.checkpoint import Checkpointer
@@ -67,6 +67,32 @@ def test_what_is_saved_is_loaded_by_transformers_bit_for_bit(
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     assert hf_models.files_of(tmp_path / "saved") == hf_models.files_of(tmp_path / "given") or max_file_size < 10**9
     dist.barrier()
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+@on_ranks(2)
+def test_tokens_are_those_of_transformers(rank: int, name: str, tmp_path: Path) -> None:
+    hf_generation.check(hf_models.make_model(name, initializer_range=0.3), "1f1b", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("phi", {}),
+        ("bloom", {}),
+        ("opt", {}),
+        ("jamba", {}),  # some layers keep states
+        ("qwen3_next", {}),
+        ("deepseek_v4", {}),  # more than hidden states travel
+        ("gemma4_text", {"num_kv_shared_layers": 0}),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_tokens_of_other_kinds(rank: int, kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(hf_kinds.make_config(kind, **changes))
+    hf_generation.check(model, "1f1b", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3"])

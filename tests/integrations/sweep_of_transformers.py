@@ -34,6 +34,8 @@ class Line(NamedTuple):
     result: str
     """ "equal", "close", "refused", "not made", or "fails"."""
     why: str
+    writes: str = ""
+    """Whether it generates through a pipeline: "yes", or why not."""
 
 
 def try_kind(kind: str) -> Line:
@@ -56,14 +58,15 @@ def try_kind(kind: str) -> Line:
     except Exception as error:
         return Line(kind, "fails", _short(error))
     assert checked is not None
+    writes = _short(CannotCutError(checked.flow.cannot_generate)) or "yes"
     names = {name for border in checked.flow.borders[1:] for name in (*border.takes, *border.passes)}
     also = sorted({re.sub(r" of layer \d+|\.\d+$", "", name) for name in names})
     why = "" if checked.flow.is_plain else "travel: " + ", ".join(f"`{name}`" for name in also)
     if len(also) == 1 and why:
         why = "hidden states of another shape, or tokens are read on every stage"
     if checked.difference:
-        return Line(kind, "close", f"added in another order, {checked.difference:.0e}")
-    return Line(kind, "equal", why)
+        return Line(kind, "close", f"added in another order, {checked.difference:.0e}", writes)
+    return Line(kind, "equal", why, writes)
 
 
 def _short(error: Exception) -> str:
@@ -77,10 +80,10 @@ def as_table(lines: list[Line]) -> str:
         f"{len(lines)} kinds of transformers {transformers.__version__}: {count['equal']} equal, "
         f"{count['close']} close, "
         f"{count['refused']} refused, {count['not made']} whose whole model could not be made small, "
-        f"{count['fails']} that fail.\n\n"
-        "| kind | stages in a row | why |\n|---|---|---|\n"
+        f"{count['fails']} that fail. {sum(line.writes == 'yes' for line in lines)} generate.\n\n"
+        "| kind | stages in a row | why | generates |\n|---|---|---|---|\n"
     )
-    return head + "\n".join(f"| `{line.kind}` | {line.result} | {line.why} |" for line in lines)
+    return head + "\n".join(f"| `{line.kind}` | {line.result} | {line.why} | {line.writes} |" for line in lines)
 
 
 def main() -> None:

@@ -23,6 +23,8 @@ _LINEAR = ["linear_attention", "full_attention"] * 2
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
 NEEDED: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"n_embd": 64, "n_head": 4, "rotary_dim": 8, "vocab_size": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
@@ -31,8 +33,11 @@ NEEDED: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * LAYERS},
     "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": _SLIDING},
     "gpt_neo": {"num_layers": LAYERS, "attention_types": [[["global", "local"], LAYERS // 2]]},
+    "granitemoehybrid": {"layers_block_type": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64, "sep_token_id": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": _LINEAR},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": LAYERS},
     "ministral": {"head_dim": 64},

@@ -13,6 +13,7 @@ they have in the whole model. See docs/huggingface.md. transformers is imported 
 from .build import build_chunks
 from .config import ChunkConfig
 from .cut import CannotCutError
+from .generation import generate
 from .loading import load_weights
 from .saving import save_pretrained
 from .stage import HuggingFaceStage
@@ -25,6 +26,7 @@ __all__ = [
     "build_chunks",
     "count_items",
     "forward_step",
+    "generate",
     "load_weights",
     "save_pretrained",
     "tie_weights",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from ...plan import StageInfo
 from .config import ChunkConfig
 from .crossing import Crossing, Reached
 from .cut import CannotCutError, Parts, find_parts
+from .decoding import compare_decoding
 from .flow import Course, Flow, Trial, borders_of, watched
 from .stage import as_stage, is_for_first
 from .step import names_between_stages
-from .whole import allocate, initialise, make_meta_model, make_small_config
+from .whole import make_meta_model, make_model, make_small_config
 
 __all__ = ["Checked", "check_cut"]
 
@@ -65,7 +67,8 @@ def check_cut(
             sizes = [make_small_config(config, num_heads) for num_heads in (2, 4)]  # which some kinds need
         for size in sizes:
             try:
-                whole = make_meta_model(copy.deepcopy(size), torch.float32, "eager")
+                with torch.device("cpu"):
+                    whole = make_model(copy.deepcopy(size), torch.float32, "eager")
                 result = _tried(_with_numbers(whole), layers, example, text_only)
                 break
             except CannotCutError:
@@ -99,8 +102,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def _with_numbers(whole: Any) -> Any:
-    allocate(whole, "cpu")
-    initialise(whole, None)
     for parameter in whole.parameters():
         nn.init.normal_(parameter, std=0.1)  # also what begins with zeros, behind which nothing would be seen
     return whole.eval()
@@ -200,7 +201,8 @@ def _compared(
         largest = max(largest, _distance(got, gradients[name], gradients))
         if largest > ROUNDING:
             return f"its stages have another gradient of {name} than the whole model"
-    return Checked(flow, largest)
+    generation = compare_decoding(whole, chunks, batch["input_ids"], ROUNDING)
+    return Checked(replace(flow, cannot_generate=generation), largest)
 
 
 def _distance(got: Tensor | None, wanted: Tensor | None, all_gradients: dict[str, Tensor | None]) -> float:

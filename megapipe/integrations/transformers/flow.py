@@ -61,6 +61,8 @@ class Flow:
     """Whether hidden states are all that travels."""
     reads_tokens: bool
     """Whether stages behind the first need the batch too."""
+    cannot_generate: str = ""
+    """Why, where stages that keep keys and values do not do what the whole model does."""
 
 
 class _Watch(TorchFunctionMode):

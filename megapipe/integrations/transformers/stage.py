@@ -110,7 +110,7 @@ class HuggingFaceStage(WithAdapters):
 
     def _run(self, input_ids: Any, labels: Any, num_items_in_batch: Any, **batch: Any) -> Any:
         """Run the stage on whole sequences or on a slice of them."""
-        batch["use_cache"] = False
+        batch["use_cache"] = batch.get("past_key_values") is not None
         batch["input_ids"], received = input_ids, self._take_input()
         routed = received.pop("router_logits", None)
         if not self.stage.is_first:

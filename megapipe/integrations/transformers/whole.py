@@ -14,7 +14,7 @@ from torch import nn
 
 from .cut import Absent, CannotCutError
 
-__all__ = ["allocate", "check_kind", "has_towers", "initialise", "make_meta_model", "make_small_config"]
+__all__ = ["allocate", "check_kind", "has_towers", "initialise", "make_meta_model", "make_model", "make_small_config"]
 
 
 def check_kind(config: Any) -> None:
@@ -35,12 +35,17 @@ def has_towers(config: Any) -> bool:
 
 def make_meta_model(config: Any, dtype: torch.dtype, attn_implementation: str | None = None) -> Any:
     """The whole model, on the meta device."""
+    with torch.device("meta"):
+        return make_model(config, dtype, attn_implementation)
+
+
+def make_model(config: Any, dtype: torch.dtype, attn_implementation: str | None = None) -> Any:
+    """The whole model, as transformers makes and initialises it."""
     transformers: Any = importlib.import_module("transformers")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     sees = has_towers(config) and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        return kind.from_config(config, dtype=dtype, **options)
+    return kind.from_config(config, dtype=dtype, **options)
 
 
 def allocate(model: Any, device: torch.device | str) -> None:

@@ -1,0 +1,57 @@
+"""Models of transformers write through a pipeline what they write by themselves, token by token.
+models_of_transformers.py has more of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.ranks import RankPool, on_ranks
+
+pytest.importorskip("transformers")
+
+import torch
+from tools import hf_generation, hf_models
+
+from megapipe.integrations.transformers import generate
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("gemma2", "zbv"), ("mixtral", "1f1b")])
+@on_ranks(2)
+def test_tokens_are_those_of_transformers(rank: int, name: str, schedule: str, tmp_path: Path) -> None:
+    hf_generation.check(hf_models.make_model(name, initializer_range=0.3), schedule, tmp_path)
+
+
+@on_ranks(2)
+def test_training_is_left_as_it_was(rank: int, tmp_path: Path) -> None:
+    hf_models.save_on_first(hf_models.make_model("llama"), tmp_path)
+    chunks = hf_models.load_chunks(tmp_path, "1f1b")
+    chunks[0].own_layers[0].eval()
+    before = [module.training for module in chunks[0].modules()]
+    state = torch.get_rng_state()
+    generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=2, do_sample=True, seed=3)
+    assert [module.training for module in chunks[0].modules()] == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def generate_wrongly(rank: int, folder: Path, options: dict[str, Any]) -> None:
+    hf_models.save_on_first(hf_models.make_model("llama"), folder)
+    chunks = hf_models.load_chunks(folder, "1f1b")
+    generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temprature": 2.0}, "temprature"),
+        ({"num_beams": 2}, "there are no beams"),
+        ({"num_microbatches": 4}, "6 sequences cannot be split into 4 microbatches of the same size"),
+    ],
+)
+def test_errors_of_the_last_rank_are_told_to_all(
+    ranks: RankPool, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for error in ranks.run(2, generate_wrongly, tmp_path, options, errors=True):
+        with pytest.raises(ValueError, match=message):
+            raise error
