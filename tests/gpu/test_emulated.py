@@ -14,25 +14,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from gpu import test_gpu
-from tools.ranks import RankPool, on_ranks
+from tools.device import needs_devices
+from tools.device import ranks as ranks
+from tools.ranks import on_ranks
 
-pytest.importorskip("torch.utils.backend_registration")
-HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
-pytestmark = [
-    pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has no devices in Python"),
-    pytest.mark.skipif(test_gpu.IS_GPU, reason="there is a real one"),
-]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Processes of their own: a device that is registered stays so."""
-    pool = RankPool()
-    yield pool
-    pool.stop()
+pytestmark = [needs_devices, pytest.mark.skipif(test_gpu.IS_GPU, reason="there is a real one")]
 
 
 @contextlib.contextmanager

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from tools import against
 from tools.against import Received, assert_same_gradients, use_groups
-from tools.ranks import RankPool, on_ranks
+from tools.device import needs_devices, on_lazy_device
+from tools.device import ranks as ranks
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -21,19 +21,9 @@ from megapipe import PipelineConfig, StageInfo, stages_for_rank
 from megapipe.graph import capture
 from megapipe.plan import make_plan
 
-pytest.importorskip("torch.utils.backend_registration")
-HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
-pytestmark = pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has no devices in Python")
+pytestmark = needs_devices
 
 LENGTH, WIDTH, MICROBATCHES = 3, 4, 6
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Processes of their own: a device that is registered stays so."""
-    pool = RankPool()
-    yield pool
-    pool.stop()
 
 
 class Stage(Received):
@@ -62,28 +52,16 @@ def build(schedule: str, pp_size: int, **config: Any) -> list[Stage]:
 
 
 @contextlib.contextmanager
-def on_lazy_device(chunks: list[Stage]) -> Iterator[Any]:
-    """Moves the chunks to the device. Their graphs are traced on the CPU, since the tracer knows no such device."""
-    from fakes import cuda_like, lazy_device, nccl_like
-
+def traced_on_cpu() -> Iterator[None]:
+    """The tracer knows no such device."""
     trace = megapipe.graph.trace_joint
 
     def trace_on_cpu(function: Any, inputs: list[Tensor], name: str) -> Any:
         on_cpu = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
         return trace(function, [mine.requires_grad_(t.requires_grad) for mine, t in zip(on_cpu, inputs)], name)
 
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        for name, parameter in list(module._parameters.items()):
-            setattr(module, name, nn.Parameter(lazy_device.to_device(parameter.data)))
-        for name, buffer in list(module._buffers.items()):
-            setattr(module, name, lazy_device.to_device(buffer))
-    nccl_like.COMMUNICATORS.clear()
-    with (
-        mock.patch("megapipe.graph.captured.trace_joint", trace_on_cpu),
-        mock.patch.object(dist, "ProcessGroupNCCL", nccl_like.LikeNccl, create=True),
-        cuda_like.as_cuda(),
-    ):
-        yield SimpleNamespace(device=lazy_device, nccl=nccl_like, cuda=cuda_like)
+    with mock.patch("megapipe.graph.captured.trace_joint", trace_on_cpu):
+        yield
 
 
 def step(schedule: str, chunks: list[Stage], place: Any, number: int, **options: Any) -> Any:
@@ -115,7 +93,7 @@ def test_replays_give_the_gradients_of_the_whole_model(rank: int, schedule: str)
     expected = build(schedule, 2)
     losses = list(train(schedule, expected, lambda x: x))
     chunks = build(schedule, 2, cuda_graphs=True)
-    with on_lazy_device(chunks) as lazy:
+    with on_lazy_device(chunks) as lazy, traced_on_cpu():
         before = lazy.cuda.NUM_GRAPHS
         example = lazy.device.to_device(torch.zeros(LENGTH, 1, WIDTH, dtype=torch.float64))
         for chunk in chunks:
@@ -145,7 +123,7 @@ def test_what_cannot_be_recorded(rank: int, is_captured: bool, config: dict[str,
     chunks = build("1f1b", 1, cuda_graphs=True, **config)
     with pytest.raises(ValueError, match="is for stages on CUDA, but the model is on cpu"):
         step("1f1b", chunks, lambda x: x, 0)
-    with on_lazy_device(chunks) as lazy:
+    with on_lazy_device(chunks) as lazy, traced_on_cpu():
         if is_captured:
             capture(chunks[0], (lazy.device.to_device(torch.zeros(LENGTH, 1, WIDTH, dtype=torch.float64)),))
         with pytest.raises(ValueError, match=text):

@@ -9,8 +9,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,8 +18,10 @@ import torch
 import torch.distributed as dist
 from tools import against
 from tools.against import Received, assert_same_gradients, use_groups
-from tools.ranks import RankPool, on_ranks
-from torch import Tensor, nn
+from tools.device import needs_devices, on_lazy_device
+from tools.device import ranks as ranks
+from tools.ranks import on_ranks
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
@@ -41,22 +42,12 @@ from megapipe.timing.records import CudaClock
 from megapipe.transports import Members, make_transport
 from megapipe.transports.nccl import NcclTransport
 
-pytest.importorskip("torch.utils.backend_registration")
-HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
-pytestmark = pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has no devices in Python")
+pytestmark = needs_devices
 
 WIDTH = 4
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
 KINDS = ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
 TRANSPORTS = ["host", "nccl"]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Processes of their own: a device that is registered stays so."""
-    pool = RankPool()
-    yield pool
-    pool.stop()
 
 
 class Stage(Received):
@@ -94,19 +85,6 @@ def build(schedule: str, pp_size: int, transport: str, **config: Any) -> list[St
     config = {"hidden_size": WIDTH, "pipeline_dtype": torch.float64, "p2p_transport": transport, **config}
     settings = PipelineConfig(**config)
     return [Stage(settings, info) for info in stages_for_rank(schedule)]
-
-
-@contextlib.contextmanager
-def on_lazy_device(chunks: list[Stage]) -> Iterator[Any]:
-    """Moves the chunks to the device, and in the end their gradients back."""
-    from fakes import cuda_like, lazy_device, nccl_like
-
-    for chunk in chunks:
-        for name, parameter in list(chunk.layer.named_parameters()):
-            setattr(chunk.layer, name, nn.Parameter(lazy_device.to_device(parameter.data)))
-    nccl_like.COMMUNICATORS.clear()
-    with mock.patch.object(dist, "ProcessGroupNCCL", nccl_like.LikeNccl, create=True), cuda_like.as_cuda():
-        yield SimpleNamespace(device=lazy_device, nccl=nccl_like, cuda=cuda_like)
 
 
 def wait_for(condition: Any) -> None:
