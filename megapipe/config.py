@@ -69,7 +69,7 @@ class PipelineConfig:
         overlap_p2p_comm: Post receives before they are asked for. With False each one is posted when its turn comes.
             Default: True.
         p2p_lookahead: Receives that each channel keeps posted ahead, on CPU and with p2p_transport="host". None: 2,
-            and where a rank waits anyway as many as take a MiB together. Over NCCL, where a receive that waits
+            and while a rank waits more of them, up to 1 MiB on each channel. Over NCCL, where a receive that waits
             occupies the device, each is posted when a step waits for it.
         p2p_transport: How messages travel between GPUs. "nccl", or "host": by way of host memory and gloo, where GPUs
             cannot reach each other, or several ranks share one. None: "host" where two ranks of the pipeline are on
