@@ -6,6 +6,7 @@ of yours, a namespace); those it lacks take the defaults below.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -14,12 +15,35 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
-from .plan import Settings
+from .plan import Settings, nearest
 
 __all__ = ["PER_CHUNK", "PipelineConfig", "TimelineRecorder", "ValidatedLater", "check_whole_number"]
 
 PER_CHUNK = ("no_sync_func", "grad_sync_func", "param_sync_func")
 """Settings that may be lists, with one function per chunk."""
+
+_OF_THE_CALL = "an argument of the schedule's call"
+_OF_THE_GROUPS = "an argument of parallel_state.initialize_model_parallel"
+
+NO_FIELDS = {
+    **dict.fromkeys(("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length"), _OF_THE_CALL),
+    **dict.fromkeys(("forward_only", "forward_step_func", "data_iterator"), _OF_THE_CALL),
+    "pipeline_model_parallel_size": _OF_THE_GROUPS,
+    "virtual_pipeline_model_parallel_size": _OF_THE_GROUPS,
+    "schedule": "the argument of get_forward_backward_func",
+}
+"""What users say at another place, and where."""
+
+ELSEWHERE = {
+    "n_microbatches": "num_microbatches",
+    "params_dtype": "pipeline_dtype",
+    "dtype": "pipeline_dtype",
+    "recompute_granularity": "recompute",
+    "recompute_num_layers": "recompute",
+    "activation_checkpointing": "recompute",
+    "manual_gc_interval": "gc_interval",
+}
+"""Names that Megatron, torch and others have for the same."""
 
 LONGEST = 1e9  # seconds: transports count nanoseconds in 64 bits
 
@@ -245,6 +269,22 @@ class PipelineConfig:
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PipelineConfig)}
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def checked(self: PipelineConfig, *values: Any, **given: Any) -> None:
+        for name in given.keys() - DEFAULTS.keys():
+            meant = nearest(name, {known: known for known in (*DEFAULTS, *NO_FIELDS)} | ELSEWHERE)
+            where = f", {NO_FIELDS[meant]}" if meant in NO_FIELDS else ""
+            guess = "help(megapipe.PipelineConfig) has all" if meant is None else f"do you mean {meant}{where}?"
+            raise TypeError(f"PipelineConfig has no field {name!r}: {guess}")
+        init(self, *values, **given)
+
+    return checked
+
+
+PipelineConfig.__init__ = _checked(PipelineConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_whole_number(name: str, value: Any, least: int, or_none: bool = False) -> None:

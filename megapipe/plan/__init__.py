@@ -10,7 +10,7 @@ from .placement import Placement, StageInfo, loop, v_shape
 from .plan import Plan, plan_of
 from .planned import AnySchedule, find_schedule, loops_of
 from .recorder import ChannelName, Event
-from .registry import Schedule, register, schedule_names
+from .registry import Schedule, nearest, register, schedule_names
 from .simulation import Costs, Simulation, Span, play, simulate
 from .transformer import Transformer, read_config
 from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
@@ -56,6 +56,7 @@ __all__ += [  # between rooms
     "actions_of",
     "held_changes",
     "loops_of",
+    "nearest",
     "parse_json",
     "place_weights",
     "plan_of",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .placement import Placement, StageInfo
 from .verbs import Verbs
 
-__all__ = ["PlanSizes", "Schedule", "register", "schedule_named", "schedule_names"]
+__all__ = ["PlanSizes", "Schedule", "nearest", "register", "schedule_named", "schedule_names"]
 
 
 class PlanSizes(NamedTuple):
@@ -133,14 +133,19 @@ def schedule_names() -> list[str]:
 def schedule_named(name: str) -> Schedule:
     """Raises ValueError where there is no schedule of that name."""
     if name not in _schedules:
-        meant = {_letters(known): known for known in _schedules}
-        meant |= {_letters(other): known for other, known in ELSEWHERE.items() if known in _schedules}
-        near = difflib.get_close_matches(_letters(name), meant, n=1)
-        guess = f" (do you mean {meant[near[0]]!r}?)" if near else ""
+        elsewhere = {other: known for other, known in ELSEWHERE.items() if known in _schedules}
+        meant = nearest(name, {known: known for known in _schedules} | elsewhere)
+        guess = "" if meant is None else f" (do you mean {meant!r}?)"
         raise ValueError(f"there is no schedule {name!r}{guess}; choose one of {', '.join(_schedules)}.")
     return _schedules[name]
 
 
+def nearest(name: str, meant: Mapping[str, str]) -> str | None:
+    """What is meant by the known name that is nearest, but for signs and capitals; None where none is near."""
+    by_letters = {_letters(known): meaning for known, meaning in meant.items()}
+    near = difflib.get_close_matches(_letters(name), by_letters, n=1)
+    return by_letters[near[0]] if near else None
+
+
 def _letters(name: str) -> str:
-    """The name but for its signs and capitals."""
     return "".join(filter(str.isalnum, name.lower()))

@@ -7,11 +7,39 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, overload
 
 from ..plan import AnySchedule, Placement, Schedule, Verbs, find_schedule, register
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["ForwardBackward", "get_forward_backward_func", "schedule"]
+
+
+Report = TypeVar("Report")
+Report_co = TypeVar("Report_co", covariant=True)
+
+
+class LossFunction(Protocol[Report_co]):
+    """Called with the output of the last stage."""
+
+    def __call__(self, output: Any, /) -> tuple[Any, Report_co] | tuple[Any, Any, Report_co]: ...
+
+
+class StepOptions(TypedDict, total=False):
+    """The keywords of a call, for those who check types."""
+
+    seq_length: int | None
+    micro_batch_size: int | None
+    decoder_seq_length: int | None
+    forward_only: bool
+    first_val_step: bool | None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None
+    p2p_communicator: Any
+    pg_collection: Any
+    force_all_reduce: bool | None
+    pipeline_inputs: Any
 
 
 class ForwardBackward(Schedule):
@@ -31,6 +59,37 @@ class ForwardBackward(Schedule):
             return schedule
         return cls(**{field.name: getattr(schedule, field.name) for field in fields(schedule)})
 
+    @overload
+    def __call__(
+        self,
+        forward_step_func: Callable[..., tuple[Any, None]],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        **options: Unpack[StepOptions],
+    ) -> list[Any]: ...
+    @overload
+    def __call__(
+        self,
+        forward_step_func: Callable[..., tuple[Any, LossFunction[Report] | None]],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        *,
+        collect_non_loss_data: Literal[False] = False,
+        **options: Unpack[StepOptions],
+    ) -> list[Report]: ...
+    @overload
+    def __call__(
+        self,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        *,
+        collect_non_loss_data: bool,
+        **options: Unpack[StepOptions],
+    ) -> list[Any]: ...
     def __call__(
         self,
         forward_step_func: Callable[..., Any],
