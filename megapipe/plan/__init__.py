@@ -10,6 +10,7 @@ from .plan import Plan, plan_of
 from .planned import AnySchedule, find_schedule, loops_of
 from .recorder import ChannelName, Event
 from .registry import Schedule, register, schedule_names
+from .residency import gathered_chunks
 from .simulation import Costs, Simulation, Span, play, simulate
 from .transformer import Transformer, read_config
 from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
@@ -50,6 +51,7 @@ __all__ += [  # between rooms
     "Kind",
     "Transformer",
     "actions_of",
+    "gathered_chunks",
     "held_changes",
     "loops_of",
     "parse_json",
