@@ -1,6 +1,7 @@
 """Bytes that plans predict, beside those of runs: the peak of each rank, for every schedule.
 
     torchrun --nproc-per-node 4 benchmarks/bytes.py [--models small,deep,wide] [--ways plain,R,O,both] [--schedules ...]
+    torchrun --nproc-per-node 8 benchmarks/bytes.py --ways sharded,window
 
 Predicted: what one microbatch holds on each stage, found on torch's fake tensors (captured stages are run once, by
 themselves), added up over the plan. Measured: storages alive in the second step of a run, on CPU. No time is measured,
@@ -10,15 +11,20 @@ so other work on the machine changes nothing.
 from __future__ import annotations
 
 import argparse
+import operator
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -29,6 +35,7 @@ import megapipe
 from megapipe import StageInfo, parallel_state
 from megapipe.analysis import TimelineRecorder, bytes_of_stages
 from megapipe.plan import find_schedule, make_plan
+from megapipe.sharding import ShardedChunks
 
 RANKS, MICROBATCHES = 4, 8
 SCHEDULES = [
@@ -66,6 +73,9 @@ MODELS = {
 RECOMPUTED = {"R": 0.0, "both": 0.5}
 """The ways that recompute, and where they begin to: at this share of the stages."""
 OFFLOADED = ("O", "both")
+SHARDED = ("sharded", "window")
+"""The ways of two replicas that share out weights and gradients by `fully_shard`; with a window one chunk is gathered
+at a time."""
 
 
 class Checkpointed(nn.Module):
@@ -85,6 +95,7 @@ def make_stage(sizes: Sizes, way: str, info: StageInfo) -> nn.Module:
         vocab_size=sizes.vocabulary,
         max_position_embeddings=sizes.sequence,
         offload_activations=1.0 if way in OFFLOADED else None,
+        max_gathered_chunks=1 if way == "window" else None,
     )
     if way in RECOMPUTED:
         num_stages = info.num_stages
@@ -112,36 +123,67 @@ def forward_step(batches: Iterator[Tensor], stage: Any) -> tuple[Any, Callable[[
     return stage(data[..., 0]), loss_func
 
 
+@contextmanager
+def whole_weights() -> Iterator[list[int]]:
+    """The bytes of gathered weights in each action of a step, whose storages FSDP2 makes once and resizes."""
+    found: list[int] = []
+    before_action = ShardedChunks.before_action
+
+    def look(sharded: ShardedChunks) -> None:
+        before_action(sharded)
+        for root in sharded._roots():
+            root.wait_for_gathers()
+        weights = [p._unsharded_param for root in sharded._roots() for p in root._parameters() if _was_gathered(p)]
+        found.append(sum(weight.untyped_storage().nbytes() for weight in weights))
+
+    with mock.patch.object(ShardedChunks, "before_action", look):
+        yield found
+
+
+def _was_gathered(parameter: Any) -> bool:
+    return hasattr(parameter, "_unsharded_param")
+
+
 def run(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
     """The predicted and the measured peak of each rank, without weights and what is as large."""
     num_chunks = 2 if find_schedule(name).num_chunks is None else None
-    parallel_state.initialize_model_parallel(RANKS, num_chunks)
+    replicas = dist.get_world_size() // RANKS
+    mesh = init_device_mesh("cpu", (RANKS, replicas), mesh_dim_names=("pp", "dp"))
+    parallel_state.initialize_from_mesh(mesh, num_chunks)
     data = torch.randint(0, sizes.vocabulary, (MICROBATCHES, sizes.sequence, sizes.rows, 2))
 
     def make(info: StageInfo) -> nn.Module:
         return make_stage(sizes, way, info)
 
     chunks = [make(info) for info in megapipe.stages_for_rank(name)]
+    for chunk in chunks if way in SHARDED else ():
+        for layer in (*chunk.layers.values(), chunk):
+            fully_shard(layer, mesh=parallel_state.get_data_parallel_mesh())
     if way == "tied":
         tied = megapipe.TiedWeights(chunks, ["embedding.tokens.weight", "head.output.weight"])
         chunks[0].config.finalize_model_grads_func = lambda chunks, num_tokens, **_: tied.sum_gradients()
     plan = make_plan(name, RANKS, MICROBATCHES, num_chunks, settings=chunks[0].config.settings)
-    stages = bytes_of_stages(make, RANKS * plan.num_chunks, forward_step, data[0], fake=way != "captured")
+    options = {"fake": way != "captured", "replicas": replicas}
+    stages = bytes_of_stages(make, RANKS * plan.num_chunks, forward_step, data[0], **options)
     predicted = [rank.peak - rank.model for rank in plan.simulate(memory=stages).memory or ()]
     recorder = TimelineRecorder(num_steps=1, memory=True)
     for chunk in chunks:
         chunk.config.record_timeline = recorder
     train = megapipe.get_forward_backward_func(name)
     for _ in range(2):  # the first one makes the gradients
-        train(
-            forward_step_func=forward_step,
-            data_iterator=[iter(data) for _ in chunks],
-            model=chunks,
-            num_microbatches=MICROBATCHES,
-            seq_length=sizes.sequence,
-            micro_batch_size=sizes.rows,
-        )
-    measured = recorder.gather().peak_bytes
+        with whole_weights() as whole:
+            train(
+                forward_step_func=forward_step,
+                data_iterator=[iter(data) for _ in chunks],
+                model=chunks,
+                num_microbatches=MICROBATCHES,
+                seq_length=sizes.sequence,
+                micro_batch_size=sizes.rows,
+            )
+    held = [one.peak for one in recorder.gather().steps[-1][mesh.get_local_rank("pp")].memory]
+    own = max(map(operator.add, held, whole)) if whole else max(held)
+    measured = [0] * RANKS
+    dist.all_gather_object(measured, own, parallel_state.get_pipeline_model_parallel_group())
     dist.barrier()
     parallel_state.destroy_model_parallel()
     return predicted, measured

@@ -141,6 +141,9 @@ class PipelineConfig:
         offload_activations: The time to copy to host memory what an F saves, over the time of that F. Activations are
             moved there while they wait for their B, as many as are back in time where F, B and W take equally long.
             None: they stay.
+        max_gathered_chunks: Chunks of a rank, sharded by `fully_shard`, whose parameters are gathered at a time: that
+            of the action and those that come next by the plan, which are gathered ahead. The others are sharded, and
+            gathered again. None: each is gathered once in a step.
         weights_per_window: Gradients deferred to pending Ws, one product of matrices each, that are computed in an
             overlap window of an F or a B. More fit where windows are long. Default: 1.
         delay_wgrad_compute: Modules with a method `backward_dw()`, such as transformer-engine's built with this
@@ -211,6 +214,7 @@ class PipelineConfig:
     recompute: str | int | Sequence[str | int | None] | None = None
     cuda_graphs: bool = False
     offload_activations: float | None = None
+    max_gathered_chunks: int | None = None
     weights_per_window: int = 1
     delay_wgrad_compute: bool = True
     gc_interval: int | None = 100
@@ -330,7 +334,7 @@ _SIZES = (
     *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "num_sequence_slices"),
     "p2p_max_ctas",
 )
-_COUNTS = ("microbatch_group_size_per_vp_stage", "gc_interval")
+_COUNTS = ("microbatch_group_size_per_vp_stage", "gc_interval", "max_gathered_chunks")
 _FUNCTIONS = ("grad_scale_func", "finalize_model_grads_func", *PER_CHUNK)
 
 CHECKS: list[tuple[tuple[str, ...], type[Exception], Callable[[Any], bool], str]] = [

@@ -28,6 +28,7 @@ def bytes_of_stages(
     microbatch: Any,
     *,
     optimizer_state: float = 2.0,
+    replicas: int = 1,
     fake: bool = True,
     posted: int = 2,
     posted_bytes: int = 2**20,
@@ -41,6 +42,8 @@ def bytes_of_stages(
         forward_step_func: as in a step.
         microbatch: what the data iterator yields for one microbatch.
         optimizer_state: how many tensors of a weight's size the optimizer keeps for it: 2 for Adam.
+        replicas: how many share out weights, gradients and optimizer state by `fully_shard`. A chunk has whole weights
+            while it is gathered, and whole gradients until they are reduced.
         fake: run on torch's fake tensors, which have no memory, on the device that the stages are made for. False for
             stages that cannot: captured ones, for example. Each then takes its memory, one at a time.
         posted, posted_bytes, outbox: how messages travel, as in `StageBytes`. The defaults are gloo's; over NCCL all
@@ -49,7 +52,8 @@ def bytes_of_stages(
     Raises:
         ValueError, TypeError: as in a step.
     """
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    found: defaultdict[str, Any] = defaultdict(list)
+    most: int | None = None
     received: MessageSpec | None = None
     around, as_fake = _fake_mode() if fake else (nullcontext(), lambda made: made)
     with around:
@@ -61,11 +65,13 @@ def bytes_of_stages(
             of_stage, received = _measure(info, module, step, received)
             weights = sum(p.nbytes for p in module.parameters())
             trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-            of_stage["model"] = weights + (1 + optimizer_state) * trained
+            of_stage["model"] = (weights + (1 + optimizer_state) * trained) / replicas
+            of_stage["gathered"], of_stage["gradients"] = (0, 0) if replicas == 1 else (weights, trained)
             for component, number in of_stage.items():
                 found[component].append(number)
+            most = step.config.max_gathered_chunks
             del module, step
-    return StageBytes(**found, posted=posted, posted_bytes=posted_bytes, outbox=outbox)
+    return StageBytes(**found, posted=posted, posted_bytes=posted_bytes, outbox=outbox, max_gathered=most)
 
 
 def _fake_mode() -> tuple[AbstractContextManager[Any], Callable[[Tensor], Tensor]]:

@@ -11,6 +11,7 @@ from .plan import Plan, plan_of
 from .planned import AnySchedule, find_schedule, loops_of
 from .recorder import ChannelName, Event
 from .registry import Schedule, nearest, register, schedule_names
+from .residency import gathered_chunks
 from .simulation import Costs, Simulation, Span, play, simulate
 from .transformer import Transformer, read_config
 from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
@@ -54,6 +55,7 @@ __all__ += [  # between rooms
     "Transformer",
     "Wait",
     "actions_of",
+    "gathered_chunks",
     "held_changes",
     "loops_of",
     "nearest",

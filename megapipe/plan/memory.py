@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from .facts import PlanFacts
 from .kinds import KINDS
+from .residency import gathered_chunks
 from .rows import Row
 from .verbs import Action
 
@@ -27,7 +29,7 @@ __all__ = ["RankBytes", "StageBytes", "held_changes", "peak_activations", "peak_
 
 PerStage = float | Sequence[float]
 
-SHARED_OUT = ("saved", "recomputed", "kept", "model")
+SHARED_OUT = ("saved", "recomputed", "kept", "model", "gathered", "gradients")
 """Components of which one number is that of a whole rank."""
 Numbers = np.ndarray[Any, Any]
 
@@ -50,10 +52,15 @@ class StageBytes:
         forward, recompute, backward, backward_input, backward_weight: most that F, R, BW, B or W of a microbatch needs
             while it runs, beyond what it finds and what it leaves. One number is that of every stage. A `backward` of
             None is the larger of its parts.
+        gathered: weights that are there only while a chunk is gathered, sharded over replicas otherwise. One number is
+            that of a rank.
+        gradients: whole gradients of such weights, from a chunk's first backward to its last. One number is that of a
+            rank.
         posted: how many receives of each channel are posted ahead: 2 over gloo, 0 over NCCL.
         posted_bytes: the receives that a rank posts on each channel when it waits for the first time: 1 MiB over gloo.
         outbox: sent messages are kept until they take so many bytes together, and then waited for: 1 MiB over gloo, 0
             over NCCL.
+        max_gathered: chunks of a rank that are gathered at a time (`config.max_gathered_chunks`).
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -69,9 +76,12 @@ class StageBytes:
     backward: PerStage | None = None
     backward_input: PerStage = 0.0
     backward_weight: PerStage = 0.0
+    gathered: PerStage = 0.0
+    gradients: PerStage = 0.0
     posted: int = 0
     posted_bytes: float = 0.0
     outbox: float = 0.0
+    max_gathered: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -126,12 +136,16 @@ class RankBytes:
         during: the most in each action of the rank.
         after: what is held after it.
         messages: of `during`, what messages take.
+        gathered: of `during`, what is whole of weights and gradients that replicas share out.
+        gathers: how often the weights of a chunk are gathered in the step.
     """
 
     model: float
     during: Numbers
     after: Numbers
     messages: Numbers
+    gathered: Numbers
+    gathers: int
 
     @property
     def peak(self) -> float:
@@ -144,8 +158,10 @@ class RankBytes:
         if not len(self.during):
             return {"model": self.model, "activations": 0.0, "messages": 0.0}
         at = int(self.during.argmax())
-        messages = float(self.messages[at])
-        return {"model": self.model, "activations": float(self.during[at]) - messages, "messages": messages}
+        parts = {"messages": float(self.messages[at])}
+        if self.gathered.any():
+            parts["gathered"] = float(self.gathered[at])
+        return {"model": self.model, "activations": float(self.during[at]) - sum(parts.values()), **parts}
 
 
 def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
@@ -155,7 +171,7 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
         ValueError: a list of bytes has not one for each stage.
     """
     row = plan.actions[rank]
-    of = {field.name: stages.per_stage(field.name, plan) for field in fields(stages)[:-3]}
+    of = {field.name: stages.per_stage(field.name, plan) for field in fields(stages)[:-4]}
     own = [stage for stage in range(len(of["saved"])) if plan.rank_of(stage) == rank]
     model = sum(of["model"][stage] for stage in own)
     words = [(stage, KINDS[kind]) if kind else None for stage, kind in row.words]
@@ -173,13 +189,32 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     # own.
     made = look_up(lambda s, kind: local[s - (kind.message == "backward")] if kind.message else 0.0)
     taken = look_up(lambda s, kind: local[s - (kind.message == "forward")] if kind.message else 0.0)
-    held = (change + made - taken).cumsum()
+    gathered = gathered_chunks(plan, rank, stages.max_gathered) if any(of["gathered"]) else []
+    whole = _of_sharded(plan, row, gathered, of)
+    held = (change + made - taken).cumsum() + whole
     during = held - made + extra + np.maximum(0.0, -change)
     posted, posted_after = _posted(plan, row, of["message"], stages, rank)
     sent = look_up(lambda s, kind: _sent(plan, rank, s, kind.message, of["message"]))
     kept = _kept(sent, stages.outbox)
     before = np.concatenate([[0.0], kept[:-1]])
-    return RankBytes(model, during + posted + before, held + posted_after + kept, posted + before)
+    gathers = sum(len(set(after) - set(before)) for before, after in pairwise([(), *gathered]))
+    return RankBytes(model, during + posted + before, held + posted_after + kept, posted + before, whole, gathers)
+
+
+def _of_sharded(
+    plan: PlanFacts, row: Row[Action], gathered: Sequence[Sequence[int]], of: Mapping[str, Sequence[float]]
+) -> Numbers:
+    """The bytes of weights that are gathered in each action, and of the whole gradients that there are then."""
+    stages = {plan.chunk_of(stage): stage for stage, _ in row.words}
+    held = np.zeros(len(row))
+    if gathered:
+        held += [sum(of["gathered"][stages[chunk]] for chunk in chunks) for chunks in gathered]
+    for stage in stages.values():
+        adds = [number == stage and bool(kind) and KINDS[kind].completes_weights for number, kind in row.words]
+        at = np.flatnonzero(row.look_up(adds, bool))
+        if len(at):
+            held[at[0] : at[-1] + 1] += of["gradients"][stage]
+    return held
 
 
 def peak_activations(plan: PlanFacts) -> list[float]:

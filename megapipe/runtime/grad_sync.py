@@ -91,6 +91,11 @@ class GradientSync(AbstractContextManager["GradientSync"]):
     def __exit__(self, *error: Any) -> None:
         self._step.__exit__(*error)
 
+    def before_action(self) -> None:
+        """Gather and shard parameters where the step follows a plan of that."""
+        if self._sharded is not None:
+            self._sharded.before_action()
+
     def before_forward(self, chunk: int, number: int, num_backwards_left: int) -> None:
         """Gather parameters one chunk ahead of their use, and let torch's DistributedDataParallel see the last forward.
 
@@ -107,7 +112,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
                 self._contexts[chunk].close()
 
     def _gather(self, chunk: int) -> None:
-        if self._sharded is not None:
+        if self._sharded is not None and not self._sharded.follows_plan:
             self._sharded.gather(chunk)
         if (param_sync := self._param_sync[chunk]) is not None:
             param_sync(self._models[chunk].parameters())

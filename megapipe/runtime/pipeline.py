@@ -193,6 +193,7 @@ class Pipeline(Verbs):
     def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> Unit:
         """The unit of an action, once its message is there."""
         this = self._chunks[chunk]
+        self._sync.before_action()
         if kind.is_forward:
             self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
             unit, received = this.begin(action), this.below.take_input()

@@ -16,7 +16,7 @@ from .. import parallel_state
 from ..config import PipelineConfig
 from ..failures import Watchdog
 from ..p2p_communication import Communicator, Lookahead
-from ..plan import AnySchedule, Schedule, ScheduleError, StageInfo, actions_of, find_schedule
+from ..plan import AnySchedule, Schedule, ScheduleError, StageInfo, actions_of, find_schedule, gathered_chunks
 from ..sharding import ShardedChunks
 from ..stages import Stage, StepArguments, StepEnd, has_segments, hooks
 from ..timing import StepRecord
@@ -122,6 +122,8 @@ def prepare(schedule: Schedule, step: StepArguments, shapes: ShapeArguments, ses
         check_replicas(step.models, key)
     is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
     sharded = ShardedChunks.find(step.models, step.forward_only, is_reduced)
+    if sharded is not None and config.max_gathered_chunks is not None and not step.forward_only:
+        sharded.follow(gathered_chunks(key.plan, pp_rank, config.max_gathered_chunks))
     ends = [remote_ends(stage, schedule.placement, pp_rank, pp_size) for stage in stages]
     specs = specs_of(step, shapes, stages, ends)
     found = FoundShapes() if session is None else session.found_shapes

@@ -2,8 +2,9 @@
 
 By itself FSDP2 gathers parameters for each forward and reduces gradients in each backward, as soon as autograd has
 passed by; in a pipeline that is once per microbatch, and too early where a W is still to come. Here a chunk's
-parameters are gathered once per step, ahead of its first forward; gradients are kept whole; and once the chunk's last W
-is done they are reduced and the parameters sharded again, beside what other chunks still compute.
+parameters are gathered once per step, ahead of its first forward, or as often as a plan says that keeps few chunks
+gathered. Gradients are kept whole. Once the chunk's last W is done they are reduced and the parameters sharded again,
+beside what other chunks still compute.
 
 `root.py` makes FSDP2 do that by torch 2.15's public functions, `private.py` by the internals of older torch.
 """
@@ -35,6 +36,9 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
     def __init__(self, models: Sequence[nn.Module], forward_only: bool) -> None:
         self._chunks = [[_make_root(module, forward_only) for module in _roots(model)] for model in models]
         self._tasks = _Tasks()
+        self._planned: Sequence[Sequence[int]] = ()
+        self._num_actions = 0
+        self._gathered: set[int] = set()
 
     @classmethod
     def find(cls, models: Sequence[nn.Module], forward_only: bool, is_reduced_elsewhere: bool) -> ShardedChunks | None:
@@ -72,8 +76,38 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
             for root in self._roots():
                 root.end()
 
+    def follow(self, planned: Sequence[Sequence[int]]) -> None:
+        """Gather and shard chunks by a plan.
+
+        Args:
+            planned: for each action of the rank the chunks that are gathered, that of the action first.
+        """
+        self._planned = planned
+
+    @property
+    def follows_plan(self) -> bool:
+        return bool(self._planned)
+
+    def before_action(self) -> None:
+        """Shard and gather what the plan has for the next action."""
+        if not self._planned:
+            return
+        chunks = self._planned[self._num_actions]
+        self._num_actions += 1
+        for chunk in sorted(self._gathered.difference(chunks)):
+            self._gathered.remove(chunk)
+            for root in self._chunks[chunk]:
+                root.reshard()
+        for chunk in chunks:
+            if chunk not in self._gathered:
+                self.wait()  # the order of collectives is the same on all replicas
+                self._gathered.add(chunk)
+                self.gather(chunk)
+        for root in self._chunks[chunks[0]]:
+            root.wait_for_gathers()  # a replay does not pass by FSDP2's hooks
+
     def gather(self, chunk: int) -> None:
-        """Start to gather the parameters of a chunk, ahead of its first forward."""
+        """Start to gather the parameters of a chunk."""
         for root in self._chunks[chunk]:
             root.gather()
 
@@ -84,6 +118,7 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
 
     def reduce(self, chunk: int) -> None:
         """Start to reduce the gradients of a chunk, which are complete."""
+        self._gathered.discard(chunk)
         for root in self._chunks[chunk]:
             root.prepare_reduction()
             if root.holds_thread:
@@ -97,6 +132,7 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
 
     def drop_forwards(self) -> None:
         """The step begins again, with other weights. Nothing but forwards has run."""
+        self._num_actions, self._gathered = 0, set()
         for root in self._roots():
             root.drop_forwards()
 

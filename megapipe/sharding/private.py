@@ -42,6 +42,11 @@ class PrivateRoot(Root):
         for group in self._groups:
             group.unshard(async_op=True)
 
+    def reshard(self) -> None:
+        self.wait_for_gathers()
+        for group in self._groups:
+            group.reshard()
+
     def add_up(self) -> None:
         for group in self._groups:
             if group.mp_policy.reduce_dtype is not None:
@@ -51,9 +56,7 @@ class PrivateRoot(Root):
 
     def drop_forwards(self) -> None:
         self._restore()
-        self._wait_for_gathers()
-        for group in self._groups:
-            group.reshard()
+        self.reshard()
         self._forget_forwards()
 
     def _finish_backwards(self) -> None:
@@ -69,7 +72,7 @@ class PrivateRoot(Root):
         for group in self._groups:
             group._post_forward_indices.clear()
 
-    def _wait_for_gathers(self) -> None:
+    def wait_for_gathers(self) -> None:
         for group in self._groups:
             group.wait_for_unshard()
 

@@ -80,12 +80,18 @@ class Root:
         """FSDP2's own hooks wait for it, each module ahead of its forward."""
         self._gathers = [module.unshard(async_op=True) for module in self._modules]
 
+    def reshard(self) -> None:
+        """Shard the parameters, to be gathered again in the same step."""
+        self.wait_for_gathers()
+        for module in self._modules:
+            module.reshard()
+
     def add_up(self) -> None:
         """Add a W's gradients up in the dtype that they are reduced in: here it is the parameters' `grad_dtype`."""
 
     def prepare_reduction(self) -> None:
         """Once gradients are complete."""
-        self._wait_for_gathers()  # also where a module was never run
+        self.wait_for_gathers()  # also where a module was never run
         self.add_up()
         self._lay_out_gradients()
         self._restore()
@@ -102,7 +108,7 @@ class Root:
         if self._forward_only:
             self._forget_forwards()
             self._restore()
-            self._wait_for_gathers()
+            self.wait_for_gathers()
             for module in self._modules:
                 module.reshard()
         else:
@@ -137,7 +143,7 @@ class Root:
         self._module.finalize_backward()
         self._module.set_manual_backward_finalization(False)
 
-    def _wait_for_gathers(self) -> None:
+    def wait_for_gathers(self) -> None:
         for gather in self._gathers:
             gather.wait()
 

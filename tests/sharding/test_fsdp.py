@@ -3,7 +3,8 @@
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, add_gradients, batc
 from tools.ranks import RankPool, on_ranks
 from tools.replicas import (
     NUM_LAYERS,
+    NUM_MICROBATCHES,
     NUM_STEPS,
     SCHEDULES,
     SPLIT,
@@ -43,6 +45,7 @@ except ImportError:  # an older torch
 import megapipe
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
+from megapipe.plan import Settings, StageBytes, make_plan
 from megapipe.sharding import ShardedChunks
 from megapipe.stages.stage import Stage as RunningStage
 
@@ -153,6 +156,47 @@ def test_one_gather_and_one_reduction_per_chunk_and_step(rank: int) -> None:
                 run(schedule, chunks, 3, forward_only=True)
                 assert (len(counts.gathers), counts.reductions) == (num_modules, [])
                 assert all(isinstance(p, DTensor) for chunk in chunks for p in chunk.parameters())
+
+
+@contextmanager
+def whole_bytes() -> Iterator[list[int]]:
+    """The bytes of gathered parameters in each action."""
+    found: list[int] = []
+    before_action = ShardedChunks.before_action
+
+    def look(sharded: ShardedChunks) -> None:
+        before_action(sharded)
+        for root in sharded._roots():
+            root.wait_for_gathers()
+        parameters = [p for root in sharded._roots() for p in root._parameters() if hasattr(p, "_unsharded_param")]
+        found.append(sum(p._unsharded_param.untyped_storage().nbytes() for p in parameters))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedChunks, "before_action", look)
+        yield found
+
+
+@on_ranks(4)
+def test_few_chunks_are_gathered_at_a_time(rank: int) -> None:
+    """As the plan has it, in bytes, and with the same gradients. A replay does not pass by FSDP2's hooks, and must find
+    what it computes with."""
+    use_mesh(pp=2, dp=2)
+    for schedule, recompute in (("interleaved_1f1b", None), ("zbv", "all"), ("dualpipev", None)):
+        chunks = shard(build_replicas(schedule, 2, max_gathered_chunks=1))
+        chunks[0].config.recompute = recompute
+        with whole_bytes() as found:
+            train_and_compare(schedule, chunks, num_steps=2, optimizer_of=LocalAdamW)
+        plan = make_plan(schedule, 2, NUM_MICROBATCHES, 2, settings=Settings(recompute=recompute is not None))
+        sizes = [0.0] * 4
+        for chunk in chunks:
+            # Each shard has as many rows.
+            sizes[chunk.info.index] = sum(4 * p.numel() // len(p) * 2 * -(-len(p) // 2) for p in chunk.parameters())
+        memory = plan.simulate(memory=StageBytes(saved=0, gathered=sizes, max_gathered=1)).memory
+        assert memory is not None
+        planned = memory[chunks[0].info.index].during.tolist()
+        assert found == 2 * planned, schedule
+        if schedule == "interleaved_1f1b":
+            assert max(planned) < sum(sizes)
 
 
 @on_ranks(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = [
     "settings_of",
     "unsplit",
 ]
+
+SIZES = ("saved", "model", "message", "gathered")
 
 LARGEST = 1_000_000
 """The most forwards in a plan: ranks x microbatches x chunks x slices x steps. That many take minutes and some GB."""
@@ -123,8 +126,11 @@ def add_bytes(parser: argparse.ArgumentParser) -> None:
         ("--saved", "what the F of a microbatch leaves on a whole rank, for its backward"),
         ("--model", "weights, gradients and optimizer state of a rank"),
         ("--message", "the output of a stage"),
+        ("--gathered", "weights of a rank that replicas share out (fully_shard), while all of its chunks are gathered"),
     ):
         sizes.add_argument(name, metavar="SIZE", help=what)
+
+    sizes.add_argument("--max-gathered", type=int, metavar="N", help="chunks that are gathered at a time; default: all")
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
@@ -137,15 +143,21 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
 
 def bytes_of(args: argparse.Namespace) -> StageBytes | None:
     """The bytes of stages that the caller gave; None for none."""
-    sizes = {name: getattr(args, name) for name in ("saved", "model", "message")}
+    sizes = {name: getattr(args, name) for name in SIZES}
     given: dict[str, Any] = {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    if args.max_gathered is not None:
+        given["max_gathered"] = args.max_gathered
     if args.bytes is not None:
         if given:
-            raise ValueError(f"--bytes {args.bytes} has all sizes: leave out --{' and --'.join(given)}.")
+            raise ValueError(f"--bytes {args.bytes} has all sizes: leave out {_options(given)}.")
         return load_stage_bytes(args.bytes)
     if given and "saved" not in given:
-        raise ValueError(f"--{' and --'.join(given)} need --saved too: what the F of a microbatch leaves on a rank.")
+        raise ValueError(f"{_options(given)} need --saved too: what the F of a microbatch leaves on a rank.")
     return StageBytes(**given) if given else None
+
+
+def _options(names: Iterable[str]) -> str:
+    return " and ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def memory_of(args: argparse.Namespace, known: StageBytes | None) -> Memory:

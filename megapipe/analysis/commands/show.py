@@ -129,6 +129,8 @@ def _print_figures(plan: Plan, simulation: Simulation, forward: float) -> None:
         fullest = max(simulation.memory, key=lambda rank: rank.peak)
         parts = " + ".join(f"{bytes_in_words(number)} {name}" for name, number in fullest.parts.items())
         say(f"bytes      {_bytes(simulation.peak_bytes)} (at once; at the most {parts})")
+        if any(gathers := [rank.gathers for rank in simulation.memory]):
+            say(f"gathers    {listed(gathers, 'd')} (of a chunk's weights, per step)")
     say(f"messages   {plan.num_messages} per step")
 
 
