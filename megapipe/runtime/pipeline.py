@@ -46,6 +46,8 @@ class Chunk:
         self.stage = stage
         self.index = stage.info.index
         self.can_overlap = has_segments(stage.module)
+        self.may_wait = {name for name, kind in KINDS.items() if kind.message is not None}
+        """Kinds of action that may have overlap windows: as those of the first unit in the step, so those of others."""
         self.actions = actions
         self.below = below
         self.above = above
@@ -161,8 +163,12 @@ class Pipeline(Verbs):
         action = this.actions[kind][number]
         with self._monitor.at(action):
             unit = self._await(row, chunk, number, action)
-            fills = self._weights_per_window and row.message is not None
-            with filling_windows(partial(self._fill_window, unit)) if fills else NOTHING:
+            if self._weights_per_window and kind in this.may_wait:
+                with filling_windows(partial(self._fill_window, unit)):
+                    self._compute(row, chunk, unit)
+                if not unit.has_windows:
+                    this.may_wait.remove(kind)
+            else:
                 self._compute(row, chunk, unit)
             self._end(row, chunk, number, unit)
 

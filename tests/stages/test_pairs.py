@@ -266,6 +266,16 @@ def test_a_lone_backward_fills_its_windows_with_its_own_weight_gradients() -> No
         assert_same_gradients([chunk], expect(2, 2, seeds=(0, 0))[0])
 
 
+def test_backwards_have_windows_where_forwards_have_none() -> None:
+    """As where tensor-parallel ranks all have the whole input: only its gradient has to be added up."""
+    chunk = InSegments(megapipe.StageInfo(0, 1), 2, deferred=True, min_pending_weights=1)
+    LOG.clear()
+    with mock.patch.object(DeferredGrads, "compute_next", logged_product):
+        run("zb1p", [chunk], 4, forward_step_func=call_the_model)
+    assert LOG.count("product") == LOG.count("window") == 4 * 2
+    assert_same_gradients([chunk], expect(2, 4)[0])
+
+
 class NeverStops(Stage):
     def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
         yield from ()
