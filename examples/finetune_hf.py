@@ -8,7 +8,8 @@
 
 Each line of the data is {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}; the latter takes a
 tokenizer with a chat template, and where that marks what the assistant says, only this is learnt. Documents are packed
-into sequences of equal length, and do not see each other there. What --output has in the end is a model that
+into sequences of equal length, and do not see each other there; with --padding each is a sequence of its own. At each
+evaluation the model goes on with --prompts. What --output has in the end is a model that
 AutoModelForCausalLM.from_pretrained loads.
 
 Runs on CPU with gloo and on GPUs with NCCL. Ranks beyond one pipeline are replicas of it. A run that was interrupted
@@ -19,21 +20,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import os
-import re
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import datasets
 import torch
 import torch.distributed as dist
+from hf_data import Sequences, read_data
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -47,6 +45,7 @@ from megapipe.integrations.transformers import (
     build_chunks,
     count_items,
     forward_step,
+    generate,
     load_weights,
     save_pretrained,
     tie_weights,
@@ -66,6 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parallel.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(megapipe.schedule_names())}")
     training = parser.add_argument_group("training")
     training.add_argument("--seq-length", type=int, default=512)
+    training.add_argument("--padding", action="store_true", help="one document in each sequence, instead of packing")
     training.add_argument("--micro-batch-size", type=int, default=1, help="sequences per microbatch")
     training.add_argument("--global-batch-size", type=int, default=16, help="sequences per step, over all replicas")
     training.add_argument("--epochs", type=float, default=1.0)
@@ -82,88 +82,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     other = parser.add_argument_group("evaluation, checkpoints and logs")
     other.add_argument("--eval-fraction", type=float, default=0.02, help="of the data, which is not trained on")
     other.add_argument("--eval-interval", type=int, default=50, help="steps between evaluations; 0 for none")
+    other.add_argument("--prompts", nargs="*", default=[], metavar="TEXT", help="to go on with at each evaluation")
+    other.add_argument("--max-new-tokens", type=int, default=64, help="for each of --prompts")
+    other.add_argument("--temperature", type=float, default=0.8, help="for --prompts; 0 takes the likeliest tokens")
     other.add_argument("--log-interval", type=int, default=10)
     other.add_argument("--checkpoints", default=None, help="folder to go on from, and to save to")
     other.add_argument("--save-interval", type=int, default=100, help="steps between checkpoints")
     other.add_argument("--stop-after", type=int, default=None, help="steps, to go on another time")
     other.add_argument("--report-to", choices=("none", "tensorboard", "wandb"), default="none")
     return parser.parse_args(argv)
-
-
-class Sequences(NamedTuple):
-    """Documents one after the other, cut into sequences of equal length. Each tensor is [sequences, length]."""
-
-    tokens: Tensor
-    positions: Tensor
-    """Begin anew with each document and each sequence: by them the model tells documents apart."""
-    labels: Tensor
-    """The tokens, or -100 for what is not to be learnt."""
-
-    def batch(self, numbers: list[int], device: torch.device) -> dict[str, Tensor]:
-        names = ("input_ids", "position_ids", "labels")
-        return {name: tensor[numbers].long().to(device) for name, tensor in zip(names, self)}
-
-    def split(self, fraction: float, least: int) -> tuple[Sequences, Sequences]:
-        """Those to train on, and the last ones, to evaluate with: at least so many."""
-        last = max(least, round(len(self.tokens) * fraction)) if fraction else 0
-        cut = max(0, len(self.tokens) - last)
-        return Sequences(*(part[:cut] for part in self)), Sequences(*(part[cut:] for part in self))
-
-
-def read_data(path: str, tokenizer: Any, seq_length: int) -> Sequences:
-    datasets.disable_progress_bars()
-    rows = read_rows(path)
-    rows = rows.map(partial(tokenize, tokenizer=tokenizer), remove_columns=rows.column_names)
-    tokens, labels, positions = [], [], []
-    for row in rows.with_format("torch"):
-        tokens.append(row["tokens"])
-        labels.append(torch.where(row["learnt"], row["tokens"], -100))
-        labels[-1][:1] = -100  # which would be predicted from the document before
-        positions.append(torch.arange(len(row["tokens"])))
-    if not tokens or sum(map(len, tokens)) < 2 * seq_length:
-        raise ValueError(f"--data {path} is too short for two sequences of {seq_length} tokens.")
-    end = sum(map(len, tokens)) // seq_length * seq_length
-    found = Sequences(*(torch.cat(parts)[:end].view(-1, seq_length) for parts in (tokens, positions, labels)))
-    # A document that goes on in the next sequence begins anew there.
-    is_first = found.positions == 0
-    is_first[:, 0] = True
-    numbers = torch.arange(seq_length).expand_as(found.positions)
-    starts = torch.where(is_first, numbers, 0).cummax(dim=1).values
-    return found._replace(positions=numbers - starts)
-
-
-def read_rows(path: str) -> Any:
-    try:
-        return datasets.load_dataset("json", data_files=path, split="train")
-    except Exception as error:
-        with open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    json.loads(line.strip() or "{}")
-                except ValueError as broken:
-                    raise ValueError(f"line {number} of --data {path} is no JSON ({broken}): {line[:60]!r}.") from None
-        raise ValueError(f"--data {path} cannot be read, or is empty ({error!r}).") from error
-
-
-def tokenize(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Token by token whether it is to be learnt."""
-    if row.get("messages"):
-        # As transformers looks for it: without it, it has no marks.
-        marks = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
-        found = tokenizer.apply_chat_template(
-            row["messages"], return_dict=True, return_assistant_tokens_mask=marks, tokenize=True
-        )
-        tokens = found["input_ids"]
-        learnt = [bool(one) for one in found["assistant_masks"]] if marks else [True] * len(tokens)
-    elif isinstance(row.get("text"), str):
-        tokens = tokenizer(row["text"])["input_ids"]
-        if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
-            tokens = [*tokens, tokenizer.eos_token_id]
-        learnt = [True] * len(tokens)
-    else:
-        found = {name: value for name, value in row.items() if value is not None}
-        raise ValueError(f'each line of the data needs "text" or at least one of "messages", but one is {found}.')
-    return {"tokens": tokens, "learnt": learnt}
 
 
 class Trainer:
@@ -180,7 +107,7 @@ class Trainer:
         self.forward_backward = megapipe.get_forward_backward_func(args.schedule)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model)
         with first_rank_first():  # the others find what it has cached
-            sequences = read_data(args.data, self.tokenizer, args.seq_length)
+            sequences = read_data(args.data, self.tokenizer, args.seq_length, is_packed=not args.padding)
         self.sequences, self.evaluated = sequences.split(
             args.eval_fraction if args.eval_interval else 0.0, args.micro_batch_size * self.num_replicas
         )
@@ -325,6 +252,30 @@ class Trainer:
             chunk.train()
         return loss
 
+    def write(self) -> list[str]:
+        """What the model says to --prompts, on every rank."""
+        self.tokenizer.padding_side = "left"
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        texts = self.args.prompts
+        if has_chats := self.tokenizer.chat_template is not None:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            texts = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        prompts = self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not has_chats)
+        tokens = generate(
+            self.chunks,
+            self.forward_backward,
+            prompts["input_ids"].to(self.device),
+            attention_mask=prompts["attention_mask"].to(self.device),
+            max_new_tokens=self.args.max_new_tokens,
+            do_sample=self.args.temperature > 0,
+            temperature=self.args.temperature or None,
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+            seed=self.args.seed,
+        )
+        new = tokens[:, prompts["input_ids"].shape[1] :]
+        return self.tokenizer.batch_decode(new, skip_special_tokens=True)
+
     def save_model(self) -> None:
         save_pretrained(self.chunks, self.args.output)
         if dist.get_rank() == 0:
@@ -431,6 +382,8 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
                 log.write(done, loss=losses[-1], grad_norm=norm, tokens_per_second=speed, GiB=peak_memory(device))
             if args.eval_interval and (done % args.eval_interval == 0 or is_last):
                 log.write(done, evaluation_loss=trainer.evaluate())
+                for prompt, text in zip(args.prompts, trainer.write() if args.prompts else []):
+                    log.console.print(f"{prompt!r}: {text!r}", markup=False)
             if trainer.checkpointer is not None and (done % args.save_interval == 0 or is_last):
                 trainer.save(done)
             log.progress.update(log.bar, completed=done)

@@ -70,15 +70,18 @@ def arguments_for(folder: Path, data: str, more: str) -> str:
     return f"--model {folder} --data {folder / data} {SMALL} {more}"
 
 
-@pytest.mark.parametrize("data", ["text.jsonl", "chats.jsonl"])
-def test_losses_fall_and_do_not_depend_on_the_arrangement(ranks: RankPool, folder: Path, data: str) -> None:
-    (expected,) = ranks.run(1, finetune, arguments_for(folder, data, "--train-steps 8"))
+@pytest.mark.parametrize(
+    ("data", "more"), [("text.jsonl", ""), ("chats.jsonl", ""), ("text.jsonl", "--padding --eval-fraction 0.2")]
+)
+def test_losses_fall_and_do_not_depend_on_the_arrangement(ranks: RankPool, folder: Path, data: str, more: str) -> None:
+    more = f"{more} --train-steps 8 --prompts import --max-new-tokens 2"
+    (expected,) = ranks.run(1, finetune, arguments_for(folder, data, more))
     assert expected[-1] < expected[0] - 0.3
     for num_ranks, options in [
         (2, "--schedule zbv --gradient-checkpointing"),
         (4, "--schedule 1f1b --pipeline-model-parallel-size 2"),
     ]:
-        for losses in ranks.run(num_ranks, finetune, arguments_for(folder, data, f"--train-steps 8 {options}")):
+        for losses in ranks.run(num_ranks, finetune, arguments_for(folder, data, f"{more} {options}")):
             assert losses == pytest.approx(expected, rel=1e-4)
 
 
@@ -127,12 +130,12 @@ def test_a_run_goes_on_with_another_batch_size_where_it_was_in_the_data(
 def test_what_the_assistant_says_is_learnt_alone(monkeypatch: pytest.MonkeyPatch, folder: Path, tag: str) -> None:
     """{%- generation -%} was not seen, and what the user says was learnt as well."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import finetune_hf
+    import hf_data
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE.replace("{% generation %}", tag)
     chat = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "x = 1"}]
-    row = finetune_hf.tokenize({"messages": chat}, tokenizer)
+    row = hf_data.tokenize({"messages": chat}, tokenizer)
     learnt = [token for token, is_learnt in zip(row["tokens"], row["learnt"]) if is_learnt]
     assert "".join(tokenizer.convert_ids_to_tokens(learnt)) == "ĠxĠ=Ġ1</s>"
 
@@ -156,6 +159,27 @@ def test_data_that_cannot_be_read(ranks: RankPool, folder: Path, lines: str, mes
     for error in ranks.run(2, finetune, arguments_for(folder, "bad.jsonl", ""), errors=True):
         with pytest.raises(ValueError, match=message):
             raise error
+
+
+def write(rank: int, arguments: str) -> list[str]:
+    sys.path.insert(0, str(EXAMPLES))
+    import finetune_hf
+
+    hf_models.initialise(2)
+    texts: list[str] = finetune_hf.Trainer(finetune_hf.parse_args(arguments.split()), torch.device("cpu")).write()
+    return texts
+
+
+def test_prompts_go_on_as_the_whole_model_goes_on(ranks: RankPool, folder: Path) -> None:
+    more = "--schedule zbv --temperature 0 --max-new-tokens 8 --prompts import x"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    wanted = []
+    for text in ("import", "x"):
+        tokens = tokenizer(f"{text}</s>", return_tensors="pt")["input_ids"]  # as the template has it
+        written = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        wanted.append(tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True))
+    assert ranks.run(2, write, arguments_for(folder, "text.jsonl", more)) == [wanted] * 2
 
 
 def test_adapters_in_bf16(ranks: RankPool, folder: Path) -> None:

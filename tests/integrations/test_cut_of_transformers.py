@@ -106,3 +106,10 @@ def test_generators_go_on_where_they_were() -> None:
         build_chunks(hf_models.make_config("llama"), "no_pipelining")
     assert torch.equal(torch.get_rng_state(), before)
     seed_all.assert_not_called()
+
+
+def test_the_comparison_can_be_left_out() -> None:
+    """Then nothing tells that this kind is cut wrong."""
+    checked = check_cut(hf_kinds.make_config("inkling2_text"), [range(2), range(2, 4)], compare=False)
+    assert checked is not None
+    assert "check=False" in checked.flow.cannot_generate

@@ -4,6 +4,8 @@ folder is what was saved last."""
 from __future__ import annotations
 
 import errno
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +21,13 @@ import transformers
 from tools import hf_models
 
 from megapipe.failures import is_disk_full
-from megapipe.integrations.transformers import build_chunks, load_weights, save_pretrained
+from megapipe.integrations.transformers import (
+    CannotCutError,
+    build_chunks,
+    count_items,
+    load_weights,
+    save_pretrained,
+)
 from megapipe.safetensors_files import Entry, SafetensorsFile
 
 
@@ -61,7 +69,7 @@ def load_without_a_file(rank: int, folder: Path) -> None:
         ),
         (save_without_a_chunk, r"needs each of 4 stages once, and was given \[0, 1, 2\]: pass all chunks of each rank"),
         (save_into_two_folders, r"failed on rank 1 \(.*No such file or directory.*\)\. All ranks need the same folder"),
-        (load_without_a_file, r"nothing here has no model.safetensors"),
+        (load_without_a_file, r"nothing here has no model.safetensors or pytorch_model.bin, nor an index"),
     ],
 )
 def test_errors_are_told_to_all_ranks(ranks: RankPool, function: Any, message: str, tmp_path: Path) -> None:
@@ -122,3 +130,91 @@ def test_a_head_of_its_own_that_the_config_ties_is_refused(ranks: RankPool, num_
 
 def load(rank: int, folder: Path) -> None:
     hf_models.load_chunks(folder, "1f1b")
+
+
+@pytest.mark.parametrize("form", ["one file", "an old file", "shards"])
+@on_ranks(2)
+def test_weights_in_bin_files(rank: int, form: str, tmp_path: Path) -> None:
+    model = hf_models.make_model("llama-tied")
+    if rank == 0:
+        model.config.save_pretrained(tmp_path)
+        state, name = model.state_dict(), "pytorch_model.bin"
+        if form == "shards":
+            half = dict(list(state.items())[: len(state) // 2])
+            torch.save(half, tmp_path / "a.bin")
+            torch.save({key: tensor for key, tensor in state.items() if key not in half}, tmp_path / "b.bin")
+            places = {key: "a.bin" if key in half else "b.bin" for key in state}
+            (tmp_path / f"{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        else:
+            torch.save(state, tmp_path / name, _use_new_zipfile_serialization=form == "one file")
+    dist.barrier()
+    for chunk in hf_models.load_chunks(tmp_path, "zbv"):
+        for name, parameter in chunk.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+@on_ranks(2)
+def test_a_model_without_a_head(rank: int, tmp_path: Path) -> None:
+    """Its names lack the prefix, too. The head is the embedding where they are tied, and otherwise drawn by a seed."""
+    hf_models.initialise(2)
+    for name in ("llama", "gemma2"):
+        model = hf_models.make_model(name)
+        hf_models.save_on_first(model.model, tmp_path / name)
+        chunks = build_chunks(tmp_path / name, "1f1b", seed=5)
+        before = {key: parameter.clone() for key, parameter in chunks[0].named_parameters()}
+        is_drawn = name == "llama" and rank == 1
+        with pytest.warns(UserWarning, match="lm_head.weight: they stay") if is_drawn else nullcontext():
+            load_weights(chunks, tmp_path / name)
+        for key, parameter in chunks[0].named_parameters():
+            is_kept = is_drawn and key == "lm_head.weight"
+            assert torch.equal(parameter, before[key] if is_kept else model.get_parameter(key)), key
+    error = "has no weights for lm_head.weight: call build_chunks with a seed"
+    with pytest.raises(ValueError, match=error):
+        load_weights(build_chunks(tmp_path / "llama", "1f1b", seed=None), tmp_path / "llama")
+
+
+def test_quantised_weights_are_refused() -> None:
+    config = hf_models.make_config("llama", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(CannotCutError, match=r"its weights are quantised \(bitsandbytes\)\. Save it with model\.deq"):
+        build_chunks(config, "no_pipelining")
+
+
+CODE = """
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.norm = nn.LayerNorm(config.hidden_size)
+        self.post_init()
+"""
+
+
+@on_ranks(2)
+def test_a_model_whose_code_is_in_its_folder(rank: int, tmp_path: Path) -> None:
+    hf_models.initialise(2)
+    given, saved = tmp_path / "given", tmp_path / "saved"
+    if rank == 0:
+        fields = hf_models.make_config("llama").to_dict() | {"model_type": "own"}
+        fields["auto_map"] = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnForCausalLM"}
+        given.mkdir()
+        (given / "config.json").write_text(json.dumps(fields))
+        (given / "code.py").write_text(CODE)
+    dist.barrier()
+    with mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / f"modules{rank}")):
+        chunks = build_chunks(given, "zbv", trust_remote_code=True)
+        microbatches = count_items(hf_models.batches(2))
+        losses = hf_models.run("zbv", chunks, microbatches)
+        save_pretrained(chunks, saved)
+        whole = transformers.AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
+        assert isinstance(whole.model.norm, torch.nn.LayerNorm)
+        hf_models.assert_same_losses(losses, hf_models.reference(whole, microbatches), chunks)
+        hf_models.assert_same_gradients(chunks, whole)

@@ -41,6 +41,8 @@ def build_chunks(
     attn_implementation: str | None = None,
     example: Mapping[str, Any] | None = None,
     text_only: bool = False,
+    trust_remote_code: bool = False,
+    check: bool = True,
     **settings: Any,
 ) -> list[Any]:
     """This rank's chunks of a decoder with a head, for a schedule. Every rank calls it, after
@@ -63,14 +65,17 @@ def build_chunks(
         example: of a model with towers for images, a microbatch with some, as the whole model is called with it. The
             towers are on the first stage, and so are pixels read there alone.
         text_only: leave out what only reads images: its weights are neither read nor written.
+        trust_remote_code: run the code of a model that is in its folder.
+        check: compare the loss and gradients of the stages with those of the whole model, at a small size. Without it
+            nothing tells where a model is cut wrong, and `generate` is refused. What travels is found in any case.
         settings: fields of `PipelineConfig`.
 
     Raises:
-        CannotCutError: a ValueError, for models that are no such decoders.
+        CannotCutError: a ValueError, for models that are no such decoders, or whose weights are quantised.
         ValueError: layers cannot be shared out like that, or a setting is wrong.
     """
     let_convert_conv1d()
-    config = copy.deepcopy(_read_config(model))  # transformers writes into it
+    config = copy.deepcopy(_read_config(model, trust_remote_code))  # transformers writes into it
     check_kind(config)
     if has_towers(config) and example is None and not text_only:
         raise ValueError(
@@ -88,7 +93,7 @@ def build_chunks(
     stages = [StageInfo(index, own[0].num_stages) for index in range(own[0].num_stages)]
     num_layers = config.get_text_config().num_hidden_layers
     layers = [distribute_layers(num_layers, stage, *ends, layout=layout, costs=costs) for stage in stages]
-    checked = check_cut(config, layers, example, text_only)
+    checked = check_cut(config, layers, example, text_only, compare=check)
     flow = None if checked is None else checked.flow
     chunks = []
     for stage in own:
@@ -102,10 +107,15 @@ def build_chunks(
     return chunks
 
 
-def _read_config(model: Any) -> Any:
-    if isinstance(model, (str, os.PathLike)):
-        return importlib.import_module("transformers").AutoConfig.from_pretrained(model)
-    return model
+def _read_config(model: Any, trust_remote_code: bool) -> Any:
+    if not isinstance(model, (str, os.PathLike)):
+        return model
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        with torch.device("meta"):  # transformers then knows the class by the config's
+            transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=True)
+    return config
 
 
 def _default_device() -> torch.device:
@@ -124,6 +134,7 @@ def _make_chunk(
     model.flow = flow
     allocate(model, device)
     initialise(model, seed)
+    model.is_drawn = seed is not None
     if model.routers is not None:
         # Now, and not in the first forward: that may be one of several by which a graph is made.
         recording: Any = importlib.import_module("transformers.utils.output_capturing")

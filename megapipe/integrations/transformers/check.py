@@ -43,7 +43,11 @@ class Checked(NamedTuple):
 
 
 def check_cut(
-    config: Any, layers: Sequence[range], example: Mapping[str, Any] | None = None, text_only: bool = False
+    config: Any,
+    layers: Sequence[range],
+    example: Mapping[str, Any] | None = None,
+    text_only: bool = False,
+    compare: bool = True,
 ) -> Checked | None:
     """Find out what has to travel between stages, and compare the loss and all gradients of the stages in a row with
     those of the whole model. None for a single stage.
@@ -52,6 +56,7 @@ def check_cut(
         layers: the numbers of those of each stage.
         example: a microbatch. None takes random tokens.
         text_only: towers are on no stage.
+        compare: False only finds what has to travel.
 
     Raises:
         CannotCutError: where they differ by more than rounding.
@@ -69,7 +74,7 @@ def check_cut(
             try:
                 with torch.device("cpu"):
                     whole = make_model(copy.deepcopy(size), torch.float32, "eager")
-                result = _tried(_with_numbers(whole), layers, example, text_only)
+                result = _tried(_with_numbers(whole), layers, example, text_only, compare)
                 break
             except CannotCutError:
                 raise
@@ -107,7 +112,9 @@ def _with_numbers(whole: Any) -> Any:
     return whole.eval()
 
 
-def _tried(whole: Any, layers: Sequence[range], example: Mapping[str, Any] | None, text_only: bool) -> Checked | str:
+def _tried(
+    whole: Any, layers: Sequence[range], example: Mapping[str, Any] | None, text_only: bool, compare: bool
+) -> Checked | str:
     """What was found, or what is wrong."""
     parts = find_parts(whole)
     tokens = torch.randint(whole.config.get_text_config().vocab_size, (2, 6), device="cpu")
@@ -124,6 +131,8 @@ def _tried(whole: Any, layers: Sequence[range], example: Mapping[str, Any] | Non
     for reads_tokens in (False, True) if example is None else (True,):  # positions may depend on images' sizes
         flow = _find_flow(whole, parts, course, layers, batch, reads_tokens)
         if isinstance(flow, Flow) and (flow.is_plain or reads_tokens):
+            if not compare:
+                return Checked(replace(flow, cannot_generate="it was built with check=False"), float("nan"))
             result = _compared(whole, parts, flow, layers, batch, loss.detach(), gradients)
             if isinstance(result, Checked):
                 return result

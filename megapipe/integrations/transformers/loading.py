@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import warnings
+import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,16 @@ from .whole import make_meta_model
 
 __all__ = ["load_weights"]
 
-INDEX = "model.safetensors.index.json"
+FILES = ("model.safetensors", "pytorch_model.bin")
+"""What weights are in, or in several with an index of this name and `.index.json`. The first that is there is read."""
 
 
 def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
-    """Read the weights of this rank's chunks from a folder of transformers' safetensors files.
+    """Read the weights of this rank's chunks from a folder of transformers' files: safetensors, or `pytorch_model.bin`.
 
     Only tensors of this rank are read; dtypes become those of the chunks. Every rank calls it, before adapters are
     added and before `fully_shard`. The folder's settings of generation, which `save_pretrained` writes again, are read
-    too.
+    too. A model without a head gets the one that `build_chunks` has drawn, and a warning.
 
     Raises:
         ValueError: on every rank, where something is missing, or of another shape, or a head is not the embedding that
@@ -52,24 +55,35 @@ def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
 
 def _files_of(path: Path) -> dict[str, str]:
     """Every name in the files, with the file that has it."""
-    index, single = path / INDEX, path / "model.safetensors"
-    if index.exists():
-        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return files
-    if not single.exists():
-        raise FileNotFoundError(f"{path} has no {single.name}, nor an index: give a folder with safetensors.")
-    with importlib.import_module("safetensors").safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single.name)
+    for single in FILES:
+        if (index := path / f"{single}.index.json").exists():
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return files
+        if (path / single).exists():
+            with _opened(path / single) as (names, _):
+                return dict.fromkeys(names, single)
+    raise FileNotFoundError(f"{path} has no {' or '.join(FILES)}, nor an index of them: give a folder with one.")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[list[str], Callable[[str], Any]]]:
+    """The names in a file, and what returns the tensor of a name: read when it is asked for, but for the oldest .bin
+    files."""
+    if file.suffix == ".bin":
+        state = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        yield list(state), state.__getitem__
+        return
+    with importlib.import_module("safetensors").safe_open(file, framework="pt") as tensors:
+        yield list(tensors.keys()), tensors.get_slice
 
 
 @contextmanager
 def _slices(keys: Sequence[str], files: dict[str, str], path: Path) -> Iterator[dict[str, Any]]:
     """What is read only when it is asked for. Files are mapped into memory for as long."""
-    safe_open = importlib.import_module("safetensors").safe_open
     with ExitStack() as stack:
         names = sorted({files[key] for key in keys})
-        opened = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in names}
-        yield {key: opened[files[key]].get_slice(key) for key in keys}
+        read = {name: stack.enter_context(_opened(path / name))[1] for name in names}
+        yield {key: read[files[key]](key) for key in keys}
 
 
 def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
@@ -107,7 +121,21 @@ def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
     parameters = dict(chunk.named_parameters(remove_duplicate=False))
     filled = {parameters.get(name) for name in targets.keys() - missing}
     if missing := {name for name in missing if name not in parameters or parameters[name] not in filled}:
-        raise ValueError(f"{path} has no weights for {', '.join(sorted(missing))}.")
+        _check_missing(chunk, missing, path)
+
+
+def _check_missing(chunk: Any, missing: set[str], path: Path) -> None:
+    """Only the head may be missing, where new weights have been drawn: the files are of a model without one."""
+    names = ", ".join(sorted(missing))
+    head = chunk.get_output_embeddings()
+    is_head = {id(parameter) for parameter in (() if head is None else head.parameters())}
+    if any(id(parameter) not in is_head for name, parameter in chunk.named_parameters() if name in missing):
+        raise ValueError(f"{path} has no weights for {names}.")
+    if not chunk.is_drawn:
+        raise ValueError(
+            f"{path} has no weights for {names}: call build_chunks with a seed, from which they are drawn."
+        )
+    warnings.warn(f"{path} has no weights for {names}: they stay as they were drawn.", stacklevel=2)
 
 
 def _load_config(model: Any, dtype: torch.dtype) -> Any:

@@ -58,6 +58,8 @@ class HuggingFaceStage(WithAdapters):
     flow: Flow | None
     """What travels between the stages; None where there is only one."""
     crossing: Crossing | None
+    is_drawn: bool
+    """Whether its weights have been drawn from a seed."""
     stands_in: Tensor | None
     """An empty tensor, on a stage without weights, that has their dtype and device."""
     _received: Any = None

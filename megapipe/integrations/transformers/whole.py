@@ -26,6 +26,12 @@ def check_kind(config: Any) -> None:
     known = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
     if not any(type(config) in mapping for mapping in known):
         raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        fields = quantised if isinstance(quantised, dict) else quantised.to_dict()
+        raise CannotCutError(
+            f"{name} cannot be cut into stages: its weights are quantised ({fields.get('quant_method')}). Save it with "
+            "model.dequantize(), or for new weights take quantization_config out of the config."
+        )
 
 
 def has_towers(config: Any) -> bool:

@@ -1,0 +1,110 @@
+"""Text and chats for examples/finetune_hf.py: lines of JSON, as sequences of equal length with what is to be learnt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from functools import partial
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from torch import Tensor
+
+
+class Sequences(NamedTuple):
+    """Documents one after the other, or one in each, in sequences of equal length. Tensors are [sequences, length]."""
+
+    tokens: Tensor
+    positions: Tensor
+    """Begin anew with each document and each sequence: by them the model tells documents apart."""
+    labels: Tensor
+    """The tokens, or -100 for what is not to be learnt."""
+
+    def batch(self, numbers: list[int], device: torch.device) -> dict[str, Tensor]:
+        names = ("input_ids", "position_ids", "labels")
+        return {name: tensor[numbers].long().to(device) for name, tensor in zip(names, self)}
+
+    def split(self, fraction: float, least: int) -> tuple[Sequences, Sequences]:
+        """Those to train on, and the last ones, to evaluate with: at least so many."""
+        last = max(least, round(len(self.tokens) * fraction)) if fraction else 0
+        cut = max(0, len(self.tokens) - last)
+        return Sequences(*(part[:cut] for part in self)), Sequences(*(part[cut:] for part in self))
+
+
+def read_data(path: str, tokenizer: Any, seq_length: int, is_packed: bool) -> Sequences:
+    datasets.disable_progress_bars()
+    rows = read_rows(path)
+    rows = rows.map(partial(tokenize, tokenizer=tokenizer), remove_columns=rows.column_names)
+    tokens, labels = [], []
+    for row in rows.with_format("torch"):
+        tokens.append(row["tokens"])
+        labels.append(torch.where(row["learnt"], row["tokens"], -100))
+        labels[-1][:1] = -100  # which would be predicted from the document before
+    found = pack(tokens, labels, seq_length) if is_packed else pad(tokens, labels, seq_length, tokenizer)
+    if len(found.tokens) < 2:
+        raise ValueError(f"--data {path} is too short for two sequences of {seq_length} tokens.")
+    return found
+
+
+def pad(tokens: list[Tensor], labels: list[Tensor], seq_length: int, tokenizer: Any) -> Sequences:
+    """One document in each sequence, cut off where it is longer, and left out where nothing is learnt up to there. What
+    fills up the others comes last, where attention, which looks back only, does not see it."""
+    is_learnt = [bool((one[:seq_length] != -100).any()) for one in labels]
+    tokens, labels = (list(itertools.compress(parts, is_learnt)) for parts in (tokens, labels))
+    fill = next(one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if one is not None)
+    found = [torch.full((len(parts), seq_length), value) for parts, value in ((tokens, fill), (labels, -100))]
+    for row, parts in enumerate(zip(tokens, labels)):
+        for tensor, part in zip(found, parts):
+            tensor[row, : len(part)] = part[:seq_length]
+    return Sequences(found[0], torch.arange(seq_length).expand_as(found[0]), found[1])
+
+
+def pack(tokens: list[Tensor], labels: list[Tensor], seq_length: int) -> Sequences:
+    """Documents one after the other. What fills no sequence in the end is left out."""
+    positions = [torch.arange(len(one)) for one in tokens]
+    end = sum(map(len, tokens)) // seq_length * seq_length
+    if not end:
+        return Sequences(*torch.empty(3, 0, seq_length))
+    found = Sequences(*(torch.cat(parts)[:end].view(-1, seq_length) for parts in (tokens, positions, labels)))
+    # A document that goes on in the next sequence begins anew there.
+    is_first = found.positions == 0
+    is_first[:, 0] = True
+    numbers = torch.arange(seq_length).expand_as(found.positions)
+    starts = torch.where(is_first, numbers, 0).cummax(dim=1).values
+    return found._replace(positions=numbers - starts)
+
+
+def read_rows(path: str) -> Any:
+    try:
+        return datasets.load_dataset("json", data_files=path, split="train")
+    except Exception as error:
+        with open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    json.loads(line.strip() or "{}")
+                except ValueError as broken:
+                    raise ValueError(f"line {number} of --data {path} is no JSON ({broken}): {line[:60]!r}.") from None
+        raise ValueError(f"--data {path} cannot be read, or is empty ({error!r}).") from error
+
+
+def tokenize(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Token by token whether it is to be learnt."""
+    if row.get("messages"):
+        # As transformers looks for it: without it, it has no marks.
+        marks = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
+        found = tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=marks, tokenize=True
+        )
+        tokens = found["input_ids"]
+        learnt = [bool(one) for one in found["assistant_masks"]] if marks else [True] * len(tokens)
+    elif isinstance(row.get("text"), str):
+        tokens = tokenizer(row["text"])["input_ids"]
+        if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
+            tokens = [*tokens, tokenizer.eos_token_id]
+        learnt = [True] * len(tokens)
+    else:
+        found = {name: value for name, value in row.items() if value is not None}
+        raise ValueError(f'each line of the data needs "text" or at least one of "messages", but one is {found}.')
+    return {"tokens": tokens, "learnt": learnt}
