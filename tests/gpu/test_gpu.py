@@ -113,8 +113,8 @@ def test_activations_in_host_memory(rank: int) -> None:
         assert torch.equal(kept, moved)
 
 
-def captured_stages(rank: int, compile_: str | None) -> None:
-    chunks = on_device(rank, "zbv", 2)
+def captured_stages(rank: int, compile_: str | None, cuda_graphs: bool) -> None:
+    chunks = on_device(rank, "zbv", 2, cuda_graphs=cuda_graphs)
     (batch,) = data(rank, 1, 0)
     for chunk in chunks:
         received = None if chunk.info.is_first else torch.empty(SEQUENCE, BATCH, HIDDEN, device=device_of(rank))
@@ -124,16 +124,19 @@ def captured_stages(rank: int, compile_: str | None) -> None:
         batch = next(data_iterator)
         return model(batch["tokens"]), lambda output: (loss_of(output, batch["labels"]), None)
 
-    step(rank, "zbv", chunks, forward_step_func=forward_step)
-    assert_close_to_whole_model(chunks, 5)
+    for seed in range(3):  # CUDA graphs are recorded in the first two
+        step(rank, "zbv", chunks, seed=seed, forward_step_func=forward_step)
+    assert_close_to_whole_model(chunks, 5, (0, 1, 2))
 
 
-@pytest.mark.parametrize("compile_", [None, "inductor"])
-def test_captured_stages(ranks: RankPool, compile_: str | None) -> None:
+@pytest.mark.parametrize(
+    ("compile_", "cuda_graphs"), [(None, False), (None, True), ("inductor", False), ("inductor", True)]
+)
+def test_captured_stages(ranks: RankPool, compile_: str | None, cuda_graphs: bool) -> None:
     skip_without_tracer()
-    if compile_ is not None and not IS_GPU:
-        pytest.skip("tests/graph compiles on the CPU")
-    ranks.run(2, captured_stages, compile_)
+    if not IS_GPU and (compile_ is not None or cuda_graphs):
+        pytest.skip("tests/graph compiles on the CPU, and records CUDA graphs on the emulated device")
+    ranks.run(2, captured_stages, compile_, cuda_graphs)
 
 
 class Attention(nn.Module):
