@@ -53,7 +53,7 @@ HOST_HEADER = ["schedule", "verb", "host, us", "device, us", "host / device"]
 HOST_NOTES = """Per call, medians of all calls, in brackets the middle half. *host*: with the model's own Python and
 torch's launches in it, in steps of their own in which the device has nothing left to do when a verb is called:
 otherwise a launch waits for room in the device's queue. The host is hidden where its time is less than the device's.
-Verbs of messages compute nothing: with one rank there is nobody to send to, and zbv hands over locally."""
+Verbs of messages compute nothing: with one rank there is none to send to, and zbv hands over locally."""
 STEP_HEADER = ["schedule", "step, ms", "bare loop, ms", "step / bare loop", "peak memory, MB"]
 STEP_NOTES = """Medians of interleaved steps, in brackets the middle half. *bare loop*: F and full backward of the same
 chunks called by hand. What a step takes longer, the host has not hidden."""

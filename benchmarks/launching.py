@@ -43,7 +43,7 @@ def _work(
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # others may hang: whoever waits for this process ends them
+        os._exit(1)  # others may hang: the process that waits for this one ends them
     if rank == 0:
         results.put(result)
     dist.barrier()

@@ -30,7 +30,7 @@ def memory_of(device: torch.device | str, function: Callable[[], Any]) -> Memory
         function()
         torch.cuda.synchronize(device)
         return Memory(torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before)
-    # The allocator of the CPU tells nobody but the profiler what it does.
+    # The allocator of the CPU tells only the profiler what it does.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     with tempfile.TemporaryDirectory() as folder:

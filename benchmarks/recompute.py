@@ -9,6 +9,7 @@ chunks; messages are real. The plan's figures are simulated with these times.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,33 +32,24 @@ it has recomputed for all of them."""
 SCHEDULES = {"1f1b": None, "interleaved_1f1b": 2, "zb1p": None, "v_half": None}
 
 
-class SavingWhole(Whole):
-    """Saves its input for the backward, so that there is something to recompute."""
+def saving(work: type[Whole]) -> Callable[..., Tensor]:
+    """A stage's work that saves its input for the backward, so that there is something to recompute."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
-        ctx.save_for_backward(x)
-        return Whole.forward(ctx, x, *args)
+    class Saving(work):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+            ctx.save_for_backward(x)
+            return work.forward(ctx, x, *args)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        assert ctx.saved_tensors
-        return Whole.backward(ctx, grad)
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            assert ctx.saved_tensors
+            return work.backward(ctx, grad)
 
-
-class SavingDeferring(Deferring):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
-        ctx.save_for_backward(x)
-        return Deferring.forward(ctx, x, *args)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        assert ctx.saved_tensors
-        return Deferring.backward(ctx, grad)
+    return Saving.apply  # type: ignore[no-any-return]
 
 
-WORK = {"whole": SavingWhole.apply, "deferring": SavingDeferring.apply}
+WORK = {"whole": saving(Whole), "deferring": saving(Deferring)}
 
 
 class Recomputing(Emulated):

@@ -115,7 +115,7 @@ class MoELayer(nn.Module):
 
 
 class TransformerEngineLayer(nn.Module):
-    """Of NVIDIA's fused layers, which put off their weight gradients themselves: W calls their `backward_dw()`."""
+    """Of NVIDIA's fused layers, which defer their weight gradients themselves: W calls their `backward_dw()`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -156,17 +156,13 @@ def _beside(device: torch.device, way: str, copy: Callable[[], None]) -> Callabl
     """Run copies on a stream of their own, after all that is under way. Returns what lets the current stream wait."""
     if device.type == "cpu":
         copy()
-        return _nothing
+        return lambda: None
     module, stream = torch.get_device_module(device), _stream(device, way)
     stream.wait_stream(module.current_stream(device))
     with module.stream(stream):
         copy()
         done = stream.record_event()
     return lambda: module.current_stream(device).wait_event(done)
-
-
-def _nothing() -> None:
-    pass
 
 
 @functools.cache

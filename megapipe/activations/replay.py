@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from .regions import Region
-from .saver import Saver
+from .saver import Saver, as_it_is
 
 __all__ = ["Replay", "random_generators", "recomputing"]
 
 
 class _Place:
-    """One saved tensor. Autograd holds it until its backward is done, and nobody else does."""
+    """One saved tensor. Only autograd holds it, until its backward is done."""
 
     __slots__ = ("__weakref__", "shape", "tensor")
 
@@ -102,7 +102,7 @@ class Replay:
         if not self._places:
             return
         try:
-            with Saver(self._make, _as_it_is):
+            with Saver(self._make, as_it_is):
                 call(*self._args, **self._kwargs)
         except _Complete:
             return
@@ -138,10 +138,6 @@ class Replay:
             self.run()
             assert place.tensor is not None, "a saved tensor was not computed again"
         return place.tensor
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 @contextmanager

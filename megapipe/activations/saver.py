@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Saver", "saving"]
+__all__ = ["Saver", "as_it_is", "saving"]
 
 
 class _Saving(threading.local):
@@ -23,6 +23,11 @@ def saving() -> Saver | None:
     """What takes the place of tensors that are saved for a backward in the call that is running; None where they are
     just kept. For Functions that keep tensors beside autograd's own."""
     return _saving.by
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """What a tensor is kept as where nothing takes its place."""
+    return tensor
 
 
 class Saver(saved_tensors_hooks):

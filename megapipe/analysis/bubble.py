@@ -29,7 +29,7 @@ class BubbleSplit:
         imbalance: added when every action takes the mean time of its kind on its own stage, and in its slice: stages
             that take longer make the others wait. Negative on ranks with more to do than others.
         jitter: added when every action takes its own measured time: microbatches that take longer than others on the
-            same stage, or steps. Negative where the slow ones come when nobody waits for them.
+            same stage, or steps. Negative where the slow ones come when no rank waits for them.
         host_overhead: added when ranks also begin when they began, and spend between actions the time that they spent
             outside actions and waits.
         communication: added by the step as it was measured: the delays of messages.

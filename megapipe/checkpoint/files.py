@@ -102,7 +102,7 @@ def _incomplete(checkpoint: Path) -> Path:
 
 
 def remove_incomplete(folder: str | os.PathLike[str]) -> None:
-    """What saves that were interrupted left behind. Nobody may be saving there."""
+    """What saves that were interrupted left behind. No save may be under way there."""
     for path in Path(folder).glob(f"step_*{INCOMPLETE}"):
         if re.fullmatch(rf"step_\d{{8,}}(\.[0-9a-f]{{8}})?{INCOMPLETE}", path.name) and path.is_dir():
             _remove(path)

@@ -36,7 +36,7 @@ class Agreement:
         self._history: list[tuple[int, dict[str, str]]] = [(0, {})]
         """This rank's last two sets of arguments, each with the step from which on it has them."""
         self._known_step = 0  # the last step of this rank whose arguments are in `_history`
-        self._all_ask = True  # in this step all ranks exchange, and nobody has to be told
+        self._all_ask = True  # in this step all ranks exchange, and none has to be told
         self._posted: list[int] = []  # the steps whose arguments this rank has in the mailbox
         self._answered: dict[int, int] = {}  # by rank, the step of its last request
         watchdog.subscribe(self._answer)
@@ -101,7 +101,7 @@ class Agreement:
     def _answer(self) -> bool:
         """Post this rank's arguments where others have asked for them. Returns whether all have their answer."""
         with self._lock:
-            # Each rank asks in its first step, and nobody goes on from there before all have.
+            # Each rank asks in its first step, and none goes on from there before all have.
             requests = self._mailbox.find_all("request") or []
             is_ahead = False
             for rank, step in enumerate(map(int, requests)):

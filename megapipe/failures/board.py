@@ -214,7 +214,7 @@ class Board:
             try:
                 self._ask()
             except RuntimeError:
-                # The store is gone, and with it the process that held it: whoever needs that finds its connections
+                # The store is gone, and with it the process that held it: those that need it find their connections
                 # closed. Where the alarm has given it up, the main thread is still to be ended.
                 if self.failure is None:
                     self._stop()

@@ -31,7 +31,7 @@ class StoreGoneError(DistNetworkError):
 
 
 class InterruptibleStore(Store):
-    """A store that all ranks of a pipeline share, and nobody else. May be used by several threads.
+    """A store that all ranks of a pipeline share, and no other process. May be used by several threads.
 
     Args:
         store: where its keys are kept.
@@ -85,7 +85,7 @@ class InterruptibleStore(Store):
         while not self.check(keys):
             self._check_failure()
             if time.monotonic() > end:
-                raise DistStoreError(f"nobody has put {', '.join(keys)} into the store in time.")
+                raise DistStoreError(f"no rank has put {', '.join(keys)} into the store in time.")
             time.sleep(pause)
             pause = min(2 * pause, self._longest_pause)
 

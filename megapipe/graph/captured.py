@@ -273,7 +273,7 @@ class _StageGraphs:
         shard = next((name for name, tensor in zip(names, tensors) if as_sharded(tensor) is not None), None)
         if shard is not None:
             raise CaptureError(
-                f"{self._what} is to run as graphs, but its {shard} is a shard: nobody gathers the parameters of the "
+                f"{self._what} is to run as graphs, but its {shard} is a shard: nothing gathers the parameters of the "
                 "modules within, which are not called. Capture it first, and then call fully_shard on the stage only."
             )
 

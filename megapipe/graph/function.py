@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
-from ..activations import saving
+from ..activations import as_it_is, saving
 from ..overlap import fill_window
 from ..weight_grad import SavedTensor, backward_context, defer, deferring_to, save_for_w
 from .arguments import Structure, laid_out
@@ -213,7 +213,7 @@ class _Run(Function):
         aliases = [value for value, may_alias in zip(saved, graphs.may_alias) if may_alias]
         ctx.save_for_backward(*(taken[n] for n in parts.read), *aliases)
         ctx.saver = saving()
-        keep = _as_it_is if ctx.saver is None else ctx.saver.pack
+        keep = as_it_is if ctx.saver is None else ctx.saver.pack
         ctx.saved = [None if may_alias else keep(value) for value, may_alias in zip(saved, graphs.may_alias)]
         ctx.mark_non_differentiable(*(out for n, out in enumerate(outputs) if n not in parts.differentiable))
         return tuple(outputs)
@@ -231,10 +231,6 @@ class _Run(Function):
         return None, None, None, *graphs.shared_out.gradients(grads)
 
 
-def _as_it_is(value: Tensor) -> Tensor:
-    return value
-
-
 def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Tensor]:
     graphs: Graphs = ctx.graphs
     if ctx.saved is None:
@@ -245,7 +241,7 @@ def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Ten
     again = ctx.saved_tensors
     num_read = len(graphs.partition.read)
     aliases = iter(again[num_read:])
-    fetch = _as_it_is if ctx.saver is None else ctx.saver.unpack
+    fetch = as_it_is if ctx.saver is None else ctx.saver.unpack
     saved = [next(aliases) if value is None else fetch(value) for value in ctx.saved]
     ctx.saved = None
     grads = [output_grads[n] for n in graphs.partition.differentiable]

@@ -28,7 +28,7 @@ class WeightGradient:
     output: int
     """Which one it is among the outputs of the whole backward."""
     graph: GraphModule
-    """[*values in `takes`] -> (gradient,): contiguous, in memory that nobody else has."""
+    """[*values in `takes`] -> (gradient,): contiguous, in memory of its own."""
     takes: tuple[int, ...]
     """The values to keep for it: by number among the backward's inputs, and counting on among those that B returns."""
 

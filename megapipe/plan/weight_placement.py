@@ -25,8 +25,8 @@ Counts = list[list[int]]
 """Per rank, how many Ws run before each of its Fs and Bs, and after the last."""
 
 FILLS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""How long, in Ws, a wait must be to be filled with one: rules to begin the search with. 1 delays nobody, 0 fills every
-wait; the search goes on from the best."""
+"""How long, in Ws, a wait must be to be filled with one: rules to begin the search with. 1 delays no rank, 0 fills
+every wait; the search goes on from the best."""
 
 BUDGET = 300_000
 """How many Fs and Bs the search may play: about a third of a second."""

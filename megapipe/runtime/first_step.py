@@ -1,5 +1,5 @@
-"""What is looked at in a chunk's first steps only: the messages that it exchanges, where nobody has described them, and
-whether it is trained."""
+"""What is looked at in a chunk's first steps only: the messages that it exchanges, where they are not described yet,
+and whether it is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that nobody has described beforehand: each is described in the first step, by a header that precedes it, and
+"""Messages that are not described beforehand: each is described in the first step, by a header that precedes it, and
 expected to be the same from then on.
 
 Both ends of a boundary see the same messages in the same step, so they come to the same conclusion: one description for

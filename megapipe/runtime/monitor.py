@@ -29,7 +29,7 @@ class Monitor:
 
     def __init__(self, watchdog: Watchdog | None, communicator: Communicator | None, record: StepRecord | None) -> None:
         self._watchdog = watchdog
-        self._check: Callable[[], None] = _nothing if watchdog is None else watchdog.check
+        self._check: Callable[[], None] = (lambda: None) if watchdog is None else watchdog.check
         self._communicator = communicator
         self._record = record
         self._progress = Progress() if watchdog is None else watchdog.progress
@@ -78,7 +78,3 @@ class Monitor:
             self._record.waited(since)
         progress.awaited = None
         self._check()
-
-
-def _nothing() -> None:
-    """There is nobody whose failure could be checked for."""

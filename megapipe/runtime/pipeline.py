@@ -32,7 +32,7 @@ class Chunk:
 
     Args:
         actions: by kind, those of the stage in this step, in its order.
-        first_step: looks at what it does; None for nobody.
+        first_step: looks at what it does; None where nothing does.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Chunk:
         """After a forward: to be sent."""
         output, unit.output = unit.output, None
         if output is not None:
-            output.tensors = [unshared(tensor) for tensor in output.tensors]  # which nobody else holds any longer
+            output.tensors = [unshared(tensor) for tensor in output.tensors]  # which nothing else holds any longer
             self.above.put_output(output)
 
     def keep_gradients(self, unit: Unit) -> None:

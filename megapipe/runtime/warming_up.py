@@ -4,7 +4,7 @@ What a stage does in its first run only (compile, load and tune kernels, ask for
 while the ranks behind it wait for their input: one after the other. Here no stage waits, since each is given random
 numbers for a message.
 
-Nothing of it remains but what was compiled. Stages run on stand-ins of their parameters, which share their values and
+Nothing of it remains but what was compiled. Stages run on copies of their parameters, which share their memory and
 have no gradients and no hooks; buffers and random numbers are put back. A parameter that a stage reaches by another way
 than its attribute is seen when it is about to get a gradient.
 """
@@ -30,7 +30,7 @@ from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent
 from .arguments import chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments
 from .restoring import restores_of_buffers, restores_of_random_states
-from .session import one_step
+from .session import Session, one_step
 from .shapes import ShapeArguments, message_specs, spec_of
 from .step import PreparedStep, agree, open_channels, prepare
 
@@ -92,8 +92,8 @@ def warm_up(
             device=device_of(models),
             forward_only=schedule.forward_only,
         )
-        lengths = (seq_length, micro_batch_size, decoder_seq_length)
-        shapes = ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn)
+        sizes = (seq_length, micro_batch_size, decoder_seq_length, num_microbatches)
+        shapes = ShapeArguments(*sizes, pipeline_inputs, adjust_tensor_shapes_fn)
         prepared = prepare(schedule, step, shapes, session)
         _refuse_what_cannot_be_left_alone(prepared)
         inputs = _inputs(prepared, shapes, received)
@@ -101,11 +101,8 @@ def warm_up(
             agree(prepared, session, f"{schedule.name}, in megapipe.warm_up")
             open_channels(prepared, session)
         with _without_a_trace(prepared):
-            for chunk, info in enumerate(prepared.stages):
-                if session is not None:
-                    session.watchdog.check()
-                    session.watchdog.progress.action = f"the warm-up of stage {info.index}"
-                _run(prepared, chunk, inputs[chunk])
+            for chunk in range(len(models)):
+                _run(prepared, chunk, inputs[chunk], session)
 
 
 def _refuse_what_cannot_be_left_alone(prepared: PreparedStep) -> None:
@@ -129,7 +126,7 @@ def _inputs(prepared: PreparedStep, shapes: ShapeArguments, received: Any) -> li
     """The messages that each chunk receives, one for each slice of a sequence; None on the first stage.
 
     Raises:
-        ValueError: nobody has described one.
+        ValueError: one is not described.
     """
     step = prepared.arguments
     inputs: list[list[MessageSpec | None]] = []
@@ -142,7 +139,7 @@ def _inputs(prepared: PreparedStep, shapes: ShapeArguments, received: Any) -> li
             described = [None] * len(described)
         elif None in described:
             raise ValueError(
-                f"the message from stage {stage.index - 1} to stage {stage.index} is described by nobody before the "
+                f"the message from stage {stage.index - 1} to stage {stage.index} is not described before the "
                 "first step, and without it the stage cannot run: pass warm_up received=, an example of it."
             )
         inputs.append(described)
@@ -160,15 +157,15 @@ def _without_a_trace(prepared: PreparedStep) -> Iterator[None]:
                 if parameter.requires_grad:
                     hook = parameter.register_hook(partial(_refuse_gradient, name, info.index))  # type: ignore[no-untyped-call]
                     after.callback(hook.remove)
-        stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+        copies: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
         for module in (module for model in step.models for module in model.modules()):
             parameters: dict[str, nn.Parameter | None] = dict(module._parameters)
             after.callback(_put_back, module, parameters)
             for name, own in parameters.items():
                 if own is not None:
-                    if own not in stand_ins:
-                        stand_ins[own] = _stand_in(own)
-                    setattr(module, name, stand_ins[own])
+                    if own not in copies:
+                        copies[own] = _copy_of(own)
+                    setattr(module, name, copies[own])
         with torch.set_grad_enabled(not step.forward_only):
             yield
 
@@ -188,18 +185,21 @@ def _put_back(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> 
         setattr(module, name, parameter)
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter with the same values and attributes."""
-    stand_in = nn.Parameter(parameter.detach(), parameter.requires_grad)
+def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter with the same memory and attributes."""
+    copy = nn.Parameter(parameter.detach(), parameter.requires_grad)
     for name, value in vars(parameter).items():
-        setattr(stand_in, name, torch.zeros_like(value) if name == "main_grad" and value is not None else value)
-    return stand_in
+        setattr(copy, name, torch.zeros_like(value) if name == "main_grad" and value is not None else value)
+    return copy
 
 
-def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None]) -> None:
+def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None], session: Session | None) -> None:
     """One chunk: a microbatch for each way of computing a backward that the schedule takes there."""
     step = prepared.arguments
     info = prepared.stages[chunk]
+    if session is not None:
+        session.watchdog.check()
+        session.watchdog.progress.action = f"the warm-up of stage {info.index}"
     sent = None if chunk in prepared.undescribed else prepared.specs[chunk][1]  # what steps have found may change
     kinds = {action.kind for action in prepared.key.plan.actions[prepared.pp_rank] if action.stage == info.index}
     stage = (SlicedStage if step.slices else Stage)(info, chunk, step, sent)

@@ -131,7 +131,7 @@ class ForwardBackward(Schedule):
                 first step, and stay so in all steps that are given the same sizes.
             decoder_seq_length: takes the place of `seq_length` where a rank has one chunk. With several it is ignored,
                 as by Megatron's interleaved schedule.
-            forward_only: no gradients; nothing is kept for a backward. Nobody looks at the loss then, so it may be a
+            forward_only: no gradients; nothing is kept for a backward. The loss is not looked at then, so it may be a
                 plain number. On the last stage `loss_func` may be None, and the outputs are returned.
             collect_non_loss_data: call `loss_func(output, non_loss_data=True)` and return what it returns.
             first_val_step: with `forward_only`, whether to call the model's `set_is_first_microbatch`.

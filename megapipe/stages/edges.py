@@ -20,7 +20,7 @@ def edge_of(tensor: Tensor) -> GradientEdge | None:
     if node is None:  # a leaf
         return get_gradient_edge(tensor)
     if isinstance(node, torch._C._FunctionBase):
-        # The node of a Python Function goes with its outputs, whoever holds an edge to it. The node of a view owns it.
+        # The node of a Python Function goes with its outputs, although an edge to it is held. That of a view owns it.
         tensor = tensor.view_as(tensor)
         node = tensor.grad_fn
     return GradientEdge(node, tensor.output_nr)

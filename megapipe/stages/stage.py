@@ -301,7 +301,7 @@ class Stage:
                 num_missing += 1
                 grads.append(no_gradient(leaf))
             else:
-                # Off the leaf, so that whoever else still holds its memory may write to it.
+                # Off the leaf, so that others that still hold its memory may write to it.
                 grad, leaf.grad = leaf.grad.detach(), None
                 grads.append(unshared(grad))
         if unit.has_run_backward and grads and num_missing == len(grads):

@@ -1,6 +1,6 @@
 """Live storages: the bytes of tensors that are made while it watches, and still there.
 
-The allocator of a CPU tells nobody what it does, and its profiler does not see what other threads free. A dispatch mode
+The allocator of a CPU does not say what it does, and its profiler does not see what other threads free. A dispatch mode
 sees each storage that an operation makes, and a weak reference its end, in whichever thread. It works on every device,
 without memory (`meta`, torch's fake tensors) too.
 """

@@ -68,7 +68,7 @@ class Outbox:
         self._waits = TaskThread("megapipe-sends")
         self._num_handed_over = 0
         self._num_started = 0  # of these
-        self._under_way: list[Transfer] = []  # small ones, that nobody waits for yet
+        self._under_way: list[Transfer] = []  # small ones, that are not waited for yet
         self._num_bytes = 0  # of these
 
     def send(self, start: Callable[[list[torch.Tensor]], Transfer], tensors: list[torch.Tensor]) -> None:

@@ -115,7 +115,7 @@ def accumulate(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[
 
 
 def _gradient(weight: Tensor, compute: Callable[[], Tensor], is_ours: bool) -> Tensor:
-    """The gradient as it may become `.grad`. The result of our own layers belongs to nobody else. Others may return a
+    """The gradient as it may become `.grad`. The result of our own layers is held by nothing else. Others may return a
     tensor that they use elsewhere too, or an expanded one."""
     grad = compute()
     dtype = getattr(weight, "grad_dtype", weight.dtype) or grad.dtype  # newer torch lets the owner choose, or any

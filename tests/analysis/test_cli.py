@@ -66,6 +66,15 @@ def test_the_terminal_is_coloured_and_its_width_respected(monkeypatch: pytest.Mo
         assert "48;2;{};{};{}m".format(*bytes.fromhex(colour[1:])) in lines[0]
 
 
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_a_terminal_without_colours_shows_letters(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    for variable, usual in (("COLUMNS", "120"), ("TERM", "xterm-256color"), (name, value)):
+        monkeypatch.setenv(variable, usual)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["show", "zbv", "--pp", "4", "--microbatches", "8"]) == 0
+    assert re.fullmatch(r"rank 0 ([FfBbWw]\d|[ .])+", terminal.getvalue().splitlines()[0])
+
+
 def test_show_messages(capsys: pytest.CaptureFixture[str]) -> None:
     out = output_of(capsys, "show", "interleaved_1f1b", "--pp", "1", "--chunks", "2", "--microbatches", "1", "--comms")
     assert "rank 0: 0F0 1F0 1B0 0B0\n" in out  # nothing travels

@@ -28,6 +28,8 @@ assert main(["compare", *sizes]) == 0
 assert main(["show", "1f1b", *sizes, "--json", "plan.json"]) == 0
 assert main(["show", "plan.json"]) == 0
 assert main(["tune", "timeline.json"]) == 0
+model = ["--layers", "4", "--hidden", "8", "--heads", "2", "--vocabulary", "9", "--memory", "1GB", "--flops", "1e9"]
+assert main(["fit", *model, "--efficiency", "1", "--devices", "1", "--sequence", "8", "--batch", "2"]) == 0
 assert main(["status", "localhost:1"]) == 2
 assert main(["--help"]) == 0
 print(*sorted(sys.modules))

@@ -235,7 +235,7 @@ def test_schedules_without_a_backward(rank: int) -> None:
 
 def test_messages_that_nobody_has_described(ranks: RankPool) -> None:
     for error in ranks.run(2, undescribed, errors=True):
-        assert "the message from stage 0 to stage 1 is described by nobody before the first step" in str(error)
+        assert "the message from stage 0 to stage 1 is not described before the first step" in str(error)
 
 
 class ListOfOne(nn.Module):

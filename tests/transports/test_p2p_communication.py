@@ -21,15 +21,15 @@ import megapipe
 from megapipe import StageInfo, parallel_state
 from megapipe.messages import MessageSpec, TensorSpec, decode_header, encode_header, pack
 from megapipe.p2p_communication import (
-    Arrivals,
     Channel,
     Communicator,
     ConnectionLostError,
     Lookahead,
-    PostedInbox,
     Transfer,
     edges_in_rounds,
 )
+from megapipe.p2p_communication.inboxes import PostedInbox
+from megapipe.p2p_communication.ordered import Arrivals
 from megapipe.plan import ChannelName, Placement, Plan, loop, make_plan, v_shape
 from megapipe.transports import GlooTransport, Members, make_transport
 from megapipe.transports.channel import resolved

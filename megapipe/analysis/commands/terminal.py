@@ -132,7 +132,8 @@ def _console() -> Any:
     except ImportError:
         return None
     console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal and console.color_system is not None else None
+    has_colours = console.is_terminal and console.color_system is not None and not console.no_color
+    return console if has_colours else None
 
 
 def print_hint(measured: Timeline) -> None:

@@ -76,12 +76,7 @@ def build_chunks(
     """
     let_convert_conv1d()
     config = copy.deepcopy(_read_config(model, trust_remote_code))  # transformers writes into it
-    check_kind(config)
-    if has_towers(config) and example is None and not text_only:
-        raise ValueError(
-            f"{type(config).__name__} has towers for other things than text: pass a microbatch with images as example, "
-            "or text_only=True."
-        )
+    _check_config(config, is_text=example is None and not text_only)
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
     chunk_config = ChunkConfig(config, **settings)
@@ -116,6 +111,15 @@ def _read_config(model: Any, trust_remote_code: bool) -> Any:
         with torch.device("meta"):  # transformers then knows the class by the config's
             transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=True)
     return config
+
+
+def _check_config(config: Any, is_text: bool) -> None:
+    check_kind(config)
+    if is_text and has_towers(config):
+        raise ValueError(
+            f"{type(config).__name__} has towers for other things than text: pass a microbatch with images as example, "
+            "or text_only=True."
+        )
 
 
 def _default_device() -> torch.device:

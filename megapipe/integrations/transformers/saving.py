@@ -1,4 +1,4 @@
-"""Write weights in transformers' own format: each rank its own, and nobody sends any to another.
+"""Write weights in transformers' own format: each rank its own, and none is sent to another.
 
 What is converted back into the form of files (see `loading`) is one layer at a time.
 """
