@@ -190,31 +190,34 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     made = look_up(lambda s, kind: local[s - (kind.message == "backward")] if kind.message else 0.0)
     taken = look_up(lambda s, kind: local[s - (kind.message == "forward")] if kind.message else 0.0)
     gathered = gathered_chunks(plan, rank, stages.max_gathered) if any(of["gathered"]) else []
-    whole = _of_sharded(plan, row, gathered, of)
-    held = (change + made - taken).cumsum() + whole
-    during = held - made + extra + np.maximum(0.0, -change)
+    whole, whole_after = _of_sharded(plan, row, gathered, of)
+    held = (change + made - taken).cumsum()
+    during = whole + held - made + extra + np.maximum(0.0, -change)
     posted, posted_after = _posted(plan, row, of["message"], stages, rank)
     sent = look_up(lambda s, kind: _sent(plan, rank, s, kind.message, of["message"]))
     kept = _kept(sent, stages.outbox)
     before = np.concatenate([[0.0], kept[:-1]])
     gathers = sum(len(set(after) - set(before)) for before, after in pairwise([(), *gathered]))
-    return RankBytes(model, during + posted + before, held + posted_after + kept, posted + before, whole, gathers)
+    return RankBytes(
+        model, during + posted + before, whole_after + held + posted_after + kept, posted + before, whole, gathers
+    )
 
 
 def _of_sharded(
     plan: PlanFacts, row: Row[Action], gathered: Sequence[Sequence[int]], of: Mapping[str, Sequence[float]]
-) -> Numbers:
-    """The bytes of weights that are gathered in each action, and of the whole gradients that there are then."""
+) -> tuple[Numbers, Numbers]:
+    """The bytes of gathered weights and whole gradients during each action, and after it. A chunk's first backward
+    makes the gradients, and after its last action they are sharded."""
     stages = {plan.chunk_of(stage): stage for stage, _ in row.words}
-    held = np.zeros(len(row))
-    if gathered:
-        held += [sum(of["gathered"][stages[chunk]] for chunk in chunks) for chunks in gathered]
+    sizes = [sum(of["gathered"][stages[chunk]] for chunk in chunks) for chunks in gathered] or [0.0] * len(row)
+    held, after = np.array(sizes, float), np.array([*sizes[1:], 0.0], float)
     for stage in stages.values():
         adds = [number == stage and bool(kind) and KINDS[kind].completes_weights for number, kind in row.words]
         at = np.flatnonzero(row.look_up(adds, bool))
         if len(at):
-            held[at[0] : at[-1] + 1] += of["gradients"][stage]
-    return held
+            held[at[0] + 1 : at[-1] + 1] += of["gradients"][stage]
+            after[at[0] : at[-1]] += of["gradients"][stage]
+    return held, after
 
 
 def peak_activations(plan: PlanFacts) -> list[float]:

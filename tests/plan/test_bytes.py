@@ -84,6 +84,19 @@ def test_messages_by_rule() -> None:
     assert idle[1].messages[0] == 3
 
 
+def test_weights_and_gradients_that_replicas_share_out() -> None:
+    """With one chunk at a time each change of chunks is a gather. Gradients are whole from a chunk's first backward to
+    its last."""
+    plan = make_plan("interleaved_1f1b", 2, 2)
+    stages = StageBytes(saved=0.0, gathered=20.0, gradients=[1.0, 1.0, 2.0, 2.0])
+    for most, gathered, gathers in ((None, [20] * 6 + [10] * 2, 2), (1, [10] * 8, 3)):
+        first, _ = plan.simulate(memory=dataclasses.replace(stages, max_gathered=most)).memory or ()
+        assert " ".join(map(str, plan.actions[0])) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
+        assert first.gathers == gathers
+        assert first.during.tolist() == [a + b for a, b in zip(gathered, [0, 0, 0, 0, 0, 2, 0, 1])]
+        assert first.parts["gathered"] == max(first.during)
+
+
 @pytest.mark.parametrize("name", [name for name in schedule_names() if name != "inference"])
 def test_nothing_is_left_at_the_end(name: str) -> None:
     plan = make_plan(name, 1 if name == "no_pipelining" else 2, 5)
