@@ -4,9 +4,10 @@
     python -m benchmarks.moe --pp 4 --microbatches 16 --exchange-milliseconds 1.25
     python -m benchmarks.moe --pp 1 --microbatches 16
 
-A layer sleeps for its attention and for its experts, half of its F, B and W in each. Its W comes in six pieces, as the
-W of a transformer's layer comes in products of matrices. It exchanges tokens before and after its experts, forward and
-backward alike: by a real all-to-all between two replicas that ends no sooner than a given time after it was started.
+A layer sleeps for its attention and for its experts, half of its F, B and W in each. Its W comes in six or four pieces,
+as the W of a transformer's layer comes in products of matrices. It exchanges tokens before and after its experts,
+forward and backward alike: by a real all-to-all between two replicas that ends no sooner than a given time after it was
+started.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from .rounds import Emulated, take_turns
 from .tables import FOLDER, median_and_spread, save_table
 
 NUM_REPLICAS = 2
-NUM_PIECES = 6  # of a layer's W
 HEADER = [
     "schedule",
     "in flight",
@@ -51,17 +51,20 @@ class Kind(NamedTuple):
     Attributes:
         num_chunks: stages per rank.
         num_pending: `min_pending_weights`.
+        num_pieces: of a layer's W.
     """
 
     schedule: str
     num_chunks: int
     overlap: bool
     num_pending: int = 0
+    num_pieces: int = 6
 
     def __str__(self) -> str:
         chunks = f" x{self.num_chunks}" if self.schedule[0] in "ic" else ""
         pending = f", {self.num_pending} more W pending" if self.num_pending else ""
-        return self.schedule + chunks + (", overlap" if self.overlap else "") + pending
+        pieces = f", W in {self.num_pieces} pieces" if self.num_pieces != 6 else ""
+        return self.schedule + chunks + (", overlap" if self.overlap else "") + pending + pieces
 
     def without(self, pp_size: int) -> Kind:
         """What hides nothing, in the same placement."""
@@ -78,6 +81,7 @@ KINDS = [
     Kind("dualpipev", 2, True),
     Kind("zbv", 2, False),
     Kind("zbv", 2, True, 1),
+    Kind("zbv", 2, True, 1, num_pieces=4),
     Kind("interleaved_1f1b", 2, False),
     Kind("combined_1f1b", 2, True),
     Kind("interleaved_1f1b", 4, False),
@@ -104,9 +108,9 @@ def main() -> None:
         f"A rank has {args.layers} layers. Per microbatch a layer computes for {3 * compute:g} ms ({compute:g} each in "
         f"F, B and W) and exchanges for {4 * exchange:g} ms ({exchange:g} each in dispatch and combine, in F and again "
         f"in B), {share}% of an F. Medians of interleaved steps, in brackets the middle half. "
-        f"The W of a layer comes in {NUM_PIECES} pieces. *in flight*: microbatches. *ideal*: all of the compute, and "
-        "no communication. *over without*: interleaved_1f1b and interleaved_zb1p for the combined ones; on one rank "
-        "no_pipelining. *by the plan*: with these times and nothing else, where Ws can be cut anywhere."
+        "The W of a layer comes in 6 pieces, where no row says 4. *in flight*: microbatches. *ideal*: all of the "
+        "compute, and no communication. *over without*: interleaved_1f1b and interleaved_zb1p for the combined ones; "
+        "on one rank no_pipelining. *by the plan*: with these times and nothing else, where Ws can be cut anywhere."
     )
     save_table(f"moe-pp{args.pp}-m{args.microbatches}-{share}percent", title, HEADER, rows, notes, args.folder)
 
@@ -173,7 +177,7 @@ class EmulatedExperts(Emulated):
         self._stage = OverlappedStage if kind.overlap else Stage
         self._num_layers = args.layers * args.pp
         half = args.milliseconds / 1000 / 2
-        pieces = NUM_PIECES // 2
+        pieces = kind.num_pieces // 2
         of_kind = {"F": half, "B": half, "W": half / pieces}
         super().__init__(
             f"megapipe {kind.schedule}",
