@@ -86,7 +86,7 @@ test-gpu: $(INSTALLED)
 test-models: $(INSTALLED)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[models]'
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest tests/integrations/test_transformers.py \
-		tests/integrations/models_of_transformers.py tests/integrations/test_towers_of_transformers.py \
+		tests/integrations/models_of_transformers.py tests/integrations/towers_of_transformers.py \
 		tests/integrations/finetuning.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) tests/integrations/sweep_of_transformers.py
 

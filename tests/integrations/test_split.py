@@ -101,6 +101,42 @@ def test_deferring_layers_points_and_tied_weights(rank: int) -> None:
     check(model, batches, "zbv")
 
 
+class Seq2Seq(nn.Module):
+    """One of transformers' encoder-decoders, called by position."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        logits: Tensor = self.model(inputs, labels=labels, use_cache=False).logits
+        return logits
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
+@on_ranks(2)
+def test_encoder_decoders_of_transformers(rank: int, kind: str) -> None:
+    """The dropout of T5's encoder, which runs before its layers and behind them, was bound to the first stage."""
+    transformers = pytest.importorskip("transformers")
+    initialise(2)
+    sizes: dict[str, Any] = {"d_model": 16, "vocab_size": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
+    sizes |= {"eos_token_id": 1, "bos_token_id": 1}
+    if kind == "t5":
+        sizes |= {"num_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 16}
+    else:
+        sizes |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    if kind == "whisper":
+        sizes |= {"num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 8}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    auto = transformers.AutoModelForSpeechSeq2Seq if kind == "whisper" else transformers.AutoModelForSeq2SeqLM
+    model = Seq2Seq(auto.from_config(config)).eval()
+    tied = [f"model.{name}" for pair in model.model.all_tied_weights_keys.items() for name in pair]
+    inputs = torch.randn(4, 2, 4, 12) if kind == "whisper" else torch.randint(2, 32, (4, 2, 7))
+    check(model, list(zip(inputs, torch.randint(2, 32, (4, 2, 5)))), "zbv", tuple(tied))
+
+
 def test_what_would_be_wrong_is_refused() -> None:
     class Branching(plain_models.GPT):
         def forward(self, tokens: Tensor) -> Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from tools import hf_models
 from tools.hf_models import BASE
+
+from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained
 
 IMAGE = 5
 """The token that stands for a piece of an image."""
@@ -238,3 +243,39 @@ def batches(kind: str, number: int) -> list[dict[str, Any]]:
             batch["token_type_ids"] = (tokens == IMAGE).long()
         found.append(batch)
     return found
+
+
+def load(kind: str, folder: Path, schedule: str, **options: Any) -> tuple[Any, list[Any]]:
+    """The whole model, and chunks that have read its weights."""
+    model = make_model(kind)
+    hf_models.save_on_first(model, folder)
+    hf_models.initialise(dist.get_world_size())
+    chunks = build_chunks(folder, schedule, seed=None, **options)
+    load_weights(chunks, folder)
+    for chunk in chunks:
+        chunk.eval()
+    return model, chunks
+
+
+def check(model: Any, chunks: list[Any], schedule: str, microbatches: list[dict[str, Any]]) -> None:
+    microbatches = count_items(microbatches)
+    losses = hf_models.reference(model, microbatches)
+    hf_models.assert_same_losses(hf_models.run(schedule, chunks, microbatches), losses, chunks)
+    hf_models.assert_same_gradients(chunks, model)
+
+
+def run_all(kind: str, schedule: str, folder: Path) -> None:
+    """One step with the towers trained, one with them frozen, and files."""
+    microbatches = batches(kind, 4)
+    layout = [1, 0, 1, 1, 0, 1, 0, 0] if dist.get_world_size() == 4 and schedule == "zbv" else None
+    model, chunks = load(kind, folder / "given", schedule, example=microbatches[0], layout=layout)
+    check(model, chunks, schedule, microbatches)
+    for part in (model, *chunks):
+        part.zero_grad()
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad = ".layers." in name and "vision" not in name and "visual" not in name
+    check(model, chunks, schedule, microbatches)
+    save_pretrained(chunks, folder / "saved")
+    if dist.get_rank() == 0:
+        saved = transformers.AutoModelForImageTextToText.from_pretrained(folder / "saved")
+        hf_models.assert_same_weights(saved, model)

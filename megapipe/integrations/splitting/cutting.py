@@ -62,7 +62,7 @@ def split(
     num_stages = own[0].num_stages
     units = units_of(model, num_stages)
     run = run_once(model, units, arguments)
-    stage_of = _stages_of_calls(run, num_stages, points, costs, type(model).__name__)
+    stage_of = _stages_of_calls(run, num_stages, points, costs, model)
     shares, homes = _shares(run, stage_of, num_stages, arguments)
     settings = PipelineConfig() if config is None else config
     outside = [n for n, _ in model.named_parameters(remove_duplicate=False) if not _is_within(n, units)]
@@ -80,10 +80,10 @@ def _is_within(name: str, units: Sequence[str]) -> bool:
 
 
 def _stages_of_calls(
-    run: Run, num_stages: int, points: Sequence[str] | None, costs: Sequence[float] | None, name: str
+    run: Run, num_stages: int, points: Sequence[str] | None, costs: Sequence[float] | None, model: nn.Module
 ) -> list[int]:
-    """The stage of each call. A unit that is called again runs where it ran first."""
-    calls = run.calls
+    """The stage of each call. A unit with weights that is called again runs where it ran first."""
+    calls, name = run.calls, type(model).__name__
     if len(calls) < num_stages:
         raise ValueError(f"{name} calls {len(calls)} units, which are too few for {num_stages} stages.")
     if points is not None:
@@ -105,7 +105,9 @@ def _stages_of_calls(
         ranges = [distribute_layers(len(calls), StageInfo(n, num_stages), costs=weights) for n in range(num_stages)]
         found = [stage for stage, one in enumerate(ranges) for _ in one]
     first: dict[str, int] = {}
-    return [first.setdefault(call.unit, stage) for call, stage in zip(calls, found)]
+    units = {call.unit: model.get_submodule(call.unit) for call in calls}
+    stays = {unit for unit, module in units.items() if [*module.parameters(), *module.buffers()]}
+    return [first.setdefault(call.unit, stage) if call.unit in stays else stage for call, stage in zip(calls, found)]
 
 
 def _shares(
@@ -175,7 +177,9 @@ def _tie(
     names: dict[nn.Parameter, dict[int, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = next((one for one in units if name.startswith(f"{one}.")), None)
-        stage = kept[name] if unit is None else homes.get(unit, 0)
+        if unit is not None and unit not in homes:
+            continue  # it is never called, and on no stage
+        stage = kept[name] if unit is None else homes[unit]
         names.setdefault(parameter, {}).setdefault(stage, name)
     shared = [list(by_stage.values()) for by_stage in names.values() if len(by_stage) > 1]
     if len(shared) > 1:

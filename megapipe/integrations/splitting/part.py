@@ -38,14 +38,30 @@ class Reached(BaseException):
 
 
 class Absent(nn.Module):
-    """Stands where a unit of another stage was."""
+    """Stands where a unit of another stage was, and has its numbers, such as a convolution's stride."""
 
-    def __init__(self, part: _Parts, name: str) -> None:
+    def __init__(self, part: _Parts, name: str, unit: nn.Module) -> None:
         super().__init__()
+        self.__dict__.update((key, value) for key, value in vars(unit).items() if key not in self.__dict__)
         self.run, self.name = part, name
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         return self.run.called(self.name)
+
+
+class Repeated(nn.Module):
+    """Stands where a unit without weights was, of which some calls belong to other stages."""
+
+    def __init__(self, part: _Parts, name: str, unit: nn.Module) -> None:
+        super().__init__()
+        self.run, self.name, self.unit = part, name, unit
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        if self.run.number not in self.run.share.own:
+            return self.run.called(self.name)
+        output = self.unit(*arguments, **options)
+        self.run.returned(self.name, output)
+        return output
 
 
 class _Parts:
@@ -172,11 +188,13 @@ def part_of(model: nn.Module, units: Sequence[str], share: Share, drop: Sequence
 
 def _copy(module: nn.Module, name: str, units: set[str], own: set[str], parts: _Parts) -> nn.Module:
     if name in units and name not in own:
-        return Absent(parts, name)
+        return Absent(parts, name, module)
     copied = copy.copy(module)
     copied._modules, copied._buffers = dict(module._modules), dict(module._buffers)
     copied._parameters = dict(module._parameters)
     if name in units:
+        if {number for number, call in enumerate(parts.share.calls) if call.unit == name} - parts.share.own:
+            return Repeated(parts, name, copied)
         copied._forward_hooks = module._forward_hooks.copy()
         copied.register_forward_hook(lambda m, arguments, output: parts.returned(name, output))
         return copied

@@ -22,7 +22,9 @@ def check_kind(config: Any) -> None:
     transformers: Any = importlib.import_module("transformers")
     name = type(config).__name__.removesuffix("Config")
     if config.is_encoder_decoder:
-        raise CannotCutError(f"{name} cannot be cut into stages: it has an encoder besides its decoder.")
+        raise CannotCutError(
+            f"{name} cannot be cut into stages: it has an encoder besides its decoder. megapipe.split does it."
+        )
     known = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
     if not any(type(config) in mapping for mapping in known):
         raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
