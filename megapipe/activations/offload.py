@@ -72,7 +72,7 @@ class Offload:
         self.is_away = False
 
     def saving(self) -> Saver:
-        """Around the forward."""
+        """The context of the forward."""
         return Saver(self._pack, self._unpack)
 
     def _pack(self, tensor: Any) -> Any:
@@ -107,7 +107,7 @@ class Offload:
         return saved.memory.device.as_strided(saved.size, saved.stride, saved.offset)
 
     def wait(self) -> None:
-        """Before what was saved is used: until it is back."""
+        """Wait until what was saved is back, before it is used."""
         if self.is_away:
             self.load()
         if self._returned is not None:
@@ -115,7 +115,7 @@ class Offload:
             self._returned = None
 
     def begin(self) -> None:
-        """After the forward: begin to copy it to the host."""
+        """Begin to copy it to the host, once the forward is done."""
         self._storages = []
         self._left = _beside(self._device, "out", self._copy_out)
 

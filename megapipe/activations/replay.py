@@ -142,8 +142,8 @@ class Replay:
 
 @contextmanager
 def recomputing(regions: Sequence[Region], device: torch.device) -> Iterator[list[Replay]]:
-    """Around a forward: calls of these modules keep nothing for the backward, where there will be one. Their replays
-    are in the list, in the order of the calls.
+    """The context of a forward whose calls of these modules keep nothing for the backward, where there will be one.
+    Their replays are in the list, in the order of the calls.
 
     Raises:
         ValueError: none of the modules has been called.

@@ -31,7 +31,8 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 
 class Saver(saved_tensors_hooks):
-    """Around a call: autograd keeps what `pack` returns in the place of each tensor, and has it back by `unpack`."""
+    """The context of a call: autograd keeps what `pack` returns in the place of each tensor, and has it back by
+    `unpack`."""
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__(pack, unpack)

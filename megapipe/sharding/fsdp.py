@@ -27,7 +27,8 @@ __all__ = ["ShardedChunks", "output_dtype"]
 
 
 class ShardedChunks(AbstractContextManager["ShardedChunks"]):
-    """Around one step of chunks of which some hold modules of `fully_shard` (or of `replicate`, which is built on it).
+    """The context of one step of chunks of which some hold modules of `fully_shard` (or of `replicate`, which is built
+    on it).
 
     What the user has set on a module (`set_requires_gradient_sync` and its kin) says what becomes of the whole step's
     gradients, as it does for those of one backward elsewhere.
@@ -127,7 +128,7 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
                 root.reduce()
 
     def wait(self) -> None:
-        """Until the process groups are free for others to use."""
+        """Wait until the process groups are free for others to use."""
         self._tasks.wait()
 
     def drop_forwards(self) -> None:

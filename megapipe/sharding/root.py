@@ -90,7 +90,7 @@ class Root:
         """Add a W's gradients up in the dtype that they are reduced in: here it is the parameters' `grad_dtype`."""
 
     def prepare_reduction(self) -> None:
-        """Once gradients are complete."""
+        """Make gradients ready to be reduced, once they are complete."""
         self.wait_for_gathers()  # also where a module was never run
         self.add_up()
         self._lay_out_gradients()
@@ -117,7 +117,7 @@ class Root:
                 unused.forget_zeros()
 
     def drop_forwards(self) -> None:
-        """Before they run again: sharded parameters, and FSDP2 as before a forward."""
+        """Shard parameters, and leave FSDP2 as before a forward: they run again."""
         self._restore()
         reduced_before = [(one.sharded_param, one.sharded_param.grad) for one in self._parameters()]
         self._module.reset_iter_state()

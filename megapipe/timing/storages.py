@@ -75,7 +75,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Around the making of host memory: on a CPU it is of the same kind as the device's."""
+    """The context in which host memory is made: on a CPU it is of the same kind as the device's."""
     global _is_counted
     _is_counted = False
     try:

@@ -131,7 +131,10 @@ SETTINGS_THAT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
     ({"timeout": 1e16}, "config.timeout must be at most 1e+09 seconds (30 years), got 1e+16"),
     ({"p2p_lookahead": -1}, "config.p2p_lookahead must be a whole number from 0 on, or None, got -1"),
     ({"p2p_lookahead": 1.5}, "config.p2p_lookahead must be a whole number from 0 on, or None, got 1.5"),
-    ({"max_in_flight": float("inf")}, "config.max_in_flight must be a finite number, got inf"),
+    (
+        {"max_in_flight": "80GB"},
+        "config.max_in_flight must be a finite number of microbatches, and no bytes, got",
+    ),
     ({"microbatch_group_size_per_vp_stage": 2.5}, "must be a whole number from 1 on, or None, got 2.5"),
     ({"gc_interval": 0}, "config.gc_interval must be a whole number from 1 on, or None, got 0"),
     ({"pipeline_dtype": "float32"}, "config.pipeline_dtype must be a torch.dtype, like torch.bfloat16, or None"),
