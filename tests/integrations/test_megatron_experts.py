@@ -170,3 +170,25 @@ def test_what_has_no_schedule_plan(rank: int) -> None:
             batches(2, 0),
             forward_step_func=lambda data, model, return_schedule_plan: forward_step(data, model),
         )
+
+
+class LaterPlan:
+    """Of a release that cuts layers otherwise."""
+
+    def __init__(self, **state: Any) -> None:
+        vars(self).update(state)
+
+    def num_layers(self) -> int:
+        return 1
+
+    def get_layer(self, number: int) -> LaterPlan:
+        return LaterPlan(attn=1.0, mhc_post=2.0, config=None)
+
+
+def test_plans_of_other_releases() -> None:
+    check = megapipe.integrations.megatron.segments._check_nodes
+    check(LaterPlan(), str)  # there is no such node
+    with pytest.raises(ValueError, match=r"nodes that are not known here \(mhc_post\)"):
+        check(LaterPlan(), float)
+    with pytest.raises(ValueError, match="recompute_granularity='full' computes a chunk's whole schedule plan again"):
+        check(LaterPlan(recompute_vpp_stage=True), str)

@@ -49,9 +49,29 @@ def _cut(model: nn.Module, forward_step_func: hooks.ForwardStep) -> hooks.Forwar
                 "with config.overlap_moe_expert_parallel_comm and return_schedule_plan=True forward_step_func must "
                 f"return (model.build_schedule_plan(...), loss_func), but it returned a {type(plan).__name__}."
             )
+        _check_nodes(plan, utils.ScheduleNode)
         return in_segments(_Planned(plan)), loss_func
 
     return forward_step
+
+
+_NODES = {"pre_process", "attn", "moe_dispatch", "mlp", "moe_combine", "mtp_post_process", "post_process"}
+
+
+def _check_nodes(plan: Any, node: type) -> None:
+    """Refuse plans of releases that cut layers otherwise: a node left out would change the results."""
+    parts = [plan, *map(plan.get_layer, range(plan.num_layers()))]
+    unknown = {name for part in parts for name, value in vars(part).items() if isinstance(value, node)} - _NODES
+    if unknown:
+        raise ValueError(
+            "with config.overlap_moe_expert_parallel_comm the installed Megatron cuts a layer into nodes that are not "
+            f"known here ({', '.join(sorted(unknown))}): set it to False, or install megatron-core 0.16."
+        )
+    if getattr(plan, "recompute_vpp_stage", False):  # of later releases
+        raise ValueError(
+            "config.recompute_granularity='full' computes a chunk's whole schedule plan again, which only Megatron's "
+            "own schedules do: set it to 'selective', or overlap_moe_expert_parallel_comm to False."
+        )
 
 
 class _Planned(nn.Module):
