@@ -23,7 +23,7 @@ from tools import hf_kinds
 
 from megapipe.integrations.transformers import CannotCutError
 from megapipe.integrations.transformers.check import check_cut
-from megapipe.integrations.transformers.whole import check_kind, make_meta_model
+from megapipe.integrations.transformers.whole import check_kind, has_towers, make_meta_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 MARK = "<!-- kinds -->"
@@ -45,6 +45,8 @@ def try_kind(kind: str) -> Line:
         return Line(kind, "not made", f"no config with few layers: {_short(error)}")
     try:
         check_kind(config)
+        if has_towers(config):
+            return Line(kind, "not made", "it has towers: `towers_of_transformers.py` tries some of these")
         make_meta_model(config, torch.float32, "eager")
     except CannotCutError as error:
         return Line(kind, "refused", _short(error))

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import torch
 import torch.distributed as dist
 import transformers
-from tools import hf_models
+from tools import hf_kinds, hf_models
 from transformers.pytorch_utils import Conv1D
 
 import megapipe
@@ -64,6 +64,14 @@ def test_new_weights_do_not_depend_on_the_cut(rank: int) -> None:
         weights.append(gathered[0] | gathered[1])
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_what_only_a_constructor_sets_has_its_value() -> None:
+    """Chunks are made without memory, and had what lay there: Apertus was trained wrong, or refused."""
+    (chunk,) = build_chunks(hf_kinds.make_config("apertus"), "no_pipelining", dtype=torch.float32)
+    activation = chunk.model.layers[1].mlp.act_fn
+    assert activation.beta == 0.5
+    assert torch.equal(activation.alpha_p, torch.tensor([0.8]).expm1().log())
 
 
 @on_ranks(2)

@@ -62,7 +62,7 @@ def make_config(kind: str, **changes: Any) -> Any:
     if kind in DECODERS:
         options["is_decoder"] = True
     config = transformers.AutoConfig.for_model(kind, **options)
-    return config if kind == "codegen" else make_small_config(config)
+    return config if kind == "codegen" or config.is_encoder_decoder else make_small_config(config)
 
 
 def check(kind: str, schedule: str, folder: Path, layout: list[int] | None = None, **changes: Any) -> None:

@@ -23,7 +23,7 @@ from .decoding import compare_decoding
 from .flow import Course, Flow, Trial, borders_of, watched
 from .stage import as_stage, is_for_first
 from .step import names_between_stages
-from .whole import make_meta_model, make_model, make_small_config
+from .whole import initialise, make_meta_model, make_small_config, make_untouched
 
 __all__ = ["Checked", "check_cut"]
 
@@ -72,9 +72,7 @@ def check_cut(
             sizes = [make_small_config(config, num_heads) for num_heads in (2, 4)]  # which some kinds need
         for size in sizes:
             try:
-                with torch.device("cpu"):
-                    whole = make_model(copy.deepcopy(size), torch.float32, "eager")
-                result = _tried(_with_numbers(whole), layers, example, text_only, compare)
+                result = _tried(_make_whole(copy.deepcopy(size)), layers, example, text_only, compare)
                 break
             except CannotCutError:
                 raise
@@ -106,7 +104,10 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _with_numbers(whole: Any) -> Any:
+def _make_whole(config: Any) -> Any:
+    """The whole model with random numbers."""
+    whole = make_untouched(config, torch.float32, "eager")
+    initialise(whole, None)
     for parameter in whole.parameters():
         nn.init.normal_(parameter, std=0.1)  # also what begins with zeros, behind which nothing would be seen
     return whole.eval()

@@ -14,7 +14,15 @@ from torch import nn
 
 from .cut import Absent, CannotCutError
 
-__all__ = ["allocate", "check_kind", "has_towers", "initialise", "make_meta_model", "make_model", "make_small_config"]
+__all__ = [
+    "allocate",
+    "check_kind",
+    "has_towers",
+    "initialise",
+    "make_meta_model",
+    "make_small_config",
+    "make_untouched",
+]
 
 
 def check_kind(config: Any) -> None:
@@ -23,7 +31,7 @@ def check_kind(config: Any) -> None:
     name = type(config).__name__.removesuffix("Config")
     if config.is_encoder_decoder:
         raise CannotCutError(
-            f"{name} cannot be cut into stages: it has an encoder besides its decoder. megapipe.split does it."
+            f"{name} cannot be cut into stages: it has an encoder besides its decoder: try megapipe.split."
         )
     known = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
     if not any(type(config) in mapping for mapping in known):
@@ -68,9 +76,20 @@ def allocate(model: Any, device: torch.device | str) -> None:
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
 
 
+def make_untouched(config: Any, dtype: torch.dtype, attn_implementation: str | None = None) -> Any:
+    """The whole model on the CPU. What constructors set has its value, and what is drawn is undefined."""
+    with torch.device("cpu"), importlib.import_module("transformers.initialization").no_init_weights():
+        model = make_model(config, dtype, attn_implementation)
+    model.tie_weights()
+    return model
+
+
 def initialise(model: Any, seed: int | None) -> None:
     """Initialise as the model does by itself, module by module, each with its own seed; without a seed only its
     buffers."""
+    state = model.state_dict() if seed is not None else {}
+    for tensor in state.values():
+        tensor.fill_(torch.nan) if tensor.is_floating_point() else None
     for tensor in model.parameters():
         tensor._is_hf_initialized = seed is None  # which transformers then leaves alone
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -87,6 +106,21 @@ def initialise(model: Any, seed: int | None) -> None:
             owner._init_weights(module)
     for tensor in model.parameters():
         del tensor._is_hf_initialized
+    left = [name for name, tensor in state.items() if tensor.numel() and bool(tensor.flatten()[0].isnan())]
+    if left:
+        _copy_constructed(model, state, left)
+
+
+def _copy_constructed(model: Any, state: dict[str, torch.Tensor], names: list[str]) -> None:
+    """Give tensors that only constructors set their values, which the model on the meta device has not."""
+    small = make_untouched(make_small_config(model.config), torch.float32).state_dict()
+    for name in names:
+        if small[name].shape != state[name].shape:
+            raise CannotCutError(
+                f"{type(model).__name__} has no new weights for {name}, which only its constructor knows: build it "
+                "with seed=None, and load weights."
+            )
+        state[name].copy_(small[name])
 
 
 COUNTS = re.compile(r"(^n_head|heads|groups|heads_per_layer)$")
