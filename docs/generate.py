@@ -155,9 +155,10 @@ to {GALLERY_MICROBATCHES} microbatches.
 
 {{table}}
 
-p are the ranks, m the microbatches, v the chunks per rank (2 unless you say otherwise), n the slices of a sequence
-(`num_sequence_slices`), r is the rank. N is the size of a group (`microbatch_group_size_per_vp_stage`): by default p,
-and counted in slices for seq_interleaved_1f1b. Bubbles are shares of a step with F = B = W, all stages alike, and
+p are the ranks, m the microbatches, v the chunks per rank (2, or the `virtual_pipeline_model_parallel_size` that
+`initialize_model_parallel` got), n the slices of a sequence (`num_sequence_slices`), r is the rank. N
+is the size of a group (`microbatch_group_size_per_vp_stage`): by default p, and counted in slices for
+seq_interleaved_1f1b. Bubbles are shares of a step with F = B = W, all stages alike, and
 messages that take no time. A microbatch is in flight from its F to its W, one of v chunks counts as 1 / v of it, and a
 slice as 1 / n. **Both formulas hold from the number of microbatches on that the column "both from m =" has.** With
 fewer the bubble is larger: zb1p on 4 ranks has 20.0 % with 4 microbatches, and 45.5 % with 2.

@@ -108,6 +108,13 @@ class PipelineStage(nn.Module):
                         "Keywords reach the module of every stage: let it take this one, or pass what is for the first "
                         "stage alone by position."
                     ) from error
+            forward = f"{type(self.module).__name__}.forward()"
+            if not self.info.is_first and forward in str(error) and "positional argument" in str(error):
+                raise TypeError(
+                    f"the module of stage {self.info.index} is called with one positional argument, what stage "
+                    f"{self.info.index - 1} returned: {error}. Return the others from the stage before, or pass them "
+                    "as keywords, which reach every stage."
+                ) from error
             raise
 
     def _checked(self, output: Any) -> Any:

@@ -280,6 +280,12 @@ def _() -> None:
     of_modules(*modules, forward_step=lambda iterator, model: (model(next(iterator), scale=2.0), mean))
 
 
+@mistake("a module that takes two arguments by position, behind the first stage")
+def _() -> None:
+    modules: list[Callable[[], nn.Module]] = 2 * [lambda: nn.Bilinear(H, H, H)]
+    of_modules(*modules, forward_step=lambda iterator, model: (model(*2 * (next(iterator),)), mean))
+
+
 @mistake("a stage changes its input in place")
 def _() -> None:
     of_modules(lambda: nn.Linear(H, H), InPlace)

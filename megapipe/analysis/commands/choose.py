@@ -51,7 +51,7 @@ __all__ = ["add_compare", "add_tune"]
 
 Rows = list[tuple[Plan, Simulation]]
 
-UNITS = "held: microbatches at once on the fullest rank; messages: per step"
+UNITS = "held: microbatches at once on the fullest rank; messages: per step; x2: with 2 chunks"
 
 NEEDS_SPLIT = "* its time takes layers that defer their weight gradients (megapipe.weight_grad), or captured stages"
 
