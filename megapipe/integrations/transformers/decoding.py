@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .stage import HuggingFaceStage
+from .stage import CACHES, HuggingFaceStage
 
-__all__ = ["compare_decoding", "make_cache", "whole_forward", "without_balance"]
+__all__ = ["cache_argument", "compare_decoding", "make_cache", "whole_forward", "without_balance"]
+
+
+def cache_argument(forward: Any) -> str | None:
+    """The name of the argument of a model's forward that holds keys and values; None where it has none."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in CACHES if name in names), None)
 
 
 def make_cache(chunk: Any) -> Any:
@@ -63,7 +69,8 @@ def compare_decoding(whole: Any, chunks: Sequence[Any], tokens: Tensor, toleranc
     mask[0, :2] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     names = inspect.signature(whole.forward).parameters
-    if "past_key_values" not in names or not whole.can_generate():
+    kept = cache_argument(whole.forward)
+    if kept is None or not whole.can_generate():
         return "it keeps no keys and values in a cache of transformers"
     given = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
     given = {name: tensor for name, tensor in given.items() if name in names}
@@ -76,11 +83,11 @@ def compare_decoding(whole: Any, chunks: Sequence[Any], tokens: Tensor, toleranc
                 n: tensor[:, :end] if n == "attention_mask" else tensor[:, start:end] for n, tensor in given.items()
             }
             with torch.no_grad(), without_balance(whole.config):
-                wanted = whole(**part, past_key_values=cache, use_cache=True).logits[:, -1]
+                wanted = whole(**part, **{kept: cache}, use_cache=True).logits[:, -1]
                 message: Any = None
                 for chunk, own in zip(chunks, caches):
                     chunk.set_input_tensor(message if isinstance(message, dict) else [message])
-                    message = chunk(**part, past_key_values=own)
+                    message = chunk(**part, **{kept: own})
             if not torch.allclose(message[:, -1], wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max())):
                 return f"its stages have other logits than the whole model for the token behind {end}"
     except Exception as error:

@@ -23,7 +23,7 @@ from ...all_ranks import AllRanks
 from ...failures import collective
 from ...runtime import stages_for_rank
 from ...schedules import get_forward_backward_func
-from .decoding import make_cache, whole_forward, without_balance
+from .decoding import cache_argument, make_cache, whole_forward, without_balance
 
 __all__ = ["generate"]
 
@@ -78,7 +78,7 @@ def generate(
                 pipeline.run(inputs)
         else:
             cache = _follower(pipeline)
-            options |= {"attention_mask": attention_mask, "past_key_values": cache, "use_cache": True}
+            options |= {"attention_mask": attention_mask, pipeline.kept: cache, "use_cache": True}
             try:
                 with _seeded(seed, last.device):
                     found = _as_whole(last, pipeline).generate(input_ids, synced_gpus=False, **options)
@@ -96,6 +96,7 @@ class _Pipeline:
 
     Attributes:
         is_running: a step has begun, and not ended.
+        kept: the argument of the model's forward that holds keys and values.
         length: tokens that the stages keep of each sequence.
     """
 
@@ -107,6 +108,7 @@ class _Pipeline:
         self.forward = get_forward_backward_func(schedule)
         self.group = parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
         self.device = chunks[0].device
+        self.kept = cache_argument(whole_forward(chunks[0])) or ""
         self.caches: list[list[Any]] = []
         self.mask: Tensor | None = None
 
@@ -152,7 +154,7 @@ class _Pipeline:
             inputs["attention_mask"] = self.mask
         parts = [dict(zip(inputs, ones)) for ones in zip(*(tensor.chunk(number) for tensor in inputs.values()))]
         iterators = [
-            iter([{**part, **of_last, "past_key_values": cache} for part, cache in zip(parts, caches)])
+            iter([{**part, **of_last, self.kept: cache} for part, cache in zip(parts, caches)])
             for caches in self.caches
         ]
         self.is_running = True
@@ -187,7 +189,7 @@ class _Pipeline:
 def _as_whole(last: Any, pipeline: _Pipeline) -> Any:
     """The model of the last stage, but that its forward is that of all stages."""
 
-    def forward(model: Any, past_key_values: Any = None, logits_to_keep: Any = None, **inputs: Any) -> Any:
+    def forward(model: Any, logits_to_keep: Any = None, **inputs: Any) -> Any:
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
         if strange := [name for name, value in tensors.items() if name not in NAMES or value.dim() != 2]:
             raise ValueError(f"generate goes on with text alone, and was given {', '.join(strange)} too.")
@@ -201,7 +203,7 @@ def _as_whole(last: Any, pipeline: _Pipeline) -> Any:
         of_last = {} if logits_to_keep is None else {"logits_to_keep": logits_to_keep}
         logits = torch.cat(pipeline.run(told, **of_last))
         outputs: Any = importlib.import_module("transformers.modeling_outputs")
-        return outputs.CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        return outputs.CausalLMOutputWithPast(logits=logits, **{pipeline.kept: inputs.get(pipeline.kept)})
 
     forward.__signature__ = inspect.signature(whole_forward(last).__func__)  # type: ignore[attr-defined]
     kind = type(last)

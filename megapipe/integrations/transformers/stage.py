@@ -19,7 +19,10 @@ from .cut import Absent, Parts, cut, find_parts
 from .flow import Course, Flow
 from .sliced import of_slice
 
-__all__ = ["HuggingFaceStage", "Routers", "as_stage", "find_routers", "is_for_first"]
+CACHES = ("cache", "past_key_values")
+"""The argument that holds keys and values: the first from transformers 5.24 on, the second before."""
+
+__all__ = ["CACHES", "HuggingFaceStage", "Routers", "as_stage", "find_routers", "is_for_first"]
 
 HIDDEN = "hidden_states"
 FOR_FIRST = re.compile(r"^(inputs_embeds$|pixel_values|input_features|image_(?!grid|sizes)|audio_values|video_values)")
@@ -112,7 +115,7 @@ class HuggingFaceStage(WithAdapters):
 
     def _run(self, input_ids: Any, labels: Any, num_items_in_batch: Any, **batch: Any) -> Any:
         """Run the stage on whole sequences or on a slice of them."""
-        batch["use_cache"] = batch.get("past_key_values") is not None
+        batch["use_cache"] = any(batch.get(name) is not None for name in CACHES)
         batch["input_ids"], received = input_ids, self._take_input()
         routed = received.pop("router_logits", None)
         if not self.stage.is_first:
