@@ -134,13 +134,26 @@ def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool
         assert_same_gradients(chunks, expected)
 
 
-@pytest.mark.parametrize(("deferred", "copying"), [(False, None), (True, 1.0), (True, 2.5)])
-@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(1, [3]), (2, [5]), (4, [6])])
-def test_equal_to_the_unpartitioned_model(
-    ranks: RankPool, pp_size: int, num_microbatches: list[int], deferred: bool, copying: float | None
-) -> None:
+SIZES = {1: [3], 2: [5], 4: [6]}
+WAYS = [(False, None), (True, 1.0), (True, 2.5)]
+IN_SHORT = [(1, True, 1.0), (2, False, None), (4, True, 2.5)]
+"""Each size and each way once; all of them are a soak."""
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "deferred", "copying"),
+    [
+        *IN_SHORT,
+        *(
+            pytest.param(size, *way, marks=pytest.mark.soak)
+            for size, way in itertools.product(SIZES, WAYS)
+            if (size, *way) not in IN_SHORT
+        ),
+    ],
+)
+def test_equal_to_the_unpartitioned_model(ranks: RankPool, pp_size: int, deferred: bool, copying: float | None) -> None:
     """By a plan, and by the setting with each time of a copy."""
-    ranks.run(pp_size, compare, pp_size, num_microbatches, deferred, copying)
+    ranks.run(pp_size, compare, pp_size, SIZES[pp_size], deferred, copying)
 
 
 @contextmanager

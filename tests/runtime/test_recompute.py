@@ -32,8 +32,16 @@ def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool
         assert_same_gradients(chunks, expected)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(1, [2]), (2, [1, 5]), (3, [3]), (4, [6])])
+@pytest.mark.parametrize(
+    ("pp_size", "num_microbatches", "deferred"),
+    [
+        (1, [2], False),
+        (2, [1, 5], True),
+        (3, [3], False),
+        (4, [6], True),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, [1, 5], False), (4, [6], False))),
+    ],
+)
 def test_equal_to_the_unpartitioned_model(
     ranks: RankPool, pp_size: int, num_microbatches: list[int], deferred: bool
 ) -> None:
