@@ -14,10 +14,8 @@ import argparse
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPTConfig, GPTStage
 
 import megapipe
+from benchmarks.memory import gathered_bytes
 from megapipe import StageInfo, parallel_state
 from megapipe.analysis import TimelineRecorder, bytes_of_stages
 from megapipe.plan import find_schedule, make_plan
-from megapipe.sharding import ShardedChunks
 
 RANKS, MICROBATCHES = 4, 8
 SCHEDULES = [
@@ -123,27 +121,6 @@ def forward_step(batches: Iterator[Tensor], stage: Any) -> tuple[Any, Callable[[
     return stage(data[..., 0]), loss_func
 
 
-@contextmanager
-def whole_weights() -> Iterator[list[int]]:
-    """The bytes of gathered weights in each action of a step, whose storages FSDP2 makes once and resizes."""
-    found: list[int] = []
-    before_action = ShardedChunks.before_action
-
-    def look(sharded: ShardedChunks) -> None:
-        before_action(sharded)
-        for root in sharded._roots():
-            root.wait_for_gathers()
-        weights = [p._unsharded_param for root in sharded._roots() for p in root._parameters() if _was_gathered(p)]
-        found.append(sum(weight.untyped_storage().nbytes() for weight in weights))
-
-    with mock.patch.object(ShardedChunks, "before_action", look):
-        yield found
-
-
-def _was_gathered(parameter: Any) -> bool:
-    return hasattr(parameter, "_unsharded_param")
-
-
 def run(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
     """The predicted and the measured peak of each rank, without weights and what is as large."""
     num_chunks = 2 if find_schedule(name).num_chunks is None else None
@@ -171,7 +148,7 @@ def run(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
         chunk.config.record_timeline = recorder
     train = megapipe.get_forward_backward_func(name)
     for _ in range(2):  # the first one makes the gradients
-        with whole_weights() as whole:
+        with gathered_bytes() as whole:
             train(
                 forward_step_func=forward_step,
                 data_iterator=[iter(data) for _ in chunks],

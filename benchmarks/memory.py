@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+
+from megapipe.sharding import ShardedChunks
 
 
 class Memory(NamedTuple):
@@ -56,3 +60,21 @@ def live_bytes(before: list[Tensor]) -> int:
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in live_tensors()}
     known = {t.untyped_storage().data_ptr() for t in before}
     return sum(size for pointer, size in sizes.items() if pointer not in known)
+
+
+@contextmanager
+def gathered_bytes() -> Iterator[list[int]]:
+    """The bytes of gathered weights in each action of a step, whose storages FSDP2 makes once and resizes."""
+    found: list[int] = []
+    before_action = ShardedChunks.before_action
+
+    def look(sharded: ShardedChunks) -> None:
+        before_action(sharded)
+        for root in sharded._roots():
+            root.wait_for_gathers()
+        parameters: list[Any] = [p for root in sharded._roots() for p in root._parameters()]
+        weights = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
+        found.append(sum(weight.untyped_storage().nbytes() for weight in weights))
+
+    with mock.patch.object(ShardedChunks, "before_action", look):
+        yield found

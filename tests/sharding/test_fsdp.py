@@ -3,8 +3,7 @@
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
+
+from benchmarks.memory import gathered_bytes
 
 if torch.__version__ >= "2.13":
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -158,24 +159,6 @@ def test_one_gather_and_one_reduction_per_chunk_and_step(rank: int) -> None:
                 assert all(isinstance(p, DTensor) for chunk in chunks for p in chunk.parameters())
 
 
-@contextmanager
-def whole_bytes() -> Iterator[list[int]]:
-    """The bytes of gathered parameters in each action."""
-    found: list[int] = []
-    before_action = ShardedChunks.before_action
-
-    def look(sharded: ShardedChunks) -> None:
-        before_action(sharded)
-        for root in sharded._roots():
-            root.wait_for_gathers()
-        parameters = [p for root in sharded._roots() for p in root._parameters() if hasattr(p, "_unsharded_param")]
-        found.append(sum(p._unsharded_param.untyped_storage().nbytes() for p in parameters))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedChunks, "before_action", look)
-        yield found
-
-
 @on_ranks(4)
 def test_few_chunks_are_gathered_at_a_time(rank: int) -> None:
     """As the plan has it, in bytes, and with the same gradients. A replay does not pass by FSDP2's hooks, and must find
@@ -184,7 +167,7 @@ def test_few_chunks_are_gathered_at_a_time(rank: int) -> None:
     for schedule, recompute in (("interleaved_1f1b", None), ("zbv", "all"), ("dualpipev", None)):
         chunks = shard(build_replicas(schedule, 2, max_gathered_chunks=1))
         chunks[0].config.recompute = recompute
-        with whole_bytes() as found:
+        with gathered_bytes() as found:
             train_and_compare(schedule, chunks, num_steps=2, optimizer_of=LocalAdamW)
         plan = make_plan(schedule, 2, NUM_MICROBATCHES, 2, settings=Settings(recompute=recompute is not None))
         sizes = [0.0] * 4
