@@ -94,7 +94,8 @@ class PipelineConfig:
             Default: True.
         p2p_lookahead: Receives that each channel keeps posted ahead, on CPU and with p2p_transport="host". None: 2,
             and while a rank waits more of them, up to 1 MiB on each channel. Over NCCL, where a receive that waits
-            occupies the device, each is posted when a step waits for it.
+            occupies the device, it is one for messages above 0.5 MiB times `p2p_max_ctas`, where the plan shows that
+            no rank can then wait for ever; 0: none.
         p2p_transport: How messages travel between GPUs. "nccl", or "host": by way of host memory and gloo, where GPUs
             cannot reach each other, or several ranks share one. None: "host" where two ranks of the pipeline are on
             one GPU, otherwise "nccl".

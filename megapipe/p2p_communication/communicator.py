@@ -21,6 +21,8 @@ class Transport(ABC):
     """The receives posted ahead where the config does not say."""
     matches_by_order = False
     """Whether messages from one rank to another are told apart by their order alone."""
+    buffered_bytes = 0
+    """Messages up to this size travel before their receives are posted."""
 
     def mark(self) -> Callable[[], bool] | None:
         """Tells whether the device has come to this point of its current stream. None where the host itself waits."""
@@ -91,6 +93,8 @@ class Communicator:
         self.abort = transport.abort
         self.close = transport.close
 
+        self.matches_by_order = transport.matches_by_order
+
     @property
     def lookahead(self) -> Lookahead:
         return self._transport.lookahead
@@ -121,24 +125,24 @@ class Communicator:
 
     def begin_step(self, plan: Callable[[], Plan], forward_only: bool) -> None:
         """`plan` says in which order messages travel, for transports that need to know."""
-        if self._transport.matches_by_order:
+        if self.matches_by_order:
             traffic = plan().traffic
             if forward_only:
                 traffic = {edge: [name for name in names if name.kind == "forward"] for edge, names in traffic.items()}
-            self._traffic = traffic
-            self._arrivals = {peer: Arrivals(traffic.get((peer, self._pp_rank), [])) for peer in self._peers}
+            self._traffic, buffered = traffic, self._transport.buffered_bytes
+            self._arrivals = {peer: Arrivals(traffic.get((peer, self._pp_rank), []), buffered) for peer in self._peers}
             self._turns = {peer: deque(traffic.get((self._pp_rank, peer), [])) for peer in self._peers}
 
     def outgoing(self, name: ChannelName, peer: int) -> Channel:
         """A channel to send over in this step."""
         channel = self._channels[name]
-        return OrderedChannel(name, channel, self._turns[peer]) if self._matches_by_order(name) else channel
+        return OrderedChannel(name, channel, self._turns[peer]) if self._is_ordered(name) else channel
 
     def incoming(self, name: ChannelName, peer: int, lookahead: Lookahead, has_headers: bool) -> Inbox:
         """The receives of a channel in this step."""
         channel = self._channels[name]
         headers = self._channels[ChannelName("header", name.boundary)] if has_headers else None
-        if self._matches_by_order(name):
+        if self._is_ordered(name):
             posted = None if headers is None else PostedInbox(headers, HEADERS_AHEAD)
             return self._arrivals[peer].inbox(name, channel, posted)
         if headers is not None:
@@ -153,8 +157,8 @@ class Communicator:
             turns.clear()
             turns.extend(self._traffic.get((self._pp_rank, peer), []))
 
-    def _matches_by_order(self, name: ChannelName) -> bool:
-        return self._transport.matches_by_order and name.kind != "header"
+    def _is_ordered(self, name: ChannelName) -> bool:
+        return self.matches_by_order and name.kind != "header"
 
 
 def edges_in_rounds(placement: Placement, pp_size: int, num_stages: int) -> list[tuple[int, int]]:

@@ -70,6 +70,9 @@ class Inbox(ABC):
     def post_ahead(self) -> None:  # noqa: B027
         """Post the receives of the next messages, as many as are always posted."""
 
+    def post_next(self) -> None:  # noqa: B027
+        """Post the receive of the message that is taken next, if that has to be posted for the message to travel."""
+
     def post_all(self) -> None:
         """Post as many as may be. Each takes the host as long as sending a small message does."""
         self.post_ahead()
@@ -135,6 +138,9 @@ class DescribedInbox(Inbox):
     def post_ahead(self) -> None:
         self._headers.post_ahead()
         self._messages.post_ahead()
+
+    def post_next(self) -> None:
+        self._messages.post_next()
 
     def post_all(self) -> None:
         self._headers.post_ahead()

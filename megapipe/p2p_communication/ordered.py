@@ -19,11 +19,17 @@ class Arrivals:
     """The messages of one step from one peer, where all of them share a communicator that matches by order alone.
 
     A receive is posted when a step waits for it, behind those of all messages that the peer sends before it. So only
-    computations that need a message wait for it, and no receive occupies a device for longer.
+    computations that need a message wait for it, and no receive occupies a device for longer. But that of a large
+    message may be posted one action early, where the plan says so.
+
+    Args:
+        order: their channels, in the order in which they are sent.
+        buffered_bytes: see `Transport`.
     """
 
-    def __init__(self, order: Sequence[ChannelName]) -> None:
+    def __init__(self, order: Sequence[ChannelName], buffered_bytes: int) -> None:
         self._order = order
+        self.buffered_bytes = buffered_bytes
         self._to_come = deque(order)
         self._inboxes: dict[ChannelName, OrderedInbox] = {}
 
@@ -63,6 +69,11 @@ class OrderedInbox(Inbox):
     def post_ahead(self) -> None:
         if self._headers is not None:
             self._headers.post_ahead()
+
+    def post_next(self) -> None:
+        is_known = self._headers is None and not self._posted
+        if is_known and self._expected and self._expected[0].nbytes > self._arrivals.buffered_bytes:
+            self._arrivals.post_until(self)
 
     def post(self) -> None:
         spec = self._expected.popleft()

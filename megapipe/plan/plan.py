@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,6 +19,7 @@ from .kinds import KINDS, TORCHS_LETTERS, overlapped
 from .memory import StageBytes, peak_held
 from .occupancy import check_occupancy, peak_waiting
 from .placement import Placement, loop, v_shape
+from .posting import posted_ahead
 from .recorder import Event
 from .shared_communicator import check_shared_communicator
 from .simulation import Costs, PerStage, Simulation, simulate
@@ -38,6 +40,16 @@ class Plan(PlanFacts):
         """Most messages that occupy the device of `rank` at a time while they wait, as kernels of NCCL do: the receives
         that one step waits for, and a send to each neighbour, where that is larger than NCCL's buffers."""
         return peak_waiting(self, rank)
+
+    @cached_property
+    def posted_ahead(self) -> list[dict[Action, list[Action]]]:
+        """Per rank and action, the actions behind it whose receives may be posted before it is launched, when its own
+        messages have come: those of the next action or overlapped pair. Transports choose (`config.p2p_lookahead`).
+        A host that waits for its device in the middle of any action does not make ranks wait for ever by it."""
+        return [
+            {row[at]: [row[one] for one in others] for at, others in of_rank.items()}
+            for row, of_rank in zip(self.actions, posted_ahead(self.program))
+        ]
 
     def check(self, *, shared_communicator: bool = False, max_waiting: int | None = None) -> None:
         """Prove that the plan cannot hang, and that every message is received as the one that was sent.

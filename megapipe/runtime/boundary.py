@@ -41,6 +41,9 @@ class Boundary:
     def post_ahead(self) -> None:
         """Post receives of the next messages. Called after a send: that is, when no rank waits for this one."""
 
+    def post_next(self) -> None:
+        """Post the receive of the next message. Called before the action in front of that which takes it."""
+
     def post_all(self) -> None:
         """Post receives of all messages that may be posted. Called when this rank waits for others."""
 
@@ -143,6 +146,9 @@ class _Remote(Boundary):
 
     def post_ahead(self) -> None:
         self._inbox.post_ahead()
+
+    def post_next(self) -> None:
+        self._inbox.post_next()
 
     def post_all(self) -> None:
         self._inbox.post_all()

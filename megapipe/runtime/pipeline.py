@@ -94,6 +94,7 @@ class Pipeline(Verbs):
     Args:
         key: of the plan that the schedule follows.
         sync: told when gradients become complete.
+        posted_ahead: `Plan.posted_ahead` of this rank; empty where the transport posts receives in its own way.
     """
 
     def __init__(
@@ -104,12 +105,14 @@ class Pipeline(Verbs):
         step: StepArguments,
         sync: GradientSync,
         monitor: Monitor,
+        posted_ahead: Mapping[Action, Sequence[Action]],
     ) -> None:
         super().__init__(key.schedule.placement, pp_rank, *key[1:4], step.forward_only, key.settings, key.num_slices)
         self._chunks = chunks
         self._results = step.results
         self._sync = sync
         self._monitor = monitor
+        self._posted_ahead = posted_ahead
         self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
         self._recomputed = frozenset() if step.forward_only else key.recomputed(pp_rank)
         self._offloaded = frozenset() if step.forward_only else key.offloaded(pp_rank)
@@ -163,6 +166,7 @@ class Pipeline(Verbs):
         action = this.actions[kind][number]
         with self._monitor.at(action):
             unit = self._await(row, chunk, number, action)
+            self._post_ahead(action)
             if self._weights_per_window and kind in this.may_wait:
                 with filling_windows(partial(self._fill_window, unit)):
                     self._compute(row, chunk, unit)
@@ -216,6 +220,12 @@ class Pipeline(Verbs):
             if gradient is not None:
                 unit.output_grads = self._wait(gradient, "the output gradient", action, this.above.peer)
         return unit
+
+    def _post_ahead(self, action: Action) -> None:
+        """Before an action is launched whose message is there: post the receives of those behind it that may be."""
+        for behind in self._posted_ahead.get(action, ()):
+            chunk = self._chunks[behind.stage // self.pp_size]
+            (chunk.below if KINDS[behind.kind].is_forward else chunk.above).post_next()
 
     def _end(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
         """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
@@ -280,6 +290,7 @@ class Pipeline(Verbs):
         other = backwards.actions[backward.name][of_backward]
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
+            self._post_ahead(other)
             run_pair(begun, backwards.stage, in_flight, self._fill_window)
             self._end(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)

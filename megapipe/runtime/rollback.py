@@ -15,7 +15,7 @@ import torch
 
 from ..failures import Watchdog
 from ..p2p_communication import Communicator
-from ..plan import FORWARD, Event, Plan
+from ..plan import FORWARD, Action, Event, Plan
 from ..sharding import ShardedChunks
 from ..stages import StepArguments
 from .pipeline import Pipeline
@@ -101,7 +101,7 @@ class Speculation:
         self._num_inputs = sum(event.verb == "recv_forward" for event in before[pp_rank])
         self.num_sent = Counter(event.stage for events in before for event in events if event.verb == "send_forward")
         """The outputs that each stage sends before the point of its rank."""
-        self._is_validated = False
+        self.is_validated = False
         self._iterators = {id(it): _Recorded(it, step.device) for it in step.data_iterators if it is not None}
         step.data_iterators = [None if it is None else self._iterators[id(it)] for it in step.data_iterators]
         self._restore = [*restores_of_random_states(step.device), *restores_of_buffers(step.models)]
@@ -113,8 +113,8 @@ class Speculation:
         self._num_inputs -= 1
 
     def before_backward(self) -> None:
-        if not self._is_validated:
-            self._is_validated = True
+        if not self.is_validated:
+            self.is_validated = True
             if self._validate():
                 raise RollbackRequired
             self._forget(again=False)
@@ -152,6 +152,11 @@ class SpeculativePipeline(Pipeline):
     def recv_backward(self, chunk: int = 0) -> None:
         self._speculation.before_backward()
         super().recv_backward(chunk)
+
+    def _post_ahead(self, action: Action) -> None:
+        """After a rollback the message might be another one."""
+        if self._speculation.is_validated:
+            super()._post_ahead(action)
 
     def discard_forwards(self) -> None:
         """Take the messages that other ranks send until they roll back too."""

@@ -7,7 +7,7 @@ them), and run: the schedule's loops drive the pipeline.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .. import parallel_state
 from ..config import PipelineConfig
 from ..failures import Watchdog
 from ..p2p_communication import Communicator, Lookahead
-from ..plan import AnySchedule, Schedule, ScheduleError, StageInfo, actions_of, find_schedule, gathered_chunks
+from ..plan import Action, AnySchedule, Schedule, ScheduleError, StageInfo, actions_of, find_schedule, gathered_chunks
 from ..sharding import ShardedChunks
 from ..stages import Stage, StepArguments, StepEnd, has_segments, hooks
 from ..timing import StepRecord
@@ -139,6 +139,8 @@ class Connection(NamedTuple):
     communicator: Communicator | None
     boundaries: list[tuple[Below, Above]]
     """Per chunk, the one below its stage and the one above."""
+    posted_ahead: Mapping[Action, Sequence[Action]]
+    """See `Pipeline`."""
 
     @property
     def watchdog(self) -> Watchdog | None:
@@ -160,7 +162,17 @@ def connect(prepared: PreparedStep, session: Session | None) -> Connection:
     specs, undescribed = prepared.specs, prepared.undescribed
     ways = (communicator, lookahead, step.forward_only)
     boundaries = boundaries_around(key, prepared.pp_rank, specs, *ways, undescribed)
-    return Connection(session, communicator, boundaries)
+    return Connection(session, communicator, boundaries, _posted_ahead(prepared, communicator, lookahead))
+
+
+def _posted_ahead(
+    prepared: PreparedStep, communicator: Communicator | None, lookahead: Lookahead
+) -> Mapping[Action, Sequence[Action]]:
+    if communicator is None or not communicator.matches_by_order or not lookahead.messages:
+        return {}
+    plan = prepared.key.plan
+    is_of_plan = plan.forward_only == prepared.arguments.forward_only  # not a validation by the plan of a training step
+    return plan.posted_ahead[prepared.pp_rank] if is_of_plan else {}
 
 
 def agree(prepared: PreparedStep, session: Session, called: str) -> None:
@@ -198,7 +210,7 @@ def build(
         Chunk(stage, *around, actions_of(stage.info.index, step.num_microbatches, step.num_slices), look)
         for stage, around, look in zip(stages, connection.boundaries, looks)
     ]
-    return make_pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor)
+    return make_pipeline(prepared.key, prepared.pp_rank, chunks, step, sync, monitor, connection.posted_ahead)
 
 
 def run(prepared: PreparedStep, connection: Connection) -> None:

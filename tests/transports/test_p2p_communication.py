@@ -373,7 +373,7 @@ def most_received_early(plan: Plan) -> int:
     for rank in range(plan.pp_size):
         inboxes = {}
         for (_, receiver), names in plan.traffic.items():
-            arrivals = Arrivals(names)
+            arrivals = Arrivals(names, buffered_bytes=0)
             for name in set(names) if receiver == rank else ():
                 inboxes[name] = arrivals.inbox(name, NoChannel(), None)
                 inboxes[name].expect(SINGLE, names.count(name))
@@ -471,7 +471,7 @@ def test_a_warning_where_communication_cannot_overlap(monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     members = Members(HashStore(), HashStore(), 0, range(2), 60)
     with pytest.warns(UserWarning, match="one hardware queue"):
-        NcclTransport(members, torch.device("cuda"), lambda: lambda: True, None)
+        NcclTransport(members, torch.device("cuda"), lambda: lambda: True, 4)
 
 
 def test_an_error_of_a_helper_thread_is_raised_at_the_end_of_the_step() -> None:
