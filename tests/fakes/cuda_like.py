@@ -33,19 +33,20 @@ class Event:
         global NUM_EVENTS
         NUM_EVENTS += 1
         self._has_timing = enable_timing
-        self._passed = threading.Event()
+        self._passed = lazy_device.Moment()
         self._passed.set()  # until it is recorded
 
     def record(self, stream: Any = None) -> None:
         global NUM_RECORDS
         NUM_RECORDS += 1
-        self._passed = passed = threading.Event()
+        stream = stream or lazy_device.current_stream()
+        self._passed = passed = lazy_device.Moment()
 
         def pass_by() -> None:
             self._time = time.perf_counter()
-            passed.set()
+            stream.reach(passed)
 
-        (stream or lazy_device.current_stream()).put(pass_by)
+        stream.put(pass_by)
 
     def query(self) -> bool:
         with lazy_device.CONTEXT:  # which another thread may hold
@@ -54,7 +55,8 @@ class Event:
     def wait(self, stream: Any = None) -> None:
         global NUM_WAITS
         NUM_WAITS += 1
-        (stream or lazy_device.current_stream()).put(self._passed.wait)
+        stream, passed = stream or lazy_device.current_stream(), self._passed
+        stream.put(lambda: stream.come_after(passed))
 
     def synchronize(self) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -3,7 +3,8 @@
 Operators on its tensors are put on a stream, a thread that runs them on the CPU one after the other, while the host
 goes on. Autograd uses a device thread, as for CUDA. Host waits for the device are counted, with their stacks.
 So a test sees host waits within a step, reads of messages that have not arrived, memory that is held too long or was
-given to somebody else too early, and ranks that wait for each other because a device does.
+given to somebody else too early, and ranks that wait for each other because a device does. Streams have virtual clocks
+besides: see `Stream.now`.
 
 Needs torch's backends in Python (PrivateUse1), from torch 2.10 on. Registered once per process, for good.
 """
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from fakes.caching_allocator import Allocation, CachingAllocator
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -72,19 +74,29 @@ class Module(_DummyBackendModule):
             _current.stream, _of_main = before, before_of_main
 
 
-class Passed(NamedTuple):
-    """An event that is set once a stream has come to the point at which it was recorded."""
+class Moment(threading.Event):
+    """Set once a stream has come to the point at which it was recorded."""
 
-    event: threading.Event
+    time = 0.0
+    """That of the stream's clock then."""
+
+
+class Passed(NamedTuple):
+    """A moment as torch has it."""
+
+    moment: Moment
 
     def wait(self, stream: Stream) -> None:
-        stream.put(self.event.wait)
+        stream.put(lambda: stream.come_after(self.moment))
 
 
 class Stream:
     """Runs what is put on it in order, in a thread of its own."""
 
     def __init__(self) -> None:
+        self.now = 0.0
+        """Virtual seconds. Only `spend`, waits for other streams and messages take any, so what a step takes does not
+        depend on the machine."""
         self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.capture: list[Callable[[], Any]] | None = None
@@ -98,12 +110,29 @@ class Stream:
         else:
             self.capture.append(work)
 
-    def record(self) -> threading.Event:
+    def spend(self, seconds: float) -> None:
+        """As an operation that takes this long."""
+
+        def pass_by() -> None:
+            self.now += seconds
+
+        self.put(pass_by)
+
+    def record(self) -> Moment:
         """Set once all that was put before has run."""
         assert self.capture is None, "nothing can be waited for while a graph is captured"
-        event = threading.Event()
-        self.put(event.set)
-        return event
+        moment = Moment()
+        self.put(lambda: self.reach(moment))
+        return moment
+
+    def reach(self, moment: Moment) -> None:
+        """In the stream's own thread, as is the next one."""
+        moment.time = self.now
+        moment.set()
+
+    def come_after(self, moment: Moment) -> None:
+        moment.wait()
+        self.now = max(self.now, moment.time)
 
     def record_event(self) -> Passed:
         return Passed(self.record())
@@ -148,6 +177,16 @@ def synchronize() -> None:
     with CONTEXT:
         for stream in list(STREAMS):
             stream.synchronize()
+
+
+def set_clocks() -> float:
+    """Called by all ranks at the same time, while their devices have nothing to do. Their clocks then agree."""
+    synchronize()
+    latest = torch.tensor(max(stream.now for stream in STREAMS), dtype=torch.float64)
+    dist.all_reduce(latest, dist.ReduceOp.MAX)
+    for stream in STREAMS:
+        stream.now = latest.item()
+    return latest.item()
 
 
 ALLOCATOR = CachingAllocator()

@@ -4,6 +4,8 @@
   had when it was called. It pairs messages by their order alone.
 - A receive occupies the device from the moment it runs until its message has come; so does a send larger than the
   link's buffers. `OCCUPIED` counts both, and `MOST_OCCUPIED` the most there were at a time.
+- A message takes its time, by the streams' virtual clocks. What the link's buffers hold of it travels as soon as it is
+  sent, and the rest once its receive runs.
 - Over a network it hears, asynchronously, that its other end died or aborted: its works then count as completed, the
   group tells of an error, and the operation under way occupies the device until it is aborted here too. Within a
   machine nothing tells.
@@ -25,21 +27,25 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from fakes.lazy_device import Stream, current_stream
+from fakes.lazy_device import Moment, Stream, current_stream
 from torch.distributed.distributed_c10d import Store
 
 from megapipe.transports.nccl import CARRIED
 
 
 class Link(NamedTuple):
-    """What lies between two ranks."""
+    """What lies between two ranks, with NCCL's four channels. A sixteenth of that: the tests' messages are small."""
 
     buffered_bytes: int
-    """Of NCCL's own buffers with four channels, a sixteenth of them: the tests' messages are small."""
+    bytes_per_second: float
     tells_errors: bool
 
 
-LINKS = {"nvlink": Link(2**20, False), "pcie": Link(2**17, False), "network": Link(2**18, True)}
+LINKS = {
+    "nvlink": Link(2**20, 6e9, False),
+    "pcie": Link(2**17, 1.5e9, False),
+    "network": Link(2**18, 3e9, True),
+}
 link = "nvlink"
 """The one between all ranks."""
 connecting_time = 0.0
@@ -73,14 +79,15 @@ class Work:
     def __init__(self, group: LikeNccl, tensors: list[Any]) -> None:
         self._group = group
         self._held = tensors
-        self.is_done = threading.Event()
+        self.is_done = Moment()
 
     def is_completed(self) -> bool:
         return self._group.error != "SUCCESS" or self.is_done.is_set()
 
     def wait(self) -> None:
         """The current stream waits, not the host."""
-        current_stream().put(self.is_done.wait)
+        stream, is_done = current_stream(), self.is_done
+        stream.put(lambda: stream.come_after(is_done))
 
 
 class LikeNccl:
@@ -96,6 +103,8 @@ class LikeNccl:
         self._store, self._rank = store, rank
         self._wire: Any = None
         self._stream = Stream()
+        self._sent_until = 0.0
+        """By the clock of the other end, where that sends."""
         self._is_aborted = threading.Event()
         COMMUNICATORS.append(self)
         assert len(COMMUNICATORS) <= NUM_STREAMS, "two communicators share a stream"
@@ -106,10 +115,13 @@ class LikeNccl:
         is_large = tensor.nbytes > LINKS[link].buffered_bytes
 
         def run() -> None:
+            numbers, clock = cell.cpu.contiguous(), torch.tensor(self._stream.now, dtype=torch.float64)
+            if not is_large:
+                numbers = numbers.clone()  # into NCCL's buffers
+            sent = [self._wire.send([clock], peer, 1), self._wire.send([numbers], peer, 0)]
             if is_large:
-                self._occupy(self._wire.send([cell.cpu.contiguous()], peer, 0))
-            else:  # into NCCL's buffers
-                sent = self._wire.send([cell.cpu.contiguous().clone()], peer, 0)
+                self._occupy(sent)
+            else:
                 threading.Thread(target=_wait_for, args=(sent, []), daemon=True).start()
 
         return self._enqueue(run, tensor, [])
@@ -121,11 +133,20 @@ class LikeNccl:
         def run() -> None:
             if cell.cpu.is_floating_point():
                 cell.cpu.fill_(float("nan"))
-            buffer = torch.empty_like(cell.cpu)
-            if self._occupy(self._wire.recv([buffer], peer, 0)):
+            buffer, clock = torch.empty_like(cell.cpu), torch.zeros((), dtype=torch.float64)
+            if self._occupy([self._wire.recv([clock], peer, 1), self._wire.recv([buffer], peer, 0)]):
+                self._arrive(buffer.nbytes, clock.item())
                 cell.cpu.copy_(buffer)
 
         return self._enqueue(run, tensor, tensors)
+
+    def _arrive(self, num_bytes: int, sent_at: float) -> None:
+        """The clock goes on until a message has come. The other end sends one after the other."""
+        buffered, speed, _ = LINKS[link]
+        begin = max(sent_at, self._sent_until)
+        rest = max(0, num_bytes - buffered)
+        self._stream.now = max(begin + num_bytes / speed, self._stream.now + rest / speed)
+        self._sent_until = self._stream.now if rest else begin + num_bytes / speed
 
     def get_error(self) -> Any:
         """What torch's own thread has seen: the device knows nothing of it."""
@@ -139,12 +160,12 @@ class LikeNccl:
         is_done = work.is_done  # what is queued holds no work: the caller may drop it, and with it the tensor
 
         def operation() -> None:
-            ready.wait()
+            self._stream.come_after(ready)
             try:
                 if not self._is_aborted.is_set():
                     run()
             finally:
-                is_done.set()  # after an abort too: the device goes on with what is in the buffer
+                self._stream.reach(is_done)  # after an abort too: the device goes on with what is in the buffer
 
         self._stream.put(operation)
         return work
@@ -155,14 +176,14 @@ class LikeNccl:
             time.sleep(connecting_time)
             self._wire = dist.ProcessGroupGloo(self._store, self._rank, 2, datetime.timedelta(seconds=patience))
 
-    def _occupy(self, wire_work: Any) -> bool:
+    def _occupy(self, on_wire: list[Any]) -> bool:
         """Returns whether the message has passed."""
         global MOST_OCCUPIED
         with _lock:
             OCCUPIED.add(self)
             MOST_OCCUPIED = max(MOST_OCCUPIED, len(OCCUPIED))
         errors: list[RuntimeError] = []
-        waited = threading.Thread(target=_wait_for, args=(wire_work, errors), daemon=True)
+        waited = threading.Thread(target=_wait_for, args=(on_wire, errors), daemon=True)
         waited.start()
         looked_at = 0.0
         while (waited.is_alive() or errors) and not self._is_aborted.is_set():
@@ -190,9 +211,10 @@ class LikeNccl:
         self.is_shut_down = True
 
 
-def _wait_for(work: Any, errors: list[RuntimeError]) -> None:
+def _wait_for(works: list[Any], errors: list[RuntimeError]) -> None:
     try:
-        work.wait()
+        for work in works:
+            work.wait()
     except RuntimeError as error:
         errors.append(error)
 

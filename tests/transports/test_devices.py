@@ -249,6 +249,28 @@ def test_no_more_memory_than_the_plan_says(rank: int, num_ranks: int, transport:
         assert max(alive.peaks["input grads"], alive.peaks["output grads"]) <= 2, (schedule, alive.peaks)
 
 
+@pytest.mark.parametrize(("link", "length"), [("nvlink", 2**14), ("network", 2**14)])
+@on_ranks(2)
+def test_how_long_messages_take(rank: int, link: str, length: int) -> None:
+    """What NCCL's buffers hold of a message travels beside the computation that comes before its receive, as in a
+    simulated plan. The rest is added to each F and B after the first."""
+    chunks = build("gpipe", 2, "nccl")
+    with on_lazy_device(chunks) as lazy, mock.patch.object(lazy.nccl, "link", link):
+        begin = lazy.device.set_clocks()
+        for chunk in chunks:
+            chunk.disturb = lambda: lazy.device.current_stream().spend(1e-3)  # each F, and each B
+        step("gpipe", chunks, lazy.device.to_device, num_microbatches=4, length=length)
+        lazy.device.synchronize()
+        taken = 1000 * (lazy.device.COMPUTE.now - begin)
+        buffered, speed, _ = lazy.nccl.LINKS[link]
+        num_bytes = length * WIDTH * 8
+        plan = megapipe.plan.make_plan("gpipe", 2, 4)
+        times = plan.simulate(1.0, 1.0, 0.0, message=1000 * num_bytes / speed).spans[rank]
+        exposed = 1000 * max(0, num_bytes - buffered) / speed
+        assert (exposed == 0) == (link == "nvlink")
+        assert taken == pytest.approx(times[-1].end + exposed * (3 if rank == 1 else 6))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @on_ranks()
 def test_many_chunks_take_no_more_of_a_device(rank: int, num_ranks: int) -> None:
