@@ -249,26 +249,35 @@ def test_no_more_memory_than_the_plan_says(rank: int, num_ranks: int, transport:
         assert max(alive.peaks["input grads"], alive.peaks["output grads"]) <= 2, (schedule, alive.peaks)
 
 
-@pytest.mark.parametrize(("link", "length"), [("nvlink", 2**14), ("network", 2**14)])
+@pytest.mark.parametrize(
+    ("schedule", "link", "lookahead"), [("gpipe", "nvlink", 0), ("gpipe", "network", 0), ("zb2p", "network", None)]
+)
 @on_ranks(2)
-def test_how_long_messages_take(rank: int, link: str, length: int) -> None:
+def test_how_long_messages_take(rank: int, schedule: str, link: str, lookahead: int | None) -> None:
     """What NCCL's buffers hold of a message travels beside the computation that comes before its receive, as in a
-    simulated plan. The rest is added to each F and B after the first."""
-    chunks = build("gpipe", 2, "nccl")
-    with on_lazy_device(chunks) as lazy, mock.patch.object(lazy.nccl, "link", link):
+    simulated plan. The rest is added to each F and B after the first, unless their receives are posted early: then to
+    the first alone, which has nothing in front."""
+    length, num_microbatches = 2**14, 4
+    chunks = build(schedule, 2, "nccl", p2p_lookahead=lookahead)
+    with (
+        on_lazy_device(chunks) as lazy,
+        mock.patch.object(lazy.nccl, "link", link),
+        mock.patch.object(megapipe.transports.nccl, "BUFFER", 2**14),
+    ):
         begin = lazy.device.set_clocks()
         for chunk in chunks:
             chunk.disturb = lambda: lazy.device.current_stream().spend(1e-3)  # each F, and each B
-        step("gpipe", chunks, lazy.device.to_device, num_microbatches=4, length=length)
+        step(schedule, chunks, lazy.device.to_device, num_microbatches, length)
         lazy.device.synchronize()
         taken = 1000 * (lazy.device.COMPUTE.now - begin)
         buffered, speed, _ = lazy.nccl.LINKS[link]
         num_bytes = length * WIDTH * 8
-        plan = megapipe.plan.make_plan("gpipe", 2, 4)
+        plan = megapipe.plan.make_plan(schedule, 2, num_microbatches)
         times = plan.simulate(1.0, 1.0, 0.0, message=1000 * num_bytes / speed).spans[rank]
         exposed = 1000 * max(0, num_bytes - buffered) / speed
         assert (exposed == 0) == (link == "nvlink")
-        assert taken == pytest.approx(times[-1].end + exposed * (3 if rank == 1 else 6))
+        num_exposed = (3 if rank == 1 else 6) if lookahead == 0 else 1
+        assert taken == pytest.approx(times[-1].end + exposed * num_exposed)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
