@@ -7,8 +7,8 @@
 - A message takes its time, by the streams' virtual clocks. What the link's buffers hold of it travels as soon as it is
   sent, and the rest once its receive runs.
 - Over a network it hears, asynchronously, that its other end died or aborted: its works then count as completed, the
-  group tells of an error, and the operation under way occupies the device until it is aborted here too. Within a
-  machine nothing tells.
+  group tells of an error, and the operation under way occupies the device until it is aborted here too. Torch ends
+  the process a minute later, even where it is aborted by then: see `has_ended_process`. Within a machine nothing tells.
 - A work of a receive holds its tensor, and other tensors may have the memory of a sent one once it has been sent.
 - It carries the types of numbers that NCCL knows.
 - To abort a communicator frees memory, which waits for the device: while another one occupies it, and is not being
@@ -53,6 +53,9 @@ connecting_time = 0.0
 
 patience = 60.0
 """Seconds that it then waits for the other end."""
+
+heard_at: float | None = None
+"""When torch's own thread first saw an error."""
 
 NUM_STREAMS = 32
 """Streams of one priority: the next one is the first again."""
@@ -148,6 +151,11 @@ class LikeNccl:
         self._stream.now = max(begin + num_bytes / speed, self._stream.now + rest / speed)
         self._sent_until = self._stream.now if rest else begin + num_bytes / speed
 
+    def _hear_error(self) -> None:
+        global heard_at
+        self.error = "COMM_ERROR"
+        heard_at = heard_at or time.monotonic()
+
     def get_error(self) -> Any:
         """What torch's own thread has seen: the device knows nothing of it."""
         return SimpleNamespace(name=self.error)
@@ -192,7 +200,7 @@ class LikeNccl:
             if LINKS[link].tells_errors and time.monotonic() > looked_at + 0.05:
                 looked_at = time.monotonic()
                 if errors or self._store.check(["aborted"]):
-                    self.error = "COMM_ERROR"
+                    self._hear_error()
         with _lock:
             OCCUPIED.discard(self)
         return not waited.is_alive() and not errors
@@ -217,6 +225,12 @@ def _wait_for(works: list[Any], errors: list[RuntimeError]) -> None:
             work.wait()
     except RuntimeError as error:
         errors.append(error)
+
+
+def has_ended_process() -> bool:
+    """Whether torch would have (SIGABRT): by default it then lets its flight recorder write for a minute, and raises in
+    a thread of its own (TORCH_NCCL_ASYNC_ERROR_HANDLING=3)."""
+    return heard_at is not None and time.monotonic() > heard_at + 60
 
 
 def complain() -> None:
