@@ -135,7 +135,7 @@ def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[
     times: list[list[tuple[float, ...]]] = [[] for _ in runners]
     for _ in range(args.rounds):
         for runner, mine in zip(runners, times):
-            mine.append((*_timed(runner.step), *_timed(functools.partial(_bare, runner, args.microbatches))))
+            mine.append((*_timed(runner.step), *_timed(functools.partial(bare, runner, args.microbatches))))
     everybody = gather(times)
     return [row(runner, [rank[k] for rank in everybody], args.microbatches) for k, runner in enumerate(runners)]
 
@@ -149,7 +149,7 @@ def _timed(function: Any) -> tuple[float, ...]:
     return tuple(clock() - start for clock, start in zip(clocks, before))
 
 
-def _bare(runner: Runner, num_microbatches: int) -> None:
+def bare(runner: Runner, num_microbatches: int) -> None:
     for _ in range(num_microbatches):
         for module in runner.modules:
             x = torch.zeros(ROWS, 1, WIDTH, requires_grad=True)

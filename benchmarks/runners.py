@@ -361,11 +361,16 @@ def is_there(name: str) -> bool:
     return True
 
 
-def prepare_megatron() -> None:
-    """Its process groups, and what it takes to run it without CUDA, which the tests know."""
+def find_tests() -> None:
+    """The tests' fakes can be imported then."""
     tests = str(Path(__file__).parent.parent / "tests")
     if tests not in sys.path:
         sys.path.append(tests)
+
+
+def prepare_megatron() -> None:
+    """Its process groups, and what it takes to run it without CUDA, which the tests know."""
+    find_tests()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # apex and transformer-engine are not there
         from fakes import megatron_on_cpu

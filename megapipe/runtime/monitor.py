@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,7 +57,8 @@ class Monitor:
         if is_reached is not None and self._watchdog is not None and self._communicator is not None:
             is_over = self._communicator.mark()
             assert is_over is not None
-            self._watchdog.device_waits.add(replace(progress), is_reached, is_over)
+            here = Progress(progress.step, progress.action, what, peer)  # which no later wait changes
+            self._watchdog.device_waits.add(here, is_reached, is_over)
         if self._record is not None:
             self._record.waited(since)
         progress.awaited = None

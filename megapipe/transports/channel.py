@@ -58,7 +58,7 @@ class BackendChannel(Channel):
     def send(self, tensors: list[torch.Tensor]) -> None:
         tensors = resolved(tensors)
         if self._outbox is None:
-            self.start_sending(tensors)
+            self._start(self._backend.send, tensors)
         else:
             self._outbox.send(self.start_sending, tensors)
 

@@ -40,12 +40,12 @@ PATIENCE = 10.0  # seconds until a communicator that does not come to its end is
 
 class NcclChannel(BackendChannel):
     def _start(self, operation: Callable[..., Any], tensors: list[torch.Tensor]) -> list[Any]:
-        return super()._start(operation, [_carried(tensor) for tensor in tensors])
+        return super()._start(operation, [one if one.dtype in CARRIED else _as_bytes(one) for one in tensors])
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, as NCCL can carry it."""
-    return tensor if tensor.dtype in CARRIED else tensor.detach().view(-1).view(torch.uint8)
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class NcclTransport(Transport):
