@@ -294,11 +294,9 @@ def _check_leaves(outputs: Iterable[Tensor], leaves: Iterable[Tensor | None]) ->
     while nodes:
         node = nodes.pop()
         variable = getattr(node, "variable", None)
-        if node.name() == "torch::autograd::AccumulateGrad" and id(variable) not in known:
-            assert variable is not None
+        if isinstance(variable, nn.Parameter) and id(variable) not in known:
             raise RuntimeError(
-                f"it uses a tensor of shape {list(variable.shape)} that requires a gradient, and is neither its input "
-                "nor the attribute of one of its modules"
+                f"it uses a parameter of shape {list(variable.shape)} that is no attribute of one of its modules"
             )
         for below, _ in node.next_functions:
             if below is not None and below not in seen:

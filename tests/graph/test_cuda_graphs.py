@@ -111,10 +111,17 @@ def train(schedule: str, chunks: list[Any], place: Any) -> Iterator[Any]:
                     parameter.grad = None
 
 
+def hook(chunks: list[Any], is_wanted: bool) -> None:
+    """What a hook returns takes the place of the gradient."""
+    for layers in map(layers_of, chunks if is_wanted else []):
+        for parameter in layers.first.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+
+
 CASES = [
     *((name, "captured") for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb2p", "zbv", "v_half")),
     ("1f1b", "plain"),
-    ("zb2p", "plain, deferring"),
+    ("zb2p", "plain, deferring, with hooks"),
     ("zbv", "wrapped, deferring"),
 ]
 
@@ -124,6 +131,7 @@ CASES = [
 def test_replays_give_the_gradients_of_the_whole_model(rank: int, schedule: str, stages: str) -> None:
     """Each unit in flight keeps what its backward needs, although replays write to the same memory again."""
     expected = build(schedule, 2, "wrapped" in stages)
+    hook(expected, "hooks" in stages)
     losses = list(train(schedule, expected, lambda x: x))
     chunks = build(schedule, 2, "wrapped" in stages, cuda_graphs=True)
     with on_lazy_device(chunks) as lazy, traced_on_cpu():
@@ -134,6 +142,7 @@ def test_replays_give_the_gradients_of_the_whole_model(rank: int, schedule: str,
                 capture(chunk, (example,), input_tensor=None if chunk.info.is_first else example)
             elif "deferring" in stages:
                 convert(chunk)
+        hook(chunks, "hooks" in stages)
         got, graphs = [], []
         for reports in train(schedule, chunks, lazy.device.to_device):
             got.append([lazy.device.to_host(one) for one in reports])
@@ -207,7 +216,7 @@ BORROWED: list[Tensor] = []
     [
         (reads, r"the forward of the stage Layers cannot be recorded as a CUDA graph \(.*unset config.cuda_graphs"),
         (keeps, "keeps a tensor as Layers.kept"),
-        (borrows, r"uses a tensor of shape \[4\] that requires a gradient, and is neither its input nor the attribute"),
+        (borrows, r"uses a parameter of shape \[4\] that is no attribute of one of its modules"),
         (calls_twice, "a stage was called twice for one microbatch"),
     ],
 )
@@ -215,7 +224,7 @@ BORROWED: list[Tensor] = []
 def test_what_cannot_be_recorded_fails_on_every_rank(rank: int, forward: Any, text: str) -> None:
     chunks = build("1f1b", 2, is_wrapped=True, cuda_graphs=True)
     with on_lazy_device(chunks) as lazy:
-        BORROWED[:] = [lazy.device.to_device(torch.ones(WIDTH, dtype=torch.float64)).requires_grad_()]
+        BORROWED[:] = [nn.Parameter(lazy.device.to_device(torch.ones(WIDTH, dtype=torch.float64)))]
         changed = chunks[0] if forward is calls_twice else chunks[0].module
         if rank == 0:
             changed.forward = partial(forward, chunks[0].module)
