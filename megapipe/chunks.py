@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "laid_out_like",
     "local",
     "named_parameters",
+    "parameters_replaced",
     "tensors_of",
     "trained_parameters",
     "unwrap",
@@ -93,6 +95,32 @@ def fully_qualified_name(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+@contextmanager
+def parameters_replaced(
+    chunks: Iterable[nn.Module], copy_of: Callable[[nn.Parameter], nn.Parameter]
+) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Modules have copies of their parameters meanwhile, tied ones the same. Gives the copies, by parameter."""
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    with ExitStack() as after:
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            parameters: dict[str, nn.Parameter | None] = dict(module._parameters)
+            after.callback(_put_back, module, parameters)
+            for name, own in parameters.items():
+                if own is not None:
+                    if own not in copies:
+                        copies[own] = copy_of(own)
+                    setattr(module, name, copies[own])
+        yield copies
+
+
+def _put_back(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """The attributes are set, since some modules of older torch keep lists of their parameters up to date by them."""
+    for name in module._parameters.keys() - parameters.keys():  # made by a forward
+        delattr(module, name)
+    for name, parameter in parameters.items():
+        setattr(module, name, parameter)
 
 
 def as_list(model: Models) -> list[nn.Module]:

@@ -136,9 +136,10 @@ class PipelineConfig:
             it has an nn.ModuleList or nn.Sequential of them; or a sequence with one of these, or None, for each stage
             of the pipeline. An F that its B follows at once keeps them all the same. Calls are run again with their
             random numbers and autocast. None: nothing.
-        cuda_graphs: On CUDA, captured stages (`megapipe.graph.capture`) run each of their graphs as a CUDA graph,
-            recorded once for each unit that is in flight at a time and replayed for all later ones: the host launches
-            one for F and one for B. Messages are not part of it. Default: False.
+        cuda_graphs: On CUDA, stages run their F, B and W as CUDA graphs, recorded once for each unit that is in flight
+            at a time and replayed for all later ones: the host launches one for F and one for B. Stages that are not
+            captured (`megapipe.graph.capture`) are recorded as they run, and must do the same for each microbatch
+            (docs/graphs.md#cuda-graphs). Messages are not part of it. Default: False.
         offload_activations: The time to copy to host memory what an F saves, over the time of that F. Activations are
             moved there while they wait for their B, as many as are back in time where F, B and W take equally long.
             None: they stay.

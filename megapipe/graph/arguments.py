@@ -34,6 +34,10 @@ class Structure(NamedTuple):
         places = range(self.spec.num_leaves)
         return tree_unflatten([self.fixed[n] if n in self.fixed else next(rest) for n in places], self.spec)
 
+    def find_opaque(self) -> Any:
+        """One of the fixed values that has tensors in it, which torch's pytrees do not know; None where none has."""
+        return next((leaf for leaf in self.fixed.values() if Structure.of(getattr(leaf, "__dict__", None))[1]), None)
+
 
 class Arguments:
     """The arguments of a stage, flat.
@@ -41,11 +45,15 @@ class Arguments:
     Args:
         example: any nested containers of tensors and other values.
         what: names the stage in errors.
+        made: says there how its graphs were made.
+        instead: says there what else can be done.
     """
 
-    def __init__(self, example: Any, what: str) -> None:
+    def __init__(
+        self, example: Any, what: str, made: str = "captured", instead: str = "leave this stage eager"
+    ) -> None:
         self.structure, tensors = Structure.of(example)
-        self._what = what
+        self._what, self._made, self._instead = what, made, instead
         self._outline = _outline(example)
         self.examples = [_meta(tensor) for tensor in tensors]
         self.strides = [tensor.stride() for tensor in tensors]
@@ -72,8 +80,8 @@ class Arguments:
 
     def _differs(self, given: str, captured: str) -> ValueError:
         return ValueError(
-            f"{self._what} was captured with {captured}, but called with {given}, which its graph cannot tell apart: "
-            "call it with what it was captured with, or leave this stage eager."
+            f"{self._what} was {self._made} with {captured}, but called with {given}, which its graph cannot tell "
+            f"apart: call it with what it was {self._made} with, or {self._instead}."
         )
 
 

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ from ..chunks import as_sharded
 from ..weight_grad import capturing
 from .arguments import Arguments, Structure
 from .cuda_graphs import SlotOfUnit, Slots
-from .function import Graphs, OfferedForward, autocast_dtype, offering, run_forward
+from .function import Graphs, OfferedForward, offering, run_forward
 from .joint import CaptureError, trace_joint
 from .partitioning import partition
 from .recomputing import recompute as cut_to_recompute
 from .shared_out import SharedOut
 from .side_effects import refusing_side_effects, undoing_changes
-from .state import State
+from .state import Mode, State
 
 __all__ = ["CapturedStage", "capture"]
 
@@ -130,14 +130,6 @@ def _captured_class(original: type[nn.Module]) -> type[nn.Module]:
     return _captured_classes[original]
 
 
-class _Mode(NamedTuple):
-    """A graph is right for one of these, besides the arguments."""
-
-    training: tuple[bool, ...]
-    weights: tuple[tuple[Any, torch.Size, torch.dtype, torch.device, bool], ...]
-    autocast: torch.dtype | None
-
-
 class _StageGraphs:
     """A module, and the graphs that were made of it so far."""
 
@@ -167,7 +159,7 @@ class _StageGraphs:
             input_tensor = _with_gradients(input_tensor)
         self._example = (_as_set(input_tensor), *self._bind(example, {}))
         self._arguments = Arguments(self._example, self._what)
-        self._graphs: dict[_Mode, Graphs] = {}
+        self._graphs: dict[Mode, Graphs] = {}
         self._slots = Slots(self._state.tensors, self._what)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageGraphs:
@@ -188,7 +180,7 @@ class _StageGraphs:
     def slot(self) -> SlotOfUnit | None:
         """That of the unit whose forward this is, where graphs are replayed as CUDA graphs."""
         number = current_slot()
-        return None if number is None else self._slots.of_unit(number)
+        return None if number is None else SlotOfUnit(self._slots.slot(number))
 
     @property
     def communicates(self) -> bool:
@@ -206,14 +198,9 @@ class _StageGraphs:
         """The graphs for the mode that the module is in."""
         if not self._state.is_same():
             raise RuntimeError(f"{self._what} has other modules or ties than when it was captured: capture it last.")
-        tensors = self._state.tensors()
-        mode = _Mode(
-            tuple([module.training for module in self._state.modules]),
-            tuple([(getattr(t, "placements", type(t)), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
-            autocast_dtype(tensors),
-        )
+        mode = self._state.mode()
         if mode not in self._graphs:
-            self._graphs[mode] = self._capture(tensors)
+            self._graphs[mode] = self._capture(self._state.tensors())
         return self._graphs[mode]
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -298,9 +285,7 @@ class _StageGraphs:
                 f"{self._what} cannot be captured: it returns a DTensor, and stages hand over plain tensors: return "
                 "its to_local(), or let its last layer do so (use_local_output)."
             )
-        opaque = next(
-            (leaf for leaf in output.fixed.values() if Structure.of(getattr(leaf, "__dict__", None))[1]), None
-        )
+        opaque = output.find_opaque()
         if opaque is not None:
             raise CaptureError(
                 f"{self._what} cannot be captured: it returns a {type(opaque).__name__} with tensors in it, which "

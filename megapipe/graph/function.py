@@ -28,8 +28,9 @@ from .nodes import storage_of
 from .partitioning import Partition
 from .shared_out import SharedOut
 from .split import SplitBackward, WeightGradient, split_di_dw
+from .state import autocast_dtype
 
-__all__ = ["Graphs", "OfferedForward", "autocast_dtype", "offering", "run_forward"]
+__all__ = ["Graphs", "OfferedForward", "offering", "run_forward"]
 
 Runner = Callable[[list[Tensor]], tuple[Any, ...]]
 
@@ -173,13 +174,6 @@ def run_forward(
         outputs = values[: parts.num_outputs]
         _overwrite(inputs, parts.mutated, values[parts.num_outputs :])
     return graphs.output.fill(outputs)
-
-
-def autocast_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    device_type = tensors[0].device.type if tensors else "cpu"
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
 
 
 def _as_captured(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:

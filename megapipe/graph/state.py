@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["State"]
+__all__ = ["Mode", "State", "autocast_dtype"]
+
+
+class Mode(NamedTuple):
+    """A graph is right for one of these, besides the arguments."""
+
+    training: tuple[bool, ...]
+    weights: tuple[tuple[Any, torch.Size, torch.dtype, torch.device, bool], ...]
+    autocast: torch.dtype | None
 
 
 class State:
@@ -25,6 +35,15 @@ class State:
     def tensors(self) -> list[Tensor]:
         """Looked up anew: they may have been replaced."""
         return [tensors[name] for tensors, name in self._owners]
+
+    def mode(self) -> Mode:
+        """The one that the stage is in."""
+        tensors = self.tensors()
+        return Mode(
+            tuple([module.training for module in self.modules]),
+            tuple([(getattr(t, "placements", type(t)), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
+            autocast_dtype(tensors),
+        )
 
     def name(self, number: int) -> str:
         """The name of one of the tensors, or of the inputs that come after them."""
@@ -57,6 +76,13 @@ class State:
             for tensors in (module._parameters, module._buffers):
                 look += [(name, found.setdefault(id(tensor), len(found))) for name, tensor in tensors.items()]
         return look
+
+
+def autocast_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    device_type = tensors[0].device.type if tensors else "cpu"
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

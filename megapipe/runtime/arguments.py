@@ -16,11 +16,11 @@ from torch import nn
 
 from .. import parallel_state
 from ..activations import regions_of
-from ..chunks import as_sharded, find_attribute, tensors_of
+from ..chunks import as_sharded, find_attribute, iter_wrapped, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
-from ..graph import CapturedStage
+from ..graph import captured_stages
 from ..plan import Placement, Schedule, StageInfo
-from ..stages import StepArguments, hooks
+from ..stages import StepArguments, delays, has_segments, hooks
 from ..transports import is_capturing
 from .found_shapes import FoundShapes, Specs, UndescribedMessages, boundary_name
 from .shapes import ShapeArguments, message_specs
@@ -187,21 +187,40 @@ def _check_cuda_graphs(step: StepArguments, stages: Sequence[StageInfo]) -> None
             "nothing: capture(recompute=True) computes it again within the graphs."
         )
     for model, stage in zip(step.models, stages):
-        captured = [module for module in model.modules() if isinstance(module, CapturedStage)]
-        if not captured:
+        captured = captured_stages(model)
+        what = f"stage {stage.index} ({type(model).__name__})"
+        if has_segments(model) or any(module.forward_segments is not None for module in captured):
             raise ValueError(
-                f"config.cuda_graphs takes captured stages, but stage {stage.index} ({type(model).__name__}) is not: "
-                "call megapipe.graph.capture on it, or unset config.cuda_graphs."
-            )
-        if any(module.forward_segments is not None for module in captured):
-            raise ValueError(
-                f"config.cuda_graphs takes stages that communicate by messages only, but stage {stage.index} "
-                f"({type(model).__name__}) has collectives in its graphs: unset config.cuda_graphs."
+                f"config.cuda_graphs takes stages that communicate by messages only, but {what} has collectives "
+                "between the segments of its forward: unset config.cuda_graphs."
             )
         if any(as_sharded(parameter) is not None for parameter in model.parameters()):
             raise ValueError(
-                f"config.cuda_graphs takes parameters that stay where they are, but stage {stage.index} "
-                f"({type(model).__name__}) is sharded: unset config.cuda_graphs."
+                f"config.cuda_graphs takes parameters that stay where they are, but {what} is sharded: unset "
+                "config.cuda_graphs."
+            )
+        if not captured:
+            _check_recorded(step, model, what)
+
+
+def _check_recorded(step: StepArguments, model: nn.Module, what: str) -> None:
+    """A plain stage is recorded as it runs."""
+    config = step.config
+    is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in iter_wrapped(model))
+    for name, is_so, remedy in (
+        ("cut into slices by config.num_sequence_slices", config.num_sequence_slices > 1, "set that to 1"),
+        ("with config.offload_activations", config.offload_activations is not None, "set that to None"),
+        (
+            "with modules whose backward_dw() computes their weight gradients",
+            config.delay_wgrad_compute and delays(model),
+            "build them without delay_wgrad_compute",
+        ),
+        ("compiled as a whole", is_compiled, "compile its layers instead"),
+    ):
+        if is_so:
+            raise ValueError(
+                f"config.cuda_graphs cannot record {what} {name}: {remedy}, call megapipe.graph.capture on the stage, "
+                "or unset config.cuda_graphs."
             )
 
 

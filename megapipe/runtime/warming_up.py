@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..chunks import find_attribute, iter_wrapped, named_parameters
+from ..chunks import find_attribute, iter_wrapped, named_parameters, parameters_replaced
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
@@ -157,15 +157,7 @@ def _without_a_trace(prepared: PreparedStep) -> Iterator[None]:
                 if parameter.requires_grad:
                     hook = parameter.register_hook(partial(_refuse_gradient, name, info.index))  # type: ignore[no-untyped-call]
                     after.callback(hook.remove)
-        copies: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
-        for module in (module for model in step.models for module in model.modules()):
-            parameters: dict[str, nn.Parameter | None] = dict(module._parameters)
-            after.callback(_put_back, module, parameters)
-            for name, own in parameters.items():
-                if own is not None:
-                    if own not in copies:
-                        copies[own] = _copy_of(own)
-                    setattr(module, name, copies[own])
+        after.enter_context(parameters_replaced(step.models, _copy_of))
         with torch.set_grad_enabled(not step.forward_only):
             yield
 
@@ -175,14 +167,6 @@ def _refuse_gradient(name: str, stage: int, grad: Tensor) -> NoReturn:
         f"warm_up would leave a gradient in {name}, which stage {stage} reaches by another way than the attribute of "
         "its module (a list, a closure, a functools.partial): use the attribute, or leave warm_up out."
     )
-
-
-def _put_back(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
-    """The attributes are set, since some modules of older torch keep lists of their parameters up to date by them."""
-    for name in module._parameters.keys() - parameters.keys():  # made by a forward
-        delattr(module, name)
-    for name, parameter in parameters.items():
-        setattr(module, name, parameter)
 
 
 def _copy_of(parameter: nn.Parameter) -> nn.Parameter:

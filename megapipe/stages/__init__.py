@@ -2,6 +2,7 @@
 
 from . import hooks
 from .arguments import StepArguments
+from .delayed import delays
 from .edges import edge_of
 from .hooks import AroundForward, StepEnd
 from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
@@ -25,6 +26,7 @@ __all__ = [
     "Unit",
     "UnsplitBackwardWarning",
     "as_sent",
+    "delays",
     "edge_of",
     "has_segments",
     "hooks",

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tools.graphs import skip_without_tracer
-from tools.models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
+from tools.models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run, unseeded_step
 from tools.ranks import RankPool, on_ranks
 from tools.replicas import reduced
 from torch import Tensor, nn
@@ -137,6 +137,16 @@ def test_captured_stages(ranks: RankPool, compile_: str | None, cuda_graphs: boo
     if not IS_GPU and (compile_ is not None or cuda_graphs):
         pytest.skip("tests/graph compiles on the CPU, and records CUDA graphs on the emulated device")
     ranks.run(2, captured_stages, compile_, cuda_graphs)
+
+
+@needs_gpu
+@on_ranks(2)
+def test_plain_stages_as_cuda_graphs(rank: int) -> None:
+    """Recorded in the first two steps."""
+    chunks = on_device(rank, "zbv", 2, deferred=True, cuda_graphs=True)
+    for seed in range(3):
+        step(rank, "zbv", chunks, seed=seed, forward_step_func=unseeded_step)
+    assert_close_to_whole_model(chunks, 5, (0, 1, 2))
 
 
 class Attention(nn.Module):

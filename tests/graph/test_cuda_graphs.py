@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,21 +18,22 @@ from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
-from megapipe import PipelineConfig, StageInfo, stages_for_rank
+from megapipe import PipelineConfig, PipelineStage, StageInfo, stages_for_rank
 from megapipe.graph import capture
 from megapipe.plan import make_plan
+from megapipe.weight_grad import convert
 
 pytestmark = needs_devices
 
 LENGTH, WIDTH, MICROBATCHES = 3, 4, 6
 
 
-class Stage(Received):
+class Layers(nn.Module):
     """Whole numbers and float64: every sum is exact, in whatever order it is added up."""
 
-    def __init__(self, config: PipelineConfig, info: StageInfo) -> None:
-        super().__init__(info)
-        self.config = config
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        self.info = info
         generator = torch.Generator().manual_seed(info.index)
         self.first, self.second = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.float64))
@@ -39,16 +41,37 @@ class Stage(Received):
             parameter.data.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.info.is_first else self.input_tensor
         self.num_calls.add_(1)
         y = x + self.second(torch.relu(self.first(x))) * 0.5
         return y.sum() if self.info.is_last else y  # the loss is also what is reported
 
 
-def build(schedule: str, pp_size: int, **config: Any) -> list[Stage]:
+class Stage(Received):
+    """One of Megatron's protocol."""
+
+    def __init__(self, config: PipelineConfig, info: StageInfo) -> None:
+        super().__init__(info)
+        self.config = config
+        self.layers = Layers(info)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x if self.info.is_first else self.input_tensor)
+
+
+def build(schedule: str, pp_size: int, is_wrapped: bool = False, **config: Any) -> list[Any]:
+    """
+    Args:
+        is_wrapped: a stage is the layers in a PipelineStage.
+    """
     use_groups(pp_size)
     sizes = {"hidden_size": WIDTH, "pipeline_dtype": torch.float64, "p2p_transport": "nccl"}
-    return [Stage(PipelineConfig(**sizes, **config), info) for info in stages_for_rank(schedule)]
+    shared = PipelineConfig(**sizes, **config)
+    stages = stages_for_rank(schedule)
+    return [PipelineStage(Layers(info), info, shared) if is_wrapped else Stage(shared, info) for info in stages]
+
+
+def layers_of(chunk: nn.Module) -> Layers:
+    return next(module for module in chunk.modules() if isinstance(module, Layers))
 
 
 @contextlib.contextmanager
@@ -72,59 +95,140 @@ def step(schedule: str, chunks: list[Stage], place: Any, number: int, **options:
     return against.step(schedule, chunks, data, lambda loss, _: loss, **sizes, **options)
 
 
-def train(schedule: str, chunks: list[Stage], place: Any) -> Iterator[Any]:
+def train(schedule: str, chunks: list[Any], place: Any) -> Iterator[Any]:
     """Weights change between steps, and in the end lie elsewhere; a validation comes between the last two."""
     for number in range(5):
         yield step(schedule, chunks, place, number, forward_only=number == 3)
-        for chunk in chunks:
+        for layers in map(layers_of, chunks):
             if number == 3:
-                bias, gradient = chunk.second.bias, chunk.second.bias.grad
-                chunk.second.bias = nn.Parameter(bias.detach().clone())
-                chunk.second.bias.grad = gradient
-            for parameter in chunk.parameters():
+                bias, gradient = layers.second.bias, layers.second.bias.grad
+                layers.second.bias = nn.Parameter(bias.detach().clone())
+                layers.second.bias.grad = gradient
+            for parameter in layers.parameters():
                 with torch.no_grad():
                     parameter.sub_(torch.sign(parameter.grad))
+                if number == 1:
+                    parameter.grad = None
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb2p", "zbv", "v_half"])
+def hook(chunks: list[Any], is_wanted: bool) -> None:
+    """What a hook returns takes the place of the gradient."""
+    for layers in map(layers_of, chunks if is_wanted else []):
+        for parameter in layers.first.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+
+
+CASES = [
+    *((name, "captured") for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb2p", "zbv", "v_half")),
+    ("1f1b", "plain"),
+    ("zb2p", "plain, deferring, with hooks"),
+    ("zbv", "wrapped, deferring"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages"), CASES)
 @on_ranks(2)
-def test_replays_give_the_gradients_of_the_whole_model(rank: int, schedule: str) -> None:
+def test_replays_give_the_gradients_of_the_whole_model(rank: int, schedule: str, stages: str) -> None:
     """Each unit in flight keeps what its backward needs, although replays write to the same memory again."""
-    expected = build(schedule, 2)
+    expected = build(schedule, 2, "wrapped" in stages)
+    hook(expected, "hooks" in stages)
     losses = list(train(schedule, expected, lambda x: x))
-    chunks = build(schedule, 2, cuda_graphs=True)
+    chunks = build(schedule, 2, "wrapped" in stages, cuda_graphs=True)
     with on_lazy_device(chunks) as lazy, traced_on_cpu():
         before = lazy.cuda.NUM_GRAPHS
         example = lazy.device.to_device(torch.zeros(LENGTH, 1, WIDTH, dtype=torch.float64))
         for chunk in chunks:
-            capture(chunk, (example,), input_tensor=None if chunk.info.is_first else example)
+            if stages == "captured":
+                capture(chunk, (example,), input_tensor=None if chunk.info.is_first else example)
+            elif "deferring" in stages:
+                convert(chunk)
+        hook(chunks, "hooks" in stages)
         got, graphs = [], []
         for reports in train(schedule, chunks, lazy.device.to_device):
             got.append([lazy.device.to_host(one) for one in reports])
             graphs.append(lazy.cuda.NUM_GRAPHS - before)
         assert got == losses
         in_flight = make_plan(schedule, 2, MICROBATCHES).peak_in_flight(rank)
-        assert graphs[2] == graphs[1] >= 2 * in_flight  # one for F and one for B, at least, and then no more
+        num_graphs = 2 + 2 * ("deferring" in stages)  # F, B and each W, at least
+        assert graphs[2] == graphs[1] >= num_graphs * in_flight  # and then no more
         for mine, theirs in zip(chunks, expected, strict=True):
-            gradients = {name: lazy.device.to_host(p.grad) for name, p in mine.named_parameters()}
-            assert_same_gradients([theirs], gradients, schedule)
-            assert lazy.device.to_host(mine.num_calls) == theirs.num_calls
+            gradients = {name: lazy.device.to_host(p.grad) for name, p in layers_of(mine).named_parameters()}
+            assert_same_gradients([layers_of(theirs)], gradients, schedule)
+            assert lazy.device.to_host(layers_of(mine).num_calls) == layers_of(theirs).num_calls
+
+
+def delaying(chunk: Any) -> None:
+    chunk.layers.first.backward_dw = lambda: None
+
+
+def in_segments(chunk: Any) -> None:
+    chunk.forward_segments = lambda x: iter([x])
 
 
 @pytest.mark.parametrize(
-    ("is_captured", "config", "text"),
+    ("config", "change", "text"),
     [
-        (False, {}, "takes captured stages, but stage 0 .* is not: call megapipe.graph.capture on it"),
-        (True, {"recompute": "all"}, r"config.recompute would free nothing: capture\(recompute=True\)"),
+        ({"recompute": "all"}, None, r"config.recompute would free nothing: capture\(recompute=True\)"),
+        (
+            {"offload_activations": 1.0},
+            None,
+            "stage 0 .* with config.offload_activations: set that to None",
+        ),
+        ({"num_sequence_slices": 2}, None, "stage 0 .* cut into slices by config.num_sequence_slices"),
+        ({}, nn.Module.compile, "stage 0 .* compiled as a whole: compile its layers"),
+        ({}, delaying, "stage 0 .* whose backward_dw.* build them without delay_wgrad_compute"),
+        ({}, in_segments, "stage 0 .* has collectives between the segments of its forward"),
     ],
 )
 @on_ranks(1)
-def test_what_cannot_be_recorded(rank: int, is_captured: bool, config: dict[str, Any], text: str) -> None:
+def test_what_is_refused(rank: int, config: dict[str, Any], change: Any, text: str) -> None:
     chunks = build("1f1b", 1, cuda_graphs=True, **config)
     with pytest.raises(ValueError, match="is for stages on CUDA, but the model is on cpu"):
         step("1f1b", chunks, lambda x: x, 0)
-    with on_lazy_device(chunks) as lazy, traced_on_cpu():
-        if is_captured:
-            capture(chunks[0], (lazy.device.to_device(torch.zeros(LENGTH, 1, WIDTH, dtype=torch.float64)),))
-        with pytest.raises(ValueError, match=text):
+    if change is not None:
+        change(chunks[0])
+    with on_lazy_device(chunks) as lazy, pytest.raises(ValueError, match=text):
+        step("1f1b", chunks, lazy.device.to_device, 0)
+
+
+def reads(layers: Layers, x: Tensor) -> Tensor:
+    return Layers.forward(layers, x) * float(x.sum())
+
+
+def keeps(layers: Layers, x: Tensor) -> Tensor:
+    layers.kept = x
+    return Layers.forward(layers, x)
+
+
+def borrows(layers: Layers, x: Tensor) -> Tensor:
+    return Layers.forward(layers, x) * BORROWED[0]
+
+
+def calls_twice(layers: Layers, x: Tensor) -> Tensor:
+    return layers(x) + layers(x)
+
+
+BORROWED: list[Tensor] = []
+
+
+@pytest.mark.parametrize(
+    ("forward", "text"),
+    [
+        (reads, r"the forward of the stage Layers cannot be recorded as a CUDA graph \(.*unset config.cuda_graphs"),
+        (keeps, "keeps a tensor as Layers.kept"),
+        (borrows, r"uses a parameter of shape \[4\] that is no attribute of one of its modules"),
+        (calls_twice, "a stage was called twice for one microbatch"),
+    ],
+)
+@on_ranks(2)
+def test_what_cannot_be_recorded_fails_on_every_rank(rank: int, forward: Any, text: str) -> None:
+    chunks = build("1f1b", 2, is_wrapped=True, cuda_graphs=True)
+    with on_lazy_device(chunks) as lazy:
+        BORROWED[:] = [nn.Parameter(lazy.device.to_device(torch.ones(WIDTH, dtype=torch.float64)))]
+        changed = chunks[0] if forward is calls_twice else chunks[0].module
+        if rank == 0:
+            changed.forward = partial(forward, chunks[0].module)
+        attributes = vars(changed).get("forward"), "forward" in vars(chunks[0].module)
+        with pytest.raises(RuntimeError, match=text):
             step("1f1b", chunks, lazy.device.to_device, 0)
+        assert attributes == (vars(changed).get("forward"), "forward" in vars(chunks[0].module))
