@@ -179,6 +179,8 @@ bench-all: bench
 	$(BENCH).split
 	$(BENCH).capture
 	$(BENCH).host --pp 1
+	$(BENCH).device_calls --pp 2
+	$(BENCH).device_calls --pp 4
 	$(BENCH).latency
 	$(BENCH).growth
 	$(BENCH).saving

@@ -64,11 +64,12 @@ HEADER = [
     "host",
     "host, per action",
 ]
-NOTES = """For each microbatch, on the rank with most messages, beside the stages' own forward and backward; a last stage's
-loss counts. An *NCCL kernel* is a message, or a batch of them. Of *event records*, *stream waits* and `record_stream` the
-second number is how often torch's ProcessGroupNCCL calls them for these messages. *host waits*: for the whole device.
-*calls*: of Python functions and builtins. *host*: microseconds of the main thread's CPU, where events, streams and messages
-do nothing; medians of interleaved steps, in brackets the middle half. An action is an F, a B or a W of a chunk."""
+NOTES = """For each microbatch, on the rank with most messages, beside the stages' own forward and backward; the loss of
+a last stage counts. An *NCCL kernel* is a message, or a batch of them. Of *event records*, *stream waits* and
+`record_stream` the second number is how often torch's ProcessGroupNCCL calls them for these messages. *host waits*: for
+the whole device. *calls*: of Python functions and builtins. *host*: microseconds of the main thread's CPU, where
+events, streams and messages do nothing; medians of interleaved steps, in brackets the middle half. An action is an F, a
+B or a W of a chunk."""
 FREE = ("empty", "_unsafe_view", "lift_fresh")
 """Parts of names of operators that launch no kernel, as views do not."""
 Counts = dict[str, float]
