@@ -94,6 +94,7 @@ class Communicator:
         self.close = transport.close
 
         self.matches_by_order = transport.matches_by_order
+        self.buffered_bytes = transport.buffered_bytes
 
     @property
     def lookahead(self) -> Lookahead:
@@ -129,8 +130,10 @@ class Communicator:
             traffic = plan().traffic
             if forward_only:
                 traffic = {edge: [name for name in names if name.kind == "forward"] for edge, names in traffic.items()}
-            self._traffic, buffered = traffic, self._transport.buffered_bytes
-            self._arrivals = {peer: Arrivals(traffic.get((peer, self._pp_rank), []), buffered) for peer in self._peers}
+            self._traffic = traffic
+            self._arrivals = {
+                peer: Arrivals(traffic.get((peer, self._pp_rank), []), self.buffered_bytes) for peer in self._peers
+            }
             self._turns = {peer: deque(traffic.get((self._pp_rank, peer), [])) for peer in self._peers}
 
     def outgoing(self, name: ChannelName, peer: int) -> Channel:

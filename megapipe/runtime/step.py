@@ -172,6 +172,9 @@ def _posted_ahead(
 ) -> Mapping[Action, Sequence[Action]]:
     if communicator is None or not communicator.matches_by_order or not lookahead.messages:
         return {}
+    specs = [spec for around in prepared.specs for side in around for spec in side or ()]
+    if all(spec.nbytes <= communicator.buffered_bytes for spec in specs):
+        return {}
     plan = prepared.key.plan
     is_of_plan = plan.forward_only == prepared.arguments.forward_only  # not a validation by the plan of a training step
     return plan.posted_ahead[prepared.pp_rank] if is_of_plan else {}
