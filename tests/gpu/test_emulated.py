@@ -14,9 +14,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from gpu import test_gpu
-from tools.device import needs_devices
+from tools.device import needs_devices, on_lazy_device
 from tools.device import ranks as ranks
 from tools.ranks import on_ranks
 
@@ -25,21 +24,14 @@ pytestmark = [needs_devices, pytest.mark.skipif(test_gpu.IS_GPU, reason="there i
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    from fakes import cuda_like, lazy_device, nccl_like
-
-    nccl_like.COMMUNICATORS.clear()
-    on_device = {
-        "IS_GPU": True,
-        "device_of": lambda rank: lazy_device.DEVICE,
-        "build": functools.partial(test_gpu.build, p2p_transport="nccl"),
-    }
-    with (
-        mock.patch.multiple(test_gpu, **on_device),
-        mock.patch.object(dist, "ProcessGroupNCCL", nccl_like.LikeNccl, create=True),
-        mock.patch.object(nccl_like, "connecting_time", 0.5),
-        cuda_like.as_cuda(),
-    ):
-        yield
+    with on_lazy_device([]) as lazy:
+        on_device = {
+            "IS_GPU": True,
+            "device_of": lambda rank: lazy.device.DEVICE,
+            "build": functools.partial(test_gpu.build, p2p_transport="nccl"),
+        }
+        with mock.patch.multiple(test_gpu, **on_device), mock.patch.object(lazy.nccl, "connecting_time", 0.5):
+            yield
 
 
 NAMES = [
