@@ -61,6 +61,7 @@ NUM_STREAMS = 32
 """Streams of one priority: the next one is the first again."""
 
 COMMUNICATORS: list[LikeNccl] = []
+CONNECTING: set[LikeNccl] = set()
 _lock = threading.Lock()
 OCCUPIED: set[LikeNccl] = set()
 MOST_OCCUPIED = 0
@@ -180,9 +181,20 @@ class LikeNccl:
 
     def _connect(self) -> None:
         """At the first operation. An abort that comes before it is over finds no communicator."""
-        if self._wire is None:
+        if self._wire is not None:
+            return
+        CONNECTING.add(self)
+        try:
             time.sleep(connecting_time)
-            self._wire = dist.ProcessGroupGloo(self._store, self._rank, 2, datetime.timedelta(seconds=patience))
+            self._store.set(f"connecting {self._rank}", "")
+            begin = time.monotonic()
+            while not self._store.check([f"connecting {1 - self._rank}"]):
+                if time.monotonic() > begin + patience:
+                    raise RuntimeError("the other end does not connect")
+                time.sleep(0.01)
+            self._wire = dist.ProcessGroupGloo(self._store, self._rank, 2, datetime.timedelta(seconds=60))
+        finally:
+            CONNECTING.discard(self)
 
     def _occupy(self, on_wire: list[Any]) -> bool:
         """Returns whether the message has passed."""
