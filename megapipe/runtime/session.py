@@ -169,8 +169,12 @@ class Session:
         return share(value, self._group, self.mailbox, self._progress.step, source, device, what)
 
     def _abort(self) -> None:
-        for communicator in list(self._communicators.values()):
-            communicator.abort()
+        """All at once: to abort one can wait for what others have on the device."""
+        aborts = [threading.Thread(target=one.abort, daemon=True) for one in list(self._communicators.values())]
+        for abort in aborts:
+            abort.start()
+        for abort in aborts:
+            abort.join()
 
     def _find_error(self) -> str | None:
         errors = (communicator.find_error() for communicator in list(self._communicators.values()))
