@@ -27,6 +27,7 @@ class Collector:
         self._was_enabled = False
         self._known: WeakSet[Any] = WeakSet()  # the models
         self._has_frozen = False
+        self._has_user_frozen = False  # looked for until it is found: counting what is frozen takes tens of ms
 
     @contextmanager
     def between_steps(self, interval: int | None, models: Sequence[Any]) -> Iterator[None]:
@@ -59,9 +60,11 @@ class Collector:
             is_between = self._end_step()
         if is_between and (is_first or self._num_done % interval == 0):
             gc.collect()
-            if is_first and not gc.get_freeze_count():
-                gc.freeze()  # what was imported and built is not looked at again
-                self._has_frozen = True
+            if is_first and not (self._has_frozen or self._has_user_frozen):
+                self._has_user_frozen = gc.get_freeze_count() > 0
+                if not self._has_user_frozen:
+                    gc.freeze()  # what was imported and built is not looked at again
+                    self._has_frozen = True
 
     def _end_step(self) -> bool:
         """Returns whether no step is under way any more, and it is ours to collect."""

@@ -39,6 +39,9 @@ NEEDS = {  # whether it is there, and where it comes from
     "docs/graphs.md": (TORCH >= (2, 9), "graphs need torch 2.9"),
 }
 
+CHECKED = ("docs/index.md", "docs/tensor_parallel.md")
+"""Pages whose first script other tests run, and see that it trains: test_readme.py and test_tensor_parallel.py."""
+
 # Blocks, hidden or not. A block without a language directly behind one in Python is its output.
 FENCE = re.compile(r"^(?:(<!-- python)|```(\w*))\n(.*?)^(?:-->|```)$", flags=re.MULTILINE | re.DOTALL)
 OUTPUT = re.compile(r"\n\n```\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
@@ -146,9 +149,13 @@ def test_snippets_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
             assert without_names(block.output) in printed, f"the output of {name(page)}, line {block.line}"
 
 
-@pytest.mark.parametrize("page", list(pages_with(scripts_of)))
+def unchecked_scripts_of(page: Path) -> list[Block]:
+    return scripts_of(page)[name(page) in CHECKED :]
+
+
+@pytest.mark.parametrize("page", list(pages_with(unchecked_scripts_of)))
 def test_whole_scripts_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
-    for script in scripts_of(page):
+    for script in unchecked_scripts_of(page):
         ranks.run(NUM_RANKS, run_on_rank, [script], str(page), tmp_path)
 
 

@@ -620,22 +620,24 @@ def test_gradients_in_their_data_parallelism(rank: int) -> None:
 
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
     replica = megapipe.parallel_state.get_data_parallel_rank()
+    model = Stage(StageInfo(0, 1), replicas.NUM_LAYERS)
+    expected = []
+    for number in range(2):
+        both = [replicas.replica_gradients(model, one, 2, number, 3) for one in range(2)]
+        expected.append(dict(zip(dict(model.named_parameters()), replicas.average(both))))
     for schedule, by_hooks in itertools.product(["1f1b", *replicas.SPLIT], [True, False]):
         chunks = replicas.build_replicas(schedule, 2)
         wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
         config.no_sync_func = [one.no_sync for one in wrapped]
         config.grad_sync_func = None if by_hooks else [one.start_grad_sync for one in wrapped]
         config.finalize_model_grads_func = lambda models, tokens: [one.finish_grad_sync() for one in models]
-        model = Stage(StageInfo(0, 1), replicas.NUM_LAYERS)
         for number in range(2):
             for one in wrapped:
                 one.zero_grad_buffer()
             run(schedule, wrapped, 3, seed=2 * number + replica)
-            both = [replicas.replica_gradients(model, one, 2, number, 3) for one in range(2)]
-            expected = dict(zip(dict(model.named_parameters()), replicas.average(both)))
             for chunk in chunks:
                 for name, parameter in chunk.named_parameters():
-                    assert torch.equal(parameter.main_grad, expected[name]), f"{schedule}, {by_hooks}, {name}"
+                    assert torch.equal(parameter.main_grad, expected[number][name]), f"{schedule}, {by_hooks}, {name}"
 
 
 def test_only_the_integration_knows_the_package() -> None:

@@ -1,5 +1,6 @@
 """Stages whose tensors torch's `parallelize_module` shares out among ranks: pp=2 x tp=2."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -120,13 +121,12 @@ def test_gradients_and_norms(rank: int, deferred: bool) -> None:
         assert_gradients(chunks, {name: grad * (0.1 / norm) for name, grad in on_one_rank.items()})
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(4)
-def test_ws_run_while_its_collectives_are_under_way(rank: int, schedule: str) -> None:
+def test_ws_run_while_its_collectives_are_under_way(rank: int) -> None:
     """Without a word in the model. The gradients are those of windows that stay empty."""
     mesh = use_mesh(pp=2, tp=2)
-    expected: dict[str, Tensor] = {}
-    for weights_per_window in (0, 1, 100):
+    expected: dict[tuple[str, str], Tensor] = {}
+    for schedule, weights_per_window in itertools.product(SCHEDULES, (0, 1, 100)):
         chunks = build(schedule, mesh, deferred=True)
         for chunk in chunks:
             chunk.config.weights_per_window = weights_per_window
@@ -138,22 +138,23 @@ def test_ws_run_while_its_collectives_are_under_way(rank: int, schedule: str) ->
         assert (sum(products) >= num_linears // 2) == bool(weights_per_window)
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                assert torch.equal(parameter.grad.to_local(), expected.setdefault(name, parameter.grad.to_local()))
+                grad = parameter.grad.to_local()
+                assert torch.equal(grad, expected.setdefault((schedule, name), grad))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(4)
-def test_a_loss_that_is_shared_out(rank: int, schedule: str) -> None:
+def test_a_loss_that_is_shared_out(rank: int) -> None:
     """The logits stay shared out along the vocabulary; the loss is computed from the parts, forward and backward."""
     mesh = use_mesh(pp=2, tp=2)
     expected = reference(Stage(StageInfo(0, 1), NUM_LAYERS))
-    chunks = build(schedule, mesh, deferred=True, shares_logits=True)
-    with loss_parallel():
-        losses = step(schedule, chunks)
-    assert_gradients(chunks, expected)
-    if any(chunk.info.is_last for chunk in chunks):
-        whole_losses = step_alone(NUM_MICROBATCHES)
-        torch.testing.assert_close([full(loss["loss"]) for loss in losses], whole_losses, rtol=0, atol=1e-6)
+    whole_losses = step_alone(NUM_MICROBATCHES)
+    for schedule in SCHEDULES:
+        chunks = build(schedule, mesh, deferred=True, shares_logits=True)
+        with loss_parallel():
+            losses = step(schedule, chunks)
+        assert_gradients(chunks, expected)
+        if any(chunk.info.is_last for chunk in chunks):
+            torch.testing.assert_close([full(loss["loss"]) for loss in losses], whole_losses, rtol=0, atol=1e-6)
 
 
 def step_alone(num_microbatches: int) -> list[Tensor]:
@@ -316,51 +317,49 @@ def captured_step(schedule: str, chunks: list[Stage], call: Any = torch.nn.Modul
     run(schedule, chunks, NUM_MICROBATCHES, **options)
 
 
+ALIKE = (("1f1b",), ("interleaved_1f1b", "combined_zb1p"), ("zbv", "dualpipev"))
+"""Schedules that cut the model alike. Capturing takes longer than all else, so their stages are captured once."""
+
+
 @needs_graphs
-@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize(("recompute", "schedules"), [(False, ALIKE), (True, ALIKE[-1:])], ids=["saved", "recomputed"])
 @on_ranks(4)
-def test_captured_stages(rank: int, recompute: bool) -> None:
-    """Their graphs have the collectives, B and W are split, and products of Ws run in the windows."""
+def test_captured_stages(rank: int, recompute: bool, schedules: tuple[tuple[str, ...], ...]) -> None:
+    """Their graphs have the collectives, B and W are split, and products of Ws run in the windows. As one graph of a
+    pair, a forward and a backward compute while the other's data is under way."""
     mesh = use_mesh(pp=2, tp=2)
     in_no_pipeline = parallelize(Stage(StageInfo(0, 1), NUM_LAYERS), mesh["tp"])
     reference(in_no_pipeline)
     expected = {name: gradient_like(parameter) for name, parameter in in_no_pipeline.named_parameters()}
-    for schedule in SCHEDULES:
-        for weights_per_window in (0, 1):
-            chunks = build(schedule, mesh)
-            capture_all(chunks, recompute=recompute)
-            for chunk in chunks:
-                chunk.config.weights_per_window = weights_per_window
-                chunk.config.min_pending_weights = 1
-            products: list[bool] = []
-            with mock.patch.object(DeferredGrads, "compute_next", noting(DeferredGrads.compute_next, products)):
-                captured_step(schedule, chunks)
-            if schedule == "zbv":  # a graph leaves its own Ws at its end, so others have none
-                assert any(products) == bool(weights_per_window)
-            for chunk in chunks:
-                for name, parameter in chunk.named_parameters():
-                    grad = gradient_like(parameter)
-                    assert grad.placements == parameter.placements
-                    assert torch.equal(grad.to_local(), expected[name].to_local()), (schedule, name)
+    for alike in schedules:
+        chunks = build(alike[0], mesh)
+        capture_all(chunks, recompute=recompute)
+        for schedule, weights_per_window in itertools.product(alike, (0, 1)):
+            check_captured(schedule, chunks, weights_per_window, expected)
 
 
-@needs_graphs
-@on_ranks(4)
-def test_captured_pairs(rank: int) -> None:
-    """As one graph of both, each computes while the other's data is under way."""
-    mesh = use_mesh(pp=2, tp=2)
-    in_no_pipeline = parallelize(Stage(StageInfo(0, 1), NUM_LAYERS), mesh["tp"])
-    reference(in_no_pipeline)
-    for schedule in ("dualpipev", "combined_zb1p"):
-        chunks = build(schedule, mesh)
-        capture_all(chunks)
-        with mock.patch.object(function, "multiplex", side_effect=function.multiplex) as multiplexed:
-            captured_step(schedule, chunks, in_segments)
-        assert multiplexed.called
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                expected = gradient_like(in_no_pipeline.get_parameter(name))
-                assert torch.equal(gradient_like(parameter).to_local(), expected.to_local()), (schedule, name)
+def check_captured(
+    schedule: str, chunks: list[Stage], weights_per_window: int, expected: dict[str, Tensor | None]
+) -> None:
+    for chunk in chunks:
+        chunk.zero_grad()
+        chunk.config.weights_per_window = weights_per_window
+        chunk.config.min_pending_weights = 1
+    products: list[bool] = []
+    in_pairs = schedule in ("dualpipev", "combined_zb1p") and weights_per_window > 0
+    with (
+        mock.patch.object(DeferredGrads, "compute_next", noting(DeferredGrads.compute_next, products)),
+        mock.patch.object(function, "multiplex", side_effect=function.multiplex) as multiplexed,
+    ):
+        captured_step(schedule, chunks, in_segments if in_pairs else torch.nn.Module.__call__)
+    assert multiplexed.called == in_pairs
+    if schedule == "zbv":  # a graph leaves its own Ws at its end, so others have none
+        assert any(products) == bool(weights_per_window)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            grad = gradient_like(parameter)
+            assert grad.placements == parameter.placements
+            assert torch.equal(grad.to_local(), expected[name].to_local()), (schedule, name)
 
 
 @needs_graphs

@@ -137,7 +137,12 @@ def frozen_by_a_step(collector: Collector) -> bool:
 @on_ranks(1)
 def test_the_first_step_freezes_what_is_there_unless_the_user_has(rank: int) -> None:
     assert gc.get_freeze_count()  # tests' ranks have frozen what they imported
-    assert not frozen_by_a_step(Collector())
+    collector = Collector()
+    with mock.patch.object(gc, "get_freeze_count", wraps=gc.get_freeze_count) as count:
+        assert not frozen_by_a_step(collector)
+        with collector.between_steps(1, [Model()]):
+            pass
+    assert count.call_count == 1, "it takes tens of ms"
     gc.unfreeze()
     collector = Collector()
     assert frozen_by_a_step(collector)

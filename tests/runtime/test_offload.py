@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, reference, run
+from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, run, unpartitioned
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,13 +46,14 @@ def offloaded(schedule: str, pp_size: int, m: int, copying: float = 1.0, setting
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_plans_are_no_longer_and_hold_less(schedule: str, tmp_path: Path) -> None:
-    for pp_size, m, copying in itertools.product((1, 2, 4, 8), (1, 5, 16, 32), (0.3, 1.0, 2.5)):
+    for pp_size, m in ((1, 1), (1, 16), (2, 5), (2, 32), (4, 1), (4, 16), (8, 5), (8, 32)):
         before = make_plan(schedule, pp_size, m, CHUNKS.get(schedule), settings=ONE_PENDING).simulate()
-        plan = offloaded(schedule, pp_size, m, copying)
-        plan.check()
-        after = plan.simulate()
-        assert after.makespan == before.makespan
-        assert all(less <= more for less, more in zip(after.peak_activations, before.peak_activations))
+        for copying in (0.3, 1.0, 2.5):
+            plan = offloaded(schedule, pp_size, m, copying)
+            plan.check()
+            after = plan.simulate()
+            assert after.makespan == before.makespan
+            assert all(less <= more for less, more in zip(after.peak_activations, before.peak_activations))
     plan.save_json(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").actions == plan.actions
 
@@ -129,7 +130,7 @@ def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool
             reports = run(schedule if copying else offloaded(schedule, pp_size, m), chunks, m)
         plan = offloaded(schedule, pp_size, m, copying or 1.0)
         assert len(moved) == len(plan.offloaded[rank])
-        expected, losses = reference(8, m, dropout=0.5)
+        expected, losses = unpartitioned(8, m, 0.5)
         assert_same_losses(reports, losses, chunks)
         assert_same_gradients(chunks, expected)
 

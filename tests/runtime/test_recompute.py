@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, reference, run
+from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, run, unpartitioned
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,7 +27,7 @@ def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool
         chunks = build(schedule, pp_size, 8, CHUNKS.get(schedule), dropout=0.5, deferred=deferred)
         chunks[0].config.recompute = "all"
         reports = run(schedule, chunks, m)
-        expected, losses = reference(8, m, dropout=0.5)
+        expected, losses = unpartitioned(8, m, 0.5)
         assert_same_losses(reports, losses, chunks)
         assert_same_gradients(chunks, expected)
 
@@ -36,10 +36,10 @@ def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool
     ("pp_size", "num_microbatches", "deferred"),
     [
         (1, [2], False),
-        (2, [1, 5], True),
+        (2, [5], True),
         (3, [3], False),
         (4, [6], True),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, [1, 5], False), (4, [6], False))),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, [1], True), (2, [5], False), (4, [6], False))),
     ],
 )
 def test_equal_to_the_unpartitioned_model(

@@ -16,7 +16,7 @@ import megapipe
 from megapipe import StageInfo, parallel_state
 from megapipe.training import GradientReducer
 
-NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 2, 20
+NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 2, 8
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 

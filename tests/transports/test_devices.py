@@ -98,14 +98,19 @@ def assert_same(chunks: list[Stage], expected: list[Stage], read: Any, what: str
         assert_same_gradients([theirs], on_host, what)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("num_ranks", "schedules"),
-    [(2, SCHEDULES), (4, KINDS), pytest.param(4, SCHEDULES, marks=pytest.mark.soak)],
-    ids=["2", "4", "4-all"],
+IN_SHORT = [(2, "nccl", SCHEDULES), (2, "host", KINDS), (4, "nccl", KINDS)]
+"""Every schedule, and every kind over both transports and on more ranks; all of them are a soak."""
+ALL = [(num_ranks, transport, SCHEDULES) for num_ranks in (2, 4) for transport in TRANSPORTS]
+CASES = pytest.mark.parametrize(
+    ("num_ranks", "transport", "schedules"),
+    [*IN_SHORT, *(pytest.param(*case, marks=pytest.mark.soak) for case in ALL if case not in IN_SHORT)],
+    ids=lambda value: value if isinstance(value, (int, str)) else "all" if value is SCHEDULES else "kinds",
 )
+
+
+@CASES
 @on_ranks()
-def test_same_as_on_cpu(rank: int, num_ranks: int, schedules: list[str], transport: str) -> None:
+def test_same_as_on_cpu(rank: int, num_ranks: int, transport: str, schedules: list[str]) -> None:
     for schedule in schedules:
         options = {"num_microbatches": 2 * num_ranks}
         expected = build(schedule, num_ranks, transport)
@@ -219,16 +224,7 @@ def most_inputs(actions: Any, stages: set[int]) -> int:
     return most
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "transport", "schedules"),
-    [
-        (2, "nccl", SCHEDULES),
-        (2, "host", KINDS),
-        *((4, transport, KINDS) for transport in TRANSPORTS),
-        *(pytest.param(4, transport, SCHEDULES, marks=pytest.mark.soak) for transport in TRANSPORTS),
-    ],
-    ids=["2-nccl", "2-host", "4-host", "4-nccl", "4-host-all", "4-nccl-all"],
-)
+@CASES
 @on_ranks()
 def test_no_more_memory_than_the_plan_says(rank: int, num_ranks: int, transport: str, schedules: list[str]) -> None:
     """What was received stayed, with its gradient, until a helper thread saw, four times a second, that it had come: 48
