@@ -47,7 +47,7 @@ def bytes_of_stages(
         fake: run on torch's fake tensors, which have no memory, on the device that the stages are made for. False for
             stages that cannot: captured ones, for example. Each then takes its memory, one at a time.
         posted, posted_bytes, outbox: how messages travel, as in `StageBytes`. The defaults are gloo's; over NCCL all
-            are 0.
+            are 0, but a large message whose receive is posted early takes its size once more on a rank.
 
     Raises:
         ValueError, TypeError: as in a step.

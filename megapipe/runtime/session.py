@@ -169,12 +169,16 @@ class Session:
         return share(value, self._group, self.mailbox, self._progress.step, source, device, what)
 
     def _abort(self) -> None:
-        """All at once: to abort one can wait for what others have on the device."""
-        aborts = [threading.Thread(target=one.abort, daemon=True) for one in list(self._communicators.values())]
-        for abort in aborts:
-            abort.start()
-        for abort in aborts:
-            abort.join()
+        """All at once: to abort one can wait for what others have on the device. The first needs no thread: at the end
+        of the interpreter none can be started."""
+        communicators = list(self._communicators.values())
+        others = [threading.Thread(target=one.abort, daemon=True) for one in communicators[1:]]
+        for other in others:
+            other.start()
+        for one in communicators[:1]:
+            one.abort()
+        for other in others:
+            other.join()
 
     def _find_error(self) -> str | None:
         errors = (communicator.find_error() for communicator in list(self._communicators.values()))
