@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import time
 from collections.abc import Callable
 from functools import partial
@@ -50,8 +51,6 @@ def _compile(graph: GraphModule, examples: list[Any], what: str) -> Compiled:
     num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
     logger.info("compiling %s, %d operators", what, num_nodes)
     start = time.perf_counter()
-    unboxed = Graph()
-    unboxed.output(unboxed.graph_copy(graph.graph, {}))
     inductor: Any = importlib.import_module("torch._inductor")
     try:
         # Which would put each wait of a communication next to its start.
@@ -59,7 +58,7 @@ def _compile(graph: GraphModule, examples: list[Any], what: str) -> Compiled:
         # A replay of a graph of inductor's own would write to outputs that a message still reads.
         alone = {"fallback_random": True, "triton.cudagraphs": False}
         with inductor.config.patch({**alone, **in_order}):
-            function = inductor.compile(GraphModule(graph, unboxed), examples)
+            function = inductor.compile(GraphModule(graph, _taking_a_list(graph.graph)), [examples])
     except Exception as error:
         if any(name in f"{type(error).__name__} {error}" for name in ("InvalidCxxCompiler", "TritonMissing")):
             raise RuntimeError(
@@ -68,11 +67,20 @@ def _compile(graph: GraphModule, examples: list[Any], what: str) -> Compiled:
             ) from error
         raise
     logger.info("compiled %s in %.1f s", what, time.perf_counter() - start)
-    return partial(_run_boxed, function)
+    return partial(_run, function)
 
 
-def _run_boxed(function: Callable[..., Any], arguments: list[Tensor]) -> tuple[Any, ...]:
-    tensors = tuple(arguments)
-    arguments.clear()
+def _taking_a_list(graph: Graph) -> Graph:
+    """The same graph, with its arguments in a list that inductor empties, so that each is freed after its last use."""
+    taking = Graph()
+    arguments = taking.placeholder("arguments")
+    arguments.meta["steal_arg"] = True
+    placeholders = graph.find_nodes(op="placeholder")
+    items = [taking.call_function(operator.getitem, (arguments, number)) for number in range(len(placeholders))]
+    taking.output(taking.graph_copy(graph, dict(zip(placeholders, items))))
+    return taking
+
+
+def _run(function: Callable[..., Any], arguments: list[Tensor]) -> tuple[Any, ...]:
     with torch.no_grad():
-        return tuple(function(*tensors))
+        return tuple(function(arguments))

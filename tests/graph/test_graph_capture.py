@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -581,16 +582,27 @@ def test_stages_of_the_same_shape_share_their_compiled_graphs(monkeypatch: pytes
 
 
 def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
-    """Compiles a graph, says so, and draws the same random numbers."""
+    """Compiles a graph, says so, draws the same random numbers, and frees what it needs no more: each argument was held
+    until the graph had ended."""
+    alive = []
+
+    @torch.library.custom_op("megapipe_tests::look", mutates_args=(), schema="(Tensor x) -> Tensor")
+    def look(x: Tensor) -> Tensor:
+        alive.append(argument() is not None)
+        return x.clone()
+
+    look.register_fake(torch.empty_like)
     x = torch.randn(5, H)
-    parts = graph.partition(graph.trace_joint(lambda x: (F.dropout(x.sin(), 0.5),), [x], "a test"))
+    parts = graph.partition(graph.trace_joint(lambda x: (F.dropout(look(x.sin()), 0.5),), [x], "a test"))
     with caplog.at_level("INFO", "megapipe"):
         compiled = graph.compile_graph(parts.forward_only, "a graph")
     torch.manual_seed(1)
     expected = F.dropout(x.sin(), 0.5)
     torch.manual_seed(1)
-    arguments = [x]
+    arguments = [x.clone()]
+    argument = weakref.ref(arguments[0])
     (found,) = compiled(arguments)
+    assert alive == [False]
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
     assert arguments == [], "emptied"
     begun, ended = (record.message for record in caplog.records if record.name.startswith("megapipe."))
