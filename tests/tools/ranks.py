@@ -213,8 +213,6 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
                 debug._clear_sharding_prop_cache()  # of meshes whose process groups are gone
         for session in list(megapipe.runtime.session._sessions.values()):
             session.close()  # the threads of its connections would slow down the next job
-        gc.collect()
-        gc.freeze()  # nor what it imported and cached: a collection of 0.3 s at each first step
         try:
             jobs.send((result, text))
         except Exception:  # an exception that cannot be pickled
