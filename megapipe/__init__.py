@@ -1,20 +1,13 @@
 """Pipeline-parallel training for PyTorch, the Megatron way: one hand-written function per schedule."""
 
-import os
-import sys
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from . import integrations as integrations
+from . import schedules
+from .first_use import names_on_first_use
 
-
-def _is_command() -> bool:
-    """Whether this process runs `megapipe`, or `python -m megapipe`."""
-    program = os.path.basename(next(iter(sys.argv), ""))
-    return program in ("megapipe", "megapipe.exe") or (program == "-m" and sys.orig_argv[-len(sys.argv)] == __name__)
-
-
-if not _is_command():  # which shows plans, and does without torch: that takes seconds to import
-    from . import integrations as integrations
-    from . import parallel_state, schedules, slices, weight_grad
+if TYPE_CHECKING:
+    from . import parallel_state, slices, weight_grad
     from .analysis import TimelineRecorder
     from .config import PipelineConfig
     from .failures import PipelineError
@@ -33,6 +26,8 @@ if not _is_command():  # which shows plans, and does without torch: that takes s
         clip_grad_norm_,
         divide_by_num_tokens,
     )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CannotSplitError",
@@ -63,3 +58,5 @@ __all__ = [
     "warm_up",
     "weight_grad",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

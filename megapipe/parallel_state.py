@@ -13,13 +13,15 @@ import datetime
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
+
+from .frameworks import frameworks
 
 __all__ = [
     "destroy_model_parallel",
@@ -44,8 +46,6 @@ __all__ += [  # between rooms
     "abort_gloo",
     "abort_process_groups",
     "all_gather_json",
-    "check_groups",
-    "find_groups",
     "find_pipeline_group",
 ]
 
@@ -64,12 +64,6 @@ class Groups(NamedTuple):
     data_mesh: DeviceMesh | None = None
     """The replicas in `data` as the mesh they were made from, if they were."""
 
-
-find_groups: list[Callable[[], Groups | None]] = []
-"""Called in turn for the groups of another framework, where `parallel_state` is not initialised itself."""
-
-check_groups: list[Callable[[Any], None]] = []
-"""Called with each thing that the caller passed to describe process groups; may raise ValueError."""
 
 _groups: Groups | None = None
 
@@ -368,7 +362,7 @@ def _needs_groups() -> bool:
 def _find_groups() -> Groups | None:
     if _groups is not None:
         return _groups
-    return next((groups for find in find_groups if (groups := find()) is not None), None)
+    return next((groups for framework in frameworks() if (groups := framework.groups()) is not None), None)
 
 
 def _existing_groups() -> Groups:

@@ -18,9 +18,10 @@ from .. import parallel_state
 from ..activations import regions_of
 from ..chunks import as_sharded, find_attribute, iter_wrapped, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
+from ..frameworks import find_cut, frameworks
 from ..graph import captured_stages
 from ..plan import Placement, Schedule, StageInfo
-from ..stages import StepArguments, delays, has_segments, hooks
+from ..stages import StepArguments, delays, has_segments
 from ..transports import is_capturing
 from .found_shapes import FoundShapes, Specs, UndescribedMessages, boundary_name
 from .shapes import ShapeArguments, message_specs
@@ -42,9 +43,9 @@ __all__ = [
 
 def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
     """The pipeline's process group: the caller's, or else parallel_state's. None without torch.distributed."""
-    for check in parallel_state.check_groups:
-        check(pg_collection)
-        check(p2p_communicator)
+    for framework in frameworks():
+        framework.check_groups(pg_collection)
+        framework.check_groups(p2p_communicator)
     group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)
     if group is not None:
         return group  # type: ignore[no-any-return]
@@ -58,8 +59,8 @@ def config_of(schedule: Schedule, models: Sequence[nn.Module], pg_collection: An
     sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
     groups = {name: getattr(pg_collection, short, None) for name, short in sizes.items()}
     settings = {name: group.size() for name, group in groups.items() if group is not None}
-    for read in hooks.read_config:
-        settings |= read(config, schedule)
+    for framework in frameworks():
+        settings |= framework.read_config(config, schedule)
     return PipelineConfig.of(config, **settings)
 
 
@@ -119,7 +120,7 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
             )
         if step.forward_only:
             continue
-        hooks.find_cut(model)  # may refuse it
+        find_cut(model)  # may refuse it
         if step.config.settings.recomputes:
             regions_of(model, step.config.recompute_of(stage.index), f"stage {stage.index}")
     if not callable(step.forward_step_func):

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 from .. import parallel_state
 from ..config import PipelineConfig
 from ..failures import Watchdog
+from ..frameworks import StepEnd, frameworks
 from ..graph import recording
 from ..p2p_communication import Communicator, Lookahead
 from ..plan import Action, AnySchedule, Schedule, ScheduleError, StageInfo, actions_of, find_schedule, gathered_chunks
 from ..sharding import ShardedChunks
-from ..stages import Stage, StepArguments, StepEnd, has_segments, hooks
+from ..stages import Stage, StepArguments, has_segments
 from ..timing import StepRecord
 from .arguments import (
     check_arguments,
@@ -276,8 +277,8 @@ def _around_finalizing(prepared: PreparedStep, session: Session | None, keywords
         if session is not None:
             share = functools.partial(session.share, source=last_stage, device=step.device)
         end = StepEnd(step, prepared.pp_rank, pp_size, last_stage, keywords, share)
-        for around in hooks.around_finalizing:
-            stack.enter_context(around(end))
+        for framework in frameworks():
+            stack.enter_context(framework.around_finalizing(end))
         yield
         if step.config.broadcast_reports:
             step.results[:] = share(step.results, what="reports")

@@ -1,10 +1,8 @@
 """One stage of the model: its forward and its backward, unit by unit, without other ranks."""
 
-from . import hooks
 from .arguments import StepArguments
 from .delayed import delays
 from .edges import edge_of
-from .hooks import AroundForward, StepEnd
 from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
 from .overlapped import Forward, has_segments, run_pair
 from .pipeline_stage import PipelineStage, as_sent
@@ -14,14 +12,12 @@ from .unit import Unit
 
 __all__ = [
     "NOTHING",
-    "AroundForward",
     "Forward",
     "NoGradientWarning",
     "PipelineStage",
     "SlicedStage",
     "Stage",
     "StepArguments",
-    "StepEnd",
     "TrainingWarning",
     "Unit",
     "UnsplitBackwardWarning",
@@ -29,7 +25,6 @@ __all__ = [
     "delays",
     "edge_of",
     "has_segments",
-    "hooks",
     "run_pair",
     "warn",
 ]

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ..frameworks import find_cut
 from ..overlap import Segments, filling_windows, find_forward_segments
 from ..weight_grad import DeferredGrads
-from . import hooks
 from .stage import Stage
 from .unit import Unit
 
@@ -22,7 +22,7 @@ __all__ = ["Forward", "has_segments", "run_pair"]
 
 def has_segments(module: nn.Module) -> bool:
     """Whether forwards of a chunk may run in segments."""
-    return find_forward_segments(module) is not None or hooks.find_cut(module) is not None
+    return find_forward_segments(module) is not None or find_cut(module) is not None
 
 
 class Forward:

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..activations import Offload, Region, in_slot, recomputing, regions_of, storages_of
 from ..chunks import find_attribute, tensors_of
+from ..frameworks import find_cut, frameworks
 from ..messages import (
     MessageSpec,
     TensorSpec,
@@ -32,7 +33,6 @@ from ..overlap import Segments
 from ..p2p_communication import Transfer
 from ..plan import KINDS, StageInfo
 from ..weight_grad import DeferredGrads, deferring, unshared
-from . import hooks
 from .arguments import StepArguments
 from .delayed import DelayedGrads, find_delayed
 from .edges import edge_of, run_backward
@@ -77,7 +77,7 @@ class Stage:
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
         self._forward_step_func = step.forward_step_func
-        cut = None if step.forward_only else hooks.find_cut(self.module)
+        cut = None if step.forward_only else find_cut(self.module)
         if cut is not None:
             self._forward_step_func = cut(self._forward_step_func)
         if step.config.enable_autocast:
@@ -95,8 +95,8 @@ class Stage:
         """Whether an output may have no gradient, which is no gradient of zeros."""
         self._around = [
             around
-            for find in hooks.around_forwards
-            if (around := find(self.module, step.num_units, step.device)) is not None
+            for framework in frameworks()
+            if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None
         ]
         self._recomputed: list[Region] | None = None
         self._storages: set[int] | None = None

@@ -13,7 +13,7 @@ import pytest
 
 import megapipe
 from megapipe.plan import KINDS, find_schedule, make_plan
-from megapipe.schedules.interleaving import _groups
+from megapipe.schedules import _groups
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe import StageInfo
+from megapipe.integrations.megatron import framework
 from megapipe.plan import Verbs, find_schedule, v_shape
 from megapipe.schedules import ForwardBackward
 from megapipe.weight_grad import DeferredGrads, deferring
@@ -471,10 +472,9 @@ def test_scales_of_auxiliary_losses(rank: int) -> None:
     step(megapipe.get_forward_backward_func("1f1b"), [chunk], batches(4, 0))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale == 8
     config.mtp_num_layers, config.calculate_per_token_loss = 1, False
-    for find in megapipe.stages.hooks.around_forwards:
-        around = find(chunk, 2, torch.device("cpu"))
-        assert around is not None
-        around.after()
+    around = framework.around_forwards(chunk, 2, torch.device("cpu"))
+    assert around is not None
+    around.after()
     assert MTPLossAutoScaler.main_loss_backward_scale == 4
 
 
@@ -490,7 +490,7 @@ def test_what_is_not_supported_is_refused(rank: int) -> None:
 def settings_of(schedule: str, **fields: Any) -> dict[str, Any]:
     """What the integration makes of a config with these fields."""
     config, found = SimpleNamespace(**fields), find_schedule(schedule)
-    return {name: value for read in megapipe.stages.hooks.read_config for name, value in read(config, found).items()}
+    return framework.read_config(config, found)
 
 
 @pytest.mark.parametrize(
@@ -557,6 +557,7 @@ class MultiModuleProcessGroupCollection:
 
 def test_pipelines_of_several_models_are_refused() -> None:
     """They were taken for the default pipeline."""
+    pytest.importorskip("megatron.core")  # whose rules are followed where it has been imported
     groups = MultiModuleProcessGroupCollection()
     with pytest.raises(ValueError, match="a MultiModuleProcessGroupCollection describes several models"):
         megapipe.get_forward_backward_func(schedule_pg_collection=groups)
@@ -600,7 +601,8 @@ def test_scales_are_set_by_the_megatron_that_is_there(rank: int) -> None:
         patch.setattr(schedules, "set_current_microbatch", lambda model, microbatch: calls.append(microbatch))
         patch.setattr(schedules, "forward_step_calc_loss", lambda *args, **options: calls.append(options))
         chunk, device = provider(config)(), torch.device("cpu")
-        (around,) = filter(None, (find(chunk, 4, device) for find in megapipe.stages.hooks.around_forwards))
+        around = framework.around_forwards(chunk, 4, device)
+    assert around is not None
     around.before(3)
     around.after()
     assert calls[0] == 3

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import megapipe
-from megapipe.integrations.megatron import build_model_chunks, defer_weight_gradients
+from megapipe.integrations.megatron import build_model_chunks, defer_weight_gradients, framework
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="make test installs megatron-core")
 
@@ -162,7 +162,7 @@ def test_what_has_no_schedule_plan(rank: int) -> None:
     other = nn.Linear(1, 1)
     other.config = config
     with pytest.raises(ValueError, match=r"takes a model with build_schedule_plan, .* and a Linear has none"):
-        megapipe.stages.hooks.find_cut(other)
+        framework.find_cut(other)
     with with_streams(), pytest.raises(TypeError, match=r"must return \(model.build_schedule_plan.* returned a Tensor"):
         step(
             megapipe.get_forward_backward_func("combined_1f1b"),

@@ -16,8 +16,7 @@ from megapipe.plan import (
     v_shape,
 )
 from megapipe.plan.weight_placement import _Search, count_weights, find_counts, move_weights
-from megapipe.schedules import B, F, W
-from megapipe.schedules.dualpipe import FB
+from megapipe.schedules import FB, B, F, W
 
 SPLIT = [name for name in schedule_names() if any(action.kind == "W" for action in make_plan(name, 1, 2).actions[0])]
 

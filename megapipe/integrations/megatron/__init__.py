@@ -17,13 +17,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import finish as finish
-from . import segments as segments
-from . import settings as settings
 from .layers import defer_weight_gradients
 from .stages import at_its_stage, build_model_chunks
+from .ties import framework
 
 __all__ = ["at_its_stage", "build_model_chunks", "defer_weight_gradients"]
+__all__ += ["framework"]  # between rooms
 
 _MEGATRONS = (
     "backward_step",

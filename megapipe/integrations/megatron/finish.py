@@ -8,15 +8,15 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ...stages import hooks
+from ...frameworks import StepEnd
 from .loaded import is_in_use
 from .stages import copies_of_embedding, without_embedding, without_embedding_group
 
-__all__: list[str] = []
+__all__ = ["finish"]
 
 
 @contextmanager
-def _finish(end: hooks.StepEnd) -> Iterator[None]:
+def finish(end: StepEnd) -> Iterator[None]:
     is_last = end.pp_rank == end.pp_size - 1
     if end.last_stage == end.pp_size - 1 or not is_in_use(end.step.models):
         yield
@@ -33,7 +33,7 @@ def _finish(end: hooks.StepEnd) -> Iterator[None]:
     _sum_gradients(copies)
 
 
-def _check_summed(copies: Sequence[nn.Parameter], end: hooks.StepEnd) -> None:
+def _check_summed(copies: Sequence[nn.Parameter], end: StepEnd) -> None:
     if end.step.config.finalize_model_grads_func is None and any(hasattr(copy, "main_grad") for copy in copies):
         raise ValueError(
             "the gradients of tied embeddings are summed when those of all replicas are there: set "
@@ -56,6 +56,3 @@ def _sum_gradients(copies: Sequence[nn.Parameter]) -> None:
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
-
-
-hooks.around_finalizing.append(_finish)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...chunks import find_attribute
-from ...parallel_state import Groups, find_groups
+from ...parallel_state import Groups
 
 __all__ = ["groups", "is_in_use", "loaded", "megatrons_config"]
 
@@ -42,6 +42,3 @@ def megatrons_config(model: nn.Module) -> Any:
 def is_in_use(models: Sequence[nn.Module]) -> bool:
     """Whether these chunks are trained by Megatron's rules: its groups exist, or the config is its own."""
     return groups() is not None or any(megatrons_config(model) is not None for model in models)
-
-
-find_groups.append(groups)

@@ -18,14 +18,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...chunks import iter_wrapped
+from ...frameworks import ForwardStep
 from ...overlap import fill_window, in_segments
-from ...stages import edge_of, hooks
+from ...stages import edge_of
 from .loaded import loaded, megatrons_config
 
-__all__: list[str] = []
+__all__ = ["find_cut"]
 
 
-def _find_cut(chunk: nn.Module) -> Callable[[hooks.ForwardStep], hooks.ForwardStep] | None:
+def find_cut(chunk: nn.Module) -> Callable[[ForwardStep], ForwardStep] | None:
     if not getattr(megatrons_config(chunk), "overlap_moe_expert_parallel_comm", False):
         return None
     model = next((inner for inner in iter_wrapped(chunk) if hasattr(inner, "build_schedule_plan")), None)
@@ -37,7 +38,7 @@ def _find_cut(chunk: nn.Module) -> Callable[[hooks.ForwardStep], hooks.ForwardSt
     return functools.partial(_cut, model)
 
 
-def _cut(model: nn.Module, forward_step_func: hooks.ForwardStep) -> hooks.ForwardStep:
+def _cut(model: nn.Module, forward_step_func: ForwardStep) -> ForwardStep:
     """The forward_step_func that asks the caller's for a schedule plan, as Megatron's schedules do."""
 
     def forward_step(data_iterator: Any, chunk: nn.Module, *extra: bool) -> tuple[Any, Any]:
@@ -147,6 +148,3 @@ class _Whole(Function):
         plan.wait_current_stream()
         plan.release_state()
         return None, None, None
-
-
-hooks.forwards_in_segments.append(_find_cut)

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import parallel_state
+from ...frameworks import AroundForward, StepEnd
 from ...plan import Schedule
-from ...stages import hooks
 from .loaded import loaded, megatrons_config
 
-__all__: list[str] = []
+__all__ = ["around_forwards", "check_groups", "read_config", "reset_offloading"]
 
 # Features of Megatron's own schedules, with what to do instead.
 _UNSUPPORTED = {
@@ -34,7 +33,7 @@ _MEGATRONS_ORDERS = ("no_pipelining", "1f1b", "interleaved_1f1b")
 """Schedules that run forwards and backwards in the order that Megatron's have."""
 
 
-def _read_config(config: Any, schedule: Schedule) -> dict[str, Any]:
+def read_config(config: Any, schedule: Schedule) -> dict[str, Any]:
     for name, remedy in _UNSUPPORTED.items():
         if getattr(config, name, False):
             raise ValueError(f"config.{name} is part of Megatron's own schedules and not supported here: {remedy}.")
@@ -114,7 +113,7 @@ def _is_in_megatrons_order(config: Any, schedule: Schedule) -> bool:
 
 
 @contextmanager
-def _reset_offloading(end: hooks.StepEnd) -> Iterator[None]:
+def reset_offloading(end: StepEnd) -> Iterator[None]:
     """What Megatron's schedules do for its own offloading, whose copies are made by its modules."""
     yield
     config = megatrons_config(end.step.models[0])
@@ -122,7 +121,7 @@ def _reset_offloading(end: hooks.StepEnd) -> Iterator[None]:
         getattr(loaded(_OFFLOADING), _INTERFACE).reset()
 
 
-def _check_groups(groups: Any) -> None:
+def check_groups(groups: Any) -> None:
     if any(base.__name__.startswith("MultiModule") for base in type(groups).__mro__):
         raise ValueError(
             f"a {type(groups).__name__} describes several models in pipelines of their own, which only Megatron's own "
@@ -130,7 +129,7 @@ def _check_groups(groups: Any) -> None:
         )
 
 
-def _around_forwards(model: nn.Module, num_microbatches: int, device: torch.device) -> hooks.AroundForward | None:
+def around_forwards(model: nn.Module, num_microbatches: int, device: torch.device) -> AroundForward | None:
     """Megatron's own functions, of the release that is there: each has more per-microbatch state, and more scales of
     losses that are attached to the graph and not returned."""
     config = megatrons_config(model)
@@ -139,7 +138,7 @@ def _around_forwards(model: nn.Module, num_microbatches: int, device: torch.devi
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     without_timers = copy.copy(config)  # the function would stop one that it has not started
     without_timers.timers = None
-    return hooks.AroundForward(
+    return AroundForward(
         functools.partial(schedules.set_current_microbatch, model),
         functools.partial(
             schedules.forward_step_calc_loss,
@@ -155,9 +154,3 @@ def _around_forwards(model: nn.Module, num_microbatches: int, device: torch.devi
             is_last_stage=False,  # the loss itself is not its business here, only the scales
         ),
     )
-
-
-hooks.read_config.append(_read_config)
-parallel_state.check_groups.append(_check_groups)
-hooks.around_forwards.append(_around_forwards)
-hooks.around_finalizing.append(_reset_offloading)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, overload
 
-from ..plan import AnySchedule, Placement, Schedule, Verbs, find_schedule, register
+from .frameworks import frameworks
+from .plan import AnySchedule, Placement, Schedule, Verbs, find_schedule, register
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -152,7 +153,7 @@ class ForwardBackward(Schedule):
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
             PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
         """
-        from ..runtime import ShapeArguments, run_step  # with torch, which looking at schedules does without
+        from .runtime import ShapeArguments, run_step  # with torch, which looking at schedules does without
 
         lengths = (seq_length, micro_batch_size, decoder_seq_length)
         return run_step(
@@ -225,10 +226,8 @@ def get_forward_backward_func(
         ScheduleError: the plan cannot run.
         TypeError: `pp_size` is given twice.
     """
-    from .. import parallel_state  # with torch
-
-    for check in parallel_state.check_groups:
-        check(schedule_pg_collection)
+    for framework in frameworks():
+        framework.check_groups(schedule_pg_collection)
     if isinstance(name, int):
         if pp_size is not None:
             raise TypeError(f"pp_size is given twice, as {name} and as {pp_size}: give it once.")
@@ -237,6 +236,8 @@ def get_forward_backward_func(
         name = os.environ.get("MEGAPIPE_SCHEDULE")
     if name is None:
         if pp_size is None and vp_size is None:
+            from . import parallel_state  # with torch
+
             pp_size = parallel_state.get_pipeline_model_parallel_world_size()
             vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         if (pp_size or 1) == 1:

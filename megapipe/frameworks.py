@@ -1,0 +1,79 @@
+"""Frameworks around megapipe, whose rules a step follows where they are in use. The core knows none of them by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+__all__ = ["AroundForward", "ForwardStep", "Framework", "StepEnd", "find_cut", "frameworks", "ties"]
+
+ForwardStep = Callable[..., Any]
+
+
+class AroundForward(NamedTuple):
+    """Functions to be called around the forwards of a chunk."""
+
+    before: Callable[[int], None]
+    """Called before each with the microbatch."""
+    after: Callable[[], None]
+    """Called after each."""
+
+
+class StepEnd(NamedTuple):
+    """A step whose loops are done."""
+
+    step: Any
+    """Its arguments and results."""
+    pp_rank: int
+    pp_size: int
+    last_stage: int
+    """The rank that has the last stage, and with it the reports and the number of tokens."""
+    finalize_keywords: dict[str, Any]
+    """Further arguments of `finalize_model_grads_func`."""
+    share: Callable[[Any], Any]
+    """Called on every rank; returns what the rank of the last stage called it with."""
+
+
+class Framework:
+    """The ties to a framework. By itself each leaves a step as it is."""
+
+    def groups(self) -> Any:
+        """Its process groups, as `parallel_state.Groups`; None where it has none."""
+        return None
+
+    def check_groups(self, groups: Any) -> None:
+        """Called with each thing that the caller passed to describe process groups; may raise ValueError."""
+
+    def read_config(self, config: Any, schedule: Any) -> dict[str, Any]:
+        """Fields of `PipelineConfig` that `model.config` has under other names. May raise ValueError."""
+        return {}
+
+    def around_forwards(self, model: Any, num_forwards: int, device: Any) -> AroundForward | None:
+        """Functions to be called around the forwards of a chunk in this step."""
+        return None
+
+    def find_cut(self, model: Any) -> Callable[[ForwardStep], ForwardStep] | None:
+        """The function that makes of the caller's forward_step_func one whose outputs are `Segments`, where the
+        framework cuts this chunk."""
+        return None
+
+    def around_finalizing(self, end: StepEnd) -> AbstractContextManager[None]:
+        """Entered on every rank when the loops of a step are done, and left when gradients are finalized."""
+        return nullcontext()
+
+
+ties: dict[str, str] = {}
+"""The module that has the ties to a framework, as `framework`, by the name of the framework's package."""
+
+
+def frameworks() -> list[Framework]:
+    """Those whose package has been imported."""
+    return [importlib.import_module(tie).framework for package, tie in ties.items() if package in sys.modules]
+
+
+def find_cut(model: Any) -> Callable[[ForwardStep], ForwardStep] | None:
+    """What cuts the forwards of a chunk into segments, if a framework does."""
+    return next((cut for one in frameworks() if (cut := one.find_cut(model)) is not None), None)

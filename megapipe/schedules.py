@@ -1,0 +1,629 @@
+"""The schedules: one function each, whose loops are the schedule.
+
+A schedule speaks the verbs of `Verbs` to the one object it is given, most of them through F, B, W and BW. It is the
+only source of truth: training runs it, and plans, pictures and checks are made by running it on a recorder. To add one,
+write the function, decorate it, draw its picture in tests/plan/test_schedules.py, and add its note to docs/generate.py.
+
+None of them needs torch until a step runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .calling import ForwardBackward, get_forward_backward_func, schedule
+from .plan import Verbs, loop, v_shape
+
+__all__ = [
+    "BW",
+    "B",
+    "F",
+    "ForwardBackward",
+    "W",
+    "forward_backward_gpipe",
+    "forward_backward_looped_bfs",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_seq1f1b",
+    "forward_backward_seq_interleaved_1f1b",
+    "forward_inference",
+    "get_forward_backward_func",
+    "schedule",
+]
+
+
+# The letters of the figures, of which schedules are made. Each does nothing where its chunk has nothing left to do: so
+# a loop may run past the last microbatch.
+
+
+def F(pipe: Verbs, chunk: int = 0) -> None:
+    """Forward of the chunk's next microbatch, or slice of one."""
+    if pipe.num_forwards_left(chunk):
+        pipe.recv_forward(chunk)
+        pipe.forward_step(chunk)
+        pipe.send_forward(chunk)
+
+
+def B(pipe: Verbs, chunk: int = 0) -> None:
+    """Input gradient of the chunk's next microbatch or slice. Its weight-gradient pass (W) is deferred."""
+    if pipe.num_backwards_left(chunk):
+        pipe.recompute_step(chunk)
+        pipe.recv_backward(chunk)
+        pipe.backward_input_step(chunk)
+        pipe.send_backward(chunk)
+        limit_pending_weights(pipe)
+
+
+def W(pipe: Verbs, chunk: int | None = None) -> None:
+    """The weight-gradient pass deferred longest, of this chunk or of all. While backwards are left, as many stay
+    pending as the setting `min_pending_weights` says, the youngest."""
+    least = pipe.settings.min_pending_weights
+    if least and any(map(pipe.num_backwards_left, range(pipe.num_chunks))):
+        if pipe.num_pending_weights() > least:
+            pipe.backward_weight_step()
+    elif pipe.num_pending_weights(chunk):
+        pipe.backward_weight_step(chunk)
+
+
+def limit_pending_weights(pipe: Verbs) -> None:
+    """After a B: the Ws that are too many by the setting `max_pending_weights`."""
+    most = pipe.settings.most_pending_weights
+    while most is not None and pipe.num_pending_weights() > most:
+        pipe.backward_weight_step()
+
+
+def finish_weights(pipe: Verbs, chunk: int) -> None:
+    """Before a BW: the Ws of this chunk that the setting `min_pending_weights` has left, for gradients are added up in
+    the order of the microbatches."""
+    while pipe.num_pending_weights(chunk):
+        pipe.backward_weight_step(chunk)
+
+
+def BW(pipe: Verbs, chunk: int = 0) -> None:
+    """Whole backward of the chunk's next microbatch or slice: B and W in one. Figures that split no backward call it
+    B."""
+    if pipe.num_backwards_left(chunk):
+        pipe.recompute_step(chunk)
+        finish_weights(pipe, chunk)
+        pipe.recv_backward(chunk)
+        pipe.backward_step(chunk)
+        pipe.send_backward(chunk)
+
+
+# Schedules whose backwards are whole
+
+
+@schedule("no_pipelining", placement=loop, num_chunks=None, max_pp_size=1)
+def forward_backward_no_pipelining(pipe: Verbs) -> Any:
+    """The whole model on one rank, microbatch by microbatch."""
+    for _ in range(pipe.num_microbatches):
+        for chunk in range(pipe.num_chunks):
+            F(pipe, chunk)
+        for chunk in reversed(range(pipe.num_chunks)):
+            BW(pipe, chunk)
+
+    return pipe.finish()
+
+
+@schedule("inference", placement=loop, num_chunks=None, forward_only=True)
+def forward_inference(pipe: Verbs) -> Any:
+    """Forward only. With several chunks, as many microbatches as there are ranks go round at a time."""
+    for first in range(0, pipe.num_microbatches, pipe.pp_size):
+        for chunk in range(pipe.num_chunks):
+            for _ in range(first, min(first + pipe.pp_size, pipe.num_microbatches)):
+                F(pipe, chunk)
+
+    return pipe.finish()
+
+
+@schedule("gpipe", placement=loop, num_chunks=1)
+def forward_backward_gpipe(pipe: Verbs) -> Any:
+    """GPipe: all forwards, then all backwards. https://arxiv.org/abs/1811.06965, Figure 2 (c)."""
+
+    # mF: every microbatch is in flight.
+    for _ in range(pipe.num_microbatches):
+        F(pipe)
+
+    # mB.
+    for _ in range(pipe.num_microbatches):
+        BW(pipe)
+
+    return pipe.finish()
+
+
+@schedule("1f1b", placement=loop, num_chunks=1)
+def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
+    """1F1B (PipeDream-Flush). https://arxiv.org/abs/2104.04473, Figure 4 (top)."""
+    num_behind = pipe.pp_size - pipe.pp_rank - 1
+    # With slow messages it pays to start with more microbatches than there are ranks behind.
+    num_extra = extra_units(pipe, default=pipe.pp_size)
+    num_warmup = min(num_behind + min(num_extra, num_behind), pipe.num_microbatches)
+
+    # Warmup: nF. The last rank has none.
+    for _ in range(num_warmup):
+        F(pipe)
+
+    # Steady state: n(F B). At most pp_size - pp_rank microbatches are in flight.
+    for _ in range(pipe.num_microbatches - num_warmup):
+        F(pipe)
+        BW(pipe)
+
+    # Cooldown: nB.
+    for _ in range(num_warmup):
+        BW(pipe)
+
+    return pipe.finish()
+
+
+@schedule("seq1f1b", placement=loop, num_chunks=1, slices=True)
+def forward_backward_seq1f1b(pipe: Verbs) -> Any:
+    """Seq1F1B: 1F1B with slices of sequences in place of whole ones. https://arxiv.org/abs/2406.03488, Figure 4."""
+    num_behind = pipe.pp_size - pipe.pp_rank - 1
+    num_extra = extra_units(pipe, default=pipe.pp_size)
+    # A microbatch goes backward when all of its slices have gone forward: those but the last are warmup too.
+    num_warmup = min(num_behind + min(num_extra, num_behind) + pipe.num_slices - 1, pipe.num_units)
+
+    # Warmup: nF. The last rank has all slices but one.
+    for _ in range(num_warmup):
+        F(pipe)
+
+    # Steady state: n(F B). At most pp_size - pp_rank + num_slices - 1 slices are in flight.
+    for _ in range(pipe.num_units - num_warmup):
+        F(pipe)
+        BW(pipe)
+
+    # Cooldown: nB.
+    for _ in range(num_warmup):
+        BW(pipe)
+
+    return pipe.finish()
+
+
+@schedule("looped_bfs", placement=loop, num_chunks=None, default_chunks=2)
+def forward_backward_looped_bfs(pipe: Verbs) -> Any:
+    """Breadth-first pipeline: GPipe on several chunks. https://arxiv.org/abs/2211.05953, Figure 2 (d)."""
+
+    # mF0 mF1 ...: a chunk runs every microbatch before the next one begins.
+    for chunk in range(pipe.num_chunks):
+        for _ in range(pipe.num_microbatches):
+            F(pipe, chunk)
+
+    # ... mB1 mB0.
+    for chunk in reversed(range(pipe.num_chunks)):
+        for _ in range(pipe.num_microbatches):
+            BW(pipe, chunk)
+
+    return pipe.finish()
+
+
+@schedule("interleaved_1f1b", placement=loop, num_chunks=None, default_chunks=2)
+def forward_backward_pipelining_with_interleaving(pipe: Verbs) -> Any:
+    """Interleaved 1F1B. https://arxiv.org/abs/2104.04473, Figure 4 (bottom). With one chunk it is 1F1B."""
+    forwards, backwards, num_warmup = interleaved_order(pipe)
+    num_steady = len(forwards) - num_warmup
+
+    # Warmup: nF.
+    for k in range(num_warmup):
+        F(pipe, forwards[k])
+
+    # Steady state: n(F B).
+    for k in range(num_steady):
+        F(pipe, forwards[num_warmup + k])
+        BW(pipe, backwards[k])
+
+    # Cooldown: nB.
+    for k in range(num_steady, len(forwards)):
+        BW(pipe, backwards[k])
+
+    return pipe.finish()
+
+
+@schedule("seq_interleaved_1f1b", placement=loop, num_chunks=None, default_chunks=2, slices=True)
+def forward_backward_seq_interleaved_1f1b(pipe: Verbs) -> Any:
+    """Seq1F1B-I: interleaved 1F1B with slices of sequences. https://arxiv.org/abs/2406.03488"""
+    return forward_backward_pipelining_with_interleaving.loops(pipe)
+
+
+# The zero-bubble schedules: B as early as it can be, W where a rank would otherwise wait.
+#
+# Sources: Zero Bubble Pipeline Parallelism (https://arxiv.org/abs/2401.10241), Pipeline Parallelism with Controllable
+# Memory (https://arxiv.org/abs/2405.15362).
+
+
+@schedule("zb1p", placement=loop, num_chunks=1)
+def forward_backward_zb1p(pipe: Verbs) -> Any:
+    """ZB-H1: the memory of 1F1B. https://arxiv.org/abs/2401.10241, Figure 3 (top)."""
+    return _one_chunk(pipe, num_extra=extra_units(pipe, pipe.pp_size))
+
+
+@schedule("zb2p", placement=loop, num_chunks=1)
+def forward_backward_zb2p(pipe: Verbs) -> Any:
+    """ZB-H2: no bubble between a rank's first and last action, for almost twice the memory of 1F1B.
+    https://arxiv.org/abs/2401.10241, Figure 3 (bottom)."""
+    return _one_chunk(pipe, num_extra=extra_units(pipe, 2 * pipe.pp_size - 1))
+
+
+@schedule("seq_zb1p", placement=loop, num_chunks=1, slices=True)
+def forward_backward_seq_zb1p(pipe: Verbs) -> Any:
+    """ZB-H1 with slices of sequences in place of whole ones. https://arxiv.org/abs/2406.03488"""
+    return _one_chunk(pipe, num_extra=extra_units(pipe, pipe.pp_size))
+
+
+def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
+    size, rank = pipe.pp_size, pipe.pp_rank
+    # 1F1B's warmup is one F for each rank behind this one. Twice that lasts until the first B: the first rank gets all
+    # of num_extra for it, the last rank none. The rest of num_extra are Ws deferred to the end, in which earlier ranks
+    # do their last Bs.
+    extra_warmup = round(num_extra * (size - rank - 1) / max(1, size - 1))
+    # Of the first microbatch's slices all but one come before its first B.
+    num_warmup = size - rank - 1 + extra_warmup + pipe.num_slices - 1
+    num_deferred = rank + num_extra - extra_warmup
+
+    # Warmup: nF.
+    for _ in range(min(num_warmup, pipe.num_units)):
+        F(pipe)
+
+    # Steady state: n(F B), n(F B W).
+    while pipe.num_forwards_left():
+        F(pipe)
+        B(pipe)
+        if pipe.num_pending_weights() > num_deferred:
+            W(pipe)
+
+    # Cooldown: n(B W), nW.
+    while pipe.num_backwards_left():
+        B(pipe)
+        if pipe.num_pending_weights() > num_deferred:
+            W(pipe)
+    while pipe.num_pending_weights():
+        W(pipe)
+
+    return pipe.finish()
+
+
+@schedule("interleaved_zb1p", placement=loop, num_chunks=None, default_chunks=2)
+def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
+    """Interleaved 1F1B with its Ws deferred. With one chunk it is ZB-H1.
+
+    Where `max_in_flight` is too small for two warmup forwards per rank, there is one: as many microbatches in flight as
+    ranks, and a step that is shorter than ZB-V's for as long as messages are fast.
+    """
+    forwards, backwards, num_warmup = interleaved_order(pipe)
+    limit, num_in_flight = pipe.settings.max_in_flight, num_warmup + 2 * pipe.pp_rank + 1  # on the first rank
+    if limit is not None and min(num_in_flight, len(forwards)) > limit * pipe.num_chunks + 1e-9:
+        forwards, backwards, num_warmup = interleaved_order(pipe, num_per_rank=1)
+    # One W per rank before this one: work for the time in which those ranks do their last Bs.
+    num_deferred = pipe.pp_rank
+
+    # Warmup: nF.
+    for chunk in forwards[:num_warmup]:
+        F(pipe, chunk)
+
+    # Steady state: n(F B), n(F B W).
+    for chunk, last_chunk in zip(forwards[num_warmup:], backwards):
+        F(pipe, chunk)
+        B(pipe, last_chunk)
+        if pipe.num_pending_weights() > num_deferred:
+            W(pipe)
+
+    # Cooldown: n(B W), nW.
+    for chunk in backwards[len(forwards) - num_warmup :]:
+        B(pipe, chunk)
+        if pipe.num_pending_weights() > num_deferred:
+            W(pipe)
+    while pipe.num_pending_weights():
+        W(pipe)
+
+    return pipe.finish()
+
+
+@schedule("zbv", placement=v_shape, num_chunks=2)
+def forward_backward_zbv(pipe: Verbs) -> Any:
+    """ZB-V. https://arxiv.org/abs/2405.15362, Figure 5."""
+    size, rank = pipe.pp_size, pipe.pp_rank
+
+    # Warmup: nF0, n(F1 F0), n(F1 B1 W1).
+    for _ in range(2 * (size - rank) - 1):
+        F(pipe, 0)
+    for _ in range(rank):
+        F(pipe, 1)
+        F(pipe, 0)
+    for _ in range(size - rank):
+        F(pipe, 1)
+        B(pipe, 1)
+        W(pipe, 1)
+
+    # Steady state: n(F0 B0 W0 F1 B1 W1).
+    for _ in range(max(pipe.num_microbatches, 2 * size - 1) - size):
+        F(pipe, 0)
+        B(pipe, 0)
+        W(pipe, 0)
+        F(pipe, 1)
+        B(pipe, 1)
+        W(pipe, 1)
+
+    # Cooldown: n(B0 B1), n(B0 W0), nW1, nW0.
+    for _ in range(rank):
+        B(pipe, 0)
+        B(pipe, 1)
+    for _ in range(size - rank):
+        B(pipe, 0)
+        W(pipe, 0)
+    while pipe.num_pending_weights(1):
+        W(pipe, 1)
+    while pipe.num_pending_weights(0):
+        W(pipe, 0)
+
+    return pipe.finish()
+
+
+@schedule("v_half", placement=v_shape, num_chunks=2)
+def forward_backward_v_half(pipe: Verbs) -> Any:
+    """V-Half: half of 1F1B's memory. https://arxiv.org/abs/2405.15362, Figure 4 (c)."""
+    # Of all turns up to 6 that fit together on 2 to 8 ranks, those of the smallest peak, and then the shortest plan.
+    turns = (2, 1, 1) if pipe.pp_size % 2 else (4, 1, 5)
+    return _repeated_block(pipe, hops=(1, 2, 1, 2), turns=turns)
+
+
+@schedule("v_min", placement=v_shape, num_chunks=2)
+def forward_backward_v_min(pipe: Verbs) -> Any:
+    """V-Min: a third of 1F1B's memory. https://arxiv.org/abs/2405.15362, Figure 4 (b)."""
+    # As in https://github.com/sail-sg/zero-bubble-pipeline-parallelism (zbv_greedy.py, stable_pattern_v_min).
+    turns = (1, 3, 1) if pipe.pp_size % 3 == 0 else (1, 1, 1)
+    return _repeated_block(pipe, hops=(1, 1, 1, 1), turns=turns)
+
+
+def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[int, int, int]) -> Any:
+    """The same block of six actions on each rank, begun again for the next microbatch every six units of time.
+
+    The block is F0 and F1 down and up the V, B1 and B0 down and up again, and two Ws where there is room. A microbatch
+    holds memory from its F to its B, so slower hops mean more of it.
+
+    Args:
+        hops: units of time from one rank to the next, for each of F0, F1, B1, B0.
+        turns: units from each of the first three to the one after it, on the rank where the V turns; so many that no
+            two of the four ever fall on the same unit.
+    """
+    size, rank = pipe.pp_size, pipe.pp_rank
+    down, up = rank, size - 1 - rank
+    starts = []
+    time = 0
+    for hop, turn, place in zip(hops, (*turns, 0), (down, up, down, up)):
+        starts.append(time + hop * place)
+        time += hop * (size - 1) + turn
+    assert len({start % 6 for start in starts}) == 4, "two actions of the block fall on the same unit of time"
+
+    # n(F0 F1 B1 B0 W W), in an order that depends on the rank.
+    block = dict(zip(starts, ((F, 0), (F, 1), (B, 1), (B, 0))))
+    for now in range(starts[-1] + 6 * pipe.num_microbatches):
+        for start, (step, chunk) in block.items():
+            if (now - start) % 6 == 0 and 0 <= now - start < 6 * pipe.num_microbatches:
+                step(pipe, chunk)
+                break
+        else:
+            W(pipe)
+
+    # Cooldown: nW.
+    while pipe.num_pending_weights():
+        W(pipe)
+
+    return pipe.finish()
+
+
+# Schedules whose steady state is pairs, so that forwards and backwards hide each other's communication.
+#
+# Sources: Megatron-LM's combined_1f1b.py (https://github.com/NVIDIA/Megatron-LM); DeepSeek-V3
+# (https://arxiv.org/abs/2412.19437), https://github.com/deepseek-ai/DualPipe, and "DualPipe could be better without the
+# Dual" by Sea AI Lab (https://hackmd.io/@ufotalent/r1lVXsa9Jg), which cuts it in half.
+
+
+def pair(pipe: Verbs, forward_chunk: int, kind: str, backward_chunk: int) -> None:
+    """F of one chunk and a backward of another, "B" or the whole "BW", overlapped."""
+    pipe.recompute_step(backward_chunk)
+    if kind == "BW":
+        finish_weights(pipe, backward_chunk)
+    pipe.recv_forward(forward_chunk)
+    pipe.recv_backward(backward_chunk)
+    pipe.run_pair(("F", forward_chunk), (kind, backward_chunk))
+    pipe.send_forward(forward_chunk)
+    pipe.send_backward(backward_chunk)
+    limit_pending_weights(pipe)
+
+
+def combined_order(pipe: Verbs) -> tuple[list[int], list[tuple[int, int]], list[int]]:
+    """The chunks of the warmup, of the pairs and of the cooldown: those of `interleaved_order`, and one more forward in
+    the warmup, since both messages of a pair leave at its end."""
+    forwards, backwards, num_warmup = interleaved_order(pipe)
+    num_warmup = min(num_warmup + 1, len(forwards))
+    num_pairs = len(forwards) - num_warmup
+    return forwards[:num_warmup], list(zip(forwards[num_warmup:], backwards)), backwards[num_pairs:]
+
+
+@schedule("combined_1f1b", placement=loop, num_chunks=None, default_chunks=2, min_chunks=2)
+def forward_backward_combined_1f1b(pipe: Verbs) -> Any:
+    """Interleaved 1F1B in pairs; on one rank 1F1B in pairs. https://github.com/NVIDIA/Megatron-LM"""
+    warmup, pairs, cooldown = combined_order(pipe)
+
+    # Warmup: nF.
+    for chunk in warmup:
+        F(pipe, chunk)
+
+    # Steady state: n(FB).
+    for forward_chunk, backward_chunk in pairs:
+        pair(pipe, forward_chunk, "BW", backward_chunk)
+
+    # Cooldown: nB.
+    for chunk in cooldown:
+        BW(pipe, chunk)
+
+    return pipe.finish()
+
+
+@schedule("combined_zb1p", placement=loop, num_chunks=None, default_chunks=2, min_chunks=2)
+def forward_backward_combined_zb1p(pipe: Verbs) -> Any:
+    """Combined 1F1B with its Ws deferred."""
+    warmup, pairs, cooldown = combined_order(pipe)
+    # One W per rank before this one: work for the time in which those ranks do their last Bs.
+    num_deferred = pipe.pp_rank
+
+    # Warmup: nF.
+    for chunk in warmup:
+        F(pipe, chunk)
+
+    # Steady state: n(FB), n(FB W).
+    for forward_chunk, backward_chunk in pairs:
+        pair(pipe, forward_chunk, "B", backward_chunk)
+        if pipe.num_pending_weights() > num_deferred:
+            W(pipe)
+
+    # Cooldown: n(B W), nW.
+    for chunk in cooldown:
+        B(pipe, chunk)
+        if pipe.num_pending_weights() > num_deferred:
+            W(pipe)
+    while pipe.num_pending_weights():
+        W(pipe)
+
+    return pipe.finish()
+
+
+def FB(pipe: Verbs, forward_chunk: int, backward_chunk: int) -> None:
+    """F of one chunk and a whole backward of the other, overlapped; one of them alone where the other has none left."""
+    if not (pipe.num_forwards_left(forward_chunk) and pipe.num_backwards_left(backward_chunk)):
+        F(pipe, forward_chunk)
+        BW(pipe, backward_chunk)
+        return
+    pair(pipe, forward_chunk, "BW", backward_chunk)
+
+
+@schedule("dualpipev", placement=v_shape, num_chunks=2)
+def forward_backward_dualpipev(pipe: Verbs) -> Any:
+    """DualPipeV, for models whose communication inside a layer is long. https://github.com/deepseek-ai/DualPipe"""
+    size, rank = pipe.pp_size, pipe.pp_rank
+
+    # Phase 1: nF0.
+    for _ in range(2 * (size - rank - 1)):
+        F(pipe, 0)
+
+    # Phase 2: n(F0 F1).
+    for _ in range(rank + 1):
+        F(pipe, 0)
+        F(pipe, 1)
+
+    # Phase 3: n(B1 W1 F1).
+    for _ in range(size - rank - 1):
+        B(pipe, 1)
+        W(pipe)
+        F(pipe, 1)
+
+    # Phase 4, the steady state: n(F0B1 F1B0). The last rank has both ends of its first pair at hand: it runs them one
+    # after the other, and the others get what they wait for sooner.
+    for k in range(max(pipe.num_microbatches, 2 * size) - 2 * size + rank + 1):
+        if k == 0 and rank == size - 1:
+            F(pipe, 0)
+            BW(pipe, 1)
+        else:
+            FB(pipe, 0, 1)
+        FB(pipe, 1, 0)
+
+    # Phase 5: n(B1 F1B0).
+    for _ in range(size - rank - 1):
+        BW(pipe, 1)
+        FB(pipe, 1, 0)
+
+    # Phase 6: n(B1 B0), the Ws of the second half deferred.
+    for k in range(rank + 1):
+        (B if 2 * k > rank else BW)(pipe, 1)
+        (B if 2 * k >= rank else BW)(pipe, 0)
+
+    # Phase 7: n(W B0).
+    for _ in range(size - rank - 1):
+        W(pipe)
+        B(pipe, 0)
+
+    # Phase 8: nW.
+    while pipe.num_pending_weights():
+        W(pipe)
+
+    return pipe.finish()
+
+
+# The order of interleaved schedules, and how far a schedule starts ahead
+
+
+def interleaved_order(pipe: Verbs, num_per_rank: int = 2) -> tuple[list[int], list[int], int]:
+    """The order of an interleaved schedule, as in Megatron-LM (get_schedule_table, get_pp_rank_microbatches), of slices
+    where sequences are cut.
+
+    Args:
+        num_per_rank: warmup forwards for each rank behind this one.
+
+    Returns:
+        The chunk of each forward, the chunk of each backward, and how many of the forwards are the warmup.
+    """
+    groups = [size * pipe.num_slices for size in _interleaved_groups(pipe)]
+    # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
+    forwards = [chunk for group in groups for chunk in range(pipe.num_chunks) for _ in range(group)]
+    backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
+    # The first group has to reach the last chunk; then two more forwards for each rank behind this one, since the first
+    # backward comes back through all of them; and it is that of the first microbatch's last slice.
+    num_behind = pipe.pp_size - pipe.pp_rank - 1
+    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, num_per_rank) * num_behind
+    return forwards, backwards, min(num_warmup + pipe.num_slices - 1, len(forwards))
+
+
+def _interleaved_groups(pipe: Verbs) -> list[int]:
+    """Sizes of the groups of microbatches that go through a chunk together.
+
+    All have the group size that was set but the last, as in Megatron; without one they have a unit of work for each
+    rank, or more where `max_in_flight` leaves room, since larger groups hide slow messages.
+
+    Raises:
+        ValueError: the group size is smaller than the pipeline.
+    """
+    size, num_chunks, num_slices = pipe.pp_size, pipe.num_chunks, pipe.num_slices
+    smallest = -(-size // num_slices)
+    group_size = pipe.settings.microbatch_group_size
+    if group_size is not None and group_size < smallest:
+        cut = f", divided by {num_slices} slices" if num_slices > 1 else ""
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage must be at least the {size} ranks of the pipeline{cut}, got "
+            f"{group_size}: with fewer, a chunk's first output comes back before the rank is ready for it, and ranks "
+            "may wait for each other for ever. Use None for the smallest that works."
+        )
+    if group_size is not None or pipe.settings.max_in_flight is None or num_chunks == 1:
+        return _groups(pipe.num_microbatches, group_size or smallest, smallest)
+    # In flight on the first rank are its warmup and one more: (v - 1) groups + 2 (p - 1) + n chunks.
+    most = int(pipe.settings.max_in_flight * num_chunks * num_slices + 1e-9)
+    largest = max(smallest, (most - 2 * (size - 1) - num_slices) // ((num_chunks - 1) * num_slices))
+    choices = (_groups(pipe.num_microbatches, group_size, smallest) for group_size in range(largest, smallest - 1, -1))
+    return next((groups for groups in choices if groups[0] <= largest), [pipe.num_microbatches])
+
+
+def _groups(num_microbatches: int, group_size: int, smallest: int) -> list[int]:
+    """Cut the microbatches into groups of `group_size`.
+
+    A last group with fewer units of work than there are ranks comes back to the first rank too early, and ranks may
+    wait for each other for ever. Megatron refuses such numbers; here all groups grow to take the remainder, the first
+    ones by one more.
+    """
+    num_groups, remainder = divmod(num_microbatches, group_size)
+    if num_groups == 0:
+        return [remainder]
+    if 0 < remainder < smallest:
+        size, larger = divmod(num_microbatches, num_groups)
+        return [size + 1] * larger + [size] * (num_groups - larger)
+    return [group_size] * num_groups + [remainder] * (remainder > 0)
+
+
+def extra_units(pipe: Verbs, default: int) -> int:
+    """How many microbatches more than the pipeline has ranks a schedule with one chunk may have in flight. Of slices it
+    is as many, besides those of the first microbatch, all but one of which are in flight before its first backward.
+
+    The limit is the setting `max_in_flight`, or `default` without it. More than 2 p - 1 on p ranks help nothing: the
+    first microbatch is back by then. Nor do more than there are.
+    """
+    limit, num_before = pipe.settings.max_in_flight, pipe.num_slices - 1
+    most = default if limit is None else int(limit * pipe.num_slices) - num_before
+    return max(0, min(most, 2 * pipe.pp_size - 1, pipe.num_units - num_before) - pipe.pp_size)
