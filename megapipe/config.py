@@ -136,10 +136,6 @@ class PipelineConfig:
             it has an nn.ModuleList or nn.Sequential of them; or a sequence with one of these, or None, for each stage
             of the pipeline. An F that its B follows at once keeps them all the same. Calls are run again with their
             random numbers and autocast. None: nothing.
-        cuda_graphs: On CUDA, stages run their F, B and W as CUDA graphs, recorded once for each unit that is in flight
-            at a time and replayed for all later ones: the host launches one for F and one for B. Stages that are not
-            captured (`megapipe.graph.capture`) are recorded as they run, and must do the same for each microbatch
-            (docs/graphs.md#cuda-graphs). Messages are not part of it. Default: False.
         offload_activations: The time to copy to host memory what an F saves, over the time of that F. Activations are
             moved there while they wait for their B, as many as are back in time where F, B and W take equally long.
             None: they stay.
@@ -214,7 +210,6 @@ class PipelineConfig:
     min_pending_weights: int = 0
     max_pending_weights: int | None = None
     recompute: str | int | Sequence[str | int | None] | None = None
-    cuda_graphs: bool = False
     offload_activations: float | None = None
     max_gathered_chunks: int | None = None
     weights_per_window: int = 1

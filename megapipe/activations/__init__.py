@@ -4,15 +4,12 @@ from .offload import Offload, storages_of
 from .regions import Region, regions_of
 from .replay import Replay, random_generators, recomputing
 from .saver import as_it_is, saving
-from .slots import current_slot, in_slot
 
 __all__ = [
     "Offload",
     "Region",
     "Replay",
     "as_it_is",
-    "current_slot",
-    "in_slot",
     "random_generators",
     "recomputing",
     "regions_of",

@@ -7,7 +7,6 @@ from .joint import CaptureError, Joint, trace_joint
 from .multiplexing import multiplex
 from .partitioning import Partition, partition
 from .recomputing import recompute
-from .recorded import captured_stages, recording
 from .split import SplitBackward, WeightGradient, split_di_dw
 
 __all__ = [
@@ -27,4 +26,3 @@ __all__ = [
     "split_fsdp_collectives",
     "trace_joint",
 ]
-__all__ += ["captured_stages", "recording"]  # between rooms

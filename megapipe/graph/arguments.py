@@ -45,15 +45,11 @@ class Arguments:
     Args:
         example: any nested containers of tensors and other values.
         what: names the stage in errors.
-        made: says there how its graphs were made.
-        instead: says there what else can be done.
     """
 
-    def __init__(
-        self, example: Any, what: str, made: str = "captured", instead: str = "leave this stage eager"
-    ) -> None:
+    def __init__(self, example: Any, what: str) -> None:
         self.structure, tensors = Structure.of(example)
-        self._what, self._made, self._instead = what, made, instead
+        self._what = what
         self._outline = _outline(example)
         self.examples = [_meta(tensor) for tensor in tensors]
         self.strides = [tensor.stride() for tensor in tensors]
@@ -80,8 +76,8 @@ class Arguments:
 
     def _differs(self, given: str, captured: str) -> ValueError:
         return ValueError(
-            f"{self._what} was {self._made} with {captured}, but called with {given}, which its graph cannot tell "
-            f"apart: call it with what it was {self._made} with, or {self._instead}."
+            f"{self._what} was captured with {captured}, but called with {given}, which its graph cannot tell apart: "
+            "call it with what it was captured with, or leave this stage eager."
         )
 
 

@@ -16,11 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..activations import current_slot
 from ..chunks import as_sharded
 from ..weight_grad import capturing
 from .arguments import Arguments, Structure
-from .cuda_graphs import SlotOfUnit, Slots
 from .function import Graphs, OfferedForward, offering, run_forward
 from .joint import CaptureError, trace_joint
 from .partitioning import partition
@@ -101,9 +99,12 @@ def capture(
 class CapturedStage(nn.Module):
     """What `capture` makes of a module, besides its own class."""
 
+    hands_on_state = False
+    """Whether a slice of a sequence leaves anything to the next: a graph keeps its outputs only."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stage: _StageGraphs = self.__dict__["_megapipe_graphs"]
-        return run_forward(*stage.prepare(args, kwargs), stage.slot())
+        return run_forward(*stage.prepare(args, kwargs))
 
     @property
     def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
@@ -160,15 +161,13 @@ class _StageGraphs:
         self._example = (_as_set(input_tensor), *self._bind(example, {}))
         self._arguments = Arguments(self._example, self._what)
         self._graphs: dict[Mode, Graphs] = {}
-        self._slots = Slots(self._state.tensors, self._what)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageGraphs:
         """State for a copy of the module. The graphs serve both: they are given their weights."""
         memo[id(self)] = copied = object.__new__(_StageGraphs)
-        without: dict[str, Any] = {"input_tensor": None, "_graphs": {}, "_slots": None}
+        without: dict[str, Any] = {"input_tensor": None, "_graphs": {}}
         copied.__dict__.update(copy.deepcopy(self.__dict__ | without, memo))
         copied._graphs.update(self._graphs)
-        copied._slots = Slots(copied._state.tensors, self._what)
         return copied
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graphs, list[Tensor]]:
@@ -176,11 +175,6 @@ class _StageGraphs:
         received = _as_set(self.input_tensor) if self._sets_input else _as_set(None)
         tensors = self._arguments.tensors((received, *self._bind(args, kwargs)))
         return self.graphs(), self._state.tensors() + tensors
-
-    def slot(self) -> SlotOfUnit | None:
-        """That of the unit whose forward this is, where graphs are replayed as CUDA graphs."""
-        number = current_slot()
-        return None if number is None else SlotOfUnit(self._slots.slot(number))
 
     @property
     def communicates(self) -> bool:

@@ -22,7 +22,6 @@ from ..overlap import fill_window
 from ..weight_grad import SavedTensor, backward_context, defer, deferring_to, save_for_w
 from .arguments import Structure, laid_out
 from .compile import compile_graph
-from .cuda_graphs import SlotOfUnit
 from .multiplexing import communicates, multiplex, with_windows
 from .nodes import storage_of
 from .partitioning import Partition
@@ -72,14 +71,11 @@ class Graphs:
         graph: GraphModule,
         name: str,
         arguments: list[Tensor],
-        slot: SlotOfUnit | None = None,
-        num_outputs: int | None = None,
         has_windows: bool = True,
     ) -> tuple[Any, ...]:
         """One of the graphs. Empties `arguments`.
 
         Args:
-            slot: where it is replayed as a CUDA graph, if it is; `num_outputs` as there.
             has_windows: its waits are overlap windows. Those of compiled graphs never are.
         """
         if graph not in self._runners:
@@ -88,9 +84,7 @@ class Graphs:
             else:
                 self._runners[graph] = (with_windows(graph) if has_windows else graph).forward
         with _as_captured(arguments):
-            if slot is None:
-                return self._runners[graph](arguments)
-            return slot.run(graph, self._runners[graph], arguments, name, num_outputs)
+            return self._runners[graph](arguments)
 
     def run_with(
         self,
@@ -98,12 +92,10 @@ class Graphs:
         graph: GraphModule,
         name: str,
         arguments: list[Tensor],
-        slot: SlotOfUnit | None,
-        num_outputs: int | None = None,
     ) -> tuple[Any, ...]:
         """One of the backward graphs, and in its overlap windows the forward of another stage, if there is one."""
         if forward is None:
-            return self.run(graph, name, arguments, slot, num_outputs)
+            return self.run(graph, name, arguments)
         other = forward.graphs.partition
         key = other.forward, graph
         if key not in self._multiplexed:
@@ -156,21 +148,19 @@ def _find_aliases(parts: Partition, num_saved: int) -> list[bool]:
 def run_forward(
     graphs: Graphs,
     inputs: list[Tensor],
-    slot: SlotOfUnit | None = None,
     results: tuple[Tensor, ...] | None = None,
 ) -> Any:
     """Returns the output of the stage.
 
     Args:
-        slot: where its graphs are replayed as CUDA graphs, if they are.
         results: of its forward graph, if that was run already.
     """
     if torch.is_grad_enabled():
-        outputs = _Run.apply(graphs, slot, results, *inputs)  # type: ignore[no-untyped-call]
+        outputs = _Run.apply(graphs, results, *inputs)  # type: ignore[no-untyped-call]
     else:
         parts = graphs.partition
         inputs = graphs.shared_out.parts(inputs)
-        values = results or graphs.run(parts.forward_only, "the forward without gradients", list(inputs), slot)
+        values = results or graphs.run(parts.forward_only, "the forward without gradients", list(inputs))
         outputs = values[: parts.num_outputs]
         _overwrite(inputs, parts.mutated, values[parts.num_outputs :])
     return graphs.output.fill(outputs)
@@ -190,14 +180,12 @@ def _overwrite(inputs: Sequence[Tensor], numbers: Sequence[int], values: Sequenc
 
 class _Run(Function):
     @staticmethod
-    def forward(
-        ctx: Any, graphs: Graphs, slot: SlotOfUnit | None, results: Sequence[Tensor] | None, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graphs: Graphs, results: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         parts = graphs.partition
-        ctx.graphs, ctx.slot, ctx.weights = graphs, slot, inputs[: graphs.num_weights]
+        ctx.graphs, ctx.weights = graphs, inputs[: graphs.num_weights]
         taken = graphs.shared_out.parts(inputs)
         if results is None:
-            results = graphs.run(parts.forward, "the forward", list(taken), slot, parts.num_outputs)
+            results = graphs.run(parts.forward, "the forward", list(taken))
         first_saved = parts.num_outputs + len(parts.mutated)
         # Detached: autograd refuses to change a view made in here in place.
         outputs = [value.detach() for value in results[: parts.num_outputs]]
@@ -220,9 +208,9 @@ class _Run(Function):
         arguments = _arguments_of_backward(ctx, output_grads)
         del output_grads
         if deferring_to() is not None:
-            return None, None, None, *_deferred(graphs, ctx.weights, forward, arguments, ctx.slot)
-        grads = graphs.run_with(forward, graphs.partition.backward, "the backward", arguments, ctx.slot)
-        return None, None, None, *graphs.shared_out.gradients(grads)
+            return None, None, *_deferred(graphs, ctx.weights, forward, arguments)
+        grads = graphs.run_with(forward, graphs.partition.backward, "the backward", arguments)
+        return None, None, *graphs.shared_out.gradients(grads)
 
 
 def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Tensor]:
@@ -247,7 +235,6 @@ def _deferred(
     weights: Sequence[Tensor],
     forward: OfferedForward | None,
     arguments: list[Tensor],
-    slot: SlotOfUnit | None,
 ) -> list[Tensor | None]:
     """B. Hands the weight gradients to `defer`, one at a time."""
     split = graphs.split
@@ -256,28 +243,21 @@ def _deferred(
         for n in split.kept_inputs
     }
     first_kept = len(arguments)
-    results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments, slot, split.num_outputs)
+    results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
     grads = graphs.shared_out.gradients(results[: split.num_outputs])
-    save = SavedTensor if slot is not None and slot.is_replayed else save_for_w
-    kept.update((n, save(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
+    kept.update((n, save_for_w(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
     for weight_gradient in split.weights:
         weight = weights[weight_gradient.output]
         takes = [kept[n] for n in weight_gradient.takes]
-        compute = partial(_weight_gradient, graphs, weight_gradient, takes, slot)
+        compute = partial(_weight_gradient, graphs, weight_gradient, takes)
         if weight._backward_hooks:  # these see a gradient before it is added
             grads[weight_gradient.output] = compute()
         else:
-            defer(weight, compute, partial(_add, compute))
+            defer(weight, compute)
     return grads
 
 
-def _weight_gradient(
-    graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor], slot: SlotOfUnit | None, num_outputs: int = 1
-) -> Tensor:
+def _weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor]) -> Tensor:
     arguments = [tensor.get() for tensor in saved]
-    (gradient,) = graphs.run(weight.graph, "a weight gradient", arguments, slot, num_outputs)
+    (gradient,) = graphs.run(weight.graph, "a weight gradient", arguments)
     return graphs.shared_out.gradient(weight.output, gradient)  # type: ignore[no-any-return]
-
-
-def _add(compute: Callable[..., Tensor], target: Tensor) -> None:
-    target.add_(compute(num_outputs=0))

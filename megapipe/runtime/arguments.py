@@ -16,12 +16,11 @@ from torch import nn
 
 from .. import parallel_state
 from ..activations import regions_of
-from ..chunks import as_sharded, find_attribute, iter_wrapped, tensors_of
+from ..chunks import find_attribute, tensors_of
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
 from ..frameworks import find_cut, frameworks
-from ..graph import captured_stages
 from ..plan import Placement, Schedule, StageInfo
-from ..stages import StepArguments, delays, has_segments
+from ..stages import StepArguments
 from ..transports import is_capturing
 from .found_shapes import FoundShapes, Specs, UndescribedMessages, boundary_name
 from .shapes import ShapeArguments, message_specs
@@ -132,8 +131,6 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
             _check_rereadable(step)
     if is_capturing(step.device):
         _check_capture(step, stages[0].num_stages // len(stages))
-    if step.config.cuda_graphs:
-        _check_cuda_graphs(step, stages)
     if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
         try:
             inspect.signature(step.forward_step_func).bind(None, None, None)
@@ -174,55 +171,6 @@ def _check_capture(step: StepArguments, pp_size: int) -> None:
     for name in ("record_timeline", "timers"):
         if getattr(step.config, name) is not None:
             raise ValueError(f"config.{name} cannot measure a step that is captured as a CUDA graph: unset it.")
-    if step.config.cuda_graphs:
-        raise ValueError("config.cuda_graphs records graphs within a step that is captured as one itself: unset it.")
-
-
-def _check_cuda_graphs(step: StepArguments, stages: Sequence[StageInfo]) -> None:
-    """The graphs of a stage are recorded where the host decides nothing, and their memory stays where it is."""
-    if step.device.type == "cpu":
-        raise ValueError(f"config.cuda_graphs is for stages on CUDA, but the model is on {step.device}: unset it.")
-    if step.config.settings.recomputes:
-        raise ValueError(
-            "config.cuda_graphs keeps what a forward saves in memory of its own, so config.recompute would free "
-            "nothing: capture(recompute=True) computes it again within the graphs."
-        )
-    for model, stage in zip(step.models, stages):
-        captured = captured_stages(model)
-        what = f"stage {stage.index} ({type(model).__name__})"
-        if has_segments(model) or any(module.forward_segments is not None for module in captured):
-            raise ValueError(
-                f"config.cuda_graphs takes stages that communicate by messages only, but {what} has collectives "
-                "between the segments of its forward: unset config.cuda_graphs."
-            )
-        if any(as_sharded(parameter) is not None for parameter in model.parameters()):
-            raise ValueError(
-                f"config.cuda_graphs takes parameters that stay where they are, but {what} is sharded: unset "
-                "config.cuda_graphs."
-            )
-        if not captured:
-            _check_recorded(step, model, what)
-
-
-def _check_recorded(step: StepArguments, model: nn.Module, what: str) -> None:
-    """A plain stage is recorded as it runs."""
-    config = step.config
-    is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in iter_wrapped(model))
-    for name, is_so, remedy in (
-        ("cut into slices by config.num_sequence_slices", config.num_sequence_slices > 1, "set that to 1"),
-        ("with config.offload_activations", config.offload_activations is not None, "set that to None"),
-        (
-            "with modules whose backward_dw() computes their weight gradients",
-            config.delay_wgrad_compute and delays(model),
-            "build them without delay_wgrad_compute",
-        ),
-        ("compiled as a whole", is_compiled, "compile its layers instead"),
-    ):
-        if is_so:
-            raise ValueError(
-                f"config.cuda_graphs cannot record {what} {name}: {remedy}, call megapipe.graph.capture on the stage, "
-                "or unset config.cuda_graphs."
-            )
 
 
 def remote_ends(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: int) -> tuple[bool, bool]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
-from torch import nn
-
-from ..chunks import iter_wrapped
+from ..chunks import find_attribute
 from ..plan import Schedule
 from ..slices import SequenceSlice
 from ..stages import StepArguments
@@ -53,6 +50,7 @@ def sequence_slices(schedule: Schedule, step: StepArguments, shapes: ShapeArgume
 def _check_others(step: StepArguments, shapes: ShapeArguments) -> None:
     """What does not go with slices."""
     config = step.config
+    is_captured = any(find_attribute(model, "hands_on_state") is False for model in step.models)
     num_partial = config.num_microbatches_with_partial_activation_checkpoints
     for name, is_set, remedy in (
         ("context_parallel_size", config.context_parallel_size > 1, "cut sequences one way only"),
@@ -60,15 +58,9 @@ def _check_others(step: StepArguments, shapes: ShapeArguments) -> None:
         ("pipeline_inputs", shapes.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
         ("post_validated_optimizer", config.post_validated_optimizer is not None, "clip before the optimizer's step"),
         ("num_microbatches_with_partial_activation_checkpoints", num_partial is not None, "leave it None"),
-        ("a captured stage", any(map(_is_captured, step.models)), "its graph hands on no state, so do not capture it"),
+        ("a captured stage", is_captured, "its graph hands on no state, so do not capture it"),
     ):
         if is_set:
             raise ValueError(
                 f"num_sequence_slices={config.num_sequence_slices} does not go with {name}: {remedy}, or use 1 slice."
             )
-
-
-def _is_captured(model: nn.Module) -> bool:
-    """Their module takes longer to import than this package does: that is left to those who capture."""
-    graph = sys.modules.get("megapipe.graph")
-    return graph is not None and any(isinstance(inner, graph.CapturedStage) for inner in iter_wrapped(model))

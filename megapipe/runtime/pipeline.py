@@ -54,12 +54,10 @@ class Chunk:
         self.first_step = first_step
         self.units: dict[tuple[int, int], Unit] = {}
         """Units in flight, by microbatch and slice."""
-        self._free_slots: list[int] = []
 
     def begin(self, action: Action) -> Unit:
         """The unit of a forward."""
-        slot = self._free_slots.pop() if self._free_slots else len(self.units)
-        self.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice, slot)
+        self.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
         return unit
 
     def keep_output(self, unit: Unit) -> None:
@@ -78,7 +76,6 @@ class Chunk:
 
     def end(self, unit: Unit) -> None:
         del self.units[unit.microbatch, unit.slice]
-        self._free_slots.append(unit.slot)
 
     def send(self, kind: Kind, number: int) -> None:
         """What an action of this number has made, unless others are to be sent before it."""

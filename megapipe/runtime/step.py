@@ -16,7 +16,6 @@ from .. import parallel_state
 from ..config import PipelineConfig
 from ..failures import Watchdog
 from ..frameworks import StepEnd, frameworks
-from ..graph import recording
 from ..p2p_communication import Communicator, Lookahead
 from ..plan import Action, AnySchedule, Schedule, ScheduleError, StageInfo, actions_of, find_schedule, gathered_chunks
 from ..sharding import ShardedChunks
@@ -81,8 +80,7 @@ def run_step(
         keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
         with collector.between_steps(step.config.gc_interval, models):
             prepared = prepare(schedule, step, shapes, session)
-            with recording(models) if step.config.cuda_graphs else nullcontext():
-                run(prepared, connect(prepared, session))
+            run(prepared, connect(prepared, session))
             with _around_finalizing(prepared, session, keywords):
                 if not step.forward_only:
                     finalize_gradients(step.config, models, step.num_tokens, keywords)

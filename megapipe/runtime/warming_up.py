@@ -195,7 +195,7 @@ def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None
     for backward in backwards or [None]:
         done = []
         for part, spec in enumerate(inputs):
-            done.append(unit := Unit(0, part, slot=part))
+            done.append(unit := Unit(0, part))
             unit.received = _message(spec, step.device)
             stage.run(FORWARD.name, unit, *extra)
         while backward is not None and done:  # of slices, the last first

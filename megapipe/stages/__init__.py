@@ -1,7 +1,6 @@
 """One stage of the model: its forward and its backward, unit by unit, without other ranks."""
 
 from .arguments import StepArguments
-from .delayed import delays
 from .edges import edge_of
 from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
 from .overlapped import Forward, has_segments, run_pair
@@ -22,7 +21,6 @@ __all__ = [
     "Unit",
     "UnsplitBackwardWarning",
     "as_sent",
-    "delays",
     "edge_of",
     "has_segments",
     "run_pair",

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..weight_grad import add_gradient
 
-__all__ = ["DelayedGrads", "delays", "find_delayed"]
+__all__ = ["DelayedGrads", "find_delayed"]
 
 
 def find_delayed(module: nn.Module) -> list[Any]:
@@ -17,11 +17,6 @@ def find_delayed(module: nn.Module) -> list[Any]:
     A module around others that have it, as in Megatron, only passes the call on."""
     inner = [found for child in module.children() for found in find_delayed(child)]
     return inner or ([module] if callable(getattr(module, "backward_dw", None)) else [])
-
-
-def delays(module: nn.Module) -> bool:
-    """Whether some of these may defer anything. transformer-engine's have the method always, a queue only if so."""
-    return any(_queue_size(found) is not None or not hasattr(found, "wgrad_store") for found in find_delayed(module))
 
 
 class DelayedGrads:

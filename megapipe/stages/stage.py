@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..activations import Offload, Region, in_slot, recomputing, regions_of, storages_of
+from ..activations import Offload, Region, recomputing, regions_of, storages_of
 from ..chunks import find_attribute, tensors_of
 from ..frameworks import find_cut, frameworks
 from ..messages import (
@@ -126,9 +126,7 @@ class Stage:
 
     def _saving(self, unit: Unit) -> AbstractContextManager[Any]:
         """Says where F saves what backward needs."""
-        if unit.offload is not None:
-            return unit.offload.saving()
-        return in_slot(unit.slot) if self._step.config.cuda_graphs else NOTHING
+        return NOTHING if unit.offload is None else unit.offload.saving()
 
     def R(self, unit: Unit) -> None:
         """Makes what F has not kept for the backward."""

@@ -28,9 +28,6 @@ class Unit:
 
     What has been run is kept as the edges of its graph, not as tensors: a `GradientEdge` is all that backward needs. So
     an output is freed as soon as it has been sent, views included.
-
-    Args:
-        slot: the smallest number that no other unit in flight on the chunk has.
     """
 
     __slots__ = (
@@ -49,13 +46,11 @@ class Unit:
         "received",
         "replays",
         "slice",
-        "slot",
     )
 
-    def __init__(self, microbatch: int, slice: int = 0, slot: int = 0) -> None:
+    def __init__(self, microbatch: int, slice: int = 0) -> None:
         self.microbatch = microbatch
         self.slice = slice
-        self.slot = slot
         self.received: Transfer | None = None
         """The input, arrived; None on the first stage. Kept for parts that are computed again in the backward."""
         self.replays: list[Replay] | None = None

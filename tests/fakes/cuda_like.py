@@ -22,10 +22,6 @@ NUM_RECORDS = 0
 """How often one was recorded."""
 NUM_WAITS = 0
 """How often a stream was told to wait for one."""
-NUM_GRAPHS = 0
-"""That have been made."""
-NUM_REPLAYS = 0
-"""How often one was replayed."""
 
 
 class Event:
@@ -76,21 +72,9 @@ class Stream(lazy_device.Stream):
 
 class CUDAGraph:
     def __init__(self) -> None:
-        global NUM_GRAPHS
-        NUM_GRAPHS += 1
         self.works: list[Any] = []
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        """Nothing is waited for."""
-        assert lazy_device.current_stream() is not lazy_device.COMPUTE, "the default stream cannot be captured"
-        lazy_device.current_stream().capture = self.works
-
-    def capture_end(self) -> None:
-        lazy_device.current_stream().capture = None
-
     def replay(self) -> None:
-        global NUM_REPLAYS
-        NUM_REPLAYS += 1
         for work in self.works:
             lazy_device.current_stream().put(work)
 
@@ -114,7 +98,6 @@ STAND_INS: dict[str, Any] = {
     "current_stream": lambda device=None: lazy_device.current_stream(),
     "device": lambda device: contextlib.nullcontext(),
     "graph": graph,
-    "graph_pool_handle": lambda: object(),
     "is_current_stream_capturing": lambda: lazy_device.current_stream().capture is not None,
     "memory_allocated": lambda device=None: lazy_device.ALLOCATOR.allocated,
     "set_sync_debug_mode": lambda debug_mode: setattr(lazy_device, "syncs_are_errors", debug_mode == "error"),

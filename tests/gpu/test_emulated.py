@@ -40,7 +40,6 @@ NAMES = [
     "test_a_wait_runs_out",
     "test_a_step_leaves_nothing_in_memory",
     "test_timeline",
-    "test_plain_stages_as_cuda_graphs",
 ]
 
 

@@ -512,15 +512,6 @@ def test_settings_that_are_refused(schedule: str, field: str, value: object, mes
         settings_of(schedule, **{field: value})
 
 
-@pytest.mark.parametrize(
-    "field", [{"cuda_graph_impl": "transformer_engine"}, {"fp8": "hybrid"}, {"gradient_accumulation_fusion": True}]
-)
-def test_settings_that_a_recording_would_not_follow(field: dict[str, Any]) -> None:
-    """The fused kernel adds to the memory that main_grad had, and its Python tells the hook of the weight so."""
-    with pytest.raises(ValueError, match=f"config.cuda_graphs records .* on which config.{next(iter(field))} depends"):
-        settings_of("1f1b", cuda_graphs=True, **field)
-
-
 def test_settings_that_are_followed() -> None:
     """Captured by transformer-engine, microbatches must come in Megatron's order. A stage of its own for multi-token
     prediction sends more than the others."""

@@ -414,9 +414,8 @@ def test_a_step_on_one_rank_as_a_graph(rank: int, schedule: str) -> None:
         (2, {}, "a step of a pipeline of 2 ranks cannot be captured as a CUDA graph"),
         (1, {"record_timeline": TimelineRecorder()}, "config.record_timeline cannot measure a step that is captured"),
         (1, {"timers": mock.MagicMock}, "config.timers cannot measure a step that is captured"),
-        (1, {"cuda_graphs": True}, "config.cuda_graphs records graphs within a step that is captured"),
     ],
-    ids=["two ranks", "timeline", "timers", "graphs"],
+    ids=["two ranks", "timeline", "timers"],
 )
 @on_ranks()
 def test_a_step_that_is_no_graph(rank: int, num_ranks: int, config: dict[str, Any], text: str) -> None:

@@ -54,14 +54,6 @@ def read_config(config: Any, schedule: Schedule) -> dict[str, Any]:
 
 def _check_cuda_graphs(config: Any, schedule: Schedule) -> None:
     kind = getattr(config, "cuda_graph_impl", None) or "none"
-    if getattr(config, "cuda_graphs", False):
-        names = ["gradient_accumulation_fusion", "fp8", "fp4", *(["cuda_graph_impl"] if kind != "none" else [])]
-        wrong = next((name for name in names if getattr(config, name, None)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"config.cuda_graphs records what a stage runs, and none of its Python, on which config.{wrong} "
-                "depends: unset one of them."
-            )
     if kind == "none":
         return
     if kind != "transformer_engine":
