@@ -49,8 +49,8 @@ def iter_wrapped(chunk: Any) -> Iterator[Any]:
     inner = chunk
     while isinstance(inner, nn.Module):
         yield inner
-        original = inner._modules.get("_orig_mod")
-        inner = getattr(inner, "module", None) if original is None else original
+        modules = inner._modules  # no dict where torch.jit.script made it
+        inner = modules["_orig_mod"] if "_orig_mod" in modules else getattr(inner, "module", None)
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:

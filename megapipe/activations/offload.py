@@ -22,8 +22,8 @@ __all__ = ["Offload", "storages_of"]
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """What identifies the memory of tensors, for as long as they are there."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    """What identifies the memory of tensors, for as long as they are there. Sparse ones have none of their own."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
 
 
 class _View(NamedTuple):
@@ -80,6 +80,8 @@ class Offload:
             return tensor
         saved: Any = tensor.detach()
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return saved
+        if tensor.layout is not torch.strided:
             return saved
         if is_traceable_wrapper_subclass(saved):
             names, context = saved.__tensor_flatten__()

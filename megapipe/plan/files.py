@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Sequence
@@ -58,7 +57,8 @@ def load_plan(path: str | Path) -> Plan:
     """
     text = read_text(path)
     if not text.lstrip().startswith("{"):
-        return plan_of(Path(path).stem, *_parse_rows(path, _read_csv(path, text)))
+        rows = [line.replace(",", " ").split() for line in text.splitlines()]
+        return plan_of(Path(path).stem, *_parse_rows(path, rows))
     content = parse_json(path, text)
     if not {"name", "actions"} <= content.keys():
         raise ValueError(f"{path} holds no plan: it lacks a name or actions.")
@@ -82,13 +82,6 @@ def load_stage_bytes(path: str | Path) -> StageBytes:
         return StageBytes(**content["bytes"])
     except (LookupError, TypeError):
         raise ValueError(f"{path} does not hold the bytes of stages: write them by StageBytes.save.") from None
-
-
-def _read_csv(path: str | Path, text: str) -> list[list[str]]:
-    try:
-        return [" ".join(row).split() for row in csv.reader(text.splitlines())]
-    except csv.Error as error:
-        raise ValueError(f"{path} holds no plan: {error}.") from None
 
 
 def _parse_rows(path: str | Path, rows: Any) -> tuple[list[list[Action]], list[list[int]]]:

@@ -49,7 +49,7 @@ def find_schedule(name: AnySchedule) -> Schedule:
     if path.suffix not in (".json", ".csv", ".txt"):
         return schedule_named(str(name))
     try:
-        return _read(path, path.stat().st_mtime_ns)
+        return _read(path.absolute(), path.stat().st_mtime_ns)
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}: give that of a plan, or the name of a schedule.") from None
 

@@ -31,6 +31,7 @@ __all__ = [
     "chunks_of",
     "config_of",
     "device_of",
+    "is_forward_only",
     "iterator_per_chunk",
     "pipeline_group",
     "remote_ends",
@@ -72,9 +73,9 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
 def chunks_of(model: Any) -> list[nn.Module]:
     """The rank's chunks. Raises TypeError for anything but a module or a list of them."""
     models = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
-    wrong = next((one for one in models if not isinstance(one, nn.Module)), None)
-    if wrong is not None or not models:
-        given = f"a {type(wrong).__name__}" if models else "an empty list"
+    wrong = [one for one in models if not isinstance(one, nn.Module)]
+    if wrong or not models:
+        given = f"a {type(wrong[0]).__name__}" if models else "an empty list"
         raise TypeError(f"model must be the rank's chunk, a torch.nn.Module, or a list of its chunks, got {given}.")
     return models
 
@@ -91,6 +92,11 @@ def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
         return list(data_iterator)
     if data_iterator is None or num_chunks == 1:
         return [data_iterator] * num_chunks
+    if not hasattr(data_iterator, "__next__"):  # each step would begin anew
+        raise TypeError(
+            f"data_iterator is a {type(data_iterator).__name__}, not an iterator: pass iter(...) of it, made once for "
+            "all steps."
+        )
     return list(itertools.tee(data_iterator, num_chunks))
 
 
@@ -111,6 +117,7 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
             "give one for each, or a single one for all."
         )
     for model, stage in zip(step.models, stages):
+        _check_stage(model, stage)
         if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
             raise TypeError(
                 f"the model of stage {stage.index} ({type(model).__name__}) has no set_input_tensor(input): wrap it "
@@ -139,6 +146,33 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
                 "config.num_microbatches_with_partial_activation_checkpoints passes forward_step_func a third "
                 "argument, checkpoint_activations_microbatch: let it take one, or leave the setting None."
             ) from None
+
+
+def _check_stage(model: nn.Module, stage: StageInfo) -> None:
+    """A chunk was made for the stage that the schedule runs it as."""
+    made_for = find_attribute(model, "info")
+    ends = ("pre_process", stage.is_first), ("post_process", stage.is_last)  # Megatron's models say no more
+    lacks = [name for name, is_end in ends if is_end and find_attribute(model, name) is False]
+    if isinstance(made_for, StageInfo):
+        how = f"for stage {made_for.index} of {made_for.num_stages}" if made_for != stage else None
+        remedy = "take the stages for chunks from megapipe.stages_for_rank"
+    else:
+        how = f"with {lacks[0]}=False" if lacks else None
+        remedy = "make such chunks by build_model_chunks"
+    if how is not None:
+        raise ValueError(
+            f"a chunk was made {how}, but the schedule runs it as stage {stage.index} of {stage.num_stages}: {remedy}, "
+            "for the schedule that runs them, and pass them in that order."
+        )
+
+
+def is_forward_only(schedule: Schedule, forward_only: bool) -> bool:
+    """Raises ValueError for a training step by a plan that trains nothing: its file may have been cut off."""
+    if schedule.sizes is not None and schedule.forward_only and not forward_only:
+        raise ValueError(
+            f"{schedule.name} is a plan without backwards: pass forward_only=True, or take a plan that has them."
+        )
+    return forward_only or schedule.forward_only
 
 
 def _check_scaler(grad_scale_func: Callable[..., Any] | None) -> None:

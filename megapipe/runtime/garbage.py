@@ -6,6 +6,7 @@ look at everything that torch has imported takes a tenth of a second, on one ran
 
 from __future__ import annotations
 
+import atexit
 import gc
 import threading
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,7 @@ class Collector:
                 self._has_user_frozen = gc.get_freeze_count() > 0
                 if not self._has_user_frozen:
                     gc.freeze()  # what was imported and built is not looked at again
+                    atexit.register(gc.unfreeze)  # or at exit extension modules find leaks in it
                     self._has_frozen = True
 
     def _end_step(self) -> bool:

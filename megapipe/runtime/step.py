@@ -26,6 +26,7 @@ from .arguments import (
     chunks_of,
     config_of,
     device_of,
+    is_forward_only,
     iterator_per_chunk,
     pipeline_group,
     remote_ends,
@@ -73,7 +74,7 @@ def run_step(
             num_microbatches=shapes.num_microbatches,
             config=config_of(schedule, models, pg_collection),
             device=device_of(models),
-            forward_only=forward_only or schedule.forward_only,
+            forward_only=is_forward_only(schedule, forward_only),
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
         )

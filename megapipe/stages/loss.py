@@ -59,10 +59,10 @@ def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Te
     if step.forward_only:
         return None
     loss = returned[0]
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
         raise TypeError(
-            f"the loss, which loss_func returns first, must be a tensor of one element, but it is {describe(loss)}: "
-            "take the mean or the sum of a larger one, and leave out .item()."
+            f"the loss, which loss_func returns first, must be a real tensor of one element, but it is "
+            f"{describe(loss)}: take the mean or the sum of a larger one, and leave out .item()."
         )
     return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss)
 
@@ -108,7 +108,8 @@ def scale_loss(step: StepArguments, loss: Tensor) -> Tensor:
 def describe(value: object) -> str:
     """A value in words, like "a tensor of shape [2, 3]"."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        kind = "complex tensor" if value.is_complex() else "tensor"
+        return f"a {kind} of shape {list(value.shape)}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{value!r}" if value is None else f"a {type(value).__name__}"

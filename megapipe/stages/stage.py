@@ -137,7 +137,11 @@ class Stage:
 
     def O(self, unit: Unit) -> None:  # noqa: E743  # the kind's name
         """Frees what F has saved, which is in host memory."""
-        assert unit.offload is not None
+        if unit.offload is None:
+            raise ValueError(
+                "the schedule runs O, but no F knew that what it saves is to be moved: set config.offload_activations, "
+                "which places O and L by itself, or run a plan that has them."
+            )
         unit.offload.free()
 
     def L(self, unit: Unit) -> None:

@@ -146,7 +146,7 @@ def error_of(function: Any, model: Any) -> str:
         ("not a pair", 1, "forward_step_func must return (output, loss_func), but on stage 1 it returned a tensor"),
         ("loss func", 1, "on the last stage its loss_func is None, which cannot be called"),
         ("loss", 1, "loss_func must return (loss, report) or (loss, num_tokens, report), but it returned a tensor"),
-        ("loss shape", 1, "must be a tensor of one element, but it is a tensor of shape [5, 2, 11]"),
+        ("loss shape", 1, "must be a real tensor of one element, but it is a tensor of shape [5, 2, 11]"),
         ("tokens", 1, "loss_func must return one number of tokens, but it is a tensor of shape [3]"),
         ("scaled loss", 1, "config.grad_scale_func must return the scaled loss, but it is a float"),
         ("shape", 0, "stage 0 returned float32[7, 2, 16] for microbatch 2, but stage 1 expects float32[5, 2, 16]"),

@@ -219,7 +219,7 @@ def test_a_placement_with_a_wrong_inverse() -> None:
         ("0F1234567890\n", "'0F1234567890' is not an action"),
         ("0F0,3F0\n1F0,5F0\n", r"the stages \[\[0, 3\], \[1, 5\]\] of the ranks are no placement: .* has 2 stages"),
         ("0F0,4F0\n1F0,5F0\n2F0,6F0\n", r"the stages \[\[0, 4\], \[1, 5\], \[2, 6\]\] of the ranks are no placement"),
-        ("0F0," + "x" * 200_000, "plan.csv holds no plan: field larger than field limit"),
+        ("0F0," + "x" * 200_000, "'x{40}' is not an action"),
         (bytes(range(256)), "plan.csv is no text: .* can't decode byte 0x80"),
         ('{"name": "x", "actions": ' + "[" * 200_000, "plan.csv is no JSON that can be read"),
         ('{"name": "x"', "plan.csv is no JSON that can be read: Expecting"),

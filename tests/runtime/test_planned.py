@@ -1,5 +1,6 @@
 """Plans that run: those of schedules, of files, of torch and of anybody's search."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,17 @@ def test_plans_that_cannot_run_are_refused(text: str, message: str, tmp_path: Pa
     path.write_text(text)
     with pytest.raises(ScheduleError, match=message):
         get_forward_backward_func(path)
+
+
+def test_the_files_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path was that of the folder where it was first looked up, and a line of 131,073 letters was none."""
+    for num_microbatches in (14_000, 14_001):
+        folder = tmp_path / str(num_microbatches)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        Path("plan.txt").write_text(" ".join(f"0{kind}{number}" for kind in "FB" for number in range(num_microbatches)))
+        os.utime("plan.txt", (0, 0))
+        assert get_forward_backward_func("plan.txt").sizes == (1, num_microbatches, 1)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tools.models import Stage, assert_same_gradients, build, reference, run
+from tools.models import assert_same_gradients, batches, build, reference, run
 from tools.ranks import RankPool, on_ranks, start_again
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader
 
-from megapipe import PipelineError, StageInfo, parallel_state
+from megapipe import PipelineError, parallel_state
+from megapipe.plan import Schedule, Verbs, loop, make_plan
+from megapipe.schedules import BW, F
 
 
 class WrapperWithBuffers(torch.nn.Module):
@@ -24,9 +27,69 @@ class WrapperWithBuffers(torch.nn.Module):
         return self.module(*args)
 
 
-def test_what_cannot_be_called_is_refused() -> None:
-    with pytest.raises(TypeError, match="forward_step_func must be callable, got a str"):
-        run("no_pipelining", Stage(StageInfo(0, 1), 2), 2, forward_step_func="forward_step")
+def of_megatron(schedule: str) -> list[torch.nn.Module]:
+    """Chunks for a schedule, which know which end of the model they have, as Megatron's do, and not which stage."""
+    chunks = build(schedule, 2, 4)
+    for chunk in chunks:
+        chunk.pre_process, chunk.post_process = chunk.info.is_first, chunk.info.is_last
+        del chunk.info
+    return chunks
+
+
+def complex_loss(iterator: Any, chunk: torch.nn.Module) -> Any:
+    return chunk(next(iterator)["tokens"]), lambda output: (output.mean() * 1j, None)
+
+
+def moves(pipe: Verbs) -> Any:
+    """GPipe that moves what F saves to host memory and back, by no plan."""
+    for _ in range(pipe.num_microbatches):
+        F(pipe)
+    for number in range(pipe.num_microbatches):
+        pipe.run("O", 0, number)
+        pipe.run("L", 0, number)
+        BW(pipe)
+    return pipe.finish()
+
+
+WRONG_CALLS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("1f1b", "1f1b", {"forward_step_func": "forward_step"}, "forward_step_func must be callable, got a str"),
+    ("1f1b", "1f1b", {"model": None}, "a list of its chunks, got a NoneType"),
+    ("1f1b", "1f1b", {"model": []}, "a list of its chunks, got an empty list"),
+    ("zbv", "zbv", {"data_iterator": [*batches(2)] * 2}, "data_iterator is a list of 4 but there are 2 chunks"),
+    ("zbv", "zbv", {"data_iterator": DataLoader([*batches(2)])}, "is a DataLoader, not an iterator: pass iter"),
+    ("interleaved_1f1b", "zbv", {}, r"made for stage [23] of 4, but the schedule runs it as stage [32] of 4"),
+    ("dualpipev", "zbv", {}, ""),
+    (
+        "megatron's interleaved_1f1b",
+        "zbv",
+        {},
+        "made with post_process=False, but .* stage 3 .*build_model_chunks",
+    ),
+    ("1f1b", "1f1b", {"forward_step_func": complex_loss}, "must be a real tensor of one element, but it is a complex"),
+    (
+        "1f1b",
+        make_plan("inference", 2, 2),
+        {},
+        r"inference \[\w+\] is a plan without backwards: pass forward_only",
+    ),
+    ("1f1b", Schedule("moves", moves, loop), {}, "runs O, but no F knew .*: set config.offload_activations"),
+]
+"""What chunks are made for, the schedule that runs them, with which arguments, and what is said of it, if anything."""
+
+
+@on_ranks(2)
+def test_calls_that_cannot_be(rank: int) -> None:
+    """Chunks of another schedule were trained as stages that they are not, a DataLoader for two chunks began anew in
+    each step; a complex loss and a plan without backwards trained nothing."""
+    for made_for, schedule, arguments, message in WRONG_CALLS:
+        chunks = of_megatron(made_for[11:]) if "megatron" in made_for else build(made_for, 2, 4)
+        arguments = {"model": chunks, "num_microbatches": 2} | arguments
+        if not message:
+            run(schedule, **arguments)
+            continue
+        with pytest.raises((TypeError, ValueError, PipelineError), match=message):
+            run(schedule, **arguments)
+        start_again()
 
 
 @on_ranks(2)

@@ -348,6 +348,34 @@ def test_names_are_those_of_the_module() -> None:
         stage.load_state_dict({name: t for name, t in stage.state_dict().items() if name != "0.weight"})
 
 
+class Graph(nn.Module):
+    """A layer with a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.sparse.mm(self.adjacency, x))
+
+
+def of_another_kind(info: StageInfo) -> nn.Module:
+    seed_cpu(info.index)
+    return torch.jit.script(nn.Linear(4, 4)) if info.index else Graph()
+
+
+@on_ranks(2)
+def test_modules_of_other_kinds(rank: int) -> None:
+    """A sparse buffer has no memory to be told from what moves, and the parts of a scripted module are in no dict."""
+    data = [(normal(4, 4, seed=seed), normal(4, 4, seed=9)) for seed in range(3)]
+    chunks = chunks_of(of_another_kind, "gpipe", offload_activations=0.01)
+    expected = [of_another_kind(StageInfo(index, 2)) for index in range(2)]
+    reports, losses = step("gpipe", chunks, data), add_gradients(expected, data)
+    assert reports == (losses if rank else [])
+    assert_same_gradients(chunks, expected)
+
+
 def test_what_is_no_stage() -> None:
     with pytest.raises(TypeError, match="takes a module, got a function"):
         PipelineStage(mlp, StageInfo(0, 2))
