@@ -11,7 +11,7 @@ from pathlib import Path
 from .tables import FOLDER
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [DOCS / "benchmark_tables.md", DOCS / "reliability.md"]
+PAGES = [FOLDER.parent / "TABLES.md", DOCS / "reliability.md"]
 
 
 def main() -> None:

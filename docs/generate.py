@@ -1,4 +1,4 @@
-"""Writes docs/schedules.md, its pictures, docs/gallery.html and the settings in docs/reference/config.md.
+"""Writes docs/schedules.md, its pictures, docs/index.md (from the README) and the settings in docs/reference/config.md.
 
 python docs/generate.py [FOLDER]
 """
@@ -9,16 +9,14 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import megapipe
 from megapipe.analysis import save_picture
-from megapipe.analysis.pages import compact, look, page_of
 from megapipe.plan import Plan, find_schedule, make_plan, v_shape
 
 PP_SIZE, NUM_MICROBATCHES, NUM_SLICES = 4, 8, 2
 EXCHANGE = 0.19
-GALLERY_RANKS, GALLERY_MICROBATCHES = (2, 4, 8), 16
 
 SOURCES = {
     "https://arxiv.org/abs/1811.06965": "GPipe",
@@ -148,10 +146,10 @@ NOTES = {
 
 HEAD = f"""# Schedules
 
-Made by `make docs` from the schedules themselves; a test keeps this page up to date.
+<!-- Made by `make docs` from the schedules themselves; a test keeps this page up to date. -->
 
-[Which schedule](choosing.md) helps to choose one. [The gallery](gallery.md) draws them all for 2, 4 or 8 ranks and up
-to {GALLERY_MICROBATCHES} microbatches.
+All schedules with their pictures. [Which schedule](choosing.md) helps to choose one; `megapipe show zbv --pp 8
+--microbatches 16` draws one for other sizes.
 
 {{table}}
 
@@ -160,7 +158,7 @@ p are the ranks, m the microbatches, v the chunks per rank (2, or the `virtual_p
 is the size of a group (`microbatch_group_size_per_vp_stage`): by default p, and counted in slices for
 seq_interleaved_1f1b. Bubbles are shares of a step with F = B = W, all stages alike, and
 messages that take no time. A microbatch is in flight from its F to its W, one of v chunks counts as 1 / v of it, and a
-slice as 1 / n. **Both formulas hold from the number of microbatches on that the column "both from m =" has.** With
+slice as 1 / n. **Both formulas hold from the number of microbatches on that the column "hold from m =" has.** With
 fewer the bubble is larger: zb1p on 4 ranks has 20.0 % with 4 microbatches, and 45.5 % with 2.
 
 Any number of microbatches works, from 1 on, and it may change from step to step. Megatron's interleaved schedule
@@ -190,7 +188,7 @@ one chunk (zb2p). In a V the last stage is on the first rank, each way is half a
 def table() -> str:
     """All schedules, each in a row."""
     rows = [
-        "| name | chunks per rank | microbatches in flight on rank r | bubble, F = B = W | both from m = | source |",
+        "| name | chunks per rank | microbatches in flight on rank r | bubble, F = B = W | hold from m = | source |",
         "|---|---|---|---|---|---|",
     ]
     for name in megapipe.schedule_names():
@@ -261,59 +259,6 @@ def gains() -> str:
     )
 
 
-def gallery() -> str:
-    """The page on which ranks and microbatches are chosen. A row of letters says what a rank does, see `letters_of`."""
-    names = [name for name in megapipe.schedule_names() if find_schedule(name).max_pp_size is None]
-    schedules = [{"name": name, "about": NOTES[name].when.replace("`", ""), "plans": plans_of(name)} for name in names]
-    body = (
-        "<h1>Schedules</h1>\n<p>F, B and W take as long as each other: an F of a microbatch on a whole rank takes 1. "
-        f"Messages take no time. Schedules that cut sequences have {NUM_SLICES} slices. All timelines have the same "
-        "scale.</p>\n"
-        "<div class='controls'><label>ranks <select id='ranks'>"
-        + "".join(f"<option{' selected' * (size == PP_SIZE)}>{size}</option>" for size in GALLERY_RANKS)
-        + f"</select></label>\n<label>microbatches <input id='m' type='range' min='1' max='{GALLERY_MICROBATCHES}' "
-        f"value='{NUM_MICROBATCHES}'> <output id='m-shown'></output></label>\n<div id='legend'></div></div>\n"
-        "<div id='schedules'></div>\n"
-        # On a phone bars stay wide, and scroll.
-        "<style>.scrolls { overflow-x: auto; } .scrolls > div { min-width: 46rem; }</style>"
-    )
-    data = compact({**look(), "kinds_in_order": ORDER, "schedules": schedules})
-    script = (Path(__file__).parent / "gallery.js").read_text()
-    return page_of("Schedules of megapipe", body, f"const gallery = {data};\n{script}")
-
-
-ORDER = ("F", "BW", "B", "W")
-
-
-def plans_of(name: str) -> dict[int, dict[str, Any]]:
-    """By the number of ranks, what the gallery draws."""
-    plans: dict[int, dict[str, Any]] = {}
-    for pp_size in GALLERY_RANKS:
-        made = [plan_of(name, pp_size, m) for m in range(1, GALLERY_MICROBATCHES + 1)]
-        plans[pp_size] = {
-            "ranks": [made[0].rank_of(stage) for stage in range(pp_size * made[0].num_chunks)],
-            "numChunks": made[0].num_chunks,
-            "numSlices": made[0].num_slices,
-            "letters": [letters_of(plan) for plan in made],
-        }
-    return plans
-
-
-def letters_of(plan: Plan) -> list[str]:
-    """What each rank does: a letter for each action, by its kind and chunk, "." for a unit of idle time, and "+" before
-    the forward of an overlapped pair. The unit is the time of an F; a BW takes two."""
-    rows = []
-    unit = plan.num_chunks * plan.num_slices
-    for spans, pairs in zip(plan.simulate().spans, plan.program.pairs):
-        row, clock = "", 0.0
-        for index, (action, start, end) in enumerate(spans):
-            row += "." * round((start - clock) * unit) + "+" * (index in pairs)
-            row += chr(ord("A") + 4 * plan.chunk_of(action.stage) + ORDER.index(action.kind))
-            clock = end
-        rows.append(row)
-    return rows
-
-
 def pp_size_of(name: str) -> int:
     return find_schedule(name).max_pp_size or PP_SIZE
 
@@ -332,9 +277,15 @@ def page() -> str:
     return "\n".join([HEAD.format(table=table()), *sections, gains()])
 
 
+def index_page() -> str:
+    """The README, with links as from docs/."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    return re.sub(r"\]\((docs/)?(?!\w+:)", lambda found: "](" if found[1] else "](../", text)
+
+
 CONFIG_HEAD = """# Settings
 
-Made by `make docs` from the docstring of `megapipe.PipelineConfig`; a test keeps this page up to date.
+<!-- Made by `make docs` from the docstring of `megapipe.PipelineConfig`; a test keeps this page up to date. -->
 
 `PipelineConfig` has the fields of Megatron's `ModelParallelConfig` that matter to a pipeline, and a few more. The
 config of a model is `model.config`. It may be any object with some of these fields: Megatron's own config, a dataclass
@@ -370,7 +321,7 @@ def generate(folder: Path) -> None:
         plan = plan_of(name)
         save_picture(plan, plan.simulate(), folder / f"{name}.svg")
     (folder / "schedules.md").write_text(page())
-    (folder / "gallery.html").write_text(gallery())
+    (folder / "index.md").write_text(index_page())
 
 
 if __name__ == "__main__":

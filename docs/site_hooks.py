@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)((?:#[^)\s]*)?)\)")
 TABLE = re.compile(r"<table>.*?</table>", flags=re.DOTALL)
 CELL = re.compile(r"<(t[hd])\b[^>]*>(.*?)</\1>", flags=re.DOTALL)
-HIDDEN = {"index.md": ["navigation"], "comparison.md": ["toc"], "gallery.md": ["toc"]}  # beside these pages, for room
+HIDDEN = {"index.md": ["navigation"], "comparison.md": ["toc"]}  # beside these pages, for room
 SENTENCE = 40  # letters, from which on a cell is text and no number or name
 
 

@@ -33,7 +33,7 @@ BUDGET = 300_000
 
 GAIN = 0.005
 """Share of the makespan that other places must gain. Less than that disappears in the noise of measured steps
-(docs/benchmark_tables.md)."""
+(benchmarks/TABLES.md)."""
 
 SLACK = 1 / 4
 """How much more a rank may hold than by the schedule, without a limit: this share of a pipeline's microbatches."""

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pytest
@@ -67,18 +66,6 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert "5B3: input gradient of microbatch 3 through stage 5" in tip
     assert "after waiting" in tip
     assert "needs 6B3 of rank 1" in tip
-
-
-@needs_chromium
-def test_the_gallery_in_a_browser(tmp_path: Path) -> None:
-    dom = browse(Path(__file__).parents[2] / "docs" / "gallery.html", tmp_path / "gallery.png")
-    for plan in (make_plan(name, 4, 8) for name in ("1f1b", "zbv", "dualpipev")):
-        simulation = plan.simulate()
-        bubble, held = 100 * fmean(simulation.bubble), max(simulation.peak_activations)
-        figures = f"step {simulation.makespan:g}, bubble {bubble:.1f} %, {held:g} microbatches held"
-        assert f'<span id="{plan.name}-figures">{figures}</span>' in dom
-        drawn = dom[dom.index(f'<div id="{plan.name}"') :].partition("</h2>")[0]
-        assert len(re.findall(r'data-at="\d', drawn)) == sum(map(len, plan.actions))
 
 
 def test_a_page_is_small_and_loads_nothing(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_all_tables_of_the_gpu_benchmark_where_there_is_none(tmp_path: Path) -> 
         timeout=2 * PATIENCE,
         check=True,
     )
-    documented = set(re.findall(r"<!-- table (gpu-\S+) -->", (ROOT / "docs" / "benchmark_tables.md").read_text()))
+    documented = set(re.findall(r"<!-- table (gpu-\S+) -->", (ROOT / "benchmarks" / "TABLES.md").read_text()))
     assert {path.stem for path in tmp_path.iterdir()} == documented
     memory = (tmp_path / "gpu-schedules-memory.md").read_text()
     peaks = {

@@ -27,7 +27,7 @@ def docs() -> dict[str, Any]:
 
 def test_the_page_is_up_to_date(docs: dict[str, Any]) -> None:
     assert docs["page"]() == (DOCS / "schedules.md").read_text(), "run `make docs`"
-    assert docs["gallery"]() == (DOCS / "gallery.html").read_text(), "run `make docs`"
+    assert docs["index_page"]() == (DOCS / "index.md").read_text(), "run `make docs`"
     assert docs["config_page"]() == (DOCS / "reference/config.md").read_text(), "run `make docs`"
     assert sorted(path.stem for path in DOCS.glob("*.svg")) == sorted(megapipe.schedule_names()), "run `make docs`"
 
@@ -108,43 +108,6 @@ def test_pictures_show_their_plans(docs: dict[str, Any], name: str) -> None:
     written = re.findall(r">(\d+(?:\.\d+)?)</text>", picture)
     units = [action.unit for _, action, *_ in expected]
     assert any(written[at : at + len(units)] == units for at in range(len(written)))
-
-
-def test_the_gallery_has_what_the_plans_say(docs: dict[str, Any]) -> None:
-    """Each letter is an action, in its order and at its time."""
-    plan = docs["plan_of"]("dualpipev", 2, 3)
-    simulation = plan.simulate()
-    for spans, pairs, letters in zip(simulation.spans, plan.program.pairs, docs["letters_of"](plan)):
-        assert letters.count("+") == len(pairs) > 0
-        kinds = [docs["ORDER"][(ord(letter) - 65) % 4] for letter in letters if letter not in "+."]
-        assert kinds == [action.kind for action, *_ in spans]
-        length = sum({"+": 0, ".": 1}.get(letter, 2 if (ord(letter) - 65) % 4 == 1 else 1) for letter in letters)
-        assert length == round(2 * spans[-1].end)
-
-
-def test_the_gallery_calls_functions_as_they_are() -> None:
-    """It was empty: a function of page.js had got a second parameter, which gallery.js did not pass."""
-    declared = r"^(?:function (\w+)\(([^)]*)\)|const (\w+) = (?:\((.*)\)|(\w+)) =>)"
-    functions = {
-        name or short: [part for part in re.sub(r"[\[{].*?[\]}]", "x", parameters or several or one).split(",") if part]
-        for name, parameters, short, several, one in re.findall(
-            declared, (ROOT / "megapipe/analysis/page.js").read_text(), re.MULTILINE
-        )
-    }
-    called = {}
-    script = (DOCS / "gallery.js").read_text()
-    for found in re.finditer(r"\b(\w+)\(", script):
-        if found[1] in functions:
-            depth, given = 1, 1
-            for letter in script[found.end() :]:
-                depth += (letter in "([{") - (letter in ")]}")
-                given += letter == "," and depth == 1
-                if depth == 0:
-                    break
-            parameters = functions[found[1]]
-            called[found[1]] = len([one for one in parameters if "=" not in one]) <= given <= len(parameters)
-    assert called.keys() >= {"drawTimeline", "drawLegend", "heldBy"}
-    assert all(called.values()), called
 
 
 def corners_of(points: str) -> tuple[float, float, float]:

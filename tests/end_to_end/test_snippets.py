@@ -28,15 +28,15 @@ from megapipe.analysis import cli
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = ROOT / "README.md"  # test_readme.py runs its script
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
 MEGATRON = find_spec("megatron") is not None, "make test installs megatron-core"
 NEEDS = {  # whether it is there, and where it comes from
     "docs/megatron.md": MEGATRON,
     "docs/tutorials/from_megatron.md": MEGATRON,
-    "docs/training.md": (TORCH >= (2, 7), "fully_shard needs a newer torch on CPU"),
-    "docs/graphs.md": (TORCH >= (2, 9), "graphs need torch 2.9"),
+    "docs/data_parallelism.md": (TORCH >= (2, 7), "fully_shard needs a newer torch on CPU"),
+    "docs/backward.md": (TORCH >= (2, 9), "graphs need torch 2.9"),
 }
 
 CHECKED = ("docs/index.md", "docs/tensor_parallel.md")

@@ -21,7 +21,7 @@ from megapipe.plan import find_schedule
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *sorted(DOCS.rglob("*.md"))]
 HAS_MEGATRON = pytest.mark.skipif(
     __import__("importlib.util").util.find_spec("megatron") is None, reason="make test installs megatron-core"
 )
@@ -48,12 +48,12 @@ def test_captured_stages_name_the_versions_of_the_readme() -> None:
     )
     assert run_on is not None
     versions = [version for version in re.findall(r"\d\.\d+", run_on[1]) if int(version.partition(".")[2]) >= 9]
-    assert "It was tested on {}, {} and {}.".format(*versions) in text_of("graphs.md")
+    assert "It was tested on {}, {} and {}.".format(*versions) in text_of("backward.md")
 
 
 def test_the_example_prints_all_causes_of_the_bubble() -> None:
     """The line on the page had four causes, and the example prints five."""
-    (line,) = re.findall(r"^bubble ([\d.]+%) = (.+)$", (DOCS / "examples.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^bubble ([\d.]+%) = (.+)$", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     causes = BubbleSplit(1.0, *([[0.1]] * (len(dataclasses.fields(BubbleSplit)) - 1)))
     assert re.findall(r"% ([^+]+?)(?: \+|$)", line[1]) == list(causes.shares)
     assert sum(map(float, re.findall(r"([\d.]+)%", line[1]))) == pytest.approx(float(line[0][:-1]), abs=0.3)

@@ -1,8 +1,8 @@
 """Every kind of causal language model of the installed transformers, cut in three: `make test-models`.
 
 Each is made small and random, and its stages, in a row in this process, are compared with the whole model. The result
-is a table of docs/huggingface.md. The command fails where a kind is neither right nor refused. It is no test, since it
-takes three minutes and what it finds depends on the release of transformers.
+is a table of docs/huggingface_models.md. The command fails where a kind is neither right nor refused. It is no test,
+since it takes three minutes and what it finds depends on the release of transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megapipe.integrations.transformers import CannotCutError
 from megapipe.integrations.transformers.check import check_cut
 from megapipe.integrations.transformers.whole import check_kind, has_towers, make_meta_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface_models.md"
 MARK = "<!-- kinds -->"
 
 
