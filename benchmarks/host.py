@@ -57,7 +57,7 @@ gloo's threads. *bare-loop*: the same actions over `isend` and `irecv`, which no
 
 PLACES = {
     "stages": ("stages/", "messages.py"),
-    "messages": ("transports/", "p2p_communication/", "runtime/boundary.py"),
+    "messages": ("transports/", "p2p_communication.py", "runtime/links.py"),
     "weight gradients": ("weight_grad/",),
     "verbs and all else": ("",),
 }

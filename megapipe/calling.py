@@ -153,22 +153,10 @@ class ForwardBackward(Schedule):
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
             PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
         """
-        from .runtime import ShapeArguments, run_step  # with torch, which looking at schedules does without
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        from .runtime import run_step  # with torch, which looking at schedules does without
 
-        lengths = (seq_length, micro_batch_size, decoder_seq_length)
-        return run_step(
-            self,
-            forward_step_func,
-            data_iterator,
-            model,
-            ShapeArguments(*lengths, num_microbatches, pipeline_inputs, adjust_tensor_shapes_fn),
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            p2p_communicator=p2p_communicator,
-            pg_collection=pg_collection,
-            force_all_reduce=force_all_reduce,
-        )
+        return run_step(self, **arguments)
 
 
 def schedule(

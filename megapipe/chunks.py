@@ -71,7 +71,12 @@ def tensors_of(chunk: nn.Module) -> Iterator[Tensor]:
 
 def find_attribute(chunk: Any, name: str) -> Any:
     """The attribute of `chunk`, or of the first module inside its wrappers that has it, or None."""
-    return next((getattr(inner, name) for inner in iter_wrapped(chunk) if hasattr(inner, name)), None)
+    if hasattr(chunk, name):
+        return getattr(chunk, name)
+    for inner in iter_wrapped(chunk):
+        if hasattr(inner, name):
+            return getattr(inner, name)
+    return None
 
 
 def named_parameters(chunk: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:

@@ -17,7 +17,15 @@ import torch
 
 from .plan import Settings, nearest
 
-__all__ = ["PER_CHUNK", "PipelineConfig", "TimelineRecorder", "ValidatedLater", "check_whole_number"]
+__all__ = [
+    "DEFAULTS",
+    "EXTENSIONS",
+    "PER_CHUNK",
+    "PipelineConfig",
+    "TimelineRecorder",
+    "ValidatedLater",
+    "check_whole_number",
+]
 
 PER_CHUNK = ("no_sync_func", "grad_sync_func", "param_sync_func")
 """Settings that may be lists, with one function per chunk."""
@@ -286,6 +294,16 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
 
 
 PipelineConfig.__init__ = _checked(PipelineConfig.__init__)  # type: ignore[method-assign]
+
+
+EXTENSIONS = {
+    "torch.distributed.fsdp": "megapipe.options.fully_shard:FullyShard",
+    "post_validated_optimizer": "megapipe.options.post_validation:PostValidation",
+    "enable_autocast": "megapipe.options.autocast:Autocast",
+    "record_timeline": "megapipe.options.timeline:Timeline",
+}
+"""The extensions of options that take part in a step, in the order in which they are composed: by the fields of the
+options, or by the module that is imported where they are in use. The room of an option is imported where it is set."""
 
 
 def check_whole_number(name: str, value: Any, least: int, or_none: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -74,6 +74,9 @@ def frameworks() -> list[Framework]:
     return [importlib.import_module(tie).framework for package, tie in ties.items() if package in sys.modules]
 
 
-def find_cut(model: Any) -> Callable[[ForwardStep], ForwardStep] | None:
-    """What cuts the forwards of a chunk into segments, if a framework does."""
-    return next((cut for one in frameworks() if (cut := one.find_cut(model)) is not None), None)
+def find_cut(model: Any, known: Sequence[Framework]) -> Callable[[ForwardStep], ForwardStep] | None:
+    """What cuts the forwards of a chunk into segments, if one of these frameworks does."""
+    for framework in known:
+        if (cut := framework.find_cut(model)) is not None:
+            return cut
+    return None

@@ -1,9 +1,14 @@
 """What a forward saves for its backward, where that is not simply kept: computed again, or moved to host memory."""
 
-from .offload import Offload, storages_of
-from .regions import Region, regions_of
-from .replay import Replay, random_generators, recomputing
-from .saver import as_it_is, saving
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .offload import Offload, storages_of
+    from .regions import Region, regions_of
+    from .replay import Replay, random_generators, recomputing
+    from .saver import as_it_is, saving
 
 __all__ = [
     "Offload",
@@ -16,3 +21,5 @@ __all__ = [
     "saving",
     "storages_of",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -15,7 +15,7 @@ from ..config import PipelineConfig
 from ..messages import MessageSpec
 from ..p2p_communication import Transfer
 from ..plan import StageBytes, StageInfo
-from ..stages import Stage, StepArguments, Unit
+from ..stages import Call, Stage, Unit
 from ..timing import LiveStorages
 
 __all__ = ["bytes_of_stages"]
@@ -81,10 +81,10 @@ def _fake_mode() -> tuple[AbstractContextManager[Any], Callable[[Tensor], Tensor
     return mode, mode.from_tensor
 
 
-def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatch: Any) -> StepArguments:
+def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatch: Any) -> Call:
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     config = getattr(module, "config", None)
-    return StepArguments(
+    return Call(
         forward_step_func=forward_step_func,
         data_iterators=[itertools.repeat(microbatch)],
         models=[module],
@@ -95,7 +95,7 @@ def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatc
 
 
 def _measure(
-    info: StageInfo, module: nn.Module, step: StepArguments, received: MessageSpec | None
+    info: StageInfo, module: nn.Module, step: Call, received: MessageSpec | None
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """What the actions of a stage hold, and the message that it sends. The first microbatch makes the gradients."""
     stage = Stage(info, 0, step, None)
@@ -111,7 +111,7 @@ def _measure(
 
 
 def _run(
-    stage: Stage, received: MessageSpec | None, storages: LiveStorages, step: StepArguments, is_split: bool
+    stage: Stage, received: MessageSpec | None, storages: LiveStorages, step: Call, is_split: bool
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """One microbatch. What was there before it, such as reported losses, does not count."""
     device, recomputes = step.device, step.config.settings.recomputes_stage(stage.info.index)

@@ -1,11 +1,18 @@
 """Save under any arrangement of ranks, load under any other."""
 
-from .checkpointer import Checkpointer
-from .export import save_safetensors
-from .files import read_position
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .checkpointer import Checkpointer
+    from .export import save_safetensors
+    from .files import read_position
 
 __all__ = [
     "Checkpointer",
     "read_position",
     "save_safetensors",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -1,13 +1,18 @@
 """Captured stages: forward and backward of an unchanged model as graphs, to be split, compiled and multiplexed."""
 
-from .captured import CapturedStage, capture
-from .compile import compile_graph
-from .fsdp_collectives import ShardedJoint, split_fsdp_collectives
-from .joint import CaptureError, Joint, trace_joint
-from .multiplexing import multiplex
-from .partitioning import Partition, partition
-from .recomputing import recompute
-from .split import SplitBackward, WeightGradient, split_di_dw
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .captured import CapturedStage, capture
+    from .compile import compile_graph
+    from .fsdp_collectives import ShardedJoint, split_fsdp_collectives
+    from .joint import CaptureError, Joint, trace_joint
+    from .multiplexing import multiplex
+    from .partitioning import Partition, partition
+    from .recomputing import recompute
+    from .split import SplitBackward, WeightGradient, split_di_dw
 
 __all__ = [
     "CaptureError",
@@ -26,3 +31,5 @@ __all__ = [
     "split_fsdp_collectives",
     "trace_joint",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

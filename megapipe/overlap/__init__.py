@@ -6,9 +6,14 @@ its start and its wait, in which it calls back: the callback runs the forward to
 the other's data is on its way, and every rank does so in the same order.
 """
 
-from .collectives import Pending, start_all_gather, start_all_reduce, start_all_to_all, start_reduce_scatter
-from .segments import Segments, find_forward_segments, in_segments, run_segments
-from .windows import fill_window, filling_windows, wait_in_window
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .collectives import Pending, start_all_gather, start_all_reduce, start_all_to_all, start_reduce_scatter
+    from .segments import Segments, find_forward_segments, in_segments, run_segments
+    from .windows import fill_window, filling_windows, wait_in_window
 
 __all__ = [
     "Pending",
@@ -26,3 +31,5 @@ __all__ += [  # between rooms
     "find_forward_segments",
     "wait_in_window",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -1,21 +1,26 @@
 """A schedule on paper: recorded, checked, simulated and saved, without tensors and without process groups."""
 
-from .files import load_plan, load_stage_bytes, parse_json, read_text
-from .kinds import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Kind
-from .making import make_plan
-from .measured import ActionBytes, RankStep, Wait
-from .memory import RankBytes, StageBytes, held_changes
-from .offloading import offload_activations
-from .placement import Placement, StageInfo, loop, v_shape
-from .plan import Plan, plan_of
-from .planned import AnySchedule, find_schedule, loops_of
-from .recorder import ChannelName, Event
-from .registry import Schedule, nearest, register, schedule_names
-from .residency import gathered_chunks
-from .simulation import Costs, Simulation, Span, play, simulate
-from .transformer import Transformer, read_config
-from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
-from .weight_placement import place_weights
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .files import load_plan, load_stage_bytes, parse_json, read_text
+    from .kinds import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Kind
+    from .making import make_plan
+    from .measured import ActionBytes, RankStep, Wait
+    from .memory import RankBytes, StageBytes, held_changes
+    from .offloading import offload_activations
+    from .placement import Placement, StageInfo, loop, v_shape
+    from .plan import Plan, plan_of
+    from .planned import AnySchedule, find_schedule, loops_of
+    from .recorder import ChannelName, Event
+    from .registry import Schedule, nearest, register, schedule_names
+    from .residency import gathered_chunks
+    from .simulation import Costs, Simulation, Span, play, simulate
+    from .transformer import Transformer, read_config
+    from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
+    from .weight_placement import place_weights
 
 __all__ = [
     "Action",
@@ -68,3 +73,5 @@ __all__ += [  # between rooms
     "register",
     "unit_in_words",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

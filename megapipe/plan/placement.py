@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["Placement", "StageInfo", "loop", "v_shape"]
 
@@ -19,12 +20,12 @@ class StageInfo:
     index: int
     num_stages: int
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         """It takes the model's input."""
         return self.index == 0
 
-    @property
+    @cached_property
     def is_last(self) -> bool:
         """It computes the loss."""
         return self.index == self.num_stages - 1

@@ -157,6 +157,13 @@ class Verbs(ABC):
         """Units of each chunk, in the order of its backwards, that an optional kind has taken or left out."""
         self._steps = {kind.name: f"{kind.message}_step" for kind in KINDS.values() if kind.message is not None}
 
+    def begin(self) -> None:
+        """Count from nought, for another step."""
+        for counts in (*self._counts.values(), *self._passed.values()):
+            counts[:] = [0] * self.num_chunks
+        for pending in self._pending.values():
+            pending.clear()
+
     # Facts
 
     def num_forwards_left(self, chunk: int = 0) -> int:
@@ -177,7 +184,7 @@ class Verbs(ABC):
 
     def num_pending_weights(self, chunk: int | None = None) -> int:
         """Deferred weight-gradient passes (W) that are still to be run: of this chunk, or of all."""
-        return self.num_pending("W", chunk)
+        return self.num_pending("W", chunk) if self._pending["W"] else 0
 
     # Verbs
 

@@ -1,8 +1,17 @@
 """One step of a schedule on this rank, from the caller's arguments to the losses."""
 
-from .pipeline import Pipeline
-from .shapes import ShapeArguments
-from .step import run_step, stages_for_rank
-from .warming_up import warm_up
+from typing import TYPE_CHECKING
 
-__all__ = ["Pipeline", "ShapeArguments", "run_step", "stages_for_rank", "warm_up"]
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .grad_sync import GradientSync
+    from .pipeline import BeginAgain, Pipeline
+    from .restoring import restores_of_buffers, restores_of_random_states
+    from .step import run_step, stages_for_rank
+    from .warming_up import warm_up
+
+__all__ = ["Pipeline", "run_step", "stages_for_rank", "warm_up"]
+__all__ += ["BeginAgain", "GradientSync", "restores_of_buffers", "restores_of_random_states"]  # between rooms
+
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -16,18 +16,19 @@ from torch import nn
 
 from .. import parallel_state
 from ..activations import regions_of
-from ..chunks import find_attribute, tensors_of
+from ..chunks import find_attribute
 from ..config import PER_CHUNK, PipelineConfig, check_whole_number
-from ..frameworks import find_cut, frameworks
+from ..frameworks import Framework, find_cut
 from ..plan import Placement, Schedule, StageInfo
-from ..stages import StepArguments
+from ..stages import Call
 from ..transports import is_capturing
 from .found_shapes import FoundShapes, Specs, UndescribedMessages, boundary_name
-from .shapes import ShapeArguments, message_specs
+from .shapes import message_specs
 
 __all__ = [
     "Specs",
     "check_arguments",
+    "check_call",
     "chunks_of",
     "config_of",
     "device_of",
@@ -41,9 +42,9 @@ __all__ = [
 ]
 
 
-def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
+def pipeline_group(known: Sequence[Framework], pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
     """The pipeline's process group: the caller's, or else parallel_state's. None without torch.distributed."""
-    for framework in frameworks():
+    for framework in known:
         framework.check_groups(pg_collection)
         framework.check_groups(p2p_communicator)
     group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)
@@ -52,22 +53,26 @@ def pipeline_group(pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGro
     return parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
 
 
-def config_of(schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any) -> PipelineConfig:
+def config_of(
+    known: Sequence[Framework], schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any
+) -> PipelineConfig:
     """The checked settings of the first chunk that has a `config`; sizes of groups are those of `pg_collection`."""
     configs = (find_attribute(model, "config") for model in models)
     config = next((config for config in configs if config is not None), None)
     sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
     groups = {name: getattr(pg_collection, short, None) for name, short in sizes.items()}
     settings = {name: group.size() for name, group in groups.items() if group is not None}
-    for framework in frameworks():
+    for framework in known:
         settings |= framework.read_config(config, schedule)
     return PipelineConfig.of(config, **settings)
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
     """The device of the first parameter or buffer; the CPU where there is none."""
-    tensors = itertools.chain.from_iterable(tensors_of(model) for model in models)
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    for model in models:
+        for tensor in itertools.chain(model.parameters(), nn.Module.buffers(model)):
+            return tensor.device
+    return torch.device("cpu")
 
 
 def chunks_of(model: Any) -> list[nn.Module]:
@@ -100,9 +105,8 @@ def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
     return list(itertools.tee(data_iterator, num_chunks))
 
 
-def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
+def check_arguments(step: Call, stages: Sequence[StageInfo]) -> None:
     """Raises ValueError or TypeError for arguments that cannot be."""
-    check_whole_number("num_microbatches", step.num_microbatches, 1)
     for name in PER_CHUNK:
         functions = getattr(step.config, name)
         if isinstance(functions, (list, tuple)) and len(functions) != len(step.models):
@@ -126,21 +130,26 @@ def check_arguments(step: StepArguments, stages: Sequence[StageInfo]) -> None:
             )
         if step.forward_only:
             continue
-        find_cut(model)  # may refuse it
+        find_cut(model, step.frameworks)  # may refuse it
         if step.config.settings.recomputes:
             regions_of(model, step.config.recompute_of(stage.index), f"stage {stage.index}")
-    if not callable(step.forward_step_func):
-        raise TypeError(f"forward_step_func must be callable, got a {type(step.forward_step_func).__name__}.")
     is_pipelined = len(stages) < stages[0].num_stages
     if is_pipelined and not step.forward_only:
         _check_scaler(step.config.grad_scale_func)
-        if step.config.post_validated_optimizer is not None:
-            _check_rereadable(step)
-    if is_capturing(step.device):
-        _check_capture(step, stages[0].num_stages // len(stages))
-    if is_pipelined and step.config.num_microbatches_with_partial_activation_checkpoints is not None:
+
+
+def check_call(call: Call, pp_size: int) -> None:
+    """Raises ValueError or TypeError for arguments that cannot be, of those that may be others in each step."""
+    check_whole_number("num_microbatches", call.num_microbatches, 1)
+    if not callable(call.forward_step_func):
+        raise TypeError(f"forward_step_func must be callable, got a {type(call.forward_step_func).__name__}.")
+    if pp_size > 1 and not call.forward_only and call.config.post_validated_optimizer is not None:
+        _check_rereadable(call)
+    if call.device.type != "cpu" and is_capturing(call.device):
+        _check_capture(call, pp_size)
+    if pp_size > 1 and call.config.num_microbatches_with_partial_activation_checkpoints is not None:
         try:
-            inspect.signature(step.forward_step_func).bind(None, None, None)
+            inspect.signature(call.forward_step_func).bind(None, None, None)
         except TypeError:
             raise TypeError(
                 "config.num_microbatches_with_partial_activation_checkpoints passes forward_step_func a third "
@@ -186,7 +195,7 @@ def _check_scaler(grad_scale_func: Callable[..., Any] | None) -> None:
         )
 
 
-def _check_rereadable(step: StepArguments) -> None:
+def _check_rereadable(step: Call) -> None:
     for iterator in step.data_iterators:
         if iterator is not None and not hasattr(iterator, "__next__"):
             raise TypeError(
@@ -195,7 +204,7 @@ def _check_rereadable(step: StepArguments) -> None:
             )
 
 
-def _check_capture(step: StepArguments, pp_size: int) -> None:
+def _check_capture(step: Call, pp_size: int) -> None:
     """A CUDA graph runs again as it is, without the host."""
     if pp_size > 1:
         raise ValueError(
@@ -215,12 +224,7 @@ def remote_ends(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: i
     return receives, sends
 
 
-def specs_of(
-    step: StepArguments,
-    shapes: ShapeArguments,
-    stages: Sequence[StageInfo],
-    ends: Sequence[tuple[bool, bool]],
-) -> Specs:
+def specs_of(step: Call, stages: Sequence[StageInfo], ends: Sequence[tuple[bool, bool]]) -> Specs:
     """Per stage, the messages from and to other ranks, where they are known beforehand.
 
     Args:
@@ -231,15 +235,14 @@ def specs_of(
         if step.config.variable_seq_lengths or not (receives or sends):
             specs.append((None, None))
         else:
-            parts = [message_specs(model, stage, part, step.config) for part in shapes.of_slices(step.slices)]
+            parts = [message_specs(model, stage, part) for part in step.of_slices(step.slices)]
             received, sent = ([spec for spec in of_parts if spec is not None] for of_parts in zip(*parts))
             specs.append((received if receives and received else None, sent if sends and sent else None))
     return specs
 
 
 def undescribed_messages(
-    step: StepArguments,
-    shapes: ShapeArguments,
+    step: Call,
     stages: Sequence[StageInfo],
     ends: Sequence[tuple[bool, bool]],
     specs: Specs,
@@ -249,18 +252,10 @@ def undescribed_messages(
     is_undescribed = [
         not step.config.variable_seq_lengths and any(of) and known == (None, None) for of, known in zip(ends, specs)
     ]
-    return UndescribedMessages(
-        found,
-        step.models,
-        stages,
-        {n: ends[n] for n, is_one in enumerate(is_undescribed) if is_one},
-        shapes,
-        step.slices,
-        step.forward_only,
-    )
+    return UndescribedMessages(found, step, stages, {n: ends[n] for n, is_one in enumerate(is_undescribed) if is_one})
 
 
-def to_agree_on(called: str, step: StepArguments, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
+def to_agree_on(called: str, step: Call, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
     """The arguments that ranks must agree on, with their values. Both ends of a boundary tell its message.
 
     Args:

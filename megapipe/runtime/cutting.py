@@ -7,13 +7,12 @@ import itertools
 from ..chunks import find_attribute
 from ..plan import Schedule
 from ..slices import SequenceSlice
-from ..stages import StepArguments
-from .shapes import ShapeArguments
+from ..stages import Call
 
 __all__ = ["sequence_slices"]
 
 
-def sequence_slices(schedule: Schedule, step: StepArguments, shapes: ShapeArguments) -> list[SequenceSlice]:
+def sequence_slices(schedule: Schedule, step: Call) -> list[SequenceSlice]:
     """The slices of every sequence; none where sequences are whole.
 
     Raises:
@@ -29,8 +28,8 @@ def sequence_slices(schedule: Schedule, step: StepArguments, shapes: ShapeArgume
     schedule.check_units(step.num_microbatches, num_slices)
     if num_slices == 1:
         return []
-    _check_others(step, shapes)
-    seq_length = shapes.decoder_seq_length or shapes.seq_length
+    _check_others(step)
+    seq_length = step.decoder_seq_length or step.seq_length
     if seq_length is None:
         raise ValueError(f"num_sequence_slices={num_slices} takes seq_length, the length of what is cut: pass it.")
     num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -47,7 +46,7 @@ def sequence_slices(schedule: Schedule, step: StepArguments, shapes: ShapeArgume
     return [SequenceSlice(k, num_slices, start, length) for k, (start, length) in enumerate(zip(starts, lengths))]
 
 
-def _check_others(step: StepArguments, shapes: ShapeArguments) -> None:
+def _check_others(step: Call) -> None:
     """What does not go with slices."""
     config = step.config
     is_captured = any(find_attribute(model, "hands_on_state") is False for model in step.models)
@@ -55,7 +54,7 @@ def _check_others(step: StepArguments, shapes: ShapeArguments) -> None:
     for name, is_set, remedy in (
         ("context_parallel_size", config.context_parallel_size > 1, "cut sequences one way only"),
         ("variable_seq_lengths", config.variable_seq_lengths, "pad sequences to one seq_length"),
-        ("pipeline_inputs", shapes.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
+        ("pipeline_inputs", step.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
         ("post_validated_optimizer", config.post_validated_optimizer is not None, "clip before the optimizer's step"),
         ("num_microbatches_with_partial_activation_checkpoints", num_partial is not None, "leave it None"),
         ("a captured stage", is_captured, "its graph hands on no state, so do not capture it"),

@@ -10,32 +10,18 @@ from weakref import WeakSet
 from torch import nn
 
 from ..chunks import named_parameters
-from ..plan import StageInfo
-from ..stages import NoGradientWarning, SlicedStage, Stage, StepArguments, Unit, UnsplitBackwardWarning, warn
-from .found_shapes import Different, Seen, Specs, UndescribedMessages
+from ..stages import Call, NoGradientWarning, Stage, Unit, UnsplitBackwardWarning, warn
+from .found_shapes import Different, Seen, UndescribedMessages
 from .plans import PlanKey
-from .session import Session
+from .session import Alone, Session
 
-__all__ = ["FirstStep", "end_first_steps", "first_steps", "make_stages"]
+__all__ = ["FirstStep", "end_first_steps", "first_steps"]
 
 _trained: WeakSet[nn.Module] = WeakSet()
 """Chunks that have been looked at in a training step."""
 
 
-def make_stages(
-    step: StepArguments, infos: Sequence[StageInfo], specs: Specs, undescribed: UndescribedMessages
-) -> list[Stage]:
-    """One per chunk."""
-    kind = SlicedStage if step.slices else Stage
-    return [
-        kind(info, chunk, step, sent, chunk in undescribed, undescribed.have_headers(chunk, sent))
-        for chunk, (info, (_, sent)) in enumerate(zip(infos, specs))
-    ]
-
-
-def first_steps(
-    stages: Sequence[Stage], step: StepArguments, undescribed: UndescribedMessages
-) -> list[FirstStep | None]:
+def first_steps(stages: Sequence[Stage], step: Call, undescribed: UndescribedMessages) -> list[FirstStep | None]:
     """What looks at each chunk; None where this is not its first step."""
     return [
         FirstStep(stage, step.num_slices)
@@ -47,18 +33,17 @@ def first_steps(
 
 def end_first_steps(
     looks: Sequence[FirstStep | None],
-    step: StepArguments,
+    step: Call,
     key: PlanKey,
     undescribed: UndescribedMessages,
-    is_sharded: bool,
-    session: Session | None,
+    has_gradients: bool,
+    session: Session | Alone,
 ) -> None:
     """After the loops: keep what was found, and warn of what is odd. Collective over the pipeline in its first training
     step under a schedule.
 
     Args:
-        is_sharded: gradients are not where they are otherwise.
-        session: None for a pipeline of one rank.
+        has_gradients: parameters have their gradients, unless an option keeps them.
     """
     unsplit = []
     for chunk, look in enumerate(looks):
@@ -66,14 +51,14 @@ def end_first_steps(
             undescribed.keep(chunk, look.seen)
             if not step.forward_only and look.stage.module not in _trained:
                 _trained.add(look.stage.module)
-                look.warn_of_what_is_not_trained(is_sharded)
+                look.warn_of_what_is_not_trained(has_gradients)
                 if look.leaves_nothing_to_w:
                     unsplit.append(look.stage.info.index)
     if not step.forward_only:
         _warn_of_empty_ws(unsplit, key, session)
 
 
-def _warn_of_empty_ws(unsplit: list[int], key: PlanKey, session: Session | None) -> None:
+def _warn_of_empty_ws(unsplit: list[int], key: PlanKey, session: Session | Alone) -> None:
     """One warning, of all stages of the pipeline, from its first rank. Later chunks (another model) are known to their
     rank alone, which warns by itself.
 
@@ -81,7 +66,7 @@ def _warn_of_empty_ws(unsplit: list[int], key: PlanKey, session: Session | None)
         unsplit: the stages of this rank that leave nothing to W.
     """
     name = key.schedule.name
-    if session is not None and session.is_first(f"step of {name}") and key.plan.splits_backward:
+    if isinstance(session, Session) and session.is_first(f"step of {name}") and key.plan.splits_backward:
         found = session.exchange(f"end of the first step of {name}", unsplit)
         unsplit = sorted(itertools.chain(*found)) if session.pp_rank == 0 else []
     if unsplit and key.plan.splits_backward:
@@ -118,12 +103,12 @@ class FirstStep:
         could = any(p.dim() > 1 and p.requires_grad for _, p in named_parameters(self.stage.module))
         return self._has_run_backward and could and not self._has_deferred
 
-    def warn_of_what_is_not_trained(self, is_sharded: bool) -> None:
+    def warn_of_what_is_not_trained(self, has_gradients: bool) -> None:
         if not self._has_run_backward:  # which has been said, here or by the stage that hands back no gradient
             return
         number = self.stage.info.index
         trainable = [(name, p) for name, p in named_parameters(self.stage.module) if p.requires_grad]
-        without = [] if is_sharded else [name for name, parameter in trainable if not _has_gradient(parameter)]
+        without = [name for name, parameter in trainable if has_gradients and not _has_gradient(parameter)]
         if without:
             warn(
                 f"{_listed(without)} of stage {number} got no gradient in a whole step, since no loss of it depends on "

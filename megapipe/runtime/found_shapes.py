@@ -18,8 +18,7 @@ from torch import nn
 
 from ..messages import MessageSpec
 from ..plan import StageInfo
-from ..slices import SequenceSlice
-from .shapes import ShapeArguments
+from ..stages import Call
 
 __all__ = ["Different", "FoundShapes", "Seen", "Specs", "UndescribedMessages"]
 
@@ -73,19 +72,16 @@ class UndescribedMessages:
     def __init__(
         self,
         found: FoundShapes,
-        models: Sequence[nn.Module],
+        call: Call,
         stages: Sequence[StageInfo],
         ends: dict[int, tuple[bool, bool]],
-        arguments: ShapeArguments,
-        slices: Sequence[SequenceSlice],
-        forward_only: bool,
     ) -> None:
         self._stages = stages
         self._ends = ends
-        self._sizes = arguments.seq_length, arguments.micro_batch_size, arguments.decoder_seq_length
-        self._forward_only = forward_only
-        situation = (forward_only, *self._sizes, *(part.length for part in slices))
-        self._found = {n: (found.of(models[n]), (stages[n], situation)) for n in ends}
+        self._sizes = call.seq_length, call.micro_batch_size, call.decoder_seq_length
+        self._forward_only = call.forward_only
+        situation = (call.forward_only, *self._sizes, *(part.length for part in call.slices))
+        self._found = {n: (found.of(call.models[n]), (stages[n], situation)) for n in ends}
 
     def __bool__(self) -> bool:
         return bool(self._ends)

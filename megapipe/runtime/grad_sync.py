@@ -1,7 +1,7 @@
 """When replicas may exchange parameters and gradients: not before a chunk's last microbatch.
 
 The names are Megatron's: `no_sync_func` holds synchronisation back, `grad_sync_func` starts it for a chunk,
-`finalize_model_grads_func` completes it at the end of the step. Chunks sharded by torch's FSDP2 take part too.
+`finalize_model_grads_func` completes it at the end of the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..chunks import iter_wrapped
 from ..config import PipelineConfig
-from ..sharding import ShardedChunks
 from ..weight_grad import visit_gradient_nodes
 from .plans import PlanKey
 
@@ -48,8 +47,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
     Args:
         num_forwards: of each chunk.
         is_split: the schedule splits backwards, so that gradients become complete in a W.
-        sharded: the chunks that are sharded by torch's FSDP2, if any.
-        forward_only: nothing is trained, so there are no gradients, and only sharded parameters are gathered.
+        forward_only: nothing is trained, so there are no gradients.
     """
 
     def __init__(
@@ -58,11 +56,9 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         models: Sequence[nn.Module],
         num_forwards: int,
         is_split: bool,
-        sharded: ShardedChunks | None = None,
         forward_only: bool = False,
     ) -> None:
         self._models = models
-        self._sharded = sharded
         self._is_split = is_split
         self._forward_only = forward_only
         self._num_forwards = num_forwards
@@ -77,8 +73,6 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 
     def __enter__(self) -> GradientSync:
         with ExitStack() as step:
-            if self._sharded is not None:
-                step.enter_context(self._sharded)
             if self._forward_only:
                 step.enter_context(torch.no_grad())
             else:
@@ -92,9 +86,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         self._step.__exit__(*error)
 
     def before_action(self) -> None:
-        """Gather and shard parameters where the step follows a plan of that."""
-        if self._sharded is not None:
-            self._sharded.before_action()
+        """Before the message of an action is waited for."""
 
     def before_forward(self, chunk: int, number: int, num_backwards_left: int) -> None:
         """Gather parameters one chunk ahead of their use, and let torch's DistributedDataParallel see the last forward.
@@ -112,15 +104,11 @@ class GradientSync(AbstractContextManager["GradientSync"]):
                 self._contexts[chunk].close()
 
     def _gather(self, chunk: int) -> None:
-        if self._sharded is not None and not self._sharded.follows_plan:
-            self._sharded.gather(chunk)
         if (param_sync := self._param_sync[chunk]) is not None:
             param_sync(self._models[chunk].parameters())
 
     def after_weights(self, chunk: int) -> None:
         """After each W of `chunk`."""
-        if self._sharded is not None:
-            self._sharded.add_up(chunk)
 
     @contextmanager
     def last_gradients(self, chunk: int, in_w: bool) -> Iterator[None]:
@@ -143,12 +131,8 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 
     def _release(self, chunk: int) -> None:
         """Start to reduce the gradients of a chunk."""
-        if self._sharded is not None:
-            self._sharded.reduce(chunk)
         grad_sync = self._grad_sync[chunk]
         if grad_sync is not None:
-            if self._sharded is not None:
-                self._sharded.wait()  # both may use the same process group, in the same order on every replica
             context = self._context_of(chunk)
             self._contexts[context].close()
             grad_sync(self._models[chunk].parameters())

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..failures import Progress, Watchdog
-from ..p2p_communication import Communicator, Transfer
+from ..p2p_communication import Transfer, Transport
 from ..plan import Action
 from ..stages import NOTHING
-from ..timing import StepRecord
 
 __all__ = ["Monitor"]
 
@@ -22,15 +21,15 @@ class Monitor:
     """Accompanies the actions and the waits of one step.
 
     Args:
-        watchdog, communicator: None for a pipeline of one rank.
-        record: where times are written down; None for nowhere.
+        watchdog, transport: None for a pipeline of one rank.
     """
 
-    def __init__(self, watchdog: Watchdog | None, communicator: Communicator | None, record: StepRecord | None) -> None:
+    def __init__(self, watchdog: Watchdog | None, transport: Transport | None) -> None:
         self._watchdog = watchdog
         self._check: Callable[[], None] = (lambda: None) if watchdog is None else watchdog.check
-        self._communicator = communicator
-        self._record = record
+        self._transport = transport
+        has_marks = transport is not None and type(transport).mark is not Transport.mark
+        self._mark = transport.mark if transport is not None and (has_marks or "mark" in vars(transport)) else None
         self._progress = Progress() if watchdog is None else watchdog.progress
         self._profiling = torch._C._autograd._profiler_enabled()
 
@@ -38,43 +37,41 @@ class Monitor:
         """The context around an action. Raises what another rank's failure has left for this one."""
         self._check()
         self._progress.action = action
-        profiled = record_function(str(action)) if self._profiling else NOTHING
-        return profiled if self._record is None else self._record.during(action, profiled)
+        return record_function(str(action)) if self._profiling else NOTHING
 
     def are_overlapped(self, *actions: Action) -> None:
         """Only the sum of the times of these means anything."""
-        if self._record is not None:
-            self._record.overlapped.update(actions)
 
     def wait(self, transfer: Transfer, what: str, peer: int | None) -> list[Tensor]:
         """Wait for a message from `peer`, or for one that this rank gave itself where that is None."""
         progress = self._progress
         progress.peer = peer
         progress.awaited = what
-        since = None if self._record is None else self._record.now()
-        is_reached = None if self._communicator is None or peer is None else self._communicator.mark()
+        is_reached = None if self._mark is None or peer is None else self._mark()
         tensors = transfer.wait()
-        if is_reached is not None and self._watchdog is not None and self._communicator is not None:
-            is_over = self._communicator.mark()
+        if is_reached is not None:
+            assert self._mark is not None
+            assert self._watchdog is not None
+            is_over = self._mark()
             assert is_over is not None
             here = Progress(progress.step, progress.action, what, peer)  # which no later wait changes
             self._watchdog.device_waits.add(here, is_reached, is_over)
-        if self._record is not None:
-            self._record.waited(since)
         progress.awaited = None
         self._check()
         return tensors
 
+    @property
+    def waits_at_end(self) -> bool:
+        """Whether there are others who have messages to take."""
+        return self._transport is not None
+
     def drain(self) -> None:
         """Wait at the end of a step until every message sent has been taken."""
-        if self._communicator is None:
+        if self._transport is None:
             return
         progress = self._progress
         progress.action, progress.peer = "the end of its step", None
         progress.awaited = "its last messages to be taken"
-        since = None if self._record is None else self._record.now()
-        self._communicator.drain()
-        if self._record is not None:
-            self._record.waited(since)
+        self._transport.drain()
         progress.awaited = None
         self._check()

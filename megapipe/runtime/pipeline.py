@@ -1,146 +1,190 @@
 """The verbs, at work: what is in flight on this rank.
 
 A unit is made when its forward begins, handed to its stage action by action, and dropped after its last one. Messages
-wait at the boundaries.
+wait at the links.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from ..overlap import filling_windows
-from ..p2p_communication import Transfer
-from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, unit_in_words
-from ..stages import NOTHING, Forward, Stage, StepArguments, Unit, has_segments, run_pair
+from ..p2p_communication import Link, Transfer
+from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, actions_of, unit_in_words
+from ..stages import Call, Extension, Forward, Run, Stage, Unit, run_pair
 from ..weight_grad import unshared
-from .boundary import Above, Below
 from .first_step import FirstStep
 from .grad_sync import GradientSync
 from .monitor import Monitor
 from .plans import PlanKey
 
-__all__ = ["Chunk", "Pipeline", "checkpoint_arguments"]
+__all__ = ["BeginAgain", "Chunk", "Links", "Pipeline", "checkpoint_arguments"]
+
+
+class BeginAgain(Exception):  # noqa: N818  # no error: the step is run again
+    """The step begins again, on all ranks, before any backward.
+
+    Args:
+        num_sent: how many outputs each stage sends before it begins again.
+    """
+
+    def __init__(self, num_sent: Mapping[int, int]) -> None:
+        super().__init__()
+        self.num_sent = num_sent
+
+
+class Links(NamedTuple):
+    """The ends of the channels around a stage: from and to the stage below, to and from the stage above."""
+
+    inputs: Link
+    outputs: Link
+    output_grads: Link
+    input_grads: Link
 
 
 class Chunk:
-    """One stage of this rank, the boundaries around it, and its units in flight.
+    """One stage of this rank between its links, and its units in flight."""
 
-    Args:
-        actions: by kind, those of the stage in this step, in its order.
-        first_step: looks at what it does; None where nothing does.
-    """
+    stage: Stage
+    runs: dict[str, Run]
+    """What each kind of action runs, for a unit."""
+    first_step: FirstStep | None
+    """Looks at what the stage does; None where nothing does."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        below: Below,
-        above: Above,
-        actions: Mapping[str, Sequence[Action]],
-        first_step: FirstStep | None,
-    ) -> None:
-        self.stage = stage
-        self.index = stage.info.index
-        self.can_overlap = has_segments(stage.module)
-        self.may_wait = {name for name, kind in KINDS.items() if kind.message is not None}
-        """Kinds of action that may have overlap windows: as those of the first unit in the step, so those of others."""
+    def __init__(self, index: int, actions: Mapping[str, Sequence[Action]], links: Links) -> None:
+        self.index = index
         self.actions = actions
-        self.below = below
-        self.above = above
-        self.first_step = first_step
+        self.links = links
+        self.inputs, self.outputs, self.output_grads, self.input_grads = links
+        self.may_wait = {name for name, kind in KINDS.items() if kind.message is not None}
+        """Kinds of action that may have overlap windows: all, but those that had none in an earlier step."""
+        self._had_windows: dict[str, bool] = {}
         self.units: dict[tuple[int, int], Unit] = {}
         """Units in flight, by microbatch and slice."""
 
-    def begin(self, action: Action) -> Unit:
-        """The unit of a forward."""
-        self.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
-        return unit
+    def begin(self, stage: Stage, runs: dict[str, Run], first_step: FirstStep | None, again: bool) -> None:
+        """A step begins."""
+        self.stage, self.runs, self.first_step = stage, runs, first_step
+        self._had_windows.clear()
+        self.units.clear()
+        if not again:
+            for link in self.links:
+                link.begin()
+            self.inputs.post_ahead()
 
-    def keep_output(self, unit: Unit) -> None:
-        """After a forward: to be sent."""
-        output, unit.output = unit.output, None
-        if output is not None:
-            output.tensors = [unshared(tensor) for tensor in output.tensors]  # which nothing else holds any longer
-            self.above.put_output(output)
+    def end(self) -> None:
+        """The step has succeeded. No model is held until the next one."""
+        assert not self.units, "the schedule ended with work left"
+        for link in self.links:
+            assert link.is_empty(), "the schedule ended with messages left"
+        self.may_wait -= {name for name, had_some in self._had_windows.items() if not had_some}
+        self.stage.forget_input()
+        del self.stage, self.runs, self.first_step
 
-    def keep_gradients(self, unit: Unit) -> None:
-        """After a backward: to be sent."""
-        grads, unit.input_grads = unit.input_grads, None
-        assert grads is not None
-        unit.release()
-        self.below.put_gradient(grads)
+    def waits_for(self, kind: Kind) -> bool:
+        """Whether an action waits for another rank."""
+        return kind.message is not None and (self.inputs if kind.is_forward else self.output_grads).peer is not None
 
-    def end(self, unit: Unit) -> None:
-        del self.units[unit.microbatch, unit.slice]
+    def note_windows(self, kind: str, unit: Unit) -> None:
+        """After an action that may have had some."""
+        self._had_windows[kind] = self._had_windows.get(kind, False) or unit.has_windows
 
     def send(self, kind: Kind, number: int) -> None:
         """What an action of this number has made, unless others are to be sent before it."""
-        self.above.send_output(number) if kind.is_forward else self.below.send_gradient(number)
-
-    def is_empty(self) -> bool:
-        return not self.units and self.below.is_empty() and self.above.is_empty()
+        (self.outputs if kind.is_forward else self.input_grads).send(number)
 
 
 class Pipeline(Verbs):
-    """One step of a pipeline on one rank. A schedule drives it.
+    """The steps of a pipeline on one rank. A schedule drives them.
 
     Args:
         key: of the plan that the schedule follows.
-        sync: told when gradients become complete.
         posted_ahead: `Plan.posted_ahead` of this rank; empty where the transport posts receives in its own way.
     """
+
+    _monitor: Monitor
+    _sync: GradientSync | None
+    """Told when gradients become complete; None where it is of no interest."""
 
     def __init__(
         self,
         key: PlanKey,
         pp_rank: int,
-        chunks: Sequence[Chunk],
-        step: StepArguments,
-        sync: GradientSync,
-        monitor: Monitor,
+        links: Sequence[Links],
+        forward_only: bool,
         posted_ahead: Mapping[Action, Sequence[Action]],
     ) -> None:
-        super().__init__(key.schedule.placement, pp_rank, *key[1:4], step.forward_only, key.settings, key.num_slices)
-        self._chunks = chunks
-        self._results = step.results
-        self._sync = sync
-        self._monitor = monitor
+        super().__init__(key.schedule.placement, pp_rank, *key[1:4], forward_only, key.settings, key.num_slices)
+        self._chunks = [
+            Chunk(info.index, actions_of(info.index, self.num_microbatches, self.num_slices), around)
+            for info, around in zip(self.stages, links)
+        ]
         self._posted_ahead = posted_ahead
-        self._checkpoint_arguments = checkpoint_arguments(key, pp_rank, step)
-        self._recomputed = frozenset() if step.forward_only else key.recomputed(pp_rank)
-        self._offloaded = frozenset() if step.forward_only else key.offloaded(pp_rank)
-        self._weights_per_window = 0 if step.forward_only else step.config.weights_per_window
+        self._recomputed = frozenset() if forward_only else key.recomputed(pp_rank)
+        self._offloaded = frozenset() if forward_only else key.offloaded(pp_rank)
+        units = itertools.product(range(self.num_microbatches), range(self.num_slices))
+        self._in_words = {unit: unit_in_words(*unit, self.num_slices) for unit in units}
         self._pending_units: dict[Unit, None] = {}
         """Whose W is still to come, in the order of their Bs."""
+
+    def begin_step(
+        self,
+        call: Call,
+        stages: Sequence[Stage],
+        looks: Sequence[FirstStep | None],
+        extensions: Sequence[Extension],
+        monitor: Monitor,
+        sync: GradientSync | None,
+        checkpoint_arguments: Iterator[tuple[bool, ...]],
+        again: bool = False,
+    ) -> None:
+        """Count from nought.
+
+        Args:
+            again: the step has begun before; its links know what they expect.
+        """
+        self.begin()
+        self._results, self._monitor, self._sync = call.results, monitor, sync
+        self._checkpoint_arguments = checkpoint_arguments
+        self._weights_per_window = 0 if self.forward_only else call.config.weights_per_window
         self._has_waited = False
+        self._looking = [one for one in extensions if type(one).before_receive is not Extension.before_receive]
+        self._pending_units.clear()
+        for chunk, stage, look in zip(self._chunks, stages, looks):
+            chunk.begin(stage, self._runs(chunk, stage, extensions), look, again)
 
     # Messages
 
     def recv_forward(self, chunk: int = 0) -> None:
+        for extension in self._looking:
+            extension.before_receive("forward")
         self._advance("recv_forward", chunk)
-        self._chunks[chunk].below.recv_input()
+        self._chunks[chunk].inputs.post()
 
     def send_forward(self, chunk: int = 0) -> None:
         number = self._advance("send_forward", chunk)
         this = self._chunks[chunk]
-        this.above.send_output(number)
-        this.below.post_ahead()
+        this.outputs.send(number)
+        this.output_grads.post_ahead()
+        this.inputs.post_ahead()
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
+            for extension in self._looking:
+                extension.before_receive("backward")
             self._advance("recv_backward", chunk)
-            self._chunks[chunk].above.recv_gradient()
+            self._chunks[chunk].output_grads.post()
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
             number = self._advance("send_backward", chunk)
             this = self._chunks[chunk]
-            this.below.send_gradient(number)
-            this.above.post_ahead()
+            this.input_grads.send(number)
+            this.output_grads.post_ahead()
 
     # Computations
 
@@ -162,15 +206,17 @@ class Pipeline(Verbs):
         this = self._chunks[chunk]
         action = this.actions[kind][number]
         with self._monitor.at(action):
+            if not self._has_waited and this.waits_for(row):
+                self._post_all()
             unit = self._await(row, chunk, number, action)
-            self._post_ahead(action)
-            if self._weights_per_window and kind in this.may_wait:
+            if self._posted_ahead:
+                self._post_ahead(action)
+            if kind in this.may_wait and self._weights_per_window:
                 with filling_windows(partial(self._fill_window, unit)):
-                    self._compute(row, chunk, unit)
-                if not unit.has_windows:
-                    this.may_wait.remove(kind)
+                    this.runs[kind](unit)
+                this.note_windows(kind, unit)
             else:
-                self._compute(row, chunk, unit)
+                this.runs[kind](unit)
             self._end(row, chunk, number, unit)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
@@ -178,7 +224,7 @@ class Pipeline(Verbs):
         kind, other = KINDS[name], KINDS[other_name]
         # A plan's order: what the first of a pair makes is sent first, which is the forward where they overlap.
         is_overlapped = (kind.message, other.message) == ("forward", "backward") and self.num_slices == 1
-        if is_overlapped and not self.forward_only and self._chunks[chunk].can_overlap:
+        if is_overlapped and not self.forward_only and self._chunks[chunk].stage.can_overlap:
             self._overlap(kind, chunk, other, other_chunk)
             return
         self.run(name, chunk)
@@ -186,43 +232,69 @@ class Pipeline(Verbs):
             self._chunks[chunk].send(kind, self._counts[self._steps[name]][chunk] - 1)
         self.run(other_name, other_chunk)
 
+    def drop(self, num_sent: Mapping[int, int]) -> None:
+        """Take the messages that other ranks send until they begin again too.
+
+        Args:
+            num_sent: how many outputs each stage sends until then.
+        """
+        for chunk in self._chunks:
+            for message in chunk.inputs.drop(num_sent.get(chunk.index - 1, 0)):
+                self._wait(message, "an input to be discarded", chunk.actions[FORWARD.name][0], chunk.inputs.peer)
+            chunk.outputs.drop(0)
+
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
         self._check_finished()
-        assert all(chunk.is_empty() for chunk in self._chunks), "the schedule ended with work left"
         for chunk in self._chunks:
-            chunk.stage.forget_input()
+            chunk.end()
         self._monitor.drain()
-        return self._results
+        results, self._results, self._sync, self._looking = self._results, [], None, []  # which hold the models
+        return results
 
     # What they have in common
 
     def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> Unit:
         """The unit of an action, once its message is there."""
         this = self._chunks[chunk]
-        self._sync.before_action()
+        if self._sync is not None:
+            self._sync.before_action()
         if kind.is_forward:
-            self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
-            unit, received = this.begin(action), this.below.take_input()
+            if self._sync is not None:
+                self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
+            this.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
+            unit.received = this.inputs.take()
             unit.replays = [] if action in self._recomputed else None
-            if received is not None:
-                self._wait(received, "the forward input", action, this.below.peer)
-                unit.received = received
+            if unit.received is not None:
+                self._wait(unit.received, "the forward input", action, this.inputs.peer)
             if action in self._offloaded:
                 this.stage.offload(unit)
             return unit
         unit = this.units[action.microbatch, action.slice]
         if kind.message is not None:
-            gradient = this.above.take_gradient()
+            gradient = this.output_grads.take()
             if gradient is not None:
-                unit.output_grads = self._wait(gradient, "the output gradient", action, this.above.peer)
+                self._wait(gradient, "the output gradient", action, this.output_grads.peer)
+                unit.output_grads = gradient.tensors
         return unit
+
+    def _wait(self, message: Transfer, what: str, action: Action, peer: int | None) -> None:
+        self._monitor.wait(message, f"{what} of {self._in_words[action.microbatch, action.slice]}", peer)
+
+    def _post_all(self) -> None:
+        """The pipeline fills, so there is time."""
+        self._has_waited = True
+        for chunk in self._chunks:
+            chunk.inputs.post_all()
+            chunk.output_grads.post_all()
 
     def _post_ahead(self, action: Action) -> None:
         """Before an action is launched whose message is there: post the receives of those behind it that may be."""
+        if not all(extension.may_post_ahead() for extension in self._looking):
+            return
         for behind in self._posted_ahead.get(action, ()):
             chunk = self._chunks[behind.stage // self.pp_size]
-            (chunk.below if KINDS[behind.kind].is_forward else chunk.above).post_next()
+            (chunk.inputs if KINDS[behind.kind].is_forward else chunk.output_grads).post_next()
 
     def _end(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
         """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
@@ -231,27 +303,60 @@ class Pipeline(Verbs):
         if this.first_step is not None:
             this.first_step.look(unit)
         if kind.is_forward:
-            this.keep_output(unit)
+            output, unit.output = unit.output, None
+            if output is not None:
+                for index, tensor in enumerate(output.tensors):
+                    output.tensors[index] = unshared(tensor)  # which nothing else holds any longer
+                this.outputs.put(output)
         elif kind.message is not None:
-            this.keep_gradients(unit)
+            grads, unit.input_grads = unit.input_grads, None
+            assert grads is not None
+            unit.release()
+            this.input_grads.put(grads)
             self._pending_units[unit] = None
         if kind.completes_weights:
             if unit.deferred is not None:
                 this.send(kind, number)
-                self._complete_weights(WEIGHTS.name, chunk, unit)
+                this.runs[WEIGHTS.name](unit)
             del self._pending_units[unit]
-            this.end(unit)
-        elif self.forward_only:
-            this.end(unit)
+        if kind.completes_weights or self.forward_only:
+            del this.units[unit.microbatch, unit.slice]
 
-    def _compute(self, kind: Kind, chunk: int, unit: Unit) -> None:
-        stage = self._chunks[chunk].stage
-        if kind.is_forward:
-            stage.run(kind.name, unit, *next(self._checkpoint_arguments))
-        elif not kind.completes_weights or (kind.message is not None and unit.has_windows):
-            stage.run(kind.name, unit)
-        else:
-            self._complete_weights(kind.name, chunk, unit)
+    # What a kind of action runs
+
+    def _runs(self, chunk: Chunk, stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
+        """What each kind of action runs on a stage in this step."""
+        runs = stage.runs()
+        for extension in extensions:
+            runs |= extension.kinds(stage)
+            stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)
+            for name, run in runs.items():
+                runs[name] = extension.action(KINDS[name], stage, run)
+        runs[FORWARD.name] = self._with_arguments(runs[FORWARD.name])
+        if self._sync is not None:
+            for name, kind in KINDS.items():
+                if kind.completes_weights:
+                    runs[name] = partial(self._completing, self._chunks.index(chunk), runs[name], kind)
+        return runs
+
+    def _with_arguments(self, run: Run) -> Run:
+        """F, which may take the third argument of forward_step_func."""
+        if self._checkpoint_arguments is NO_ARGUMENTS:
+            return run
+        return lambda unit: run(unit, *next(self._checkpoint_arguments))
+
+    def _completing(self, chunk: int, run: Run, kind: Kind, unit: Unit) -> None:
+        """An action that may complete the gradients of a chunk."""
+        assert self._sync is not None
+        if kind.message is not None and unit.has_windows:  # its W is still to come
+            run(unit)
+            return
+        is_last = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
+        in_w = unit.deferred is not None
+        with self._sync.last_gradients(chunk, in_w) if is_last else nullcontext():
+            run(unit)
+            if in_w:
+                self._sync.after_weights(chunk)
 
     def _fill_window(self, unit: Unit) -> None:
         """Compute gradients left to pending Ws in an overlap window of this unit: the oldest first, its own last."""
@@ -260,15 +365,6 @@ class Pipeline(Verbs):
         for _ in range(self._weights_per_window):
             if not any(grads.compute_next() for grads in deferred):
                 return
-
-    def _complete_weights(self, kind: str, chunk: int, unit: Unit) -> None:
-        """Run what may complete the gradients of a chunk."""
-        is_last = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
-        in_w = unit.deferred is not None
-        with self._sync.last_gradients(chunk, in_w) if is_last else NOTHING:
-            self._chunks[chunk].stage.run(kind, unit)
-            if in_w:
-                self._sync.after_weights(chunk)
 
     def _overlap(self, forward: Kind, forward_chunk: int, backward: Kind, backward_chunk: int) -> None:
         """Run a pair in segments. The output is sent as soon as it is there."""
@@ -292,20 +388,14 @@ class Pipeline(Verbs):
             self._end(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 
-    def _wait(self, transfer: Transfer, what: str, action: Action, peer: int | None) -> list[Tensor]:
-        if not self._has_waited:  # that is while the pipeline fills, so there is time
-            self._has_waited = True
-            for chunk in self._chunks:
-                chunk.below.post_all()
-                chunk.above.post_all()
-        unit = unit_in_words(action.microbatch, action.slice, self.num_slices)
-        return self._monitor.wait(transfer, f"{what} of {unit}", peer)
+
+NO_ARGUMENTS: Iterator[tuple[bool, ...]] = itertools.repeat(())
 
 
-def checkpoint_arguments(key: PlanKey, pp_rank: int, step: StepArguments) -> Iterator[tuple[bool, ...]]:
+def checkpoint_arguments(key: PlanKey, pp_rank: int, call: Call) -> Iterator[tuple[bool, ...]]:
     """The third argument of forward_step_func, for each forward of this rank: whether to recompute all activations.
     None where the config asks for nothing; of those in flight at a time the first few recompute only in part."""
-    num_partial = step.config.num_microbatches_with_partial_activation_checkpoints
+    num_partial = call.config.num_microbatches_with_partial_activation_checkpoints
     if num_partial is None or key.pp_size == 1:  # as in Megatron: without a pipeline nothing is in flight at a time
-        return itertools.repeat(())
+        return NO_ARGUMENTS
     return itertools.cycle([(k >= num_partial,) for k in range(key.plan.peak_in_flight(pp_rank))])

@@ -26,6 +26,10 @@ class PlanKey(NamedTuple):
         """Recorded once. Raises ValueError where the schedule cannot keep to the settings."""
         return _record(self)
 
+    def check(self) -> None:
+        """Raises ValueError where the schedule cannot keep to the settings, or there are no such stages or slices."""
+        _record(self)
+
     @property
     def loops(self) -> Callable[[Verbs], Any]:
         """What a training step runs: the schedule's own loops, or those of its plan where settings have added to it."""

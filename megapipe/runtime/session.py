@@ -32,7 +32,7 @@ from ..transports import Members, make_transport
 from .found_shapes import FoundShapes
 from .sharing import share
 
-__all__ = ["Session", "one_step"]
+__all__ = ["Alone", "Session", "one_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ class Session:
         self._seen: set[str] = set()
         self._is_device_shared = False
         self.found_shapes = FoundShapes()
+        self.runners: list[Any] = []
+        """What runs steps that were called alike before."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:
@@ -172,16 +174,16 @@ class Session:
         """All at once: to abort one can wait for what others have on the device. The first needs no thread: at the end
         of the interpreter none can be started."""
         communicators = list(self._communicators.values())
-        others = [threading.Thread(target=one.abort, daemon=True) for one in communicators[1:]]
+        others = [threading.Thread(target=one.transport.abort, daemon=True) for one in communicators[1:]]
         for other in others:
             other.start()
         for one in communicators[:1]:
-            one.abort()
+            one.transport.abort()
         for other in others:
             other.join()
 
     def _find_error(self) -> str | None:
-        errors = (communicator.find_error() for communicator in list(self._communicators.values()))
+        errors = (communicator.transport.find_error() for communicator in list(self._communicators.values()))
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
@@ -191,23 +193,35 @@ class Session:
 
     def _close_channels(self) -> None:
         for communicator in self._communicators.values():
-            communicator.close()
+            communicator.transport.close()
+        self.runners.clear()  # over these channels
         self._communicators.clear()  # with their connections: each has threads that poll
 
 
+class Alone:
+    """The session of pipelines of one rank, which has no other to talk to."""
+
+    pp_rank, ranks = 0, [0]
+    watchdog = None
+
+    def __init__(self) -> None:
+        self.found_shapes = FoundShapes()
+        self.runners: list[Any] = []
+
+    def share(self, value: Any, source: int, device: torch.device, what: str = "results") -> Any:
+        return value
+
+
 @contextmanager
-def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | None]:
+def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | Alone]:
     """Around all that ranks do together in a step, or in the warm-up.
 
     Args:
         group: of the pipeline.
-
-    Returns:
-        The session; None for a pipeline of one rank.
     """
-    session = None if group is None or group.size() == 1 else Session.of(group)
+    session = _alone if group is None or group.size() == 1 else Session.of(group)
     try:
-        with session.step() if session is not None else single_rank_step():
+        with session.step() if isinstance(session, Session) else single_rank_step():
             yield session
     except PipelineError as error:
         raise error.with_traceback(None) from None  # another rank failed: our own calls have nothing to do with it
@@ -222,6 +236,7 @@ def _number_of(group: dist.ProcessGroup) -> int:
 
 
 _sessions: dict[dist.ProcessGroup, Session] = {}
+_alone = Alone()
 _this_thread = threading.local()
 
 

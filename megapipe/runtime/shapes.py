@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..chunks import find_attribute
-from ..config import PipelineConfig, check_whole_number
+from ..config import check_whole_number
 from ..messages import MessageSpec, TensorSpec, can_have_gradient, pack
 from ..plan import StageInfo
-from ..sharding import output_dtype
-from ..slices import SequenceSlice
+from ..stages import Call
 
-__all__ = ["ShapeArguments", "message_specs", "spec_of"]
-
-Shapes = list[tuple[int, ...]]
+__all__ = ["message_specs", "spec_of"]
 
 
-@dataclass
-class ShapeArguments:
-    """The arguments of a step that decide about shapes, as the caller passed them."""
-
-    seq_length: int | None
-    micro_batch_size: int | None
-    decoder_seq_length: int | None
-    num_microbatches: int
-    pipeline_inputs: Any
-    adjust_tensor_shapes_fn: Callable[[Shapes, Shapes], tuple[Shapes, Shapes]] | None
-
-    def of_slices(self, slices: Sequence[SequenceSlice]) -> list[ShapeArguments]:
-        """Those of each slice, as if it were a sequence; of whole sequences these."""
-        decoder = self.decoder_seq_length
-        return [
-            replace(self, seq_length=part.length, decoder_seq_length=None if decoder is None else part.length)
-            for part in slices
-        ] or [self]
-
-
-def message_specs(
-    model: nn.Module, stage: StageInfo, arguments: ShapeArguments, config: PipelineConfig
-) -> tuple[MessageSpec | None, MessageSpec | None]:
+def message_specs(model: nn.Module, stage: StageInfo, arguments: Call) -> tuple[MessageSpec | None, MessageSpec | None]:
     """The messages that `stage` receives and sends, or None for both where neither the model nor the arguments tell. At
     the ends of the pipeline one of them is unused.
 
@@ -71,17 +46,17 @@ def message_specs(
             spec_of(received, "infer_stage_inputs_from_pipeline_inputs must return", stage.is_first),
             spec_of(sent, "infer_stage_outputs_from_pipeline_inputs must return", stage.is_last),
         )
-    shape = None if find_attribute(model, "finds_shapes") else _tensor_shape(arguments, config)
+    shape = None if find_attribute(model, "finds_shapes") else _tensor_shape(arguments)
     if shape is None:
         return None, None
-    dtype = config.pipeline_dtype or _dtype_of(model)
+    dtype = arguments.config.pipeline_dtype or _dtype_of(model)
     receive_shapes, send_shapes = [shape], [shape]
     if arguments.adjust_tensor_shapes_fn is not None:
         receive_shapes, send_shapes = arguments.adjust_tensor_shapes_fn(receive_shapes, send_shapes)
     return _spec_of_shapes(receive_shapes, dtype), _spec_of_shapes(send_shapes, dtype)
 
 
-def _pipeline_inputs(arguments: ShapeArguments) -> Any:
+def _pipeline_inputs(arguments: Call) -> Any:
     """What the whole pipeline is given in one step, on the meta device."""
     if arguments.pipeline_inputs is not None:
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), arguments.pipeline_inputs)
@@ -119,8 +94,9 @@ def _spec_of_shapes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Me
     return MessageSpec("tensor" if len(tensors) == 1 else "list", tensors)
 
 
-def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[int, ...] | None:
+def _tensor_shape(arguments: Call) -> tuple[int, ...] | None:
     """Megatron's: sequence first, and only this rank's part of it. None where the sizes are not said."""
+    config = arguments.config
     check_whole_number("config.hidden_size", config.hidden_size, 1, or_none=True)
     for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
         check_whole_number(name, getattr(arguments, name), 1, or_none=True)
@@ -144,5 +120,9 @@ def _tensor_shape(arguments: ShapeArguments, config: PipelineConfig) -> tuple[in
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    dtype = output_dtype(model)
+    dtype = None
+    if "torch.distributed.fsdp" in sys.modules:
+        from ..sharding import output_dtype
+
+        dtype = output_dtype(model)
     return dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

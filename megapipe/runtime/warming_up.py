@@ -12,7 +12,7 @@ than its attribute is seen when it is about to get a gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..chunks import find_attribute, iter_wrapped, named_parameters, parameters_replaced
+from ..frameworks import frameworks
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
-from ..stages import SlicedStage, Stage, StepArguments, Unit, as_sent
-from .arguments import chunks_of, config_of, device_of, pipeline_group
+from ..stages import Call, SlicedStage, Stage, Unit, as_sent
+from .arguments import check_call, chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments
 from .restoring import restores_of_buffers, restores_of_random_states
-from .session import Session, one_step
-from .shapes import ShapeArguments, message_specs, spec_of
-from .step import PreparedStep, agree, open_channels, prepare
+from .runner import Runner, situation_of
+from .session import Alone, Session, one_step
+from .shapes import message_specs, spec_of
 
 __all__ = ["warm_up"]
 
@@ -80,34 +81,38 @@ def warm_up(
             reached by another way than their modules' attributes (a list, a closure).
         PipelineError: when another rank failed.
     """
-    with one_step(pipeline_group(pg_collection, p2p_communicator)) as session:
+    known = frameworks()
+    with one_step(pipeline_group(known, pg_collection, p2p_communicator)) as session:
         models = chunks_of(model)
-        config = replace(config_of(schedule, models, pg_collection), timers=None)
-        step = StepArguments(
-            forward_step_func=forward_step_func,
-            data_iterators=[None if microbatch is None else itertools.repeat(microbatch)] * len(models),
-            models=models,
-            num_microbatches=num_microbatches,
-            config=config,
+        call = Call(
+            forward_step_func,
+            [None if microbatch is None else itertools.repeat(microbatch)] * len(models),
+            models,
+            num_microbatches,
+            config=replace(config_of(known, schedule, models, pg_collection), timers=None),
             device=device_of(models),
             forward_only=schedule.forward_only,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            pipeline_inputs=pipeline_inputs,
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+            frameworks=known,
         )
-        sizes = (seq_length, micro_batch_size, decoder_seq_length, num_microbatches)
-        shapes = ShapeArguments(*sizes, pipeline_inputs, adjust_tensor_shapes_fn)
-        prepared = prepare(schedule, step, shapes, session)
-        _refuse_what_cannot_be_left_alone(prepared)
-        inputs = _inputs(prepared, shapes, received)
-        if session is not None:
-            agree(prepared, session, f"{schedule.name}, in megapipe.warm_up")
-            open_channels(prepared, session)
-        with _without_a_trace(prepared):
+        check_call(call, len(session.ranks))
+        runner = Runner(situation_of(schedule, call), call, session)
+        _refuse_what_cannot_be_left_alone(call, runner)
+        inputs = _inputs(call, runner, received)
+        runner.agree(call, ", in megapipe.warm_up")
+        runner.connect(call)
+        with _without_a_trace(call, runner):
             for chunk in range(len(models)):
-                _run(prepared, chunk, inputs[chunk], session)
+                _run(call, runner, chunk, inputs[chunk], session)
 
 
-def _refuse_what_cannot_be_left_alone(prepared: PreparedStep) -> None:
-    models = prepared.arguments.models
-    for info, model in zip(prepared.stages, models):
+def _refuse_what_cannot_be_left_alone(call: Call, runner: Runner) -> None:
+    models = call.models
+    for info, model in zip(runner.stages, models):
         for module in model.modules():
             if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
                 raise ValueError(
@@ -115,26 +120,24 @@ def _refuse_what_cannot_be_left_alone(prepared: PreparedStep) -> None:
                     "but warm_up leaves nothing behind: give it its sizes, run it once before, or leave warm_up out."
                 )
     is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in models for m in iter_wrapped(model))
-    if prepared.sharded is not None or is_ddp:
+    if is_ddp or any(extension.has_gradients for extension in runner.extensions(call)):
         by = "DistributedDataParallel" if is_ddp else "fully_shard"
         raise ValueError(
             f"warm_up would start the communication of {by} between replicas: call it before {by}, or leave it out."
         )
 
 
-def _inputs(prepared: PreparedStep, shapes: ShapeArguments, received: Any) -> list[list[MessageSpec | None]]:
+def _inputs(call: Call, runner: Runner, received: Any) -> list[list[MessageSpec | None]]:
     """The messages that each chunk receives, one for each slice of a sequence; None on the first stage.
 
     Raises:
         ValueError: one is not described.
     """
-    step = prepared.arguments
     inputs: list[list[MessageSpec | None]] = []
-    for model, stage in zip(step.models, prepared.stages):
+    for model, stage in zip(call.models, runner.stages):
         message = as_sent(received) if find_attribute(model, "finds_shapes") else received
         example = None if received is None else spec_of(message, "received must be")
-        parts = shapes.of_slices(step.slices)
-        described = [message_specs(model, stage, part, step.config)[0] or example for part in parts]
+        described = [message_specs(model, stage, part)[0] or example for part in call.of_slices(call.slices)]
         if stage.is_first:
             described = [None] * len(described)
         elif None in described:
@@ -147,18 +150,17 @@ def _inputs(prepared: PreparedStep, shapes: ShapeArguments, received: Any) -> li
 
 
 @contextmanager
-def _without_a_trace(prepared: PreparedStep) -> Iterator[None]:
-    step = prepared.arguments
+def _without_a_trace(call: Call, runner: Runner) -> Iterator[None]:
     with ExitStack() as after:
-        for restore in (*restores_of_random_states(step.device), *restores_of_buffers(step.models)):
+        for restore in (*restores_of_random_states(call.device), *restores_of_buffers(call.models)):
             after.callback(restore)
-        for info, model in zip(prepared.stages, step.models):
+        for info, model in zip(runner.stages, call.models):
             for name, parameter in named_parameters(model):
                 if parameter.requires_grad:
                     hook = parameter.register_hook(partial(_refuse_gradient, name, info.index))  # type: ignore[no-untyped-call]
                     after.callback(hook.remove)
-        after.enter_context(parameters_replaced(step.models, _copy_of))
-        with torch.set_grad_enabled(not step.forward_only):
+        after.enter_context(parameters_replaced(call.models, _copy_of))
+        with torch.set_grad_enabled(not call.forward_only):
             yield
 
 
@@ -177,18 +179,20 @@ def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
     return copy
 
 
-def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None], session: Session | None) -> None:
+def _run(
+    call: Call, runner: Runner, chunk: int, inputs: Sequence[MessageSpec | None], session: Session | Alone
+) -> None:
     """One chunk: a microbatch for each way of computing a backward that the schedule takes there."""
-    step = prepared.arguments
-    info = prepared.stages[chunk]
-    if session is not None:
+    info = runner.stages[chunk]
+    if session.watchdog is not None:
         session.watchdog.check()
         session.watchdog.progress.action = f"the warm-up of stage {info.index}"
-    sent = None if chunk in prepared.undescribed else prepared.specs[chunk][1]  # what steps have found may change
-    kinds = {action.kind for action in prepared.key.plan.actions[prepared.pp_rank] if action.stage == info.index}
-    stage = (SlicedStage if step.slices else Stage)(info, chunk, step, sent)
+    sent = None if chunk in runner.undescribed else runner.specs[chunk][1]  # what steps have found may change
+    kinds = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
+    stage = (SlicedStage if call.slices else Stage)(info, chunk, call, sent)
     stage.looks_for_none = False  # these gradients say nothing of those to come
-    extra = next(checkpoint_arguments(prepared.key, prepared.pp_rank, step))
+    extra = next(checkpoint_arguments(runner.key, runner.pp_rank, call))
+    runs = stage.runs()
     backwards: list[Kind | None] = [
         kind for kind in KINDS.values() if kind.name in kinds and kind.message == "backward"
     ]
@@ -196,21 +200,21 @@ def _run(prepared: PreparedStep, chunk: int, inputs: Sequence[MessageSpec | None
         done = []
         for part, spec in enumerate(inputs):
             done.append(unit := Unit(0, part))
-            unit.received = _message(spec, step.device)
-            stage.run(FORWARD.name, unit, *extra)
+            unit.received = _message(spec, call.device)
+            runs[FORWARD.name](unit, *extra)
         while backward is not None and done:  # of slices, the last first
-            _run_backward(stage, done.pop(), backward)
+            _run_backward(runs, done.pop(), backward)
     stage.forget_input()
 
 
-def _run_backward(stage: Stage, unit: Unit, kind: Kind) -> None:
+def _run_backward(runs: Mapping[str, Callable[[Unit], None]], unit: Unit, kind: Kind) -> None:
     if unit.output is not None:
         assert unit.output.spec is not None
         device = unit.output.tensors[0].device
         unit.output_grads = [_random(spec, device) for spec in unit.output.spec.gradient().tensors]
-    stage.run(kind.name, unit)
+    runs[kind.name](unit)
     if unit.deferred is not None:
-        stage.run(WEIGHTS.name, unit)
+        runs[WEIGHTS.name](unit)
 
 
 def _message(spec: MessageSpec | None, device: torch.device) -> Transfer | None:

@@ -1,8 +1,13 @@
 """Sequences that are computed slice by slice: what a slice keeps for the slices after it, gradients included."""
 
-from .attending import attention
-from .cost import equal_cost
-from .state import CarriedState, SequenceSlice, current, cut, earlier, keep, positions
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .attending import attention
+    from .cost import equal_cost
+    from .state import CarriedState, SequenceSlice, current, cut, earlier, keep, positions
 
 __all__ = [
     "SequenceSlice",
@@ -17,3 +22,5 @@ __all__ = [
 __all__ += [  # between rooms
     "CarriedState",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

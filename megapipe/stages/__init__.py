@@ -1,28 +1,39 @@
 """One stage of the model: its forward and its backward, unit by unit, without other ranks."""
 
-from .arguments import StepArguments
-from .edges import edge_of
-from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
-from .overlapped import Forward, has_segments, run_pair
-from .pipeline_stage import PipelineStage, as_sent
-from .sliced import SlicedStage
-from .stage import NOTHING, Stage
-from .unit import Unit
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .call import Call
+    from .delayed import find_delayed
+    from .edges import edge_of
+    from .extension import Extension, Run
+    from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
+    from .overlapped import Forward, run_pair
+    from .pipeline_stage import PipelineStage, as_sent
+    from .sliced import SlicedStage
+    from .stage import NOTHING, Stage
+    from .unit import Unit
 
 __all__ = [
     "NOTHING",
+    "Call",
+    "Extension",
     "Forward",
     "NoGradientWarning",
     "PipelineStage",
+    "Run",
     "SlicedStage",
     "Stage",
-    "StepArguments",
     "TrainingWarning",
     "Unit",
     "UnsplitBackwardWarning",
     "as_sent",
     "edge_of",
-    "has_segments",
+    "find_delayed",
     "run_pair",
     "warn",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["edge_of", "run_backward"]
+__all__ = ["edge_of"]
 
 
 def edge_of(tensor: Tensor) -> GradientEdge | None:
@@ -24,17 +23,3 @@ def edge_of(tensor: Tensor) -> GradientEdge | None:
         tensor = tensor.view_as(tensor)
         node = tensor.grad_fn
     return GradientEdge(node, tensor.output_nr)
-
-
-def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the engine's
-    own are made against the graph, which knows the shapes of the outputs."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        tuple(edges),
-        tuple(grads),
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )

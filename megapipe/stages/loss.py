@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import StepArguments
+from .call import Call
 
 __all__ = ["Loss", "call_loss_func", "compute_loss", "describe", "divide_loss", "scale_loss"]
 
@@ -23,13 +23,13 @@ class Loss(NamedTuple):
     gradient: float
 
 
-def compute_loss(step: StepArguments, output: Any, loss_func: Any) -> Loss | None:
+def compute_loss(step: Call, output: Any, loss_func: Any) -> Loss | None:
     """Call the loss function and note its report in `step`. Returns None if there is nothing to differentiate."""
     called = call_loss_func(step, output, loss_func)
     return None if called is None else divide_loss(step, *called)
 
 
-def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Tensor, Tensor | None] | None:
+def call_loss_func(step: Call, output: Any, loss_func: Any) -> tuple[Tensor, Tensor | None] | None:
     """Call the loss function and note its report in `step`.
 
     Returns:
@@ -67,7 +67,7 @@ def call_loss_func(step: StepArguments, output: Any, loss_func: Any) -> tuple[Te
     return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss)
 
 
-def divide_loss(step: StepArguments, loss: Tensor, num_tokens: Tensor | None) -> Loss:
+def divide_loss(step: Call, loss: Tensor, num_tokens: Tensor | None) -> Loss:
     """Divide a loss as Megatron does: by the number of microbatches and, where there is one, by that of tokens."""
     if num_tokens is None:
         # Out of place: the report may share memory with the loss.
@@ -82,7 +82,7 @@ def divide_loss(step: StepArguments, loss: Tensor, num_tokens: Tensor | None) ->
     return Loss(loss, 1 / step.num_microbatches)
 
 
-def _add_tokens(step: StepArguments, num_tokens: Any, loss: Tensor) -> Tensor:
+def _add_tokens(step: Call, num_tokens: Any, loss: Tensor) -> Tensor:
     """Returns the number as a tensor without dimensions."""
     if isinstance(num_tokens, (int, float)):  # filled in on the device: a copy to it would wait for it
         dtype = torch.promote_types(loss.dtype, torch.float32) if isinstance(num_tokens, float) else torch.int64
@@ -95,7 +95,7 @@ def _add_tokens(step: StepArguments, num_tokens: Any, loss: Tensor) -> Tensor:
     return tensor
 
 
-def scale_loss(step: StepArguments, loss: Tensor) -> Tensor:
+def scale_loss(step: Call, loss: Tensor) -> Tensor:
     """The loss scaled by `config.grad_scale_func`, if there is one."""
     if step.config.grad_scale_func is not None:
         scaled = step.config.grad_scale_func(loss)

@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from ..frameworks import find_cut
-from ..overlap import Segments, filling_windows, find_forward_segments
+from ..overlap import Segments, filling_windows
 from ..weight_grad import DeferredGrads
 from .stage import Stage
 from .unit import Unit
 
-__all__ = ["Forward", "has_segments", "run_pair"]
-
-
-def has_segments(module: nn.Module) -> bool:
-    """Whether forwards of a chunk may run in segments."""
-    return find_forward_segments(module) is not None or find_cut(module) is not None
+__all__ = ["Forward", "run_pair"]
 
 
 class Forward:
@@ -50,7 +43,6 @@ def run_pair(forward: Forward, backward: Stage, unit: Unit, fill: Callable[[Unit
     """
     unit.deferred = DeferredGrads()
     stage = forward.stage
-    stage.take_input(forward.unit)
     with filling_windows(lambda: fill(forward.unit)):
         output, loss_func = stage.begin(forward.unit, *forward.extra)
 

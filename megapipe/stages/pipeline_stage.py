@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
@@ -75,7 +75,14 @@ class PipelineStage(nn.Module):
             self._received = (received,)
 
     def forward(self, *batch: Any, **options: Any) -> Any:
-        return self._checked(self._call(self.module, batch, options))
+        if not self.info.is_first:
+            batch = self._received or self._nothing_received()
+        try:
+            output = self.module(*batch, **options)
+        except TypeError as error:
+            self._explain(error, options)
+            raise
+        return output if type(output) is not list or self.info.is_last else as_sent(output)
 
     @property
     def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
@@ -85,40 +92,39 @@ class PipelineStage(nn.Module):
             return None
 
         def run(*batch: Any, **options: Any) -> Generator[None, None, Any]:
-            return self._checked((yield from self._call(segments, batch, options)))
+            if not self.info.is_first:
+                batch = self._received or self._nothing_received()
+            try:
+                output = yield from segments(*batch, **options)
+            except TypeError as error:
+                self._explain(error, options)
+                raise
+            return output if self.info.is_last else as_sent(output)
 
         return run
 
-    def _call(self, function: Callable[..., Any], batch: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if not self.info.is_first:
-            if not self._received:
-                raise ValueError(
-                    f"stage {self.info.index} has received nothing: it is the schedule that calls forward_step_func "
-                    f"which hands it what stage {self.info.index - 1} returns. To run the module by itself, call "
-                    "stage.module."
-                )
-            batch = self._received
-        try:
-            return function(*batch, **options)
-        except TypeError as error:
-            for name in options:
-                if f"argument '{name}'" in str(error):
-                    raise TypeError(
-                        f"the module of stage {self.info.index} cannot be called with the keyword {name}: {error}. "
-                        "Keywords reach the module of every stage: let it take this one, or pass what is for the first "
-                        "stage alone by position."
-                    ) from error
-            forward = f"{type(self.module).__name__}.forward()"
-            if not self.info.is_first and forward in str(error) and "positional argument" in str(error):
-                raise TypeError(
-                    f"the module of stage {self.info.index} is called with one positional argument, what stage "
-                    f"{self.info.index - 1} returned: {error}. Return the others from the stage before, or pass them "
-                    "as keywords, which reach every stage."
-                ) from error
-            raise
+    def _nothing_received(self) -> NoReturn:
+        raise ValueError(
+            f"stage {self.info.index} has received nothing: the schedule that calls forward_step_func hands it what "
+            f"stage {self.info.index - 1} returns. To run the module by itself, call stage.module."
+        )
 
-    def _checked(self, output: Any) -> Any:
-        return output if self.info.is_last else as_sent(output)
+    def _explain(self, error: TypeError, options: dict[str, Any]) -> None:
+        """Raises a better error, if there is one."""
+        for name in options:
+            if f"argument '{name}'" in str(error):
+                raise TypeError(
+                    f"the module of stage {self.info.index} cannot be called with the keyword {name}: {error}. "
+                    "Keywords reach the module of every stage: let it take this one, or pass what is for the first "
+                    "stage alone by position."
+                ) from error
+        forward = f"{type(self.module).__name__}.forward()"
+        if not self.info.is_first and forward in str(error) and "positional argument" in str(error):
+            raise TypeError(
+                f"the module of stage {self.info.index} is called with one positional argument, what stage "
+                f"{self.info.index - 1} returned: {error}. Return the others from the stage before, or pass them "
+                "as keywords, which reach every stage."
+            ) from error
 
 
 PREFIX = "module."

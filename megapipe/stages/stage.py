@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -18,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..activations import Offload, Region, recomputing, regions_of, storages_of
 from ..chunks import find_attribute, tensors_of
-from ..frameworks import find_cut, frameworks
+from ..frameworks import find_cut
 from ..messages import (
     MessageSpec,
     TensorSpec,
@@ -29,18 +30,21 @@ from ..messages import (
     unpack,
     zeros_if_none,
 )
-from ..overlap import Segments
+from ..overlap import Segments, find_forward_segments
 from ..p2p_communication import Transfer
 from ..plan import KINDS, StageInfo
 from ..weight_grad import DeferredGrads, deferring, unshared
-from .arguments import StepArguments
+from .call import Call
 from .delayed import DelayedGrads, find_delayed
-from .edges import edge_of, run_backward
+from .edges import edge_of
 from .loss import Loss, compute_loss, describe, scale_loss
 from .notices import NoGradientWarning, warn
 from .unit import Unit
 
 __all__ = ["NOTHING", "Stage"]
+
+EXPLAINED = (RuntimeError, StopIteration, TypeError, AttributeError)
+"""Errors of the caller's functions for which there may be a better sentence."""
 
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
@@ -60,28 +64,30 @@ class Stage:
             dynamic.
         is_found: the next stage expects what this one returned in its first step.
         has_headers: it expects the sizes only, and is told the rest with each message.
+        delays: some modules defer weight gradients by themselves.
     """
 
     def __init__(
         self,
         info: StageInfo,
         chunk: int,
-        step: StepArguments,
+        step: Call,
         output_specs: Sequence[MessageSpec] | None,
         is_found: bool = False,
         has_headers: bool = False,
+        delays: bool = False,
     ) -> None:
         self.info = info
         self._is_last = info.is_last
         self.module = step.models[chunk]
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
-        self._forward_step_func = step.forward_step_func
-        cut = None if step.forward_only else find_cut(self.module)
+        self.device = step.device
+        self.forward_step_func = step.forward_step_func
+        """The caller's, with what options put around it."""
+        cut = None if step.forward_only else find_cut(self.module, step.frameworks)
         if cut is not None:
-            self._forward_step_func = cut(self._forward_step_func)
-        if step.config.enable_autocast:
-            self._forward_step_func = _autocast(step)(self._forward_step_func)
+            self.forward_step_func = cut(self.forward_step_func)
         self._output_specs = output_specs
         self._is_found, self._has_headers = is_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
@@ -95,38 +101,53 @@ class Stage:
         """Whether an output may have no gradient, which is no gradient of zeros."""
         self._around = [
             around
-            for framework in frameworks()
+            for framework in step.frameworks
             if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None
         ]
         self._recomputed: list[Region] | None = None
         self._storages: set[int] | None = None
         """Those of the parameters and buffers, which stay where they are."""
-        has_delayed = step.config.delay_wgrad_compute and not step.forward_only
-        self._delayed = find_delayed(self.module) if has_delayed else []
+        self._delayed = find_delayed(self.module) if delays and not step.forward_only else []
 
-    def run(self, kind: str, unit: Unit, *extra: bool) -> None:
-        """Run the method of that name, timed where the config has timers.
+    def runs(self) -> dict[str, Callable[..., None]]:
+        """What each kind of action runs: the method of that name, timed where the config has timers."""
+        runs = {}
+        for name, kind in KINDS.items():
+            runs[name] = getattr(self, name)
+            if self._step.config.timers is not None:
+                runs[name] = self._timed_run("forward-compute" if kind.is_forward else "backward-compute", runs[name])
+        return runs
 
-        Args:
-            extra: for F the third argument of forward_step_func, where the config asks for one.
-        """
-        if self._step.config.timers is None:
-            getattr(self, kind)(unit, *extra)
-            return
-        with self.timed("forward-compute" if KINDS[kind].is_forward else "backward-compute"):
-            getattr(self, kind)(unit, *extra)
+    def _timed_run(self, name: str, run: Callable[..., None]) -> Callable[..., None]:
+        def timed(unit: Unit, *extra: bool) -> None:
+            with self.timed(name):
+                run(unit, *extra)
+
+        return timed
+
+    @cached_property
+    def can_overlap(self) -> bool:
+        """Whether forwards may run in segments."""
+        return (
+            find_forward_segments(self.module) is not None or find_cut(self.module, self._step.frameworks) is not None
+        )
 
     def F(self, unit: Unit, *extra: bool) -> None:
-        """Needs `received`. Makes `output`, but on the last stage, and what backward needs."""
-        self.take_input(unit)
-        with self._saving(unit):
-            self.end(unit, *self.begin(unit, *extra))
+        """Needs `received`. Makes `output`, but on the last stage, and what backward needs.
+
+        Args:
+            extra: the third argument of forward_step_func, where the config asks for one.
+        """
+        function = self._prepare(unit)
+        with NOTHING if unit.offload is None else unit.offload.saving():
+            try:
+                returned = function(self._data_iterator, self.module, *extra)
+            except EXPLAINED as error:
+                self._explain(error, unit)
+                raise
+            self.end(unit, *self._checked(returned))
         if unit.offload is not None:
             unit.offload.begin()
-
-    def _saving(self, unit: Unit) -> AbstractContextManager[Any]:
-        """Says where F saves what backward needs."""
-        return NOTHING if unit.offload is None else unit.offload.saving()
 
     def R(self, unit: Unit) -> None:
         """Makes what F has not kept for the backward."""
@@ -178,22 +199,34 @@ class Stage:
     # Forward
 
     def begin(self, unit: Unit, *extra: bool) -> tuple[Any, Any]:
-        """Call the caller's forward_step_func, after `take_input`. Returns what it returns: the output, which may be
-        `Segments` that have yet to be run, and the loss function."""
+        """The first part of F, as far as `Segments` go by themselves. Returns what `end` takes."""
+        function = self._prepare(unit)
+        try:
+            returned = function(self._data_iterator, self.module, *extra)
+        except EXPLAINED as error:
+            self._explain(error, unit)
+            raise
+        return self._checked(returned)
+
+    def _prepare(self, unit: Unit) -> Callable[..., Any]:
+        """Show the input to the model. Returns what is to be called, the caller's forward_step_func."""
+        self.take_input(unit)
         is_validated = self._step.forward_only and self._step.first_val_step is False
         if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
             self._set_is_first_microbatch()
         for around in self._around:
             around.before(unit.microbatch)
-        try:
-            if unit.replays is None:
-                returned = self._forward_step_func(self._data_iterator, self.module, *extra)
-            else:
-                with recomputing(self._regions(), self._step.device) as unit.replays:
-                    returned = self._forward_step_func(self._data_iterator, self.module, *extra)
-        except (RuntimeError, StopIteration, TypeError, AttributeError) as error:
-            self._explain(error, unit)
-            raise
+        if unit.replays is None:
+            return self.forward_step_func
+
+        def replayable(*args: Any) -> Any:
+            with recomputing(self._regions(), self._step.device) as unit.replays:
+                return self.forward_step_func(*args)
+
+        return replayable
+
+    def _checked(self, returned: Any) -> tuple[Any, Any]:
+        """The output, and the loss function."""
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(
                 f"forward_step_func must return (output, loss_func), but on stage {self.info.index} it returned "
@@ -234,20 +267,21 @@ class Stage:
         """None where there is none to differentiate."""
         return compute_loss(self._step, output, loss_func)
 
-    def output_spec(self, unit: Unit) -> MessageSpec | None:
-        """The message that the next stage expects; None if its shapes are dynamic."""
-        return None if self._output_specs is None else self._output_specs[unit.slice]
-
     def _save_output(self, unit: Unit, output: Any) -> None:
         structure, tensors = self._pack_output(output, unit.microbatch)
-        spec = self.output_spec(unit)
+        spec = None if self._output_specs is None else self._output_specs[unit.slice]
         if spec is None or not _fits(structure, tensors, spec):
             spec = self._check_output(structure, tensors, unit)
-        unit.output = Transfer(spec, [_without_graph(tensor) for tensor in tensors])
         if not self._step.forward_only:
-            unit.edges = [edge_of(t) for t, s in zip(tensors, spec.tensors) if s.differentiable]
+            for tensor, of in zip(tensors, spec.tensors):
+                if of.differentiable:
+                    unit.edges.append(edge_of(tensor))
             if not any(unit.edges):
                 self._warn_of_no_gradient("output", unit.inputs)
+        for index, tensor in enumerate(tensors):
+            # A copy if autograd has not made it: it may be a buffer, a parameter, the input, or memory of others.
+            tensors[index] = tensor.detach() if tensor.grad_fn is not None else tensor.detach().clone()
+        unit.output = Transfer(spec, tensors)
 
     def _save_loss(self, unit: Unit, loss: Loss | None) -> None:
         if self._step.forward_only:
@@ -272,7 +306,16 @@ class Stage:
         if roots:
             unit.has_run_backward = True
             with deferring(unit.deferred):
-                run_backward(*zip(*roots))
+                # `torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the
+                # engine's own are made against the graph, which knows the shapes of the outputs.
+                torch.autograd.Variable._execution_engine.run_backward(
+                    *zip(*roots),
+                    keep_graph=False,
+                    create_graph=False,
+                    inputs=(),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
         if delayed is not None:
             delayed.end_backward(bool(roots))
             if unit.deferred is None:
@@ -284,16 +327,21 @@ class Stage:
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
         """The edges at which backward begins, and their gradients."""
         assert unit.output_grads is not None
-        roots = [(edge, grad) for edge, grad in zip(unit.edges, unit.output_grads) if edge is not None]
-        if self._is_last:
-            return roots
-        if not self.looks_for_none:
-            return [(edge, zeros_if_none(grad)) for edge, grad in roots]
-        given = [(edge, grad) for edge, grad in roots if not is_no_gradient(grad)]
-        if len(given) == len(roots) and not self._is_on_cpu:
+        roots, num_without = [], 0
+        for edge, grad in zip(unit.edges, unit.output_grads):
+            if edge is None:
+                continue
+            if not self._is_last:
+                if not self.looks_for_none:
+                    grad = zeros_if_none(grad)
+                elif is_no_gradient(grad):
+                    num_without += 1
+                    continue
+            roots.append((edge, grad))
+        if self.looks_for_none and not (num_without or self._is_on_cpu or self._is_last):
             self.looks_for_none = False
             _all_given.add(self.module)
-        return given
+        return roots
 
     def _take_input_grads(self, unit: Unit) -> None:
         """What goes to the previous stage after backward."""
@@ -311,12 +359,12 @@ class Stage:
                 f"stage {self.info.index} gives stage {self.info.index - 1} no gradient, since it does not use its "
                 "input, or detaches it"
             )
-        unit.input_grads = grads
+        unit.input_grads = Transfer(None, grads)
 
     # Input
 
     def take_input(self, unit: Unit) -> None:
-        """Hand the input to the model, and keep the tensors of it that want a gradient."""
+        """Hand the input of a forward to the model, and keep the tensors of it that want a gradient."""
         received = unit.received
         if received is not None and not self._step.forward_only:
             assert received.spec is not None
@@ -330,21 +378,19 @@ class Stage:
         self.show(unit)
 
     def show(self, unit: Unit) -> None:
-        """Let the model have the input of a unit, unless it has that already."""
+        """Let the model have the input of a unit, unless it has that already: as a list, also where that holds one
+        tensor, or None, as Megatron's models take it."""
         this = unit.microbatch, unit.slice
         if self._shown == this:
             return
         self._shown = this
-        if unit.received is None:
-            self.set_input([None])
-            return
-        assert unit.received.spec is not None
-        structure, tensors = unit.received.spec.structure, list(unit.received.tensors)
-        self._shown_structure = structure
-        self.set_input(tensors if structure == "tensor" else unpack(structure, tensors))
-
-    def set_input(self, message: Any) -> None:
-        """Hand the model its input: Megatron's models are given a list, also when it holds one tensor, or None."""
+        message: Any = [None]
+        if unit.received is not None:
+            assert unit.received.spec is not None
+            self._shown_structure = structure = unit.received.spec.structure
+            message = list(unit.received.tensors)
+            if structure != "tensor":
+                message = unpack(structure, message)
         if self._set_input_tensor is not None:
             self._set_input_tensor(message)
 
@@ -354,7 +400,7 @@ class Stage:
         structure = self._shown_structure
         if structure == "tensor" or (structure is not None and find_attribute(self.module, "finds_shapes")):
             with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
-                self.set_input([None])
+                self._set_input_tensor([None])
 
     # Output
 
@@ -404,7 +450,7 @@ class Stage:
     def _check_output(self, structure: Any, tensors: list[Tensor], unit: Unit) -> MessageSpec:
         """Its spec, if the next stage is told."""
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
-        expected = self.output_spec(unit)
+        expected = None if self._output_specs is None else self._output_specs[unit.slice]
         if expected is None or (self._has_headers and spec.sizes == expected.sizes):
             return spec
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
@@ -455,10 +501,6 @@ def _timed(timers: Any, name: str) -> Iterator[None]:
         timer.stop()
 
 
-def _autocast(step: StepArguments) -> torch.autocast:
-    return torch.autocast(step.device.type, dtype=step.config.autocast_dtype or step.config.pipeline_dtype)
-
-
 def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
     if structure != spec.structure or len(tensors) != len(spec.tensors):
         return False
@@ -466,8 +508,3 @@ def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
         if tensor.shape != shape or tensor.dtype != dtype or (tensor.requires_grad and not differentiable):
             return False
     return True
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    """A copy if autograd has not made it: it may be a buffer, a parameter, the input, or memory that is not torch's."""
-    return tensor.detach() if tensor.grad_fn is not None else tensor.detach().clone()

@@ -70,7 +70,7 @@ class Unit:
         """Whether F ran in segments, so that the backward may have overlap windows."""
         self.of_microbatch: Microbatch | None = None
         """Shared by the slices of a microbatch, where sequences are cut."""
-        self.input_grads: list[Tensor] | None = None
+        self.input_grads: Transfer | None = None
         """What B made, to be sent."""
         self.has_run_backward = False
         """Whether anything of the stage depended on a gradient."""

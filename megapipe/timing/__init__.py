@@ -1,8 +1,13 @@
 """When a rank computes and when it waits, on the clock of its device."""
 
-from .cuda_events import CudaEvents, RecordedEvent
-from .records import Clock, HostClock, StepRecord, clock_of
-from .storages import LiveStorages, uncounted
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .cuda_events import CudaEvents, RecordedEvent
+    from .records import Clock, HostClock, StepRecord, clock_of
+    from .storages import LiveStorages, uncounted
 
 __all__ = [
     "Clock",
@@ -14,3 +19,5 @@ __all__ = [
     "clock_of",
     "uncounted",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -1,12 +1,17 @@
 """What a trainer puts around a step: batches, replicas, clipping, tied weights, optimizers."""
 
-from .batches import data_iterators, split_batch
-from .clipping import clip_grad_norm_
-from .data_parallel import GradientReducer
-from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
-from .per_token import divide_by_num_tokens
-from .post_validation import PostValidatedOptimizer
-from .tied_weights import TiedWeights
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .batches import data_iterators, split_batch
+    from .clipping import clip_grad_norm_
+    from .data_parallel import GradientReducer
+    from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
+    from .per_token import divide_by_num_tokens
+    from .post_validation import PostValidatedOptimizer
+    from .tied_weights import TiedWeights
 
 __all__ = [
     "GradientReducer",
@@ -24,3 +29,5 @@ __all__ += [  # between rooms
     "OF_EACH_GROUP",
     "load_scheduler",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -39,6 +39,7 @@ class BackendChannel(Channel):
         peer: the other rank's number in the backend.
         allocate: makes a buffer to receive into.
         outbox: sends, and keeps messages until they have gone. None where the device does both.
+        as_carried: the same memory in a type of numbers that the backend carries; None where it carries all.
     """
 
     def __init__(
@@ -48,40 +49,44 @@ class BackendChannel(Channel):
         tag: int,
         allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
         outbox: Outbox | None,
+        as_carried: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._backend = backend
         self._peer = peer
         self._tag = tag
         self._allocate = allocate
         self._outbox = outbox
+        self._as_carried = as_carried
 
     def send(self, tensors: list[torch.Tensor]) -> None:
         tensors = resolved(tensors)
-        if self._outbox is None:
-            self._start(self._backend.send, tensors)
-        else:
-            self._outbox.send(self.start_sending, tensors)
-
-    def start_sending(self, tensors: list[torch.Tensor]) -> Transfer:
-        """Start a send. Over gloo the transfer must be kept until it has completed, or the message is lost."""
-        return Transfer(None, tensors, self._start(self._backend.send, tensors))
-
-    def receive(self, spec: MessageSpec) -> Transfer:
-        buffers = [self._allocate(t.shape, t.dtype) for t in spec.tensors]
-        return Transfer(spec, buffers, self._start(self._backend.recv, buffers))
-
-    def _start(self, operation: Callable[..., Any], tensors: list[torch.Tensor]) -> list[Any]:
-        """Start it for each tensor. Returns what to wait for."""
         try:
-            return [operation([tensor], self._peer, self._tag) for tensor in tensors]
+            if self._outbox is not None:
+                self._outbox.send(self._backend, self._peer, self._tag, tensors)
+                return
+            for tensor in tensors:
+                carried = tensor if self._as_carried is None else self._as_carried(tensor)
+                self._backend.send([carried], self._peer, self._tag)
         except RuntimeError as error:
             raise ConnectionLostError.of(error) from error
+
+    def receive(self, spec: MessageSpec) -> Transfer:
+        buffers, works = [], []
+        for shape, dtype, _ in spec.tensors:
+            buffers.append(self._allocate(shape, dtype))
+        try:
+            for buffer in buffers:
+                carried = buffer if self._as_carried is None else self._as_carried(buffer)
+                works.append(self._backend.recv([carried], self._peer, self._tag))
+        except RuntimeError as error:
+            raise ConnectionLostError.of(error) from error
+        return Transfer(spec, buffers, works)
 
 
 def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors as plain memory, without the graph behind them: torch keeps a conjugate or a negative as a flag on
     other numbers, which a transport does not see."""
-    return [
-        (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg().contiguous()
-        for tensor in tensors
-    ]
+    plain = []
+    for tensor in tensors:
+        plain.append((tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg().contiguous())
+    return plain

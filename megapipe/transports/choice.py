@@ -10,8 +10,6 @@ from ..p2p_communication import Transport
 from ..timing import CudaEvents
 from .channel import Members
 from .gloo import GlooTransport
-from .host import HostTransport
-from .nccl import NcclTransport
 
 __all__ = ["DEVICES", "is_capturing", "make_transport"]
 
@@ -39,11 +37,15 @@ def make_transport(
     if name is None:
         name = "nccl" if device.type == "cuda" and not is_shared(device) else "host"
     if name == "host":
+        from .host import HostTransport
+
         return HostTransport(members, device)
     events = DEVICES[device.type](device)
 
     def mark() -> Callable[[], bool]:
         return events.record().query
+
+    from .nccl import NcclTransport
 
     return NcclTransport(members, device, mark, max_ctas)
 

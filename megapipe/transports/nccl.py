@@ -38,14 +38,9 @@ network it is twice as much, over NVLink eight times."""
 PATIENCE = 10.0  # seconds until a communicator that does not come to its end is left to itself
 
 
-class NcclChannel(BackendChannel):
-    def _start(self, operation: Callable[..., Any], tensors: list[torch.Tensor]) -> list[Any]:
-        return super()._start(operation, [one if one.dtype in CARRIED else _as_bytes(one) for one in tensors])
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, as NCCL can carry it."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in CARRIED else tensor.detach().view(-1).view(torch.uint8)
 
 
 class NcclTransport(Transport):
@@ -138,17 +133,14 @@ class NcclTransport(Transport):
         prefix = PrefixStore(f"{sender} to {receiver}", store)
         return dist.ProcessGroupNCCL(prefix, 0 if pp_rank == sender else 1, 2, options)
 
-    def _channel(self, peer: int, sends: bool) -> NcclChannel:
-        pp_rank = self._members.pp_rank
-        backend = self._backends[(pp_rank, peer) if sends else (peer, pp_rank)]
-        # No outbox: memory of a tensor that is dropped stays taken until the stream has sent it.
-        return NcclChannel(backend, 1 if sends else 0, 0, partial(_allocate, self._device), outbox=None)
-
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
         if name.kind == "header":
             assert self._host is not None
             return self._host.channel(name, peer, sends)
-        return self._channel(peer, sends)
+        pp_rank = self._members.pp_rank
+        backend = self._backends[(pp_rank, peer) if sends else (peer, pp_rank)]
+        # No outbox: memory of a tensor that is dropped stays taken until the stream has sent it.
+        return BackendChannel(backend, 1 if sends else 0, 0, partial(_allocate, self._device), None, _as_carried)
 
     def drain(self) -> None:
         """The host waits for headers only: the device sends and receives in its own time."""

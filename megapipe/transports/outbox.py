@@ -12,10 +12,11 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from ..p2p_communication import Transfer
+from ..p2p_communication import ConnectionLostError, Transfer
 
 __all__ = ["Outbox", "TaskThread"]
 
@@ -71,18 +72,18 @@ class Outbox:
         self._under_way: list[Transfer] = []  # small ones, that are not waited for yet
         self._num_bytes = 0  # of these
 
-    def send(self, start: Callable[[list[torch.Tensor]], Transfer], tensors: list[torch.Tensor]) -> None:
-        """
-        Args:
-            start: starts the send of one message, without waiting.
-        """
+    def send(self, backend: Any, peer: int, tag: int, tensors: list[torch.Tensor]) -> None:
+        """Send a message over a backend of torch.distributed, without waiting."""
         num_bytes = 0
         for tensor in tensors:
             num_bytes += tensor.nbytes
         if num_bytes >= self.MIN_THREAD_BYTES or self._num_started < self._num_handed_over:  # it overtakes no other
-            self.hand_over(partial(start, tensors))
+            self.hand_over(partial(_start, backend, peer, tag, tensors))
             return
-        self._under_way.append(start(tensors))
+        works = []
+        for tensor in tensors:
+            works.append(backend.send([tensor], peer, tag))
+        self._under_way.append(Transfer(None, tensors, works))
         self._num_bytes += num_bytes
         if self._num_bytes >= self.MIN_THREAD_BYTES:
             self._waits.put(partial(_wait_for, self._under_way))
@@ -110,6 +111,14 @@ class Outbox:
     def close(self) -> None:
         self._starts.put(self._waits.close)
         self._starts.close()
+
+
+def _start(backend: Any, peer: int, tag: int, tensors: list[torch.Tensor]) -> Transfer:
+    """A send under way. The transfer must be kept until it has completed, or gloo loses the message."""
+    try:
+        return Transfer(None, tensors, [backend.send([tensor], peer, tag) for tensor in tensors])
+    except RuntimeError as error:
+        raise ConnectionLostError.of(error) from error
 
 
 def _wait_for(transfers: list[Transfer]) -> None:

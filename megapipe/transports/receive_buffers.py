@@ -35,6 +35,8 @@ class ReceiveBufferPool:
 
     def release(self) -> list[torch.UntypedStorage]:
         """Free all but `NUM_KEPT` of the unused buffers. Returns those."""
+        if not self._buffers:
+            return []
         unused = [buffer for buffer in self._buffers if torch._C._storage_Use_Count(buffer._cdata) == 1]
         surplus = {id(buffer) for buffer in unused[self.NUM_KEPT :]}
         self._buffers = [buffer for buffer in self._buffers if id(buffer) not in surplus]

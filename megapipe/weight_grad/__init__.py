@@ -4,21 +4,26 @@ A W needs nothing from other ranks, and no rank waits for it. So a layer's backw
 at once, and hands the computation of its weight's gradient to `defer`.
 """
 
-from .accumulation import add_gradient
-from .aliasing import SavedTensor, save_for_w, unshared
-from .context import backward_context
-from .convolution import conv1d, conv2d
-from .deferred import (
-    DeferredGrads,
-    capturing,
-    defer,
-    deferring,
-    deferring_to,
-    is_capturing,
-    visit_gradient_nodes,
-)
-from .layers import embedding, grouped_linear, linear, transposed_linear
-from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
+from typing import TYPE_CHECKING
+
+from ..first_use import names_on_first_use
+
+if TYPE_CHECKING:
+    from .accumulation import add_gradient
+    from .aliasing import SavedTensor, save_for_w, unshared
+    from .context import backward_context
+    from .convolution import conv1d, conv2d
+    from .deferred import (
+        DeferredGrads,
+        capturing,
+        defer,
+        deferring,
+        deferring_to,
+        is_capturing,
+        visit_gradient_nodes,
+    )
+    from .layers import embedding, grouped_linear, linear, transposed_linear
+    from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
 
 __all__ = [
     "Conv1d",
@@ -49,3 +54,5 @@ __all__ += [  # between rooms
     "unshared",
     "visit_gradient_nodes",
 ]
+
+__getattr__, __dir__ = names_on_first_use(__name__)

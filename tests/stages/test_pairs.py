@@ -18,8 +18,8 @@ import megapipe
 from megapipe import TimelineRecorder
 from megapipe.analysis import load_timeline
 from megapipe.overlap import run_segments
+from megapipe.p2p_communication import Sender
 from megapipe.plan import Schedule, Verbs, load_plan, loop, make_plan
-from megapipe.runtime import boundary
 from megapipe.schedules import B, F, W
 from megapipe.weight_grad import DeferredGrads
 
@@ -176,7 +176,6 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
     for model in (Stage, InSegments):
         events: list[str] = []
         chunks = build("dualpipev", 2, NUM_LAYERS, kind=model, deferred=True)
-        sends = (boundary.RemoteAbove, "send_output", "F"), (boundary.RemoteBelow, "send_gradient", "B")
         weights, pair = megapipe.stages.stage.Stage.W, megapipe.runtime.pipeline.Pipeline.run_pair
 
         def watched(self: Any, *args: Any, pair: Any = pair, events: list[str] = events) -> None:
@@ -184,21 +183,17 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
             pair(self, *args)
             events.append(")")
 
-        def logged(letter: str, send: Any, events: list[str] = events) -> Any:
-            def log_and_send(self: Any, number: int) -> None:
-                if number == self._num_sent:
-                    events.append(letter)
-                send(self, number)
-
-            return log_and_send
+        def log_and_send(self: Any, number: int, send: Any = Sender.send, events: list[str] = events) -> None:
+            if number == self._num_sent:
+                events.append("B" if self._replies is None else "F")
+            send(self, number)
 
         def run_weights(self: Any, unit: Any, original: Any = weights, events: list[str] = events) -> None:
             events.append("W")
             original(self, unit)
 
         with pytest.MonkeyPatch.context() as patch:
-            for kind, name, letter in sends:
-                patch.setattr(kind, name, logged(letter, getattr(kind, name)))
+            patch.setattr(Sender, "send", log_and_send)
             patch.setattr(megapipe.stages.stage.Stage, "W", run_weights)
             patch.setattr(megapipe.runtime.pipeline.Pipeline, "run_pair", watched)
             run("dualpipev", chunks, 8)

@@ -28,7 +28,7 @@ from megapipe.messages import check_sendable, is_no_gradient, no_gradient, zeros
 from megapipe.overlap import run_segments
 from megapipe.plan import Verbs, loop
 from megapipe.schedules import ForwardBackward
-from megapipe.stages import StepArguments
+from megapipe.stages import Call
 from megapipe.stages.stage import Stage
 from megapipe.stages.unit import Unit
 
@@ -256,7 +256,7 @@ def test_stages_below_one_that_detaches_get_no_gradient(rank: int) -> None:
 
 
 def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
-    arguments = StepArguments(forward_step, [None], [module], 1, PipelineConfig(**config), torch.device(device))
+    arguments = Call(forward_step, [None], [module], 1, PipelineConfig(**config), torch.device(device))
     return Stage(StageInfo(0, 2), 0, arguments, None)
 
 
@@ -500,8 +500,8 @@ def test_an_input_gradient_is_not_what_a_hook_keeps() -> None:
     unit = Unit(0)
     unit.inputs, unit.edges = [leaf], [torch.autograd.graph.get_gradient_edge(leaf * 2)]
     unit.output_grads = [torch.ones(2)]
-    a_stage("cpu", nn.Identity()).run("BW", unit)
+    a_stage("cpu", nn.Identity()).BW(unit)
     kept[0].zero_()
     assert unit.input_grads is not None
-    (grad,) = unit.input_grads
+    (grad,) = unit.input_grads.tensors
     assert grad.tolist() == [2, 2]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megapipe import PostValidatedOptimizer
-from megapipe.runtime.rollback import Speculation
+from megapipe.options.post_validation import Speculation
 
 
 @contextmanager

@@ -32,8 +32,8 @@ from megapipe import (
     clip_grad_norm_,
     parallel_state,
 )
+from megapipe.options.post_validation import validation_points
 from megapipe.plan import make_plan
-from megapipe.runtime.rollback import validation_points
 
 
 def forward_step(data_iterator: Iterator[dict[str, Any]], model: Stage) -> tuple[Tensor, Any]:

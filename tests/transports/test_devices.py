@@ -37,7 +37,7 @@ from megapipe import (
 from megapipe.failures import check_failures
 from megapipe.messages import MessageSpec, TensorSpec
 from megapipe.p2p_communication import Communicator
-from megapipe.plan import ChannelName, loop
+from megapipe.plan import loop
 from megapipe.timing.records import CudaClock
 from megapipe.transports import Members, make_transport
 from megapipe.transports.nccl import NcclTransport
@@ -589,7 +589,7 @@ def test_types_of_numbers_that_nccl_does_not_know(rank: int) -> None:
         members = Members(store, store, rank, range(2), 60)
         communicator = Communicator(make_transport("nccl", members, device, lambda _: False, 4), loop, rank, 2, 1)
         communicator.connect()
-        channel = communicator._channels[ChannelName("forward", 0)]
+        channel = communicator.channel("forward", 0)
         if rank == 0:
             channel.send([lazy.device.to_device(tensor) for tensor in tensors])
         else:
@@ -598,7 +598,7 @@ def test_types_of_numbers_that_nccl_does_not_know(rank: int) -> None:
             assert all(torch.equal(lazy.device.to_host(a), b) for a, b in zip(received, tensors, strict=True))
         lazy.device.synchronize()
         dist.barrier()
-        communicator.close()
+        communicator.transport.close()
 
 
 @on_ranks(1)

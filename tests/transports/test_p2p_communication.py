@@ -24,12 +24,12 @@ from megapipe.p2p_communication import (
     Channel,
     Communicator,
     ConnectionLostError,
+    Line,
     Lookahead,
+    Receiver,
     Transfer,
     edges_in_rounds,
 )
-from megapipe.p2p_communication.inboxes import PostedInbox
-from megapipe.p2p_communication.ordered import Arrivals
 from megapipe.plan import ChannelName, Placement, Plan, loop, make_plan, v_shape
 from megapipe.transports import GlooTransport, Members, make_transport
 from megapipe.transports.channel import resolved
@@ -40,6 +40,7 @@ from megapipe.transports.receive_buffers import ReceiveBufferPool
 
 TENSOR = torch.ones(2, 3)
 FORWARD = ChannelName("forward", 0)
+TWO = Lookahead(2)
 SINGLE = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
 
 
@@ -48,6 +49,18 @@ def connected(rank: int, pp_size: int) -> Communicator:
     channels = communicator(rank, pp_size)
     dist.barrier()
     return channels
+
+
+def receiving(channel: Channel, specs: list[MessageSpec], count: int = 1, lookahead: Lookahead = TWO) -> Receiver:
+    """The end of a channel at which so many of these messages are expected."""
+    receiver = Receiver(channel, 0, specs, count, lookahead)
+    receiver.begin()
+    return receiver
+
+
+def taken(receiver: Receiver) -> list[Tensor]:
+    receiver.post()
+    return receiver.take().wait()
 
 
 def after_the_abort() -> None:
@@ -102,15 +115,14 @@ def test_tensors_of_every_kind_travel(rank: int) -> None:
         tensors.append(torch.arange(6.0).view(2, 3).t())  # not contiguous
         spec = MessageSpec("list", tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors))
         if rank == 0:
-            channels.outgoing(FORWARD, 1 - rank).send(tensors)
-            channels.drain()
+            channels.channel("forward", 0).send(tensors)
+            channels.transport.drain()
         else:
-            inbox = PostedInbox(channels.outgoing(FORWARD, 1 - rank), Lookahead(2))
-            inbox.expect(spec)
-            received = inbox.take().wait()
+            inbox = receiving(channels.channel("forward", 0), [spec])
+            received = taken(inbox)
             assert all(torch.equal(a, b) for a, b in zip(received, tensors))
             assert inbox.is_empty()
-    channels.close()
+    channels.transport.close()
     dist.barrier()
 
 
@@ -119,23 +131,22 @@ def test_tensors_of_every_kind_travel(rank: int) -> None:
 def test_receives_are_posted_ahead(rank: int, lookahead: int) -> None:
     """No more than `lookahead` buffers wait, whatever the number of messages."""
     channels = communicator(rank, 2)
-    channel = channels.outgoing(FORWARD, 1 - rank)
+    channel = channels.channel("forward", 0)
     spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
     if rank == 0:
         for i in range(5):
             channel.send([torch.full((4,), float(i))])
-        channels.drain()
+        channels.transport.drain()
     else:
-        inbox = PostedInbox(channel, Lookahead(lookahead))
-        inbox.expect(spec, 5)
+        inbox = receiving(channel, [spec], 5, Lookahead(lookahead))
         inbox.post_ahead()
         for i in range(5):
             assert len(inbox._posted) == min(lookahead, 5 - i)
-            (tensor,) = inbox.take().wait()
+            (tensor,) = taken(inbox)
             assert torch.equal(tensor, torch.full((4,), float(i)))
             assert len(inbox._posted) == max(min(lookahead, 5 - i) - 1, 0)  # whoever takes one is about to use it
             inbox.post_ahead()
-    channels.close()
+    channels.transport.close()
 
 
 @on_ranks(2)
@@ -144,18 +155,17 @@ def test_more_receives_are_posted_while_a_rank_is_idle(rank: int) -> None:
     spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
     if rank == 0:
         for i in range(8):
-            channels.outgoing(FORWARD, 1 - rank).send([torch.full((4,), float(i))])
-        channels.drain()
+            channels.channel("forward", 0).send([torch.full((4,), float(i))])
+        channels.transport.drain()
     else:
-        inbox = PostedInbox(channels.outgoing(FORWARD, 1 - rank), Lookahead(2, idle_bytes=5 * spec.nbytes))
-        inbox.expect(spec, 8)
+        inbox = receiving(channels.channel("forward", 0), [spec], 8, Lookahead(2, idle_bytes=5 * spec.nbytes))
         inbox.post_ahead()
         assert len(inbox._posted) == 2
         inbox.post_all()
         assert len(inbox._posted) == 5
-        assert [inbox.take().wait()[0][0].item() for _ in range(8)] == list(range(8))
+        assert [taken(inbox)[0][0].item() for _ in range(8)] == list(range(8))
         assert inbox.is_empty()
-    channels.close()
+    channels.transport.close()
 
 
 LARGE = Outbox.MIN_THREAD_BYTES
@@ -169,16 +179,15 @@ def test_messages_of_all_sizes_arrive_in_order(rank: int) -> None:
     for _ in range(5):
         if rank == 0:
             for number, size in enumerate(SIZES):
-                channels.outgoing(FORWARD, 1 - rank).send([torch.full((size,), number, dtype=torch.uint8)])
-            channels.drain()
+                channels.channel("forward", 0).send([torch.full((size,), number, dtype=torch.uint8)])
+            channels.transport.drain()
         else:
-            inbox = PostedInbox(channels.outgoing(FORWARD, 1 - rank), Lookahead(2))
-            for size in SIZES:
-                inbox.expect(MessageSpec("tensor", (TensorSpec((size,), torch.uint8, False),)))
+            specs = [MessageSpec("tensor", (TensorSpec((size,), torch.uint8, False),)) for size in SIZES]
+            inbox = receiving(channels.channel("forward", 0), specs)
             for number, size in enumerate(SIZES):
-                (tensor,) = inbox.take().wait()
+                (tensor,) = taken(inbox)
                 assert torch.equal(tensor, torch.full((size,), number, dtype=torch.uint8))
-    channels.close()
+    channels.transport.close()
 
 
 class Sent:
@@ -195,9 +204,10 @@ def test_small_sends_are_waited_for_many_at_a_time() -> None:
     """A helper thread woke up for each message, and again when that had gone: four of five times that helpers took a
     core away from a rank."""
     outbox, threads = Outbox(), []
+    backend = SimpleNamespace(send=lambda tensors, peer, tag: Sent(threads))
     main = threading.current_thread()
     for number in range(11):
-        outbox.send(lambda tensors: Transfer(None, tensors, [Sent(threads)]), [torch.empty(LARGE // 16)])
+        outbox.send(backend, 0, 0, [torch.empty(LARGE // 16)])
         outbox._waits.drain()
         assert len(threads) == (number + 1) // 4 * 4
     assert main not in threads
@@ -223,18 +233,17 @@ def test_the_threads_of_an_outbox_end_with_it() -> None:
 def test_large_blocks_are_used_again(rank: int) -> None:
     """A large block is used again once nobody holds it: neither a tensor, nor a view of it, nor a graph."""
     channels = communicator(rank, 2)
-    channel = channels.outgoing(FORWARD, 1 - rank)
+    channel = channels.channel("forward", 0)
     num_messages, size = 12, ReceiveBufferPool.MIN_REUSED_BYTES // 4
     if rank == 0:
         for i in range(num_messages):
             channel.send([torch.full((size,), float(i))])
-        channels.drain()
+        channels.transport.drain()
     else:
-        inbox = PostedInbox(channel, Lookahead(2))
-        inbox.expect(MessageSpec("tensor", (TensorSpec((size,), torch.float32, True),)), num_messages)
+        inbox = receiving(channel, [MessageSpec("tensor", (TensorSpec((size,), torch.float32, True),))], num_messages)
         blocks, in_flight = set(), []
         for i in range(num_messages):
-            (tensor,) = inbox.take().wait()
+            (tensor,) = taken(inbox)
             blocks.add(tensor.data_ptr())
             assert not tensor.requires_grad  # it does not remember what it was
             in_flight.append((tensor[:1], (tensor.requires_grad_() * tensor).sum()))
@@ -245,10 +254,10 @@ def test_large_blocks_are_used_again(rank: int) -> None:
                 squares.backward()  # of what the graph has kept
         assert len(blocks) <= 3 + 2 + 1  # in flight, posted ahead, and one to come back
         del in_flight, view, squares
-        channels.drain()
-        (pool,) = (pool for pool in channels._transport._pools if pool._buffers)
+        channels.transport.drain()
+        (pool,) = (pool for pool in channels.transport._pools if pool._buffers)
         assert len(pool._buffers) == pool.NUM_KEPT
-    channels.close()
+    channels.transport.close()
 
 
 def test_host_memory_is_on_the_host() -> None:
@@ -263,17 +272,17 @@ def test_abort_reaches_past_a_closed_connection(rank: int) -> None:
     already, its closed connection refused the receive, nothing was aborted, and ranks further on waited for ever."""
     channels = connected(rank, 3)
     if rank == 0:
-        channels.abort()
+        channels.transport.abort()
         _get_default_store().set("aborted", "1")
     elif rank == 1:
         after_the_abort()
-        channels.abort()
+        channels.transport.abort()
     else:
         with pytest.raises(ConnectionLostError):
-            channels.outgoing(ChannelName("forward", 1), 1).receive(
+            channels.channel("forward", 1).receive(
                 MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
             ).wait()
-    channels.close()
+    channels.transport.close()
 
 
 @on_ranks(3)
@@ -283,10 +292,10 @@ def test_abort_reaches_past_a_connection_that_closes_meanwhile(rank: int) -> Non
     channels = connected(rank, 3)
     if rank == 0:
         _get_default_store().wait(["posted"])
-        channels.abort()
+        channels.transport.abort()
         _get_default_store().set("aborted", "1")
     elif rank == 1:
-        backend = channels._transport._backend.result()  # type: ignore[attr-defined]
+        backend = channels.transport._backend.result()  # type: ignore[attr-defined]
 
         def receive(tensors: list[Tensor], peer: int, tag: int) -> Any:
             work = backend.recv(tensors, peer, tag)
@@ -297,9 +306,9 @@ def test_abort_reaches_past_a_connection_that_closes_meanwhile(rank: int) -> Non
         parallel_state.abort_gloo(SimpleNamespace(size=backend.size, rank=backend.rank, recv=receive))
     else:
         with pytest.raises(ConnectionLostError):
-            channels.outgoing(ChannelName("forward", 1), 1).receive(SINGLE).wait()
+            channels.channel("forward", 1).receive(SINGLE).wait()
     dist.barrier()  # nobody ends while others wait: that would close the connections
-    channels.close()
+    channels.transport.close()
 
 
 @pytest.mark.parametrize("size", [1, LARGE])
@@ -311,16 +320,16 @@ def test_sending_to_a_lost_peer_is_a_lost_connection(rank: int, size: int) -> No
     Of a large message, which a thread sends, it is told at the end of the step."""
     channels = connected(rank, 2)
     if rank == 1:
-        channels.abort()
+        channels.transport.abort()
         _get_default_store().set("aborted", "1")
     else:
         after_the_abort()
-        channel = channels.outgoing(FORWARD, 1)
+        channel = channels.channel("forward", 0)
         if size == LARGE:
             channel.send([torch.ones(size)])
         with pytest.raises(ConnectionLostError):
-            channels.drain() if size == LARGE else channel.send([torch.ones(size)])
-    channels.close()
+            channels.transport.drain() if size == LARGE else channel.send([torch.ones(size)])
+    channels.transport.close()
 
 
 class Phases(Received):
@@ -373,14 +382,16 @@ def most_received_early(plan: Plan) -> int:
     for rank in range(plan.pp_size):
         inboxes = {}
         for (_, receiver), names in plan.traffic.items():
-            arrivals = Arrivals(names, buffered_bytes=0)
+            line = Line(names, ())
             for name in set(names) if receiver == rank else ():
-                inboxes[name] = arrivals.inbox(name, NoChannel(), None)
-                inboxes[name].expect(SINGLE, names.count(name))
+                inboxes[name] = Receiver(NoChannel(), 0, [SINGLE], names.count(name), Lookahead(0), line=line)
+                line.add(inboxes[name], name)
+                inboxes[name].begin()
+            line.begin()
         for event in plan.messages(rank):
             if not event.sends:
                 forward, backward = ChannelName("forward", event.stage - 1), ChannelName("backward", event.stage)
-                inboxes[forward if event.is_forward else backward].take().wait()
+                taken(inboxes[forward if event.is_forward else backward])
                 most = max(most, sum(len(inbox._posted) for inbox in inboxes.values()))
         assert all(inbox.is_empty() for inbox in inboxes.values())
     return most

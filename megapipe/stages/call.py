@@ -1,22 +1,25 @@
-"""What a stage is told of its step, and where it leaves the results."""
+"""One call of a schedule: its arguments in one form, and its results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import PipelineConfig
+from ..frameworks import Framework
 from ..slices import SequenceSlice
 
-__all__ = ["StepArguments"]
+__all__ = ["Call"]
+
+Shapes = list[tuple[int, ...]]
 
 
 @dataclass
-class StepArguments:
+class Call:
     """The caller's arguments of one step, and its results."""
 
     forward_step_func: Callable[..., Any]
@@ -28,6 +31,14 @@ class StepArguments:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
+    decoder_seq_length: int | None = None
+    pipeline_inputs: Any = None
+    adjust_tensor_shapes_fn: Callable[[Shapes, Shapes], tuple[Shapes, Shapes]] | None = None
+    schedule: Any = None
+    frameworks: Sequence[Framework] = ()
+    """Those around megapipe that are in use."""
     slices: list[SequenceSlice] = field(default_factory=list)
     """The slices of every sequence; none where sequences are whole."""
     results: list[Any] = field(default_factory=list)
@@ -37,6 +48,8 @@ class StepArguments:
     the same on every rank, for those who add it up over ranks."""
 
     def __post_init__(self) -> None:
+        if len(self.models) > 1:  # as Megatron's interleaved schedule
+            self.decoder_seq_length = None
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
 
     @property
@@ -47,3 +60,11 @@ class StepArguments:
     @property
     def num_slices(self) -> int:
         return max(1, len(self.slices))
+
+    def of_slices(self, slices: Sequence[SequenceSlice]) -> list[Call]:
+        """The call of each slice, as if it were a sequence; of whole sequences this one."""
+        decoder = self.decoder_seq_length
+        return [
+            replace(self, seq_length=part.length, decoder_seq_length=None if decoder is None else part.length)
+            for part in slices
+        ] or [self]

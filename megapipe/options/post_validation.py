@@ -1,4 +1,4 @@
-"""Forwards with weights that may still be rolled back, and running them again if they are.
+"""`config.post_validated_optimizer`: forwards with weights that may still be rolled back, and are then run again.
 
 A rank goes on to its next step before it knows whether its last optimizer step stands. Until then it runs forwards
 only, which change nothing outside of the pipeline. If that step is rolled back, every rank stops at a point known from
@@ -13,26 +13,11 @@ from typing import Any
 
 import torch
 
-from ..failures import Watchdog
-from ..p2p_communication import Communicator
-from ..plan import FORWARD, Action, Event, Plan
-from ..sharding import ShardedChunks
-from ..stages import StepArguments
-from .pipeline import Pipeline
-from .plans import PlanKey
-from .restoring import restores_of_buffers, restores_of_random_states
+from ..plan import Event, Plan
+from ..runtime import BeginAgain, restores_of_buffers, restores_of_random_states
+from ..stages import Call, Extension
 
-__all__ = [
-    "RollbackRequired",
-    "Speculation",
-    "SpeculativePipeline",
-    "speculate",
-    "validation_points",
-]
-
-
-class RollbackRequired(Exception):  # noqa: N818  # no error: the step is run again
-    """The forwards of this step ran with weights that have been rolled back."""
+__all__ = ["PostValidation", "validation_points"]
 
 
 def validation_points(plan: Plan) -> list[int]:
@@ -58,33 +43,42 @@ def validation_points(plan: Plan) -> list[int]:
         points = earlier
 
 
-def speculate(step: StepArguments, key: PlanKey, pp_rank: int, watchdog: Watchdog | None) -> Speculation | None:
-    """Support for a step that begins before the last optimizer step has been validated.
+class PostValidation(Extension):
+    """Validates the last optimizer step before the first backward of a rank."""
 
-    Args:
-        watchdog: None for a pipeline of one rank, which waits for no other.
+    _speculation: Speculation | None = None
+    """Of this step; None where its weights are known to stand."""
 
-    Returns:
-        None for a step whose weights are known to stand.
-    """
-    optimizer = step.config.post_validated_optimizer
-    if optimizer is None:
-        return None
-    if step.forward_only or watchdog is None:
-        optimizer.finalize_everywhere()
-        return None
-    if not optimizer.has_pending_step:
-        return None
+    def begin(self, call: Call) -> None:
+        optimizer = self.config.post_validated_optimizer
+        assert optimizer is not None
+        self._speculation = None
+        if call.forward_only or self.watchdog is None:  # a pipeline of one rank waits for no other
+            optimizer.finalize_everywhere()
+        elif optimizer.has_pending_step:
+            self._speculation = Speculation(self._validate, self.plan(), self.pp_rank, call)
 
-    def validate() -> bool:
-        position = watchdog.progress
+    def before_receive(self, way: str) -> None:
+        if self._speculation is not None:
+            self._speculation.before_receive(way)
+
+    def may_post_ahead(self) -> bool:
+        """After a rollback the message might be another one."""
+        return self._speculation is None or self._speculation.is_validated
+
+    def again(self) -> None:
+        assert self._speculation is not None
+        self._speculation.begin_again()
+
+    def _validate(self) -> bool:
+        assert self.watchdog is not None
+        assert self.config.post_validated_optimizer is not None
+        position = self.watchdog.progress
         position.action, position.peer = "the validation of the last optimizer step", None
         position.awaited = "the norms of all ranks"
-        is_rolled_back = optimizer.validate(watchdog.check)
+        is_rolled_back = self.config.post_validated_optimizer.validate(self.watchdog.check)
         position.awaited = None
         return is_rolled_back
-
-    return Speculation(validate, key.plan, pp_rank, step)
 
 
 class Speculation:
@@ -94,76 +88,38 @@ class Speculation:
         validate: waits until that is known, and returns whether it was rolled back.
     """
 
-    def __init__(self, validate: Callable[[], bool], plan: Plan, pp_rank: int, step: StepArguments) -> None:
+    def __init__(self, validate: Callable[[], bool], plan: Plan, pp_rank: int, step: Call) -> None:
         self._validate = validate
         self._step = step
         before = [events[:point] for events, point in zip(plan.events, validation_points(plan))]
         self._num_inputs = sum(event.verb == "recv_forward" for event in before[pp_rank])
-        self.num_sent = Counter(event.stage for events in before for event in events if event.verb == "send_forward")
+        self._num_sent = Counter(event.stage for events in before for event in events if event.verb == "send_forward")
         """The outputs that each stage sends before the point of its rank."""
         self.is_validated = False
         self._iterators = {id(it): _Recorded(it, step.device) for it in step.data_iterators if it is not None}
         step.data_iterators = [None if it is None else self._iterators[id(it)] for it in step.data_iterators]
         self._restore = [*restores_of_random_states(step.device), *restores_of_buffers(step.models)]
 
-    def before_recv_forward(self) -> None:
-        """Raises RollbackRequired where this input is behind the point, and the optimizer step was rolled back."""
-        if self._num_inputs == 0:
-            self.before_backward()
-        self._num_inputs -= 1
-
-    def before_backward(self) -> None:
-        if not self.is_validated:
+    def before_receive(self, way: str) -> None:
+        """Raises BeginAgain where this message is behind the point, and the optimizer step was rolled back."""
+        is_behind = way == "backward" or self._num_inputs == 0
+        self._num_inputs -= way == "forward"
+        if is_behind and not self.is_validated:
             self.is_validated = True
             if self._validate():
-                raise RollbackRequired
+                raise BeginAgain(self._num_sent)
             self._forget(again=False)
 
-    def begin_again(self, pipe: SpeculativePipeline, communicator: Communicator, sharded: ShardedChunks | None) -> None:
-        """Restore everything that the forwards have changed, so that the step can be run again over the same
-        boundaries."""
-        if sharded is not None:
-            sharded.drop_forwards()
-        pipe.discard_forwards()
-        communicator.begin_again()
+    def begin_again(self) -> None:
+        """Bring back what the forwards have changed outside of the pipeline."""
         for restore in self._restore:
             restore()
-        self._step.results.clear()
-        self._step.num_tokens.zero_()
         self._forget(again=True)
 
     def _forget(self, again: bool) -> None:
         for iterator in self._iterators.values():
             iterator.stop(again)
         self._restore.clear()
-
-
-class SpeculativePipeline(Pipeline):
-    """A pipeline whose weights may not stand until its first backward."""
-
-    def __init__(self, speculation: Speculation, *args: Any) -> None:
-        super().__init__(*args)
-        self._speculation = speculation
-
-    def recv_forward(self, chunk: int = 0) -> None:
-        self._speculation.before_recv_forward()
-        super().recv_forward(chunk)
-
-    def recv_backward(self, chunk: int = 0) -> None:
-        self._speculation.before_backward()
-        super().recv_backward(chunk)
-
-    def _post_ahead(self, action: Action) -> None:
-        """After a rollback the message might be another one."""
-        if self._speculation.is_validated:
-            super()._post_ahead(action)
-
-    def discard_forwards(self) -> None:
-        """Take the messages that other ranks send until they roll back too."""
-        for chunk in self._chunks:
-            for transfer in chunk.below.discard_inputs(self._speculation.num_sent[chunk.index - 1]):
-                self._wait(transfer, "an input to be discarded", chunk.actions[FORWARD.name][0], chunk.below.peer)
-            chunk.above.discard_outputs()
 
 
 class _Recorded(Iterator[Any]):

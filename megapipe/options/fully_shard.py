@@ -1,0 +1,81 @@
+"""Chunks that are sharded by torch's FSDP2: gathered and reduced once in a step, not in each forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..plan import gathered_chunks
+from ..runtime import GradientSync
+from ..sharding import ShardedChunks
+from ..stages import Call, Extension
+
+__all__ = ["FullyShard"]
+
+
+class FullyShard(Extension):
+    """Takes part where some module of the chunks is sharded."""
+
+    _sharded: ShardedChunks
+
+    has_gradients = True
+
+    def takes_part(self, call: Call) -> bool:
+        config = self.config
+        is_reduced = config.grad_sync_func is not None or config.finalize_model_grads_func is not None
+        sharded = ShardedChunks.find(call.models, call.forward_only, is_reduced)
+        if sharded is None:
+            return False
+        if config.max_gathered_chunks is not None and not call.forward_only:
+            sharded.follow(gathered_chunks(self.plan(), self.pp_rank, config.max_gathered_chunks))
+        self._sharded = sharded
+        return True
+
+    def gradient_sync(self, make: Callable[..., GradientSync]) -> Callable[..., GradientSync]:
+        return partial(ShardedSync, self._sharded)
+
+    def again(self) -> None:
+        self._sharded.drop_forwards()
+
+
+class ShardedSync(GradientSync):
+    """Gathers parameters ahead of their use, and reduces the gradients of a chunk when they are complete."""
+
+    def __init__(self, sharded: ShardedChunks, config: Any, models: Sequence[nn.Module], *sizes: Any) -> None:
+        super().__init__(config, models, *sizes)
+        self._sharded = sharded
+
+    def __enter__(self) -> ShardedSync:
+        self._sharded.__enter__()
+        try:
+            super().__enter__()
+        except BaseException as error:
+            self._sharded.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._sharded.__exit__(*error)
+
+    def before_action(self) -> None:
+        self._sharded.before_action()
+
+    def _gather(self, chunk: int) -> None:
+        if not self._sharded.follows_plan:
+            self._sharded.gather(chunk)
+        super()._gather(chunk)
+
+    def after_weights(self, chunk: int) -> None:
+        self._sharded.add_up(chunk)
+
+    def _release(self, chunk: int) -> None:
+        self._sharded.reduce(chunk)
+        if self._grad_sync[chunk] is not None:
+            self._sharded.wait()  # both may use the same process group, in the same order on every replica
+        super()._release(chunk)

@@ -1,0 +1,75 @@
+"""The path of a step without options: 1f1b on two ranks, as a stranger steps through it.
+
+The ceilings may be lowered; to raise one takes a reason in the commit.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from tools.ranks import RankPool
+from torch import nn
+
+import megapipe
+
+PACKAGE = str(Path(megapipe.__file__).parent)
+CEILINGS = {"files": 40, "functions": 178, "calls": 480, "forward": 4, "send": 5, "recv": 6, "run_backward": 5}
+"""Files and functions that a later step goes through, its calls, and the frames from the schedule to the caller's
+function, to torch's sends and receives, and to autograd."""
+
+
+def frames_below_the_loops(frame: FrameType | None) -> int | None:
+    number = 0
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            if frame.f_code.co_name.startswith("forward_backward_"):
+                return number
+            number += 1
+        frame = frame.f_back
+    return None
+
+
+def plain_step(rank: int) -> dict[str, int]:
+    megapipe.parallel_state.initialize_model_parallel(2)
+    stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    chunks = [megapipe.PipelineStage(stage, info) for info in megapipe.stages_for_rank("1f1b")]
+    data = list(torch.randn(4, 2, 8))
+    calls: Counter[CodeType] = Counter()
+    depths: dict[str, int] = {}
+
+    def note(what: str, frame: FrameType | None) -> None:
+        if (depth := frames_below_the_loops(frame)) is not None:
+            depths[what] = max(depth, depths.get(what, 0))
+
+    def count(frame: FrameType, event: str, called: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[frame.f_code] += 1
+        name = getattr(called, "__name__", "") if event == "c_call" else ""
+        if name in ("send", "recv", "run_backward"):
+            note(name, frame)
+
+    def forward_step(batches: Any, chunk: nn.Module) -> tuple[Any, Any]:
+        note("forward", sys._getframe(1))
+        return chunk(next(batches)), lambda output: (loss := output.square().mean(), loss.detach())
+
+    def step() -> None:
+        megapipe.get_forward_backward_func("1f1b")(
+            forward_step_func=forward_step, data_iterator=iter(data), model=chunks, num_microbatches=4
+        )
+
+    step()
+    step()
+    sys.setprofile(count)
+    step()
+    sys.setprofile(None)
+    files = {code.co_filename for code in calls}
+    return {"files": len(files), "functions": len(calls), "calls": sum(calls.values()), **depths}
+
+
+def test_a_plain_step_is_short(ranks: RankPool) -> None:
+    found = ranks.run(2, plain_step)[0]
+    assert found.keys() == CEILINGS.keys()
+    assert {name: value for name, value in found.items() if value > CEILINGS[name]} == {}
