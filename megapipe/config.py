@@ -298,6 +298,7 @@ PipelineConfig.__init__ = _checked(PipelineConfig.__init__)  # type: ignore[meth
 
 EXTENSIONS = {
     "torch.distributed.fsdp": "megapipe.options.fully_shard:FullyShard",
+    "num_sequence_slices": "megapipe.options.slicing:Slices",
     "post_validated_optimizer": "megapipe.options.post_validation:PostValidation",
     "enable_autocast": "megapipe.options.autocast:Autocast",
     "record_timeline": "megapipe.options.timeline:Timeline",

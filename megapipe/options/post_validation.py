@@ -47,7 +47,7 @@ class PostValidation(Extension):
     """Validates the last optimizer step before the first backward of a rank."""
 
     _speculation: Speculation | None = None
-    """Of this step; None where its weights are known to stand."""
+    """That of this step; None where its weights are known to stand."""
 
     def begin(self, call: Call) -> None:
         optimizer = self.config.post_validated_optimizer

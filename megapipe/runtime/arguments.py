@@ -114,6 +114,12 @@ def check_arguments(step: Call, stages: Sequence[StageInfo]) -> None:
                 f"config.{name} is a list of {len(functions)} but there are {len(step.models)} chunks: give one for "
                 "each, or a single one for all."
             )
+    lengths, num_slices = step.config.sequence_slice_lengths, step.config.num_sequence_slices
+    if lengths is not None and len(lengths) != num_slices:
+        raise ValueError(
+            f"config.sequence_slice_lengths has {len(lengths)} lengths, but num_sequence_slices is {num_slices}: give "
+            "one length for each slice."
+        )
     per_stage = step.config.settings.recompute
     if isinstance(per_stage, tuple) and len(per_stage) != stages[0].num_stages:
         raise ValueError(

@@ -22,7 +22,7 @@ from .grad_sync import GradientSync
 from .monitor import Monitor
 from .plans import PlanKey
 
-__all__ = ["BeginAgain", "Chunk", "Links", "Pipeline", "checkpoint_arguments"]
+__all__ = ["BeginAgain", "Chunk", "Links", "Pipeline", "checkpoint_arguments", "runs_of"]
 
 
 class BeginAgain(Exception):  # noqa: N818  # no error: the step is run again
@@ -325,13 +325,8 @@ class Pipeline(Verbs):
     # What a kind of action runs
 
     def _runs(self, chunk: Chunk, stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
-        """What each kind of action runs on a stage in this step."""
-        runs = stage.runs()
-        for extension in extensions:
-            runs |= extension.kinds(stage)
-            stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)
-            for name, run in runs.items():
-                runs[name] = extension.action(KINDS[name], stage, run)
+        """What each kind of action of a chunk runs in this step."""
+        runs = runs_of(stage, extensions)
         runs[FORWARD.name] = self._with_arguments(runs[FORWARD.name])
         if self._sync is not None:
             for name, kind in KINDS.items():
@@ -387,6 +382,17 @@ class Pipeline(Verbs):
             run_pair(begun, backwards.stage, in_flight, self._fill_window)
             self._end(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
+
+
+def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
+    """What each kind of action runs on a stage."""
+    runs = stage.runs()
+    for extension in extensions:
+        runs |= extension.kinds(stage)
+        stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)
+        for name, run in runs.items():
+            runs[name] = extension.action(KINDS[name], stage, run)
+    return runs
 
 
 NO_ARGUMENTS: Iterator[tuple[bool, ...]] = itertools.repeat(())

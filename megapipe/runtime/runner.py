@@ -20,9 +20,8 @@ from ..chunks import find_attribute
 from ..config import DEFAULTS, EXTENSIONS, PipelineConfig
 from ..p2p_communication import Communicator, Line, Lookahead
 from ..plan import Action, Schedule, ScheduleError
-from ..stages import Call, Extension, SlicedStage, Stage, find_delayed
+from ..stages import Call, Extension, Stage, find_delayed
 from .arguments import check_arguments, remote_ends, specs_of, to_agree_on, undescribed_messages
-from .cutting import sequence_slices
 from .first_step import FirstStep, end_first_steps, first_steps
 from .found_shapes import Specs
 from .grad_sync import GradientSync, check_replicas
@@ -70,21 +69,6 @@ def _outline(value: Any) -> Any:
     return type(value)
 
 
-def extensions_of(config: PipelineConfig, *place: Any) -> list[Extension]:
-    """Those of the options that are set: of fields that have not their default, and of modules that are imported.
-
-    Args:
-        place: further arguments of `Extension`.
-    """
-    extensions = []
-    for option, where in EXTENSIONS.items():
-        is_set = option in sys.modules if option not in DEFAULTS else getattr(config, option) != DEFAULTS[option]
-        if is_set:
-            module, _, name = where.partition(":")
-            extensions.append(getattr(importlib.import_module(module), name)(config, *place))
-    return extensions
-
-
 class Runner:
     """A schedule on this rank in one situation.
 
@@ -105,7 +89,10 @@ class Runner:
         schedule = situation.schedule
         self.stages = schedule.stages(self.pp_rank, pp_size, len(call.models))
         check_arguments(call, self.stages)
-        self.slices = call.slices = sequence_slices(schedule, call)
+        schedule.check_units(call.num_microbatches, config.num_sequence_slices)
+        for extension in self._extensions(config):
+            call.slices = extension.slices(call) or call.slices
+        self.slices = call.slices
         sizes = (pp_size, call.num_microbatches, len(self.stages))
         self.key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
         if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
@@ -143,8 +130,18 @@ class Runner:
 
     def extensions(self, call: Call) -> list[Extension]:
         """Those of the options that are set and have something to do in this step."""
-        extensions = extensions_of(call.config, lambda: self.key.plan, self.pp_rank, self._session.watchdog)
-        return [extension for extension in extensions if extension.takes_part(call)]
+        return [extension for extension in self._extensions(call.config) if extension.takes_part(call)]
+
+    def _extensions(self, config: PipelineConfig) -> list[Extension]:
+        """Those of the options that are set: of fields without their default, and of modules that are imported."""
+        extensions = []
+        for option, where in EXTENSIONS.items():
+            is_set = option in sys.modules if option not in DEFAULTS else getattr(config, option) != DEFAULTS[option]
+            if is_set:
+                module, _, name = where.partition(":")
+                kind: type[Extension] = getattr(importlib.import_module(module), name)
+                extensions.append(kind(config, lambda: self.key.plan, self.pp_rank, self._session.watchdog))
+        return extensions
 
     def agree(self, call: Call, what: str = "") -> None:
         """Check that all ranks of the pipeline make the same call. Collective over the pipeline.
@@ -194,7 +191,7 @@ class Runner:
         """Run the schedule. Returns what has looked at its first step."""
         for extension in extensions:
             extension.begin(call)
-        stages = self._make_stages(call)
+        stages = self.make_stages(call, extensions)
         sync = self._gradient_sync(call, extensions, stages)
         looks = first_steps(stages, call, self.undescribed)
         for line in self._lines:
@@ -256,12 +253,13 @@ class Runner:
             is_split = self.key.plan.splits_backward or any(stage.can_overlap for stage in stages)
         return make(config, call.models, call.num_units, is_split, call.forward_only)
 
-    def _make_stages(self, call: Call) -> list[Stage]:
+    def make_stages(self, call: Call, extensions: Sequence[Extension]) -> list[Stage]:
         """One per chunk."""
-        stages = []
+        stages, kind = [], Stage
+        for extension in extensions:
+            kind = extension.stage_type(kind)
         for chunk, (info, (_, sent)) in enumerate(zip(self.stages, self.specs)):
             is_found = chunk in self.undescribed
-            kind = SlicedStage if call.slices else Stage
             stages.append(kind(info, chunk, call, sent, is_found, self._headers[chunk], self._delays[chunk]))
         return stages
 

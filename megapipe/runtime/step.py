@@ -32,7 +32,7 @@ from .session import Alone, Session, one_step
 __all__ = ["run_step", "stages_for_rank"]
 
 MOST_RUNNERS = 8
-"""As many are kept in a session."""
+"""The number of runners that a session keeps."""
 
 
 def run_step(

@@ -27,9 +27,9 @@ from ..frameworks import frameworks
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
-from ..stages import Call, SlicedStage, Stage, Unit, as_sent
+from ..stages import Call, Unit, as_sent
 from .arguments import check_call, chunks_of, config_of, device_of, pipeline_group
-from .pipeline import checkpoint_arguments
+from .pipeline import checkpoint_arguments, runs_of
 from .restoring import restores_of_buffers, restores_of_random_states
 from .runner import Runner, situation_of
 from .session import Alone, Session, one_step
@@ -187,12 +187,14 @@ def _run(
     if session.watchdog is not None:
         session.watchdog.check()
         session.watchdog.progress.action = f"the warm-up of stage {info.index}"
-    sent = None if chunk in runner.undescribed else runner.specs[chunk][1]  # what steps have found may change
     kinds = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
-    stage = (SlicedStage if call.slices else Stage)(info, chunk, call, sent)
+    extensions = runner.extensions(call)
+    stage = runner.make_stages(call, extensions)[chunk]
     stage.looks_for_none = False  # these gradients say nothing of those to come
+    if chunk in runner.undescribed:
+        stage.output_specs = None  # what steps have found may change
+    runs = runs_of(stage, extensions)
     extra = next(checkpoint_arguments(runner.key, runner.pp_rank, call))
-    runs = stage.runs()
     backwards: list[Kind | None] = [
         kind for kind in KINDS.values() if kind.name in kinds and kind.message == "backward"
     ]

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from .delayed import find_delayed
     from .edges import edge_of
     from .extension import Extension, Run
+    from .loss import Loss, call_loss_func, divide_loss
     from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
     from .overlapped import Forward, run_pair
     from .pipeline_stage import PipelineStage, as_sent
-    from .sliced import SlicedStage
     from .stage import NOTHING, Stage
     from .unit import Unit
 
@@ -21,15 +21,17 @@ __all__ = [
     "Call",
     "Extension",
     "Forward",
+    "Loss",
     "NoGradientWarning",
     "PipelineStage",
     "Run",
-    "SlicedStage",
     "Stage",
     "TrainingWarning",
     "Unit",
     "UnsplitBackwardWarning",
     "as_sent",
+    "call_loss_func",
+    "divide_loss",
     "edge_of",
     "find_delayed",
     "run_pair",

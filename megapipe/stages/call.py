@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import PipelineConfig
 from ..frameworks import Framework
-from ..slices import SequenceSlice
+
+if TYPE_CHECKING:
+    from ..slices import SequenceSlice
 
 __all__ = ["Call"]
 

@@ -16,6 +16,7 @@ from ..plan import Kind, Plan
 from .call import Call
 
 if TYPE_CHECKING:
+    from ..slices import SequenceSlice
     from .stage import Stage
 
 __all__ = ["Extension", "Run"]
@@ -44,6 +45,14 @@ class Extension:
     def takes_part(self, call: Call) -> bool:
         """Whether it has something to do in this step. May raise ValueError or TypeError, before anything is done."""
         return True
+
+    def slices(self, call: Call) -> list[SequenceSlice]:
+        """The slices of every sequence; none where sequences are whole."""
+        return []
+
+    def stage_type(self, made: type[Stage]) -> type[Stage]:
+        """Makes the stages of a step."""
+        return made
 
     def begin(self, call: Call) -> None:
         """The loops of a step begin."""

@@ -88,7 +88,7 @@ class Stage:
         cut = None if step.forward_only else find_cut(self.module, step.frameworks)
         if cut is not None:
             self.forward_step_func = cut(self.forward_step_func)
-        self._output_specs = output_specs
+        self.output_specs = output_specs
         self._is_found, self._has_headers = is_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
@@ -269,7 +269,7 @@ class Stage:
 
     def _save_output(self, unit: Unit, output: Any) -> None:
         structure, tensors = self._pack_output(output, unit.microbatch)
-        spec = None if self._output_specs is None else self._output_specs[unit.slice]
+        spec = None if self.output_specs is None else self.output_specs[unit.slice]
         if spec is None or not _fits(structure, tensors, spec):
             spec = self._check_output(structure, tensors, unit)
         if not self._step.forward_only:
@@ -450,7 +450,7 @@ class Stage:
     def _check_output(self, structure: Any, tensors: list[Tensor], unit: Unit) -> MessageSpec:
         """Its spec, if the next stage is told."""
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
-        expected = None if self._output_specs is None else self._output_specs[unit.slice]
+        expected = None if self.output_specs is None else self.output_specs[unit.slice]
         if expected is None or (self._has_headers and spec.sizes == expected.sizes):
             return spec
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "

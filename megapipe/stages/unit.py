@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..activations import Offload, Replay
 from ..p2p_communication import Transfer
-from ..slices import CarriedState
 from ..weight_grad import DeferredGrads
 from .delayed import DelayedGrads
 
-__all__ = ["Microbatch", "Unit"]
-
-
-class Microbatch:
-    """What the slices of one microbatch have in common on a stage."""
-
-    def __init__(self, needs_grad: bool) -> None:
-        self.state = CarriedState(needs_grad)
-        self.num_tokens: Tensor | None = None
-        """Those of all slices, where the loss is still to be divided by them."""
+__all__ = ["Unit"]
 
 
 class Unit:
@@ -39,7 +31,7 @@ class Unit:
         "input_grads",
         "inputs",
         "microbatch",
-        "of_microbatch",
+        "of",
         "offload",
         "output",
         "output_grads",
@@ -68,8 +60,8 @@ class Unit:
         """The gradients of those. On the last stage, whose output is the loss, F sets it."""
         self.has_windows = False
         """Whether F ran in segments, so that the backward may have overlap windows."""
-        self.of_microbatch: Microbatch | None = None
-        """Shared by the slices of a microbatch, where sequences are cut."""
+        self.of: dict[Any, Any] = {}
+        """What options keep with it."""
         self.input_grads: Transfer | None = None
         """What B made, to be sent."""
         self.has_run_backward = False
@@ -81,5 +73,5 @@ class Unit:
 
     def release(self) -> None:
         """After a backward: only what W needs is left."""
-        self.received = self.output_grads = self.of_microbatch = self.replays = self.offload = None
-        self.inputs, self.edges = [], []
+        self.received = self.output_grads = self.replays = self.offload = None
+        self.inputs, self.edges, self.of = [], [], {}

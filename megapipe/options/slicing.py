@@ -1,4 +1,4 @@
-"""Stages that run sequences slice by slice.
+"""`config.num_sequence_slices`: stages that run sequences slice by slice.
 
 To the rest of a step a slice is what a microbatch is: it has messages of its own. What differs is here: its layers have
 the state of the slices before it (megapipe.slices), it reads the data of its whole microbatch, and its loss and report
@@ -7,6 +7,7 @@ are parts of the microbatch's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,75 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .loss import Loss, call_loss_func, divide_loss
-from .stage import Stage
-from .unit import Microbatch, Unit
+from ..chunks import find_attribute
+from ..slices import CarriedState, SequenceSlice
+from ..stages import Call, Extension, Loss, Stage, Unit, call_loss_func, divide_loss
 
-__all__ = ["SlicedStage"]
+__all__ = ["SlicedStage", "Slices"]
+
+
+class Slices(Extension):
+    """Cuts sequences, and runs their slices."""
+
+    def slices(self, call: Call) -> list[SequenceSlice]:
+        return sequence_slices(call)
+
+    def stage_type(self, made: type[Stage]) -> type[Stage]:
+        return SlicedStage
+
+
+def sequence_slices(step: Call) -> list[SequenceSlice]:
+    """The slices of every sequence.
+
+    Raises:
+        ValueError: another argument does not go with slices, or the sequence cannot be cut like that.
+    """
+    config = step.config
+    num_slices, lengths = config.num_sequence_slices, config.sequence_slice_lengths
+    _check_others(step)
+    seq_length = step.decoder_seq_length or step.seq_length
+    if seq_length is None:
+        raise ValueError(f"num_sequence_slices={num_slices} takes seq_length, the length of what is cut: pass it.")
+    num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if lengths is None:
+        base, extra = divmod(seq_length // num_shards, num_slices)
+        lengths = [num_shards * (base + (index < extra)) for index in range(num_slices)]
+    if sum(lengths) != seq_length or any(length == 0 or length % num_shards for length in lengths):
+        of_shards = f", each a multiple of the {num_shards} tensor-parallel ranks" if num_shards > 1 else ""
+        raise ValueError(
+            f"a sequence of {seq_length} cannot be cut into {num_slices} slices of {list(lengths)}: choose a "
+            f"seq_length, and sequence_slice_lengths of at least 1 that add up to it{of_shards}."
+        )
+    starts = itertools.accumulate([0, *lengths])
+    return [SequenceSlice(k, num_slices, start, length) for k, (start, length) in enumerate(zip(starts, lengths))]
+
+
+def _check_others(step: Call) -> None:
+    """What does not go with slices."""
+    config = step.config
+    is_captured = any(find_attribute(model, "hands_on_state") is False for model in step.models)
+    num_partial = config.num_microbatches_with_partial_activation_checkpoints
+    for name, is_set, remedy in (
+        ("context_parallel_size", config.context_parallel_size > 1, "cut sequences one way only"),
+        ("variable_seq_lengths", config.variable_seq_lengths, "pad sequences to one seq_length"),
+        ("pipeline_inputs", step.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
+        ("post_validated_optimizer", config.post_validated_optimizer is not None, "clip before the optimizer's step"),
+        ("num_microbatches_with_partial_activation_checkpoints", num_partial is not None, "leave it None"),
+        ("a captured stage", is_captured, "its graph hands on no state, so do not capture it"),
+    ):
+        if is_set:
+            raise ValueError(
+                f"num_sequence_slices={config.num_sequence_slices} does not go with {name}: {remedy}, or use 1 slice."
+            )
+
+
+class Microbatch:
+    """What the slices of one microbatch have in common on a stage."""
+
+    def __init__(self, needs_grad: bool) -> None:
+        self.state = CarriedState(needs_grad)
+        self.num_tokens: Tensor | None = None
+        """Those of all slices, where the loss is still to be divided by them."""
 
 
 class SlicedStage(Stage):
@@ -35,7 +100,7 @@ class SlicedStage(Stage):
         this = self._step.slices[unit.slice]
         if this.index == 0:
             self._microbatch = Microbatch(needs_grad=not self._step.forward_only)
-        unit.of_microbatch = self._microbatch
+        unit.of[SlicedStage] = self._microbatch
         if self._items is not None:
             self._items.begin(is_first=this.index == 0)
         with self._microbatch.state.forward(this):
@@ -50,23 +115,21 @@ class SlicedStage(Stage):
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
 
     def R(self, unit: Unit) -> None:
-        assert unit.of_microbatch is not None
-        with unit.of_microbatch.state.again(self._step.slices[unit.slice]):
+        with unit.of[SlicedStage].state.again(self._step.slices[unit.slice]):
             super().R(unit)
 
     def backward(self, unit: Unit) -> None:
-        assert unit.of_microbatch is not None
-        with unit.of_microbatch.state.backward(self._step.slices[unit.slice]):
+        with unit.of[SlicedStage].state.backward(self._step.slices[unit.slice]):
             super().backward(unit)
 
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
         """Also those that later slices have given gradients to."""
-        assert unit.of_microbatch is not None
-        num_tokens = unit.of_microbatch.num_tokens
+        num_tokens = unit.of[SlicedStage].num_tokens
         if self._is_last and unit.output_grads and num_tokens is not None:
             tokens = torch.where(num_tokens > 0, num_tokens, 1).double()
             unit.output_grads = [(grad / tokens).to(grad.dtype) for grad in unit.output_grads]
-        return super().roots(unit) + unit.of_microbatch.state.roots(unit.slice)
+        roots: list[tuple[GradientEdge, Tensor]] = unit.of[SlicedStage].state.roots(unit.slice)
+        return super().roots(unit) + roots
 
     def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
         """The slice's part. Tokens that divide the loss are those of all slices, so that is left to the backward."""
