@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -59,6 +59,10 @@ class Framework:
         """The function that makes of the caller's forward_step_func one whose outputs are `Segments`, where the
         framework cuts this chunk."""
         return None
+
+    def random_streams(self) -> Iterable[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+        """Functions that return and set the states of random numbers that it keeps besides torch's own."""
+        return ()
 
     def around_finalizing(self, end: StepEnd) -> AbstractContextManager[None]:
         """Entered on every rank when the loops of a step are done, and left when gradients are finalized."""

@@ -6,16 +6,16 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .offload import Offload, storages_of
-    from .regions import Region, regions_of
-    from .replay import Replay, random_generators, recomputing
+    from .regions import regions_of
+    from .replay import Replay, recomputing
     from .saver import as_it_is, saving
+    from .state import autocasts
 
 __all__ = [
     "Offload",
-    "Region",
     "Replay",
     "as_it_is",
-    "random_generators",
+    "autocasts",
     "recomputing",
     "regions_of",
     "saving",

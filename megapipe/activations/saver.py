@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Saver", "as_it_is", "saving"]
+__all__ = ["Saver", "as_it_is", "check_version", "saving"]
 
 
 class _Saving(threading.local):
@@ -25,9 +25,23 @@ def saving() -> Saver | None:
     return _saving.by
 
 
-def as_it_is(tensor: Tensor) -> Tensor:
+def as_it_is(value: Any) -> Any:
     """What a tensor is kept as where nothing takes its place."""
-    return tensor
+    return value
+
+
+def check_version(what: str, shape: object, version: int, saved: int) -> None:
+    """Autograd does this for tensors that it keeps itself, but has no versions of those whose place is taken.
+
+    Raises:
+        RuntimeError: a saved tensor was written to since.
+    """
+    if version != saved:
+        raise RuntimeError(
+            f"{what}: one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {shape} is at version {version}, and was saved at {saved}. Compute it out of place, or "
+            "change a clone()."
+        )
 
 
 class Saver(saved_tensors_hooks):

@@ -99,7 +99,7 @@ def _measure(
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """What the actions of a stage hold, and the message that it sends. The first microbatch makes the gradients."""
     stage = Stage(info, 0, step, None)
-    stage.looks_for_none = False  # it would look into tensors that have no memory
+    stage.looks_for_none = stage.compares = False  # it would look into tensors that have no memory
     found: dict[str, float] = {}
     output: MessageSpec | None = None
     for _ in range(2):

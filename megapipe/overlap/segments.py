@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..activations import autocasts
 from ..chunks import iter_wrapped
 from .windows import fill_window, stopped
 
@@ -49,8 +50,9 @@ def in_segments(module: nn.Module, *args: Any, **kwargs: Any) -> Segments:
 class Segments:
     """The call of a module under way. See `in_segments`.
 
-    It runs with gradients and autocast as they were when it was made. On an accelerator autograd calls the callback of
-    an overlap window in a thread of its own, which has neither.
+    It begins with gradients and autocast as they were when it was made, and goes on as they were where it yielded:
+    contexts around a yield are its own. On an accelerator autograd calls the callback of an overlap window in a thread
+    of its own, which has neither.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -58,11 +60,7 @@ class Segments:
         self.has_stopped = False
         """Whether it has yielded."""
         self._segments = _call(module, args, kwargs)
-        self._records_gradients = torch.is_grad_enabled()
-        self._autocasts = [
-            (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
-            for device_type in _autocast_devices()
-        ]
+        self._keep_modes()
         self._is_done = False
         self._result: Any = None
 
@@ -75,15 +73,19 @@ class Segments:
             return False
         with ExitStack() as around:
             around.enter_context(torch.set_grad_enabled(self._records_gradients))
-            for device_type, dtype, is_enabled in self._autocasts:
-                around.enter_context(torch.autocast(device_type, dtype, is_enabled))
+            for autocast in self._autocasts:
+                around.enter_context(autocast())
             try:
                 next(self._segments)
+                self._keep_modes()
                 self.has_stopped = True
                 stopped()
             except StopIteration as end:
                 self._is_done, self._result = True, end.value
         return not self._is_done
+
+    def _keep_modes(self) -> None:
+        self._records_gradients, self._autocasts = torch.is_grad_enabled(), autocasts(_devices())
 
     def finish(self) -> Any:
         """Run the remaining segments, and fill the windows between them. Returns the forward's result."""
@@ -100,10 +102,9 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> G
 
 
 @functools.cache
-def _autocast_devices() -> list[str]:
+def _devices() -> list[str]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device_types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return [device_type for device_type in device_types if torch.amp.is_autocast_available(device_type)]
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def find_forward_segments(module: Any) -> Callable[..., Generator[None, None, Any]] | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..activations import Offload, Region, recomputing, regions_of, storages_of
+from ..activations import Offload, recomputing, regions_of, storages_of
 from ..chunks import find_attribute, tensors_of
 from ..frameworks import find_cut
 from ..messages import (
@@ -54,6 +54,8 @@ _all_given: WeakSet[nn.Module] = WeakSet()
 """Chunks on a device that have been given a gradient for each output, where looking for it makes the host wait."""
 _looked_at: WeakSet[nn.Module] = WeakSet()
 """Chunks that had an output, a loss or an input without a gradient."""
+_compared: dict[str, WeakSet[nn.Module]] = {"R": WeakSet(), "L": WeakSet()}
+"""Chunks for which what R or L makes has been compared with what F made."""
 
 
 class Stage:
@@ -104,7 +106,10 @@ class Stage:
             for framework in step.frameworks
             if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None
         ]
-        self._recomputed: list[Region] | None = None
+        self.compares = True
+        """Whether what R and L make for the chunk's first microbatch that has them is compared with what F made."""
+        self._compared: dict[str, int] = {}
+        self._recomputed: list[nn.Module] | None = None
         self._storages: set[int] | None = None
         """Those of the parameters and buffers, which stay where they are."""
         self._delayed = find_delayed(self.module) if delays and not step.forward_only else []
@@ -175,7 +180,14 @@ class Stage:
         if self._storages is None:
             self._storages = storages_of(tensors_of(self.module))
         received = [] if unit.received is None else unit.received.tensors
-        unit.offload = Offload(self._step.device, self._storages | storages_of(received))
+        kept, what = self._storages | storages_of(received), f"stage {self.info.index} ({type(self.module).__name__})"
+        unit.offload = Offload(self._step.device, kept, what, self._is_compared("L", unit))
+
+    def _is_compared(self, kind: str, unit: Unit) -> bool:
+        if self.compares and self.module not in _compared[kind]:
+            _compared[kind].add(self.module)
+            self._compared[kind] = unit.microbatch
+        return self._compared.get(kind) == unit.microbatch
 
     def B(self, unit: Unit) -> None:
         """Needs `output_grads`. Makes `input_grads` and `deferred`."""
@@ -220,7 +232,7 @@ class Stage:
             return self.forward_step_func
 
         def replayable(*args: Any) -> Any:
-            with recomputing(self._regions(), self._step.device) as unit.replays:
+            with recomputing(self._regions(), self._step.device, self._is_compared("R", unit)) as unit.replays:
                 return self.forward_step_func(*args)
 
         return replayable
@@ -234,7 +246,7 @@ class Stage:
             )
         return returned[0], returned[1]
 
-    def _regions(self) -> list[Region]:
+    def _regions(self) -> list[nn.Module]:
         """The modules that are computed again."""
         if self._recomputed is None:
             index = self.info.index

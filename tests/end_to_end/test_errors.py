@@ -1,5 +1,6 @@
 """Every mistake in docs/errors.md says, on every rank, the sentence that stands there."""
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -294,6 +295,13 @@ def _() -> None:
 @mistake("a stage changes its input in place")
 def _() -> None:
     of_modules(lambda: nn.Linear(H, H), InPlace)
+
+
+@mistake("a recomputed stage that counts its calls outside of itself")
+def _() -> None:
+    calls, weight = itertools.count(), nn.Parameter(torch.ones(H))
+    module = Returning(lambda x: x * weight + next(calls))
+    train(model=[stage(info, module, recompute="all") for info in stages_for_rank("1f1b")], num_microbatches=4)
 
 
 @mistake("an output that cannot be sent")

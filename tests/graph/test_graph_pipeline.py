@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tools.graphs import skip_without_tracer
 from tools.models import (
@@ -24,7 +26,14 @@ from tools.pretraining import EXAMPLES, pretrain
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
-from megapipe import StageInfo, parallel_state, stages_for_rank
+from megapipe import (
+    PipelineConfig,
+    PipelineStage,
+    StageInfo,
+    get_forward_backward_func,
+    parallel_state,
+    stages_for_rank,
+)
 from megapipe.graph import capture
 from megapipe.plan import Costs, Settings, make_plan, offload_activations
 
@@ -86,3 +95,23 @@ def test_the_example_prints_the_same_losses(ranks: RankPool, tmp_path: Path) -> 
     assert all(
         losses == expected for losses in ranks.run(2, pretrain, 2, f"{arguments} --schedule zbv --stage-backend graph")
     )
+
+
+def test_a_captured_pipeline_stage_is_recomputed() -> None:
+    """It was refused since nobody had called the module within, which a graph does in its place."""
+    (info,) = stages_for_rank("gpipe", 0, 1)
+    gradients = []
+    for recompute in (None, "all", 1):
+        torch.manual_seed(0)
+        chunk = PipelineStage(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), info, PipelineConfig(recompute=recompute))
+        capture(chunk, (torch.zeros(2, 4),))
+        refusal = pytest.raises(ValueError, match="PipelineStage, which runs as compiled or captured graphs")
+        with refusal if recompute == 1 else nullcontext():
+            get_forward_backward_func("gpipe")(
+                lambda items, chunk: (chunk(next(items)), lambda out: (out.mean(), 0)),
+                iter(torch.ones(3, 2, 4)),
+                chunk,
+                3,
+            )
+        gradients.append([parameter.grad for parameter in chunk.parameters()])
+    assert all(map(torch.equal, gradients[0], gradients[1]))

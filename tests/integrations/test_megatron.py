@@ -33,7 +33,7 @@ from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
-from megapipe import StageInfo
+from megapipe import PipelineConfig, PipelineStage, StageInfo, get_forward_backward_func, stages_for_rank
 from megapipe.integrations.megatron import framework
 from megapipe.plan import Verbs, find_schedule, v_shape
 from megapipe.schedules import ForwardBackward
@@ -602,6 +602,44 @@ def test_scales_are_set_by_the_megatron_that_is_there(rank: int) -> None:
     assert calls[1]["config"].timers is None
     assert calls[1]["config"].hidden_size == HIDDEN
     assert config.timers is not None
+
+
+def rng_tracker() -> Any:
+    from megatron.core.tensor_parallel import random
+
+    return random.get_cuda_rng_tracker()
+
+
+class Dropping(nn.Linear):
+    """Draws from a state of Megatron's tracker, as dropout in tensor-parallel regions does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tracker = rng_tracker()
+        generator = torch.Generator()
+        generator.set_state(tracker.get_states()["own"])
+        mask = torch.rand(x.shape, generator=generator) < 0.5
+        tracker.set_states({"own": generator.get_state()})
+        return torch.tanh(super().forward(x)) * mask
+
+
+@on_ranks(1)
+def test_replays_draw_from_the_tracker_what_forwards_drew(rank: int) -> None:
+    """They went on from the state that the last forward had left: gradients were those of other masks."""
+    megatron(1)
+    gradients = []
+    (info,) = stages_for_rank("gpipe", 0, 1)
+    for recompute in (None, "all"):
+        torch.manual_seed(0)
+        rng_tracker().set_states({"own": torch.Generator().manual_seed(1).get_state()})
+        chunk = PipelineStage(Dropping(4, 4), info, PipelineConfig(recompute=recompute))
+        get_forward_backward_func("gpipe")(
+            forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.sum(), 0)),
+            data_iterator=iter(torch.ones(4, 2, 4)),
+            model=chunk,
+            num_microbatches=4,
+        )
+        gradients.append(chunk.module.weight.grad)
+    assert torch.equal(*gradients)
 
 
 @on_ranks(4)

@@ -339,3 +339,39 @@ def test_segments_keep_gradients_and_autocast() -> None:
         segments = in_segments(module)
     segments.advance()
     assert module.seen[-1] == (torch.float32, False)
+
+
+class InContexts(nn.Module):
+    """Yields within contexts of its own."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        self.context, self.inner = context, SeesItsContext()
+
+    def forward_segments(self) -> Generator[None, None, None]:
+        with self.context:
+            next(segments := self.inner.forward_segments())
+            yield
+            next(segments)
+        next(segments)
+
+
+@pytest.mark.parametrize(
+    ("context", "seen"),
+    [
+        (torch.no_grad(), (torch.float32, False)),
+        (torch.autocast("cpu", torch.bfloat16), (torch.bfloat16, True)),
+        (torch.autocast("cpu", enabled=False), (torch.float32, True)),
+    ],
+)
+def test_contexts_around_a_yield_go_on_behind_it(context: Any, seen: tuple[torch.dtype, bool]) -> None:
+    """They ended at the first yield, so that frozen parts were trained; and nothing of them is left between."""
+    module = InContexts(context)
+    is_around = isinstance(context, torch.autocast) and not context._enabled
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_around):
+        segments = in_segments(module)
+    while segments.advance():
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+    outside = (torch.bfloat16 if is_around else torch.float32, True)
+    assert module.inner.seen == [seen, seen, outside]

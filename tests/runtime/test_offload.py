@@ -191,7 +191,7 @@ def test_activations_of_tensor_parallel_layers(rank: int) -> None:
         module = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Sigmoid(), nn.Linear(HIDDEN, HIDDEN))
         plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
         parallelize_module(module, mesh, plan)
-        offload = Offload(x.device, storages_of(module.parameters()))
+        offload = Offload(x.device, storages_of(module.parameters()), "the layers")
         with offload.saving() if is_moved else nullcontext():
             output = module(x)
         if is_moved:
@@ -236,3 +236,57 @@ def test_freed_when_the_plan_says(rank: int) -> None:
     assert [now for now, action in zip(alive, plan.actions[rank]) if action.kind in "FO"] == [
         now for now, action in zip(expected, plan.actions[rank]) if action.kind in "FO"
     ]
+
+
+def conjugated(z: Tensor) -> Tensor:
+    return (z.conj() * z * z).abs() + z.conj().imag * z.imag.square()
+
+
+def train_moved(function: Any, schedule: Any, dtype: torch.dtype = torch.complex64) -> list[Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
+    module = nn.Sequential(layers[0], Function(lambda x: x.to(dtype)), layers[1], Function(function))
+    (info,) = stages_for_rank(schedule, 0, 1)
+    get_forward_backward_func(schedule)(
+        forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.square().mean(), 0)),
+        data_iterator=iter(torch.randn(6, BATCH, HIDDEN, generator=torch.Generator().manual_seed(0))),
+        model=PipelineStage(module, info, PipelineConfig()),
+        num_microbatches=6,
+    )
+    return [parameter.grad for parameter in module.parameters()]
+
+
+class Function(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("sparse", torch.eye(BATCH).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("function", [conjugated, lambda z: torch.sparse.mm(torch.eye(BATCH).to_sparse(), z.real)])
+def test_conjugates_and_sparse_tensors(function: Any) -> None:
+    """A tensor and its conjugate share memory, and came back as the same."""
+    kept, moved = (train_moved(function, schedule) for schedule in ("gpipe", offloaded("gpipe", 1, 6, 0.3)))
+    assert all(map(torch.equal, kept, moved))
+
+
+def test_what_comes_back_is_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that was changed in place, and a copy that is wrong, were used without a word."""
+    plan = offloaded("gpipe", 1, 6, 0.3)
+    with pytest.raises(
+        RuntimeError, match=r"stage 0 \(PipelineStage\): .* modified by an inplace operation: a tensor of"
+    ):
+        train_moved(lambda z: z.real.exp().add_(1), plan)
+    copy_out = Offload._copy_out
+
+    def copy_wrong(offload: Any) -> None:
+        copy_out(offload)
+        for memory in offload._memories.values():
+            memory.host[-1] += 1
+
+    monkeypatch.setattr(Offload, "_copy_out", copy_wrong)
+    with pytest.raises(RuntimeError, match=r"stage 0 .*: a saved tensor \(.*\) came back from host memory as another"):
+        train_moved(conjugated, plan)

@@ -1,16 +1,19 @@
 """Activations that are computed again by an action of their own, R: gradients are those of a step that keeps them."""
 
 import itertools
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, run, unpartitioned
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrizations import spectral_norm
 
 import megapipe
 from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, parallel_state, stages_for_rank
@@ -134,6 +137,157 @@ def test_a_plan_that_recomputes_comes_back_from_a_file(tmp_path: Path) -> None:
     assert megapipe.plan.load_plan(tmp_path / "plan.json").actions == plan.actions
 
 
+class Calling(nn.Module):
+    """A layer of any forward, with buffers and attributes."""
+
+    def __init__(self, function: Any, **state: Any) -> None:
+        super().__init__()
+        self.a, self.function = nn.Linear(HIDDEN, HIDDEN), function
+        for name, value in state.items():
+            (self.register_buffer if isinstance(value, Tensor) else self.__setattr__)(name, value)
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(self, *given)
+
+
+def moves_on(self: Calling, x: Tensor) -> Tensor:
+    self.n += 1
+    return torch.tanh(self.a(x) * (1 + self.n / 3))
+
+
+def makes_anew(self: Calling, x: Tensor) -> Tensor:
+    self.n = self.n + 1
+    return torch.tanh(self.a(x) * self.n)
+
+
+def subtracts_mean(self: Calling, x: Tensor) -> Tensor:
+    h = self.a(x)
+    with torch.no_grad():
+        self.n.mul_(0.5).add_(h.mean(0), alpha=0.5)
+    return torch.tanh(h - self.n)
+
+
+def moves_large_buffer(self: Calling, x: Tensor) -> Tensor:
+    self.n += 1
+    return torch.tanh(self.a(x))
+
+
+def writes_to_saved(self: Calling, x: Tensor) -> Tensor:
+    return self.a(x).exp().add_(1)
+
+
+def differentiates(self: Calling, x: Tensor) -> Tensor:
+    y = x.detach().requires_grad_()
+    return self.a(x) + torch.autograd.grad(torch.tanh(self.a(y)).sum(), y)[0]
+
+
+def swallows(self: Calling, x: Tensor) -> Tensor:
+    try:
+        h = torch.tanh(self.a(x))
+    except:  # noqa: E722
+        h = x
+    return h
+
+
+def writes_into_dict(self: Calling, given: Any) -> Any:
+    given = given if isinstance(given, dict) else {"x": given, "all": []}
+    given["x"] = torch.tanh(self.a(given["x"]))
+    given["all"].append(given["x"])
+    return given
+
+
+def takes_dict(self: Calling, given: Any) -> Any:
+    return sum(writes_into_dict(self, given)["all"])
+
+
+def norm(self: Calling, x: Tensor) -> Tensor:
+    return torch.tanh(nn.functional.batch_norm(self.a(x), self.mean, self.n, training=True))
+
+
+class Outer(Calling):
+    """Calls another of the last layers."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__(lambda self, x: torch.sigmoid(self.a(self.other(torch.sin(self.b(x))))))
+        self.b, self.other = linear(), other
+
+
+def nested() -> list[nn.Module]:
+    inner = Calling(lambda self, x: torch.tanh(self.a(x)) * x)
+    return [nn.Sequential(Layer(), inner, Outer(inner))]
+
+
+def one(function: Any, **state: Any) -> Any:
+    """Makes a stage of which a layer has these buffers and attributes."""
+    return lambda: [nn.Sequential(Layer(), Calling(function, **{name: make() for name, make in state.items()}))]
+
+
+def zeros() -> Tensor:
+    return torch.zeros(HIDDEN)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(HIDDEN, HIDDEN)
+
+
+RIGHT: dict[str, tuple[Any, str | int]] = {
+    "containers": (lambda: [*map(Calling, [writes_into_dict] * 3 + [takes_dict])], "all"),
+    "a buffer that is read and moved on": (one(moves_on, n=lambda: torch.zeros(())), "all"),
+    "a number that is read and moved on": (one(moves_on, n=int), "all"),
+    "a buffer that is made anew": (one(makes_anew, n=zeros), "all"),
+    "a running mean that is subtracted": (one(subtracts_mean, n=zeros), "all"),
+    "statistics that torch moves on unseen": (one(norm, mean=zeros, n=lambda: torch.ones(HIDDEN)), "all"),
+    "spectral_norm": (one(lambda s, x: s.c(s.a(x)), c=lambda: spectral_norm(linear())), "all"),
+    "its older form": (one(lambda s, x: s.c(s.a(x)), c=lambda: nn.utils.spectral_norm(linear())), "all"),
+    "Python's random numbers": (one(lambda s, x: s.a(x * (1 + random.random()))), "all"),
+    "NumPy's random numbers": (one(lambda s, x: s.a(x * (1 + float(numpy.random.rand())))), "all"),
+    "a generator of torch's": (one(lambda s, x: s.a(x * torch.rand(HIDDEN, generator=s.g)), g=torch.Generator), "all"),
+    "a generator of Python's": (one(lambda s, x: s.a(x * s.g.random()), g=lambda: random.Random(3)), "all"),
+    "a generator of NumPy's": (one(lambda s, x: s.a(x * s.g.random()), g=lambda: numpy.random.default_rng(3)), "all"),
+    "a bare except": (one(swallows), "all"),
+    **{f"the last {number} layers, of which one calls another": (nested, number) for number in (1, 2, 3)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "recompute"), RIGHT.values(), ids=RIGHT)
+def test_what_a_call_reads_is_as_it_was(make: Any, recompute: str | int) -> None:
+    """Replays read what forwards had left of containers, buffers and random numbers besides torch's own."""
+    kept, again = (train_alone(make, way) for way in (None, recompute))
+    assert_same(kept, again)
+
+
+def train_alone(make: Any, recompute: str | int | None, schedule: Any = "looped_bfs", m: int = 3) -> list[Tensor]:
+    """Two steps of all stages in one process. Returns gradients, buffers, and random numbers drawn afterwards."""
+    torch.manual_seed(0)
+    config = PipelineConfig(recompute=recompute)
+    modules = make()
+    infos = stages_for_rank(schedule, 0, 1, len(modules))
+    chunks = [PipelineStage(module, info, config) for module, info in zip(modules, infos)]
+    random.seed(5)
+    numpy.random.seed(5)
+    for step in range(2):
+        get_forward_backward_func(schedule)(
+            forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.square().mean(), 0)),
+            data_iterator=iter(torch.randn(m, BATCH, HIDDEN, generator=torch.Generator().manual_seed(step))),
+            model=chunks,
+            num_microbatches=m,
+        )
+    drawn = torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])
+    return [
+        *(p.grad for c in chunks for p in c.parameters() if p.grad is not None),
+        *(b for c in chunks for b in c.buffers()),
+        drawn,
+    ]
+
+
+def test_batch_norm_of_which_only_some_microbatches_are_recomputed(tmp_path: Path) -> None:
+    """Its statistics were put back by a copy, which autograd took for a change of what the others had saved."""
+    plans = {"kept": "0F0 0F1 0B0 0B1", "mixed": "0F0 0F1 0R0 0B0 0B1"}
+    for name, text in plans.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    assert_same(*(train_alone(lambda: [Layer()], None, str(tmp_path / f"{name}.txt"), 2) for name in plans))
+
+
 class Stored(nn.Module):
     """Counts the microbatches whose activations are alive when a backward begins."""
 
@@ -176,19 +330,38 @@ def test_activations_live_from_r_to_w(rank: int, schedule: str) -> None:
         assert stored.num_alive() == 0
 
 
-class Moody(nn.Module):
-    """Saves another number of tensors each time, or of another shape."""
+CALLS = itertools.count()
+"""A state that no module holds."""
 
-    def __init__(self, grows: bool) -> None:
+
+class Moody(nn.Module):
+    """Saves another number of tensors each time, or of another shape, or other ones."""
+
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(HIDDEN))
-        self.grows, self.num_calls = grows, 0
+        self.how, self.first = how, next(CALLS) + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        if self.grows:
-            return torch.exp((x * self.weight).repeat(self.num_calls, 1)).sum(0, keepdim=True)
-        return torch.exp(x * self.weight) if self.num_calls > 2 else torch.exp(torch.exp(x * self.weight))
+        num_calls = next(CALLS) - self.first
+        if self.how == "grows":
+            return torch.exp((x * self.weight).repeat(num_calls + 1, 1)).sum(0, keepdim=True)
+        if self.how == "changes":
+            return torch.exp(num_calls * x * self.weight)
+        if self.how == "returns another":
+            return torch.exp(x * self.weight) + num_calls
+        return torch.exp(x * self.weight) if num_calls > 1 else torch.exp(torch.exp(x * self.weight))
+
+
+class Nested(nn.Module):
+    """Is given its input in a container."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Tensor:
+        return self.inner(x[0] if isinstance(x, list) else x)
 
 
 class Overwriting(nn.Module):
@@ -206,8 +379,14 @@ class Overwriting(nn.Module):
 
 
 MISTAKES = [
-    (lambda: Moody(grows=False), {}, RuntimeError, r"Moody, computed again, saves \d+ tensors"),
-    (lambda: Moody(grows=True), {}, RuntimeError, r"Moody, .* has a tensor of shape .* its forward had"),
+    (lambda: Moody("shrinks"), {}, RuntimeError, r"Moody cannot be .* again: it saves \d+ tensors"),
+    (lambda: Moody("grows"), {}, RuntimeError, r"Moody .* has a tensor of shape .* its forward had"),
+    (lambda: Moody("changes"), {}, RuntimeError, r"Moody .*: a tensor \(.*32 of shape \[2, 16\]\) is not"),
+    (lambda: Moody("returns another"), {}, RuntimeError, r"Moody cannot .* Leave it out of config.recompute"),
+    (lambda: Calling(moves_large_buffer, n=torch.zeros(2**18)), {}, RuntimeError, r"\[262144\]\) is not what it was"),
+    (lambda: Calling(writes_to_saved), {}, RuntimeError, "modified by an inplace operation"),
+    (lambda: Calling(differentiates), {}, RuntimeError, r"its forward runs a backward of its own \(torch"),
+    (lambda: Nested(Overwriting()), {}, RuntimeError, r"Nested cannot .* its input of shape \[2, 16\] was changed"),
     (Overwriting, {}, RuntimeError, r"Overwriting cannot .* its input of shape \[2, 16\] was changed"),
     (Layer, {"recompute": 1}, ValueError, r"last 1 layers of stage 0, but they are not to be found in its"),
     (Layer, {"recompute": ["all"] * 3}, ValueError, r"a sequence of 3 but the pipeline has 1 stages"),
@@ -230,7 +409,8 @@ def test_mistakes(make: Any, options: dict[str, Any], error: type[Exception], te
     chunk = PipelineStage(make(), info, PipelineConfig(recompute=options.get("recompute", "all")))
 
     def step(items: Any, chunk: nn.Module) -> Any:
-        return chunk(next(items)), lambda out: (out.mean(), 0)
+        batch = next(items)
+        return chunk([batch] if make().__class__ is Nested else batch), lambda out: (out.mean(), 0)
 
     with pytest.raises(error, match=text):
         get_forward_backward_func("gpipe")(

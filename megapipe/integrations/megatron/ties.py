@@ -14,7 +14,7 @@ from ...parallel_state import Groups
 from ...plan import Schedule
 from . import segments, settings
 from .finish import finish
-from .loaded import groups
+from .loaded import groups, loaded
 
 __all__ = ["framework"]
 
@@ -36,6 +36,13 @@ class Megatron(Framework):
 
     def find_cut(self, model: nn.Module) -> Callable[[ForwardStep], ForwardStep] | None:
         return segments.find_cut(model)
+
+    def random_streams(self) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+        """Those of its tracker, which dropout in tensor-parallel regions and attention draws from."""
+        random = loaded("tensor_parallel.random")
+        if random is not None:
+            tracker = random.get_cuda_rng_tracker()
+            yield tracker.get_states, tracker.set_states
 
     @contextmanager
     def around_finalizing(self, end: StepEnd) -> Iterator[None]:

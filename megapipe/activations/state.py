@@ -1,0 +1,116 @@
+"""What a call of a module reads besides its arguments: random numbers, buffers, other attributes and autocast."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..frameworks import frameworks
+
+__all__ = ["State", "autocasts"]
+
+Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""Functions that return and set the state of a stream of random numbers."""
+
+_SMALL = 2**20
+"""Bytes below which a buffer is copied before each call, whatever its version says: batch norm changes some without."""
+_OF_ALL_MODULES = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"}) - {"training"}
+"""Attributes that say nothing of one module, or through which it is called."""
+
+
+class State:
+    """What a call of a module reads, as it is before the call.
+
+    Args:
+        device: whose random numbers it draws, besides the CPU's.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._autocasts = autocasts({"cpu", device.type})
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for inner in module.modules():
+            self._attributes.append((vars(inner), dict(filter(_is_state, vars(inner).items()))))
+            if inner._buffers:
+                self._attributes.append((inner._buffers, {n: _copy(b) for n, b in inner._buffers.items()}))
+        values = [value for _, attributes in self._attributes for value in attributes.values()]
+        self._streams = [*_random_streams(device), *(stream for value in values for stream in _streams_of(value))]
+        self._random = [get() for get, _ in self._streams]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """All as it was before the call. Afterwards it is as it is now."""
+        with ExitStack() as around:
+            for get, put in self._streams:
+                around.callback(put, get())
+            for attributes, before in self._attributes:
+                around.callback(_set_all, attributes, dict(attributes))
+                attributes.update(before)
+            for (_, put), state in zip(self._streams, self._random):
+                put(state)
+            for autocast in self._autocasts:
+                around.enter_context(autocast())
+            around.enter_context(torch.enable_grad())
+            yield
+
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    if buffer is None or buffer.is_inference() or buffer.numel() * buffer.itemsize >= _SMALL:
+        return buffer
+    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
+
+
+def _set_all(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(values)
+
+
+def _is_state(attribute: tuple[str, Any]) -> bool:
+    """Whether it is put back. Results of an earlier call are not, which would be kept alive."""
+    name, value = attribute
+    return name not in _OF_ALL_MODULES and not (isinstance(value, Tensor) and value.grad_fn is not None)
+
+
+def _random_streams(device: torch.device) -> Iterator[Stream]:
+    yield torch.get_rng_state, torch.set_rng_state
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        yield partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
+    yield random.getstate, random.setstate
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield numpy.get_state, numpy.set_state
+    for framework in frameworks():
+        yield from framework.random_streams()
+
+
+def _streams_of(value: Any) -> Iterator[Stream]:
+    """Those of an attribute that is a generator of random numbers."""
+    numpy: Any = sys.modules.get("numpy.random")
+    if isinstance(value, torch.Generator) or (numpy is not None and isinstance(value, numpy.RandomState)):
+        yield value.get_state, value.set_state
+    elif isinstance(value, random.Random):
+        yield value.getstate, value.setstate
+    elif numpy is not None and isinstance(value, numpy.Generator):
+        yield lambda: value.bit_generator.state, partial(setattr, value.bit_generator, "state")
+
+
+def autocasts(device_types: Iterable[str]) -> Sequence[Callable[[], AbstractContextManager[Any]]]:
+    """What makes the autocasts that are in force now."""
+    return [
+        partial(
+            torch.autocast,
+            device_type,
+            dtype=torch.get_autocast_dtype(device_type),
+            enabled=torch.is_autocast_enabled(device_type),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for device_type in device_types
+        if torch.amp.is_autocast_available(device_type)
+    ]
