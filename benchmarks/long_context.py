@@ -10,13 +10,14 @@ import itertools
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapipe import PipelineConfig, get_forward_backward_func, parallel_state, slices, stages_for_rank
+from megapipe import get_forward_backward_func, parallel_state, slices, stages_for_rank
 from megapipe.plan import make_plan
 
 from .launching import gather, launch
@@ -74,7 +75,7 @@ def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
 
 def run(args: argparse.Namespace, name: str, num_slices: int) -> tuple[float, float, float]:
     """Peak memory in bytes, seconds and loss of one step on this rank. The loss is the last stage's."""
-    config = PipelineConfig(hidden_size=args.hidden_size, num_sequence_slices=num_slices)
+    config = SimpleNamespace(hidden_size=args.hidden_size, num_sequence_slices=num_slices)
     torch.manual_seed(0)
     (chunk,) = [GPTStage(gpt_config(args), info) for info in stages_for_rank(name)]
     chunk.config = config

@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapipe import get_forward_backward_func, parallel_state, slices, stages_for_rank
-from megapipe.config import PipelineConfig
 from megapipe.overlap import in_segments
 from megapipe.plan import make_plan
 from megapipe.weight_grad import DeferredGrads, deferring
@@ -112,7 +112,7 @@ class Megapipe(Runner):
         self.num_slices = int(count or 1)
         infos = stages_for_rank(schedule, rank, size, config.pop("num_chunks", None))
         config["num_sequence_slices"] = self.num_slices
-        self.config = PipelineConfig(hidden_size=config.pop("width", 1024), **config)
+        self.config = SimpleNamespace(hidden_size=config.pop("width", 1024), **config)
         self.num_chunks, self.num_rows, self._m = len(infos), num_rows, m
         actions = make_plan(schedule, size, m, len(infos), num_slices=self.num_slices).actions
         self.splits = any(action.kind == "W" for row in actions for action in row)

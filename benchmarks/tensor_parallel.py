@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import megapipe
-from megapipe import PipelineConfig, parallel_state, weight_grad
+from megapipe import parallel_state, weight_grad
 from megapipe.overlap import fill_window, filling_windows
 
 from .delays import delayed_collectives
@@ -88,7 +89,7 @@ def measure(rank: int, args: argparse.Namespace) -> tuple[list[list[str]], float
 
 
 def make_run(schedule: str, num_pending: int, num_per_window: int, data: Tensor, args: Any, mesh: Any) -> Any:
-    config = PipelineConfig(
+    config = SimpleNamespace(
         hidden_size=args.hidden,
         sequence_parallel=True,
         tensor_model_parallel_size=TP,
@@ -123,9 +124,8 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    def __init__(self, num_layers: int, mesh: Any, config: PipelineConfig) -> None:
+    def __init__(self, num_layers: int, mesh: Any, config: Any) -> None:
         super().__init__()
-        assert config.hidden_size is not None
         self.layers = nn.Sequential(*(Layer(config.hidden_size) for _ in range(num_layers)))
         self.config = config
         self.received: Tensor | None = None

@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
 import megapipe
 from megapipe.analysis import save_picture
+from megapipe.config import StepConfig
 from megapipe.plan import Plan, find_schedule, make_plan, v_shape
 
 PP_SIZE, NUM_MICROBATCHES, NUM_SLICES = 4, 8, 2
@@ -285,32 +287,30 @@ def index_page() -> str:
 
 CONFIG_HEAD = """# Settings
 
-<!-- Made by `make docs` from the docstring of `megapipe.PipelineConfig`; a test keeps this page up to date. -->
+<!-- Made by `make docs` from `megapipe.PipelineConfig`; a test keeps this page up to date. -->
 
-`PipelineConfig` has the fields of Megatron's `ModelParallelConfig` that matter to a pipeline, and a few more. The
-config of a model is `model.config`. It may be any object with some of these fields: Megatron's own config, a dataclass
-of yours, a namespace. Fields that it lacks take the defaults below. All ranks need the same values.
+The config of a model is `model.config`: a `PipelineConfig`, or any object with some of its fields, such as Megatron's
+own config, a dataclass of yours, a namespace. Fields that it lacks take the defaults below. All ranks need the same
+values, and so do the chunks of a rank.
 """
+
+CONFIG_TABLE = """
+## {}
+
+| field | type | default | meaning |
+|---|---|---|---|"""
 
 
 def config_page() -> str:
-    """The fields of `PipelineConfig`, in a table for each group."""
-    source = inspect.getsource(megapipe.PipelineConfig)
-    docstring = inspect.cleandoc(megapipe.PipelineConfig.__doc__ or "")
-    entries = docstring.partition("Attributes:\n")[2].partition("\n\nRaises:")[0]
-    texts = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", entries, flags=re.MULTILINE))
-    lines = [CONFIG_HEAD]
-    for title, name, kind in re.findall(r"^    (?:# (.+)|(\w+): (.+?) = .+)$", source, flags=re.MULTILINE):
-        if title:
-            lines += [
-                f"## {title}\n" if len(lines) == 1 else f"\n## {title}\n",
-                "| field | type | default | meaning |",
-                "|---|---|---|---|",
-            ]
-        else:
-            meaning, _, default = re.sub(r"\s+", " ", texts[name]).partition(" Default: ")
-            kind = kind.replace(" | ", "` or `")
-            lines.append(f"| `{name}` | `{kind}` | `{default.rstrip('.') or None}` | {meaning} |")
+    """The fields of `PipelineConfig`, in a table for each group, and behind them those of other configs."""
+    source = inspect.getsource(megapipe.PipelineConfig) + inspect.getsource(StepConfig)
+    titles = {first: title for title, first in re.findall(r"^    # (.+)\n    (\w+):", source, flags=re.MULTILINE)}
+    lines = [CONFIG_HEAD.rstrip()]
+    for one in fields(StepConfig):
+        if one.name in titles:
+            lines.append(CONFIG_TABLE.format(titles[one.name]))
+        kind = str(one.type).replace(" | ", "` or `")
+        lines.append(f"| `{one.name}` | `{kind}` | `{one.default!r}` | {one.metadata['text']} |")
     return "\n".join(lines) + "\n"
 
 

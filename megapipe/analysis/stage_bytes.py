@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import PipelineConfig
+from ..config import StepConfig
 from ..messages import MessageSpec
 from ..p2p_communication import Transfer
 from ..plan import StageBytes, StageInfo
@@ -83,13 +83,12 @@ def _fake_mode() -> tuple[AbstractContextManager[Any], Callable[[Tensor], Tensor
 
 def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatch: Any) -> Call:
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    config = getattr(module, "config", None)
     return Call(
         forward_step_func=forward_step_func,
         data_iterators=[itertools.repeat(microbatch)],
         models=[module],
         num_microbatches=1,
-        config=config if isinstance(config, PipelineConfig) else PipelineConfig(),
+        config=StepConfig.of(getattr(module, "config", None)),
         device=device,
     )
 

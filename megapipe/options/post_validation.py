@@ -76,7 +76,7 @@ class PostValidation(Extension):
         position = self.watchdog.progress
         position.action, position.peer = "the validation of the last optimizer step", None
         position.awaited = "the norms of all ranks"
-        is_rolled_back = self.config.post_validated_optimizer.validate(self.watchdog.check)
+        is_rolled_back: bool = self.config.post_validated_optimizer.validate(self.watchdog.check)
         position.awaited = None
         return is_rolled_back
 

@@ -17,7 +17,7 @@ from torch import nn
 from .. import parallel_state
 from ..activations import regions_of
 from ..chunks import find_attribute
-from ..config import PER_CHUNK, PipelineConfig, check_whole_number
+from ..config import PER_CHUNK, StepConfig, check_whole_number, common_config
 from ..frameworks import Framework, find_cut
 from ..plan import Placement, Schedule, StageInfo
 from ..stages import Call
@@ -55,16 +55,15 @@ def pipeline_group(known: Sequence[Framework], pg_collection: Any, p2p_communica
 
 def config_of(
     known: Sequence[Framework], schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any
-) -> PipelineConfig:
-    """The checked settings of the first chunk that has a `config`; sizes of groups are those of `pg_collection`."""
-    configs = (find_attribute(model, "config") for model in models)
-    config = next((config for config in configs if config is not None), None)
+) -> StepConfig:
+    """The checked settings of the rank's chunks; sizes of groups are those of `pg_collection`."""
+    config = common_config(find_attribute(model, "config") for model in models)
     sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
     groups = {name: getattr(pg_collection, short, None) for name, short in sizes.items()}
     settings = {name: group.size() for name, group in groups.items() if group is not None}
     for framework in known:
         settings |= framework.read_config(config, schedule)
-    return PipelineConfig.of(config, **settings)
+    return StepConfig.of(config, **settings)
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..chunks import iter_wrapped
-from ..config import PipelineConfig
+from ..config import StepConfig
 from ..weight_grad import visit_gradient_nodes
 from .plans import PlanKey
 
@@ -52,7 +52,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 
     def __init__(
         self,
-        config: PipelineConfig,
+        config: StepConfig,
         models: Sequence[nn.Module],
         num_forwards: int,
         is_split: bool,
@@ -148,7 +148,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 
 
 def finalize_gradients(
-    config: PipelineConfig, models: list[nn.Module], num_tokens: Tensor, keywords: dict[str, Any]
+    config: StepConfig, models: list[nn.Module], num_tokens: Tensor, keywords: dict[str, Any]
 ) -> None:
     """Call the caller's `finalize_model_grads_func`, with those of Megatron's `keywords` that it takes.
 

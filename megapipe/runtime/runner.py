@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from ..chunks import find_attribute
-from ..config import DEFAULTS, EXTENSIONS, PipelineConfig
+from ..config import DEFAULTS, EXTENSIONS, StepConfig
 from ..p2p_communication import Communicator, Line, Lookahead
 from ..plan import Action, Schedule, ScheduleError
 from ..stages import Call, Extension, Stage, find_delayed
@@ -132,7 +132,7 @@ class Runner:
         """Those of the options that are set and have something to do in this step."""
         return [extension for extension in self._extensions(call.config) if extension.takes_part(call)]
 
-    def _extensions(self, config: PipelineConfig) -> list[Extension]:
+    def _extensions(self, config: StepConfig) -> list[Extension]:
         """Those of the options that are set: of fields without their default, and of modules that are imported."""
         extensions = []
         for option, where in EXTENSIONS.items():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
-from ..config import PipelineConfig
+from ..config import StepConfig
 from ..failures import (
     TIMING,
     Agreement,
@@ -128,7 +128,7 @@ class Session:
         return [json.loads(text) for text in self.mailbox.collect(name)]
 
     def communicator(
-        self, placement: Placement, num_chunks: int, device: torch.device, has_headers: bool, config: PipelineConfig
+        self, placement: Placement, num_chunks: int, device: torch.device, has_headers: bool, config: StepConfig
     ) -> Communicator:
         """The channels for this placement, built at the first step that needs them. Collective over the pipeline.
 

@@ -97,9 +97,9 @@ def _spec_of_shapes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Me
 def _tensor_shape(arguments: Call) -> tuple[int, ...] | None:
     """Megatron's: sequence first, and only this rank's part of it. None where the sizes are not said."""
     config = arguments.config
-    check_whole_number("config.hidden_size", config.hidden_size, 1, or_none=True)
     for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
-        check_whole_number(name, getattr(arguments, name), 1, or_none=True)
+        if getattr(arguments, name) is not None:
+            check_whole_number(name, getattr(arguments, name), 1)
     if config.hidden_size is None or arguments.seq_length is None or arguments.micro_batch_size is None:
         if arguments.adjust_tensor_shapes_fn is None:
             return None

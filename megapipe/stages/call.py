@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..config import PipelineConfig
+from ..config import StepConfig
 from ..frameworks import Framework
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Call:
     data_iterators: list[Any]
     models: list[nn.Module]
     num_microbatches: int
-    config: PipelineConfig
+    config: StepConfig
     device: torch.device
     forward_only: bool = False
     collect_non_loss_data: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ..config import PipelineConfig
+from ..config import StepConfig
 from ..failures import Watchdog
 from ..plan import Kind, Plan
 from .call import Call
@@ -34,9 +34,7 @@ class Extension:
         watchdog: of the pipeline; None where that has one rank.
     """
 
-    def __init__(
-        self, config: PipelineConfig, plan: Callable[[], Plan], pp_rank: int, watchdog: Watchdog | None
-    ) -> None:
+    def __init__(self, config: StepConfig, plan: Callable[[], Plan], pp_rank: int, watchdog: Watchdog | None) -> None:
         self.config = config
         self.plan = plan
         self.pp_rank = pp_rank

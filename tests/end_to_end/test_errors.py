@@ -40,7 +40,7 @@ class Layers(nn.Module):
     def __init__(self, keep: Callable[[list[Any]], Any]) -> None:
         super().__init__()
         self.layer = nn.Linear(H, H)
-        self.config = PipelineConfig(hidden_size=H, timeout=8.0)
+        self.config = SimpleNamespace(hidden_size=H, timeout=8.0)
         self._keep = keep
 
     def set_input_tensor(self, received: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """A tensor-parallel GPT in a pipeline of replicas: attention by heads, sequence and loss parallelism, and windows."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import megapipe
-from megapipe import PipelineConfig, StageInfo, clip_grad_norm_, parallel_state, stages_for_rank
+from megapipe import StageInfo, clip_grad_norm_, parallel_state, stages_for_rank
 from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert
 
@@ -102,7 +103,7 @@ def train(rank: int, schedule: str) -> None:
     parallel_state.initialize_from_mesh(mesh)
     reference = GPT(StageInfo(0, 1))
     sizes = {"hidden_size": HIDDEN, "sequence_parallel": True, "tensor_model_parallel_size": 2}
-    config = PipelineConfig(**sizes, min_pending_weights=1)
+    config = SimpleNamespace(**sizes, min_pending_weights=1)
     chunks = [convert(parallelize(GPT(info, config), mesh["tp"])) for info in stages_for_rank(schedule)]
     reducer = GradientReducer(chunks)
     config.grad_sync_func, config.finalize_model_grads_func = reducer.start, reducer.finish

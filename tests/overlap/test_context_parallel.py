@@ -3,6 +3,7 @@ exchanged for parts of the sequence."""
 
 import functools
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -112,7 +113,7 @@ def test_equal_to_the_whole_sequence(rank: int, kind: type[Layer], schedule: str
     whole = Stage(Layer, range(NUM_LAYERS), None, None)
     for x in data:
         (whole(x).sin().sum() / NUM_MICROBATCHES).backward()
-    config = megapipe.PipelineConfig(hidden_size=HIDDEN, context_parallel_size=2, min_pending_weights=1)
+    config = SimpleNamespace(hidden_size=HIDDEN, context_parallel_size=2, min_pending_weights=1)
     infos = stages_for_rank(schedule)
     chunks = [convert(Stage(kind, megapipe.distribute_layers(NUM_LAYERS, info), group, config)) for info in infos]
     products: list[bool] = []

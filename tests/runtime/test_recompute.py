@@ -419,9 +419,3 @@ def test_mistakes(make: Any, options: dict[str, Any], error: type[Exception], te
             model=chunk,
             num_microbatches=2,
         )
-
-
-@pytest.mark.parametrize("wrong", ["some", -1, True, 1.5, ["all", "none"]])
-def test_what_recompute_cannot_be(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r'recompute must be "all", a number of layers, None, or a sequence'):
-        PipelineConfig(recompute=wrong)

@@ -189,36 +189,21 @@ def test_a_chunk_without_trainable_parameters_under_no_sync(rank: int) -> None:
 
 
 SETTINGS_THAT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
-    ({"timeout": None}, "config.timeout must be a finite number, got None"),
-    ({"timeout": -5.0}, "config.timeout must be more than 0 seconds, got -5"),
-    ({"timeout": 1e16}, "config.timeout must be at most 1e+09 seconds (30 years), got 1e+16"),
-    ({"p2p_lookahead": -1}, "config.p2p_lookahead must be a whole number from 0 on, or None, got -1"),
-    ({"p2p_lookahead": 1.5}, "config.p2p_lookahead must be a whole number from 0 on, or None, got 1.5"),
-    (
-        {"max_in_flight": "80GB"},
-        "config.max_in_flight must be a finite number of microbatches, and no bytes, got",
-    ),
-    ({"microbatch_group_size_per_vp_stage": 2.5}, "must be a whole number from 1 on, or None, got 2.5"),
-    ({"gc_interval": 0}, "config.gc_interval must be a whole number from 1 on, or None, got 0"),
-    ({"pipeline_dtype": "float32"}, "config.pipeline_dtype must be a torch.dtype, like torch.bfloat16, or None"),
+    ({"timeout": -5.0}, "config.timeout must be more than 0 and at most 1e9 seconds (30 years), got -5"),
     ({"hidden_size": 16.0}, "config.hidden_size must be a whole number from 1 on, or None, got 16.0"),
-    ({"tensor_model_parallel_size": 0}, "config.tensor_model_parallel_size must be a whole number from 1 on, got 0"),
     ({"context_parallel_size": None}, "config.context_parallel_size must be a whole number from 1 on, got None"),
     ({"context_parallel_size": 2}, "a sequence of 5 cannot be shared by 2 ranks (context_parallel_size 2"),
-    ({"grad_scale_func": 2.0}, "config.grad_scale_func must be a function, or None, got 2.0"),
-    ({"no_sync_func": [True, None]}, "config.no_sync_func must be a function, or None, got True"),
-    ({"record_timeline": True}, "config.record_timeline must be a megapipe.TimelineRecorder, or None, got True"),
     ({"no_sync_func": [contextlib.nullcontext]}, "config.no_sync_func is a list of 1 but there are 2 chunks"),
     ({"grad_sync_func": []}, "config.grad_sync_func is a list of 0 but there are 2 chunks"),
     ({"param_sync_func": [list] * 3}, "config.param_sync_func is a list of 3 but there are 2 chunks"),
 ]
+"""Of configs that are any object; tests/test_config.py has those that a PipelineConfig refuses itself."""
 
 
 @on_ranks(2)
 def test_settings_that_cannot_be(rank: int) -> None:
     """A list with a function too few failed in the middle of the step, or held back the synchronisation of the wrong
-    chunk. A negative time limit left ranks waiting while they connected, others failed in words that named none; and
-    a sequence that its ranks cannot share was cut short."""
+    chunk. A negative time limit left ranks waiting; a sequence that its ranks cannot share was cut short."""
     for options, message in SETTINGS_THAT_CANNOT_BE:
         chunks = build("zbv", 2, 4)
         for chunk in chunks:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import PipelineConfig
+from megapipe.config import StepConfig
 from megapipe.stages import Call
 from megapipe.stages.loss import divide_loss
 
@@ -17,7 +17,7 @@ TOKENS = torch.tensor(7)
 def gradient(dtype: torch.dtype, m: int, tokens: Tensor | None, **settings: Any) -> Tensor:
     """Of a weight whose square is the loss, as a step computes it."""
     weight = torch.tensor(1.3, dtype=dtype, requires_grad=True)
-    config = PipelineConfig(**settings)
+    config = StepConfig(**settings)
     step = Call(lambda *args: None, [None], [], m, config, torch.device("cpu"))
     loss = divide_loss(step, weight * weight, tokens)
     loss.tensor.backward(torch.full_like(loss.tensor, loss.gradient))

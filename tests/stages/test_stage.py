@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from megapipe import NoGradientWarning, PipelineConfig, PipelineError, StageInfo
+from megapipe import NoGradientWarning, PipelineError, StageInfo
+from megapipe.config import StepConfig
 from megapipe.messages import check_sendable, is_no_gradient, no_gradient, zeros_if_none
 from megapipe.overlap import run_segments
 from megapipe.plan import Verbs, loop
@@ -256,7 +257,7 @@ def test_stages_below_one_that_detaches_get_no_gradient(rank: int) -> None:
 
 
 def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
-    arguments = Call(forward_step, [None], [module], 1, PipelineConfig(**config), torch.device(device))
+    arguments = Call(forward_step, [None], [module], 1, StepConfig(**config), torch.device(device))
     return Stage(StageInfo(0, 2), 0, arguments, None)
 
 

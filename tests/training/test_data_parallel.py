@@ -14,8 +14,9 @@ from tools.ranks import on_ranks
 from tools.replicas import NUM_STEPS, SCHEDULES, average, build_replicas, reduced, replica_gradients, train_and_compare
 from torch import Tensor, nn
 
-from megapipe import PipelineConfig, PipelineError, StageInfo, parallel_state
+from megapipe import PipelineError, StageInfo, parallel_state
 from megapipe.checkpoint import Checkpointer
+from megapipe.config import StepConfig
 from megapipe.runtime.grad_sync import GradientSync
 from megapipe.training import GradientReducer
 
@@ -76,10 +77,11 @@ def test_a_reduction_per_chunk_while_others_compute(rank: int) -> None:
         chunks, reducer = replicated("zbv", 2)
         counts: list[int] = []
         for chunk in chunks:
-            chunk.config.finalize_model_grads_func = lambda models, tokens: (
-                counts.append(len(log.sizes)),
-                reducer.finish(models),
-            )
+            chunk.config = chunks[0].config
+        chunks[0].config.finalize_model_grads_func = lambda models, tokens: (
+            counts.append(len(log.sizes)),
+            reducer.finish(models),
+        )
         run("zbv", chunks, 3)
         # One per chunk, the last chunk's first, under way before the step has ended.
         sizes = [[p.numel() for p in chunk.parameters()] for chunk in reversed(chunks)]
@@ -158,7 +160,7 @@ def test_replicas_reduce_chunks_in_one_order() -> None:
     """Whichever is complete first: each replica may have tuned the places of its Ws for itself."""
     log: list[int] = []
     chunks = [nn.Linear(1, size) for size in (1, 2, 3)]
-    config = PipelineConfig(grad_sync_func=lambda parameters: log.append(len(next(iter(parameters)))))
+    config = StepConfig(grad_sync_func=lambda parameters: log.append(len(next(iter(parameters)))))
     for order in ([2, 1, 0], [0, 1, 2], [1, 0, 2]):
         log.clear()
         with GradientSync(config, chunks, 1, True) as sync:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
 from megapipe import (
-    PipelineConfig,
     PipelineError,
     StageInfo,
     TimelineRecorder,
@@ -53,7 +53,7 @@ TRANSPORTS = ["host", "nccl"]
 class Stage(Received):
     """Whole numbers and float64: every sum is exact, in whatever order it is added up."""
 
-    def __init__(self, config: PipelineConfig, info: StageInfo) -> None:
+    def __init__(self, config: Any, info: StageInfo) -> None:
         super().__init__(info)
         self.config = config
         generator = torch.Generator().manual_seed(info.index)
@@ -83,7 +83,7 @@ def step(
 def build(schedule: str, pp_size: int, transport: str, **config: Any) -> list[Stage]:
     use_groups(pp_size)
     config = {"hidden_size": WIDTH, "pipeline_dtype": torch.float64, "p2p_transport": transport, **config}
-    settings = PipelineConfig(**config)
+    settings = SimpleNamespace(**config)
     return [Stage(settings, info) for info in stages_for_rank(schedule)]
 
 

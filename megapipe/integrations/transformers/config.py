@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from ...config import PipelineConfig
+from ...config import StepConfig
 
 __all__ = ["ChunkConfig"]
 
 
-class ChunkConfig(PipelineConfig):
+class ChunkConfig(StepConfig):
     """The settings of the pipeline, and behind them the model's own config: what is not a setting is read there, and
     written there. The model's layers know the latter only, and so does config.json.
 
@@ -29,10 +29,10 @@ class ChunkConfig(PipelineConfig):
         return getattr(self.__dict__["model_config"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTINGS:
+        if name in _SETTINGS or not (name.startswith("_") or hasattr(self.model_config, name)):
             super().__setattr__(name, value)
         else:
             setattr(self.__dict__["model_config"], name, value)
 
 
-_SETTINGS = {field.name for field in fields(PipelineConfig)}
+_SETTINGS = {field.name for field in fields(StepConfig)}
