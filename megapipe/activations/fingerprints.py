@@ -51,7 +51,7 @@ def first_difference(pairs: Iterable[tuple[Fingerprint, Fingerprint]]) -> str | 
     pairs = list(pairs)
     if not pairs:
         return None
-    were, are = (torch.stack([one.number for one in side]).tolist() for side in zip(*pairs))
+    were, are = (torch.stack([one.number for one in side]).cpu().tolist() for side in zip(*pairs))
     for (before, after), was, now in zip(pairs, were, are):
         if (before.kind, was) != (after.kind, now):
             return before.kind
