@@ -6,15 +6,16 @@ So a plan cannot differ from what a `Pipeline` does.
 from __future__ import annotations
 
 import operator
+from typing import TYPE_CHECKING
 
-from .memory import peak_activations
-from .offloading import offload_activations
 from .placement import Placement
 from .plan import Plan
 from .planned import AnySchedule, find_schedule
 from .recorder import record
-from .simulation import Costs
 from .verbs import Settings
+
+if TYPE_CHECKING:
+    from .simulation import Costs
 
 __all__ = ["make_plan"]
 
@@ -66,8 +67,13 @@ def make_plan(
     events = record(found.loops, found.placement, *sizes, settings, num_slices)
     plan = Plan(found.name, found.placement, *sizes, events, num_slices)
     if settings is not None and settings.offload is not None and not forward_only:
+        from .offloading import offload_activations
+        from .simulation import Costs
+
         plan = offload_activations(plan, costs or Costs(), settings.offload)
     if settings is not None and settings.max_in_flight is not None:
+        from .memory import peak_activations
+
         in_flight = max(peak_activations(plan))
         if in_flight > settings.max_in_flight + 1e-9:
             raise ValueError(

@@ -12,18 +12,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from .check import check_channels
 from .facts import PlanFacts
 from .kinds import KINDS, TORCHS_LETTERS, overlapped
-from .memory import StageBytes, peak_held
-from .occupancy import check_occupancy, peak_waiting
 from .placement import Placement, loop, v_shape
-from .posting import posted_ahead
 from .recorder import Event
-from .shared_communicator import check_shared_communicator
-from .simulation import Costs, PerStage, Simulation, simulate
 from .verbs import Action
+
+if TYPE_CHECKING:
+    from .memory import StageBytes
+    from .simulation import PerStage, Simulation
 
 __all__ = ["Plan", "plan_of"]
 
@@ -34,11 +33,15 @@ class Plan(PlanFacts):
     def peak_in_flight(self, rank: int) -> int:
         """Most microbatches, or slices of them, that `rank` holds between their F and their B at once, each chunk
         counted by itself."""
+        from .memory import peak_held
+
         return peak_held(self.actions[rank], "in_flight")
 
     def peak_waiting(self, rank: int) -> int:
         """Most messages that occupy the device of `rank` at a time while they wait, as kernels of NCCL do: the receives
         that one step waits for, and a send to each neighbour, where that is larger than NCCL's buffers."""
+        from .occupancy import peak_waiting
+
         return peak_waiting(self, rank)
 
     @cached_property
@@ -46,6 +49,8 @@ class Plan(PlanFacts):
         """Per rank and action, the actions behind it whose receives may be posted before it is launched, when its own
         messages have come: those of the next action or overlapped pair. Transports choose (`config.p2p_lookahead`).
         A host that waits for its device in the middle of any action does not make ranks wait for ever by it."""
+        from .posting import posted_ahead
+
         return [
             {row[at]: [row[one] for one in others] for at, others in of_rank.items()}
             for row, of_rank in zip(self.actions, posted_ahead(self.program))
@@ -68,6 +73,10 @@ class Plan(PlanFacts):
             ScheduleError: a rank waits for ever, and for what; or something is missing, there twice, or comes before
                 what it needs on the same rank; or more messages than `max_waiting` may wait on a device.
         """
+        from .check import check_channels
+        from .occupancy import check_occupancy
+        from .shared_communicator import check_shared_communicator
+
         (check_shared_communicator if shared_communicator else check_channels)(self)
         if max_waiting is not None:
             check_occupancy(self, max_waiting)
@@ -101,6 +110,8 @@ class Plan(PlanFacts):
                 `num_steps` is less than 1.
             ScheduleError: a rank waits for ever.
         """
+        from .simulation import Costs, simulate
+
         times = (forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices)
         costs = Costs(*times, recompute=recompute, memory=memory)
         return simulate(self, costs, num_steps, synchronize)

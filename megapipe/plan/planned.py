@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .files import load_plan
 from .kinds import KINDS, is_overlapped, kind_of
 from .plan import Plan
 from .recorder import record
@@ -57,6 +56,8 @@ def find_schedule(name: AnySchedule) -> Schedule:
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, changed_at: int) -> Schedule:
     """Once: trainers look their schedule up in every step."""
+    from .files import load_plan
+
     return _schedule_of(load_plan(path))
 
 
