@@ -22,7 +22,7 @@ from .plan import Settings, nearest
 
 __all__ = [
     "DEFAULTS",
-    "EXTENSIONS",
+    "OPTIONS",
     "PER_CHUNK",
     "PipelineConfig",
     "StepConfig",
@@ -297,6 +297,12 @@ class PipelineConfig:
         """A config with the fields of `config`, defaults where it has none, and `overrides` in any case."""
         if isinstance(config, Mapping):
             raise TypeError("a config has its settings as attributes, got a dict: pass megapipe.PipelineConfig(**it).")
+        if isinstance(config, PipelineConfig):  # which was checked where it was set
+            made = object.__new__(StepConfig)
+            vars(made).update({name: getattr(config, name, default) for name, default in DEFAULTS.items()})
+            for name, value in overrides.items():
+                setattr(made, name, value)
+            return made
         return StepConfig(**{name: getattr(config, name, default) for name, default in DEFAULTS.items()} | overrides)
 
 
@@ -334,15 +340,28 @@ class StepConfig(PipelineConfig):
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(StepConfig)}
 
 
-EXTENSIONS = {
-    "torch.distributed.fsdp": "megapipe.options.fully_shard:FullyShard",
-    "num_sequence_slices": "megapipe.options.slicing:Slices",
-    "post_validated_optimizer": "megapipe.options.post_validation:PostValidation",
-    "enable_autocast": "megapipe.options.autocast:Autocast",
-    "record_timeline": "megapipe.options.timeline:Timeline",
-}
-"""The extensions of options that take part in a step, in the order in which they are composed: by the fields of the
-options, or by the module that is imported where they are in use. The room of an option is imported where it is set."""
+class Option(NamedTuple):
+    """An option that takes part in steps by an extension. Its room is imported where it is set."""
+
+    extension: str
+    field: str = ""
+    """Set to something else than its default."""
+    module: str = ""
+    """Or imported."""
+    kind: str = ""
+    """Or in a plan that is run."""
+
+
+OPTIONS = (
+    Option("megapipe.options.fully_shard:FullyShard", module="torch.distributed.fsdp"),
+    Option("megapipe.options.post_validation:PostValidation", "post_validated_optimizer"),
+    Option("megapipe.options.autocast:Autocast", "enable_autocast"),
+    Option("megapipe.options.recompute:Recompute", "recompute", kind="R"),
+    Option("megapipe.options.offload:Offloading", "offload_activations", kind="O"),
+    Option("megapipe.options.slicing:Slices", "num_sequence_slices"),
+    Option("megapipe.options.timeline:Timeline", "record_timeline"),
+)
+"""The options, in the order in which they are composed, the last one outermost."""
 
 
 def common_config(configs: Iterable[Any]) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from ..config import StepConfig
 from ..messages import MessageSpec
+from ..options import Autocast, Recompute
 from ..p2p_communication import Transfer
-from ..plan import StageBytes, StageInfo
-from ..stages import Call, Stage, Unit
+from ..plan import Action, StageBytes, StageInfo
+from ..runtime import runs_of
+from ..stages import Call, Extension, Run, Stage, Unit
 from ..timing import LiveStorages
 
 __all__ = ["bytes_of_stages"]
@@ -98,22 +101,37 @@ def _measure(
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """What the actions of a stage hold, and the message that it sends. The first microbatch makes the gradients."""
     stage = Stage(info, 0, step, None)
-    stage.looks_for_none = stage.compares = False  # it would look into tensors that have no memory
+    stage.looks_for_none = False  # it would look into tensors that have no memory
+    runs = runs_of(stage, _extensions(step, info))
     found: dict[str, float] = {}
     output: MessageSpec | None = None
     for _ in range(2):
         with LiveStorages(step.device) as storages:
-            whole, _ = _run(stage, received, storages, step, is_split=False)
-            found, output = _run(stage, received, storages, step, is_split=True)
+            whole, _ = _run(runs, received, storages, step, is_split=False)
+            found, output = _run(runs, received, storages, step, is_split=True)
+            stage.forget_input()
         step.results.clear()
     return {**whole, **found}, output
 
 
+def _extensions(step: Call, info: StageInfo) -> list[Extension]:
+    """The options that change what a stage saves."""
+    step.stages = [info]
+    planned: Any = SimpleNamespace(recomputed=[frozenset()])
+    if step.config.settings.recomputes_stage(info.index):
+        planned.recomputed = [frozenset([Action(info.index, "F", 0)])]
+    place = (step.config, lambda: planned, 0, None)
+    recompute = Recompute(*place)
+    recompute.compares = False
+    extensions: list[Extension] = [Autocast(*place)] if step.config.enable_autocast else []
+    return [*extensions, recompute] if recompute.takes_part(step) else extensions
+
+
 def _run(
-    stage: Stage, received: MessageSpec | None, storages: LiveStorages, step: Call, is_split: bool
+    runs: Mapping[str, Run], received: MessageSpec | None, storages: LiveStorages, step: Call, is_split: bool
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """One microbatch. What was there before it, such as reported losses, does not count."""
-    device, recomputes = step.device, step.config.settings.recomputes_stage(stage.info.index)
+    device = step.device
 
     def message(spec: MessageSpec) -> list[Tensor]:
         return [torch.zeros(of.shape, dtype=of.dtype, device=device) for of in spec.tensors]
@@ -128,32 +146,29 @@ def _run(
     storages.restart()
     unit = Unit(0)
     unit.received = None if received is None else Transfer(received, message(received))
-    unit.replays = [] if recomputes else None
-    stage.F(unit)
+    runs["F"](unit)
     output = None if unit.output is None else unit.output.spec
     found["message"] = 0 if unit.output is None else sum(tensor.nbytes for tensor in unit.output.tensors)
     unit.output = None
     unrecomputed = storages.held
     found["forward"] = most(unrecomputed)
-    if recomputes:
-        stage.R(unit)
+    runs["R"](unit)
     saved = storages.held
     found["recompute"] = most(saved)
     found["saved"], found["recomputed"] = saved - before, saved - unrecomputed
     if output is not None:
         unit.output_grads = message(output.gradient())
     if not is_split:
-        stage.BW(unit)
+        runs["BW"](unit)
         found["backward"] = most(saved)
     else:
-        stage.B(unit)
+        runs["B"](unit)
         peak = storages.peak
         unit.input_grads = None
         unit.release()
         storages.restart()
         kept = storages.held
         found["kept"], found["backward_input"] = kept - before, max(0, peak - max(saved, kept))
-        stage.W(unit)
+        runs["W"](unit)
         found["backward_weight"] = most(kept)
-    stage.forget_input()
     return found, output

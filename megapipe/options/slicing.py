@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..chunks import find_attribute
+from ..plan import RECOMPUTE, Kind
 from ..slices import CarriedState, SequenceSlice
-from ..stages import Call, Extension, Loss, Stage, Unit, call_loss_func, divide_loss
+from ..stages import Call, Extension, Loss, Run, Stage, Unit, call_loss_func, divide_loss
 
 __all__ = ["SlicedStage", "Slices"]
 
@@ -27,6 +28,20 @@ class Slices(Extension):
 
     def slices(self, call: Call) -> list[SequenceSlice]:
         return sequence_slices(call)
+
+    def takes_part(self, call: Call) -> bool:
+        self._slices = call.slices
+        return True
+
+    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+        if kind is not RECOMPUTE:
+            return run
+
+        def replay(unit: Unit) -> None:
+            with unit.of[SlicedStage].state.again(self._slices[unit.slice]):
+                run(unit)
+
+        return replay
 
     def stage_type(self, made: type[Stage]) -> type[Stage]:
         return SlicedStage
@@ -113,10 +128,6 @@ class SlicedStage(Stage):
             )
         if this.index == this.num_slices - 1:
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
-
-    def R(self, unit: Unit) -> None:
-        with unit.of[SlicedStage].state.again(self._step.slices[unit.slice]):
-            super().R(unit)
 
     def backward(self, unit: Unit) -> None:
         with unit.of[SlicedStage].state.backward(self._step.slices[unit.slice]):

@@ -6,7 +6,7 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .files import load_plan, load_stage_bytes, parse_json, read_text
-    from .kinds import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Kind
+    from .kinds import FORWARD, KINDS, LOAD, OFFLOAD, RECOMPUTE, WEIGHTS, Kind
     from .making import make_plan
     from .measured import ActionBytes, RankStep, Wait
     from .memory import RankBytes, StageBytes, held_changes
@@ -49,6 +49,8 @@ __all__ = [
 __all__ += [  # between rooms
     "FORWARD",
     "KINDS",
+    "LOAD",
+    "OFFLOAD",
     "RECOMPUTE",
     "WEIGHTS",
     "ActionBytes",

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import parallel_state
-from ..activations import regions_of
 from ..chunks import find_attribute
 from ..config import PER_CHUNK, StepConfig, check_whole_number, common_config
 from ..frameworks import Framework, find_cut
@@ -136,8 +135,6 @@ def check_arguments(step: Call, stages: Sequence[StageInfo]) -> None:
         if step.forward_only:
             continue
         find_cut(model, step.frameworks)  # may refuse it
-        if step.config.settings.recomputes:
-            regions_of(model, step.config.recompute_of(stage.index), f"stage {stage.index}")
     is_pipelined = len(stages) < stages[0].num_stages
     if is_pipelined and not step.forward_only:
         _check_scaler(step.config.grad_scale_func)

@@ -125,7 +125,6 @@ class Pipeline(Verbs):
         ]
         self._posted_ahead = posted_ahead
         self._recomputed = frozenset() if forward_only else key.recomputed(pp_rank)
-        self._offloaded = frozenset() if forward_only else key.offloaded(pp_rank)
         units = itertools.product(range(self.num_microbatches), range(self.num_slices))
         self._in_words = {unit: unit_in_words(*unit, self.num_slices) for unit in units}
         self._pending_units: dict[Unit, None] = {}
@@ -264,11 +263,8 @@ class Pipeline(Verbs):
                 self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
             this.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
             unit.received = this.inputs.take()
-            unit.replays = [] if action in self._recomputed else None
             if unit.received is not None:
                 self._wait(unit.received, "the forward input", action, this.inputs.peer)
-            if action in self._offloaded:
-                this.stage.offload(unit)
             return unit
         unit = this.units[action.microbatch, action.slice]
         if kind.message is not None:

@@ -40,10 +40,11 @@ class PlanKey(NamedTuple):
         says = self.settings.recomputes or self.schedule.sizes is not None
         return self.plan.recomputed[pp_rank] if says else frozenset()
 
-    def offloaded(self, pp_rank: int) -> frozenset[Action]:
-        """The Fs of a rank whose activations go to host memory. A plan that is run says so itself."""
-        says = self.settings.offload is not None or self.schedule.sizes is not None
-        return self.plan.offloaded[pp_rank] if says else frozenset()
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of action that a plan which is run has, and the settings need not name."""
+        is_plan = self.schedule.sizes is not None
+        return {action.kind for row in self.plan.actions for action in row} if is_plan else set()
 
 
 @functools.lru_cache(maxsize=16)

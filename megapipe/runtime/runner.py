@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from ..chunks import find_attribute
-from ..config import DEFAULTS, EXTENSIONS, StepConfig
+from ..config import DEFAULTS, OPTIONS, StepConfig
 from ..p2p_communication import Communicator, Line, Lookahead
 from ..plan import Action, Schedule, ScheduleError
 from ..stages import Call, Extension, Stage, find_delayed
@@ -54,7 +54,7 @@ class Situation(NamedTuple):
 
 def situation_of(schedule: Schedule, call: Call) -> Situation:
     settings = [value if type(value) in PLAIN else _outline(value) for value in _read_all(call.config)]
-    chunks: list[Any] = [option in sys.modules for option in EXTENSIONS if option not in DEFAULTS]
+    chunks: list[Any] = [option.module in sys.modules for option in OPTIONS if option.module]
     for model in call.models:
         parameter = next(model.parameters(), None)
         chunks += [ref(model), type(model), None if parameter is None else parameter.dtype]
@@ -89,6 +89,7 @@ class Runner:
         schedule = situation.schedule
         self.stages = schedule.stages(self.pp_rank, pp_size, len(call.models))
         check_arguments(call, self.stages)
+        self._kinds: set[str] = set()
         schedule.check_units(call.num_microbatches, config.num_sequence_slices)
         for extension in self._extensions(config):
             call.slices = extension.slices(call) or call.slices
@@ -97,6 +98,7 @@ class Runner:
         self.key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
         if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
             self.key.check()
+        self._kinds = self.key.kinds
         if not call.forward_only:
             check_replicas(call.models, self.key)
         self._ends = [remote_ends(stage, schedule.placement, self.pp_rank, pp_size) for stage in self.stages]
@@ -133,12 +135,12 @@ class Runner:
         return [extension for extension in self._extensions(call.config) if extension.takes_part(call)]
 
     def _extensions(self, config: StepConfig) -> list[Extension]:
-        """Those of the options that are set: of fields without their default, and of modules that are imported."""
+        """Those of the options that are set."""
         extensions = []
-        for option, where in EXTENSIONS.items():
-            is_set = option in sys.modules if option not in DEFAULTS else getattr(config, option) != DEFAULTS[option]
-            if is_set:
-                module, _, name = where.partition(":")
+        for option in OPTIONS:
+            is_set = option.field and getattr(config, option.field) != DEFAULTS[option.field]
+            if is_set or option.module in sys.modules or option.kind in self._kinds:
+                module, _, name = option.extension.partition(":")
                 kind: type[Extension] = getattr(importlib.import_module(module), name)
                 extensions.append(kind(config, lambda: self.key.plan, self.pp_rank, self._session.watchdog))
         return extensions
@@ -163,7 +165,7 @@ class Runner:
 
     def run(self, call: Call) -> None:
         """Run one step. The results are in the call."""
-        call.slices = self.slices
+        call.slices, call.stages = self.slices, self.stages
         extensions = self.extensions(call)
         self.agree(call)
         if self._pipeline is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import StepConfig
 from ..frameworks import Framework
+from ..plan import StageInfo
 
 if TYPE_CHECKING:
     from ..slices import SequenceSlice
@@ -41,6 +42,8 @@ class Call:
     schedule: Any = None
     frameworks: Sequence[Framework] = ()
     """Those around megapipe that are in use."""
+    stages: Sequence[StageInfo] = ()
+    """Those of the chunks."""
     slices: list[SequenceSlice] = field(default_factory=list)
     """The slices of every sequence; none where sequences are whole."""
     results: list[Any] = field(default_factory=list)

@@ -26,7 +26,7 @@ Run = Callable[..., None]
 
 
 class Extension:
-    """An option of a runner. It overrides what it needs; several are composed in the order of `config.EXTENSIONS`, the
+    """An option of a runner. It overrides what it needs; several are composed in the order of `config.OPTIONS`, the
     last one outermost.
 
     Args:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..activations import Offload, recomputing, regions_of, storages_of
-from ..chunks import find_attribute, tensors_of
+from ..chunks import find_attribute
 from ..frameworks import find_cut
 from ..messages import (
     MessageSpec,
@@ -54,8 +53,6 @@ _all_given: WeakSet[nn.Module] = WeakSet()
 """Chunks on a device that have been given a gradient for each output, where looking for it makes the host wait."""
 _looked_at: WeakSet[nn.Module] = WeakSet()
 """Chunks that had an output, a loss or an input without a gradient."""
-_compared: dict[str, WeakSet[nn.Module]] = {"R": WeakSet(), "L": WeakSet()}
-"""Chunks for which what R or L makes has been compared with what F made."""
 
 
 class Stage:
@@ -68,6 +65,9 @@ class Stage:
         has_headers: it expects the sizes only, and is told the rest with each message.
         delays: some modules defer weight gradients by themselves.
     """
+
+    unit: Unit
+    """That of the forward under way."""
 
     def __init__(
         self,
@@ -106,12 +106,6 @@ class Stage:
             for framework in step.frameworks
             if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None
         ]
-        self.compares = True
-        """Whether what R and L make for the chunk's first microbatch that has them is compared with what F made."""
-        self._compared: dict[str, int] = {}
-        self._recomputed: list[nn.Module] | None = None
-        self._storages: set[int] | None = None
-        """Those of the parameters and buffers, which stay where they are."""
         self._delayed = find_delayed(self.module) if delays and not step.forward_only else []
 
     def runs(self) -> dict[str, Callable[..., None]]:
@@ -143,51 +137,25 @@ class Stage:
         Args:
             extra: the third argument of forward_step_func, where the config asks for one.
         """
-        function = self._prepare(unit)
-        with NOTHING if unit.offload is None else unit.offload.saving():
-            try:
-                returned = function(self._data_iterator, self.module, *extra)
-            except EXPLAINED as error:
-                self._explain(error, unit)
-                raise
-            self.end(unit, *self._checked(returned))
-        if unit.offload is not None:
-            unit.offload.begin()
+        self._prepare(unit)
+        try:
+            returned = self.forward_step_func(self._data_iterator, self.module, *extra)
+        except EXPLAINED as error:
+            self._explain(error, unit)
+            raise
+        self.end(unit, *self._checked(returned))
 
     def R(self, unit: Unit) -> None:
-        """Makes what F has not kept for the backward."""
-        if unit.received is not None:
-            self.show(unit)
-        for replay in unit.replays or ():
-            replay.run()
+        """Nothing, unless an option says otherwise: F has kept all."""
 
     def O(self, unit: Unit) -> None:  # noqa: E743  # the kind's name
-        """Frees what F has saved, which is in host memory."""
-        if unit.offload is None:
-            raise ValueError(
-                "the schedule runs O, but no F knew that what it saves is to be moved: set config.offload_activations, "
-                "which places O and L by itself, or run a plan that has them."
-            )
-        unit.offload.free()
+        """An option brings this, and L."""
+        raise ValueError(
+            "the schedule runs O, but no F knew that what it saves is to be moved: set config.offload_activations, "
+            "which places O and L by itself, or run a plan that has them."
+        )
 
-    def L(self, unit: Unit) -> None:
-        """Makes what O has freed."""
-        assert unit.offload is not None
-        unit.offload.load()
-
-    def offload(self, unit: Unit) -> None:
-        """Before F: what it saves is to be moved."""
-        if self._storages is None:
-            self._storages = storages_of(tensors_of(self.module))
-        received = [] if unit.received is None else unit.received.tensors
-        kept, what = self._storages | storages_of(received), f"stage {self.info.index} ({type(self.module).__name__})"
-        unit.offload = Offload(self._step.device, kept, what, self._is_compared("L", unit))
-
-    def _is_compared(self, kind: str, unit: Unit) -> bool:
-        if self.compares and self.module not in _compared[kind]:
-            _compared[kind].add(self.module)
-            self._compared[kind] = unit.microbatch
-        return self._compared.get(kind) == unit.microbatch
+    L = O
 
     def B(self, unit: Unit) -> None:
         """Needs `output_grads`. Makes `input_grads` and `deferred`."""
@@ -212,30 +180,23 @@ class Stage:
 
     def begin(self, unit: Unit, *extra: bool) -> tuple[Any, Any]:
         """The first part of F, as far as `Segments` go by themselves. Returns what `end` takes."""
-        function = self._prepare(unit)
+        self._prepare(unit)
         try:
-            returned = function(self._data_iterator, self.module, *extra)
+            returned = self.forward_step_func(self._data_iterator, self.module, *extra)
         except EXPLAINED as error:
             self._explain(error, unit)
             raise
         return self._checked(returned)
 
-    def _prepare(self, unit: Unit) -> Callable[..., Any]:
-        """Show the input to the model. Returns what is to be called, the caller's forward_step_func."""
+    def _prepare(self, unit: Unit) -> None:
+        """Show the input to the model."""
+        self.unit = unit
         self.take_input(unit)
         is_validated = self._step.forward_only and self._step.first_val_step is False
         if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
             self._set_is_first_microbatch()
         for around in self._around:
             around.before(unit.microbatch)
-        if unit.replays is None:
-            return self.forward_step_func
-
-        def replayable(*args: Any) -> Any:
-            with recomputing(self._regions(), self._step.device, self._is_compared("R", unit)) as unit.replays:
-                return self.forward_step_func(*args)
-
-        return replayable
 
     def _checked(self, returned: Any) -> tuple[Any, Any]:
         """The output, and the loss function."""
@@ -245,13 +206,6 @@ class Stage:
                 f"{describe(returned)}."
             )
         return returned[0], returned[1]
-
-    def _regions(self) -> list[nn.Module]:
-        """The modules that are computed again."""
-        if self._recomputed is None:
-            index = self.info.index
-            self._recomputed = regions_of(self.module, self._step.config.recompute_of(index), f"stage {index}")
-        return self._recomputed
 
     def end(self, unit: Unit, output: Any, loss_func: Any) -> None:
         """Run the remaining segments, and on the last stage the loss function. Keep what they make.
@@ -311,8 +265,8 @@ class Stage:
         """B, and W unless the unit has `deferred` to leave that to."""
         if unit.received is not None:  # for parts that are computed again
             self.show(unit)
-        if unit.offload is not None:  # also where nothing of it is used: memory that is copied to must not be freed
-            unit.offload.wait()
+        for wait in unit.before_backward:
+            wait()
         delayed = DelayedGrads(self._delayed) if self._delayed else None
         roots = self.roots(unit)
         if roots:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..activations import Offload, Replay
 from ..p2p_communication import Transfer
 from ..weight_grad import DeferredGrads
 from .delayed import DelayedGrads
@@ -23,6 +23,7 @@ class Unit:
     """
 
     __slots__ = (
+        "before_backward",
         "deferred",
         "delayed",
         "edges",
@@ -32,11 +33,9 @@ class Unit:
         "inputs",
         "microbatch",
         "of",
-        "offload",
         "output",
         "output_grads",
         "received",
-        "replays",
         "slice",
     )
 
@@ -45,10 +44,6 @@ class Unit:
         self.slice = slice
         self.received: Transfer | None = None
         """The input, arrived; None on the first stage. Kept for parts that are computed again in the backward."""
-        self.replays: list[Replay] | None = None
-        """The calls of F that kept nothing, and are computed again by R; None where F is to keep all."""
-        self.offload: Offload | None = None
-        """What F saves, where it goes to host memory meanwhile (O, L); else None."""
         self.inputs: list[Tensor] = []
         """The leaves whose gradients go to the previous stage."""
         self.output: Transfer | None = None
@@ -62,6 +57,8 @@ class Unit:
         """Whether F ran in segments, so that the backward may have overlap windows."""
         self.of: dict[Any, Any] = {}
         """What options keep with it."""
+        self.before_backward: list[Callable[[], None]] = []
+        """Called before its backward."""
         self.input_grads: Transfer | None = None
         """What B made, to be sent."""
         self.has_run_backward = False
@@ -73,5 +70,5 @@ class Unit:
 
     def release(self) -> None:
         """After a backward: only what W needs is left."""
-        self.received = self.output_grads = self.replays = self.offload = None
-        self.inputs, self.edges, self.of = [], [], {}
+        self.received = self.output_grads = None
+        self.inputs, self.edges, self.of, self.before_backward = [], [], {}, []
