@@ -26,7 +26,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,7 +44,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import megapipe
 from megapipe import parallel_state, slices
-from megapipe.analysis import LiveView, split_bubble
+from megapipe.analysis import split_bubble
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
 from megapipe.overlap import in_segments
@@ -118,11 +117,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--eval-interval", type=int, default=100, help="steps between validations; 0 for none")
     data.add_argument("--eval-iters", type=int, default=4, help="validation batches")
     data.add_argument("--log-interval", type=int, default=25)
-    data.add_argument(
-        "--live",
-        action="store_true",
-        help="show step time, bubble by cause, tokens/s and memory, each second",
-    )
     data.add_argument("--record-timeline", metavar="FILE", default=None, help="for `megapipe show` and `megapipe tune`")
     data.add_argument("--save", default=None, help="folder for checkpoints: at the end, and every --save-interval")
     data.add_argument("--save-interval", type=int, default=None, help="steps between checkpoints")
@@ -456,16 +450,13 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     logged: list[float] = []
     started = time.perf_counter()
     tokens_per_step = args.global_batch_size * args.seq_length
-    live = LiveView(trainer.recorder, tokens_per_step, console, device) if args.live else nullcontext()
-    has_bar = console.is_terminal and not args.live
-    with live, Progress(console=console, disable=not has_bar, transient=True) as progress:
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("training", total=args.train_iters, completed=first_iteration)
         for iteration in range(first_iteration, args.train_iters):
             reports = trainer.train_step()
             is_logged = iteration in (first_iteration, args.train_iters - 1) or (iteration + 1) % args.log_interval == 0
-            is_shown = isinstance(live, LiveView) and (is_logged or live.is_due(iteration + 1))
-            loss = trainer.mean_loss(reports) if is_logged or is_shown else math.nan
             if is_logged:
+                loss = trainer.mean_loss(reports)
                 logged.append(loss)
                 tokens = (iteration + 1 - first_iteration) * tokens_per_step
                 line = (
@@ -474,8 +465,6 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
                 )
                 console.print(line)
                 progress.update(bar, description=f"loss {loss:.3f}")
-            if is_shown:
-                live.update(iteration + 1, {"loss": f"{loss:.3f}"})
             if args.eval_interval and (iteration + 1) % args.eval_interval == 0:
                 console.print(
                     f"iteration {iteration + 1:5d}/{args.train_iters} | validation loss {trainer.validate():.6f}"

@@ -1,4 +1,4 @@
-"""Which layers a stage holds: as many as others, as many as somebody says, or as many as take no longer than others."""
+"""Which layers a stage holds: as many as others, as many as somebody says, or as many as make a step short."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from .plan import StageInfo
+from .plan import Costs, Plan, StageBytes, StageInfo, simulate
 
-__all__ = ["distribute_layers"]
+__all__ = ["distribute_layers", "fastest", "shortest"]
 
 
 def distribute_layers(
@@ -23,6 +23,9 @@ def distribute_layers(
     costs: Sequence[float] | None = None,
     memory: Sequence[float] | None = None,
     memory_limit: float | Sequence[float] | None = None,
+    plan: Plan | None = None,
+    speeds: Sequence[float] | None = None,
+    activations: Sequence[float] | None = None,
 ) -> range:
     """The global numbers of the layers that `stage` holds. Together the stages hold each layer exactly once.
 
@@ -41,7 +44,14 @@ def distribute_layers(
         costs: what each layer takes, in any unit, as measured. The slowest stage is then as fast as can be, and the
             others are as even as that allows.
         memory: what each layer holds, in any unit.
-        memory_limit: the most that a stage may hold, or one limit for each stage. Goes with `memory` and `costs`.
+        memory_limit: the most that a stage may hold, or one limit for each stage. Goes with `memory` and `costs`. With
+            a plan it is that of a rank, less what the embedding or the head takes there, and needs no `costs`.
+        plan: the plan of the steps, from `make_plan`: the layers are then where they make its step shortest, within
+            what each rank may hold. Without `costs` all layers cost 1. A third of each cost is F's, a third B's and a
+            third W's.
+        speeds: how fast each rank of the plan is, such as [1, 1, 0.5, 0.5].
+        activations: what a microbatch leaves in each layer for its backward, in the unit of `memory`. A rank holds it
+            for as many as the plan has in flight there.
 
     Raises:
         TypeError: `stage` is something else.
@@ -52,16 +62,26 @@ def distribute_layers(
             f"distribute_layers takes a StageInfo second, one of those that stages_for_rank(schedule) returns, got "
             f"{stage!r}."
         )
+    if plan is None and (speeds is not None or activations is not None):
+        raise ValueError("speeds and activations need the plan of the steps: pass plan=make_plan(schedule, ...).")
     if layout is not None:
-        if costs is not None or num_virtual_layers_pre or num_virtual_layers_post:
+        if plan is not None or costs is not None or num_virtual_layers_pre or num_virtual_layers_post:
             raise ValueError("a layout says how many layers each stage holds: pass no costs or virtual layers with it.")
         sizes = _sizes_of(layout, num_layers, stage.num_stages)
+    elif plan is not None:
+        if stage.num_stages != plan.pp_size * plan.num_chunks:
+            raise ValueError(
+                f"the plan has {plan.pp_size} ranks and {plan.num_chunks} chunks on each, but there are "
+                f"{stage.num_stages} stages: make it for the schedule, the ranks and the chunks that train."
+            )
+        ends = (num_virtual_layers_pre, num_virtual_layers_post)
+        sizes = _by_plan(plan, num_layers, ends, costs, speeds, memory, activations, memory_limit)
     elif costs is not None:
         limits = _limits(memory, memory_limit, num_layers, stage.num_stages)
         if len(costs) != num_layers or min(costs, default=0) < 0:
             raise ValueError(f"costs must be {num_layers} numbers from 0 on, one for each layer, got {list(costs)}.")
         sizes = list(
-            _fastest(
+            fastest(
                 tuple(costs),
                 stage.num_stages,
                 (num_virtual_layers_pre, num_virtual_layers_post),
@@ -151,23 +171,114 @@ def _limits(
     return tuple(limits)
 
 
+def _by_plan(
+    plan: Plan,
+    num_layers: int,
+    ends: tuple[float, float],
+    costs: Sequence[float] | None,
+    speeds: Sequence[float] | None,
+    memory: Sequence[float] | None,
+    activations: Sequence[float] | None,
+    limit: float | Sequence[float] | None,
+) -> list[int]:
+    """The sizes of the stages whose step is shortest by the plan."""
+    layers = [[1.0] * num_layers if costs is None else costs, memory or [0.0] * num_layers]
+    layers.append(activations or [0.0] * num_layers)
+    for name, values in zip(("costs", "memory", "activations"), layers):
+        if len(values) != num_layers or min(values) < 0:
+            raise ValueError(f"{name} must be {num_layers} numbers from 0 on, one for each layer, got {list(values)}.")
+    limits = list(limit) if isinstance(limit, Sequence) else [math.inf if limit is None else limit] * plan.pp_size
+    sums = [[0.0, *itertools.accumulate(values)] for values in layers]
+    extra = [ends[0], *[0.0] * (plan.pp_size * plan.num_chunks - 2), ends[1]] if len(plan.actions) > 1 else [sum(ends)]
+
+    def costs_of(sizes: Sequence[int]) -> Costs:
+        places = [0, *itertools.accumulate(sizes)]
+        times, held, saved = ([one[stop] - one[start] for start, stop in itertools.pairwise(places)] for one in sums)
+        thirds = [(time + more) / 3 for time, more in zip(times, extra)]
+        return Costs(thirds, thirds, thirds, memory=StageBytes(saved=saved, model=held), speeds=speeds)
+
+    first = simulate(plan, costs_of([num_layers, *[0] * (len(extra) - 1)]))  # which says what is wrong with speeds
+    ranks = [plan.rank_of(stage) for stage in range(len(extra))]
+    in_flight = tuple(first.peak_activations[rank] for rank in ranks)
+    faster = tuple(1.0 if speeds is None else speeds[rank] for rank in ranks)
+    if len(limits) != plan.pp_size:
+        raise ValueError(f"with a plan there is one memory_limit, or one for each of {plan.pp_size} ranks.")
+    shares = tuple(limits[rank] / plan.num_chunks for rank in ranks)
+    arguments = (tuple(layers[0]), len(extra), ends, tuple(layers[1]))
+    try:
+        sizes = fastest(*arguments, shares, tuple(layers[2]), in_flight, faster)
+    except ValueError:  # ranks have their limits, and not stages
+        sizes = fastest(*arguments, (math.inf,) * len(extra), speeds=faster)
+    return shortest(plan, sizes, costs_of, limits)
+
+
+PLAYS = 100_000
+"""How many actions the search for a layout may play: some seconds."""
+
+
+def shortest(
+    plan: Plan, sizes: Sequence[int], costs_of: Callable[[Sequence[int]], Costs], limits: Sequence[float]
+) -> list[int]:
+    """The sizes of the stages whose step is shortest by a plan: from some sizes on, layers go from stage to stage for
+    as long as that helps. What ranks lack of memory counts before time.
+
+    Args:
+        costs_of: the times and the bytes of the stages, by their sizes.
+        limits: the most bytes that each rank may hold.
+
+    Raises:
+        ValueError: no sizes were found that fit.
+    """
+
+    def quality(sizes: Sequence[int]) -> tuple[float, float]:
+        simulation = simulate(plan, costs_of(sizes))
+        lacking = sum(max(0.0, held - most) for held, most in zip(simulation.peak_bytes, limits))
+        return lacking, simulation.makespan
+
+    sizes, best, moved = list(sizes), quality(sizes), True
+    plays_left = PLAYS // sum(map(len, plan.actions))
+    while moved and plays_left > 0:
+        moved = False
+        for source, target in itertools.permutations(range(len(sizes)), 2):
+            trial = [size + (stage == target) - (stage == source) for stage, size in enumerate(sizes)]
+            if trial[source] >= 0 and plays_left > 0:
+                plays_left -= 1
+                if (found := quality(trial)) < best:
+                    sizes, best, moved = trial, found, True
+    if best[0] > 0:
+        raise ValueError(
+            f"no layout of {sum(sizes)} layers was found that fits {', '.join(f'{limit:g}' for limit in limits)}: the "
+            f"nearest, {sizes}, lacks {best[0]:g}. Use more ranks, or a schedule that holds less."
+        )
+    return sizes
+
+
 @functools.lru_cache(maxsize=16)
-def _fastest(
+def fastest(
     costs: tuple[float, ...],
     num_stages: int,
     ends: tuple[float, float],
     memory: tuple[float, ...],
     limits: tuple[float, ...],
+    activations: tuple[float, ...] | None = None,
+    in_flight: tuple[float, ...] | None = None,
+    speeds: tuple[float, ...] | None = None,
 ) -> tuple[int, ...]:
-    """The sizes of the stages. First the time of the slowest stage is found, then the most even split that keeps it."""
-    times, held = ([0.0, *itertools.accumulate(values)] for values in (costs, memory))
+    """The sizes of the stages. First the time of the slowest stage is found, then the most even split that keeps it.
+
+    Args:
+        limits, in_flight, speeds: of each stage.
+    """
+    nothing = (0.0,) * len(costs)
+    times, held, made = ([0.0, *itertools.accumulate(values)] for values in (costs, memory, activations or nothing))
+    flying, faster = in_flight or (0.0,) * num_stages, speeds or (1.0,) * num_stages
 
     def cost(index: int, start: int, stop: int) -> float:
-        """The cost of a stage; infinite where it does not fit."""
-        if held[stop] - held[start] > limits[index]:
+        """The time of a stage; infinite where it does not fit."""
+        if held[stop] - held[start] + flying[index] * (made[stop] - made[start]) > limits[index]:
             return math.inf
         extra = ends[0] * (index == 0) + ends[1] * (index == num_stages - 1)
-        return times[stop] - times[start] + extra
+        return (times[stop] - times[start] + extra) / faster[index]
 
     slowest, _ = _best_split(cost, len(costs), num_stages, combine=max)
     if slowest == math.inf:

@@ -2,13 +2,17 @@
 
 import importlib.util
 import itertools
+import math
+import operator
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tools.ranks import RankPool
 
 from megapipe import StageInfo, distribute_layers
+from megapipe.plan import Plan, StageBytes, make_plan
 
 
 def layers(num_layers: int, num_stages: int, *virtual: int, **options: Any) -> list[list[int]]:
@@ -165,3 +169,63 @@ def test_a_large_head_may_have_a_stage_for_itself() -> None:
 def test_costs_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layers(4, 2, **options)
+
+
+# By a plan
+
+
+def sizes_by(plan: Plan, num_layers: int, **arguments: Any) -> list[int]:
+    num_stages = plan.pp_size * plan.num_chunks
+    stages = [StageInfo(index, num_stages) for index in range(num_stages)]
+    return [len(distribute_layers(num_layers, stage, 0, 2, plan=plan, **arguments)) for stage in stages]
+
+
+def test_four_unequal_devices() -> None:
+    """No speed could be given: [7, 7, 6, 4] was found for devices of which two are half as fast, with a step a quarter
+    longer than need be."""
+    memory = {"memory": [0.93] * 24, "activations": [0.13] * 24}
+    unequal = {"speeds": [1, 1, 0.5, 0.5], **memory}
+    plan = make_plan("1f1b", 4, 32)
+    assert sizes_by(plan, 24, **unequal, memory_limit=[19.6, 21.6, 10.8, 4.5]) == [9, 9, 4, 2]
+    # A rank's activations are those of as many microbatches as it has in flight: four on the first one.
+    assert sizes_by(plan, 24, **unequal, memory_limit=[8 * (0.93 + 4 * 0.13) + 0.01, 21.6, 10.8, 4.5])[0] == 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_layout_is_the_best_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    pp_size, num_layers = rng.choice([2, 3, 4]), rng.randrange(6, 10)
+    plan = make_plan(rng.choice(["1f1b", "zb1p", "gpipe"]), pp_size, 6)
+    speeds = [rng.choice([0.3, 0.5, 0.7, 1.0]) for _ in range(pp_size)]
+    limits = [rng.uniform(20, 40) for _ in range(pp_size)]
+
+    def step(sizes: Sequence[int]) -> float:
+        thirds = [(size + 2 * (stage == pp_size - 1)) / 3 for stage, size in enumerate(sizes)]
+        memory = StageBytes(saved=[*map(float, sizes)], model=[*map(float, sizes)])
+        simulation = plan.simulate(thirds, thirds, thirds, speeds=speeds, memory=memory)
+        return simulation.makespan if all(map(operator.le, simulation.peak_bytes, limits)) else math.inf
+
+    cuts = itertools.combinations_with_replacement(range(num_layers + 1), pp_size - 1)
+    best = min(step([b - a for a, b in itertools.pairwise((0, *cut, num_layers))]) for cut in cuts)
+    ones = [1.0] * num_layers
+    if best == math.inf:
+        with pytest.raises(ValueError, match="no layout of"):
+            sizes_by(plan, num_layers, speeds=speeds, memory=ones, activations=ones, memory_limit=limits)
+    else:
+        found = sizes_by(plan, num_layers, speeds=speeds, memory=ones, activations=ones, memory_limit=limits)
+        assert step(found) == pytest.approx(best)
+
+
+def test_what_a_plan_needs() -> None:
+    plan, stage = make_plan("1f1b", 4, 8), StageInfo(0, 4)
+    for arguments, message in (
+        ({"speeds": [1, 1, 1, 1]}, "speeds and activations need the plan of the steps"),
+        ({"plan": plan, "speeds": [1, 1]}, "speeds has one for each of the 4 ranks, got 2"),
+        ({"plan": plan, "layout": [2] * 4}, "a layout says how many layers"),
+        ({"plan": make_plan("1f1b", 2, 8)}, "the plan has 2 ranks and 1 chunks on each, but there are 4 stages"),
+        ({"plan": plan, "memory": [1.0]}, "memory must be 8 numbers from 0 on"),
+        ({"plan": plan, "memory_limit": [1.0]}, "one memory_limit, or one for each of 4 ranks"),
+        ({"plan": plan, "memory": [1.0] * 8, "memory_limit": 1.0}, "no layout of 8 layers was found that fits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distribute_layers(8, stage, **arguments)  # type: ignore[arg-type]

@@ -9,13 +9,11 @@ from .text import as_text
 from .timeline import Timeline, load_timeline, step_time
 
 if TYPE_CHECKING:
-    from .live import LiveView
     from .recorder import TimelineRecorder
     from .stage_bytes import bytes_of_stages
 
 __all__ = [
     "BubbleSplit",
-    "LiveView",
     "Timeline",
     "TimelineRecorder",
     "as_text",
@@ -26,7 +24,7 @@ __all__ = [
     "step_time",
 ]
 
-_WITH_TORCH = {"LiveView": "live", "TimelineRecorder": "recorder", "bytes_of_stages": "stage_bytes"}
+_WITH_TORCH = {"TimelineRecorder": "recorder", "bytes_of_stages": "stage_bytes"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,12 +9,11 @@ from typing import Any
 
 from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span
 from .cells import Held, Level, cells_of, held_as_measured, held_by_plan, kinds_in, levels_in_bytes, levels_of
-from .extras import import_extra
 from .fold import Cut, find_cut
 from .memory import bytes_in_words
 from .palette import DARK, LIGHT, ink_on
 
-__all__ = ["TITLES", "save_figure", "save_picture", "svg_of"]
+__all__ = ["save_picture"]
 
 TITLES = ("measured: waits for messages in grey, the host in white", "by the plan")
 
@@ -42,8 +41,10 @@ def save_picture(
     Raises:
         ValueError: matplotlib is not installed.
     """
-    import_extra("matplotlib")
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture needs matplotlib: pip install 'megapipe[viz]'.") from None
 
     panels: list[Sequence[Sequence[Span]]] = [simulation.spans]
     held = [held_by_plan(simulation)]
@@ -69,7 +70,10 @@ def save_picture(
         _draw_waits(grid[0], measured, cut)
         grid[-1].set_xlabel("ms", color=LIGHT.text)
     _draw_legend(figure, plan, cut, "bytes" if any(held) else "microbatches")
-    save_figure(figure, path)
+    if str(path).endswith(".svg"):
+        Path(path).write_text(_svg_of(figure))
+    else:
+        figure.savefig(path, dpi=120)
 
 
 def _draw_timeline(
@@ -196,15 +200,7 @@ def _usual_length(ranks: Sequence[Sequence[Span]]) -> float:
     return lengths[len(lengths) // 20]
 
 
-def save_figure(figure: Any, path: str | Path) -> None:
-    """Save as .svg or .png, by the ending of `path`."""
-    if str(path).endswith(".svg"):
-        Path(path).write_text(svg_of(figure))
-    else:
-        figure.savefig(path, dpi=120)
-
-
-def svg_of(figure: Any) -> str:
+def _svg_of(figure: Any) -> str:
     """The figure as an SVG, dark where dark pages are preferred, and the same whenever and wherever it is made."""
     import matplotlib
 

@@ -3,15 +3,147 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import megapipe
 
-from .commands import COMMANDS
+from .. import schedules as schedules  # registers them
+from ..plan import nearest
+from .choose import compare, tune
+from .fit_command import fit_command
+from .show import show
+from .status import status
 
 __all__ = ["main"]
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on, got {text}")
+    return int(text)
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+NUMBER: dict[str, Any] = {"type": _number, "metavar": "N"}
+WEIGHTS: dict[str, Any] = {"type": int, "metavar": "N"}
+TIME: dict[str, Any] = {"type": float, "metavar": "T"}
+SIZE: dict[str, Any] = {"metavar": "SIZE"}
+FLAG: dict[str, Any] = {"action": "store_true"}
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    # What is looked at
+    "schedule": ("a schedule's name, FILE.py:NAME, a file of a plan (.csv, .json), or a measured timeline", {}),
+    "own": ("FILE.py:NAME, a schedule of your own to look at too", {"nargs": "*", "metavar": "FILE.py:NAME"}),
+    "timeline": ("the file that was recorded", {}),
+    "model": ("a config.json of Hugging Face, or its numbers, such as hidden_size=4096", {"nargs": "*"}),
+    "address": (
+        "HOST:PORT of the job's store; default: MASTER_ADDR and MASTER_PORT, or the ranks here",
+        {"nargs": "?"},
+    ),
+    # Sizes
+    "--pp": ("pipeline ranks", NUMBER),
+    "--microbatches": ("microbatches per step", NUMBER),
+    "--chunks": ("stages per rank, for schedules that leave it open; tune tries 2 and 4", {**NUMBER, "nargs": "+"}),
+    "--slices": ("slices per sequence, for schedules that cut them", {**NUMBER, "nargs": "+"}),
+    # Settings of the config
+    "--min-pending-weights": ("Ws that stay pending until the last B is done, for the windows of --exchange", WEIGHTS),
+    "--max-pending-weights": ("most Ws that stay pending after a B", WEIGHTS),
+    "--recompute": (
+        "activations are computed again before each B (R), in time T, or that of F without it; at most one W is "
+        "pending then",
+        {**TIME, "nargs": "?", "const": math.nan},
+    ),
+    "--offload": (
+        "activations go to host memory where they are back in time (O, L), and a copy takes T times as long as their "
+        "F; at most one W is pending then",
+        TIME,
+    ),
+    # Times
+    "--times": (
+        "of one microbatch on a whole rank, in any unit; default: 1 1 1",
+        {"type": float, "nargs": 3, "metavar": ("F", "B", "W"), "default": [1.0, 1.0, 1.0]},
+    ),
+    "--p2p": ("latency of a message; default: 0", {**TIME, "default": 0.0}),
+    "--exchange": (
+        "the part of F, and of B, that is communication within stages, and that pairs and Ws hide; default: 0",
+        {**TIME, "default": 0.0},
+    ),
+    "--unsplit": ("for layers that do not defer their weight gradients: B takes W's time too, W none", FLAG),
+    "--speeds": ("how fast each rank or device is, such as 1,1,.5,.5", {"type": _list, "metavar": "S,S,..."}),
+    # Memory
+    "--bytes": ("those of each stage, as StageBytes.save wrote them", {"metavar": "FILE"}),
+    "--memory-limit": (
+        "microbatches that a rank has memory for at once, or, with --bytes, a size such as 80GB; one for all ranks, or "
+        "one for each, such as 24GB,24GB,12GB,8GB",
+        {"type": _list, "metavar": "N"},
+    ),
+    # Output
+    "--all": ("show the schedules too that others beat", FLAG),
+    "--comms": ("list what each rank does, messages included", FLAG),
+    "--width": ("columns of the timeline; default: the terminal's", NUMBER),
+    "--save": (
+        "write what the ending asks for. show: .csv or .json (the plan), .svg or .png (a picture), .trace.json (for "
+        "Perfetto); compare: .csv or .json (the table); tune: .csv or .json (the recommended plan, its Ws placed by "
+        "the measured times)",
+        {"nargs": "+", "metavar": "FILE", "default": []},
+    ),
+    # The job of fit
+    "--devices": ("how many", NUMBER),
+    "--sequence": ("tokens of one", NUMBER),
+    "--batch": ("sequences of a step", NUMBER),
+    "--memory": ("of a device, such as 80GB, or of each, such as 24GB,24GB,12GB,8GB", {"type": _list, **SIZE}),
+    "--flops": ("operations a second of a device", {"type": float, "metavar": "F"}),
+    "--efficiency": ("the share that your stages reach of them", {"type": float, "metavar": "E"}),
+    "--node": ("devices of a node; default: 8", {**NUMBER, "default": 8}),
+    "--node-bandwidth": ("bytes a second of a device in its node, one way", SIZE),
+    "--bandwidth": ("the same between nodes", SIZE),
+    "--host-bandwidth": ("the same between a device and its host; none: activations are not moved there", SIZE),
+    "--cp": ("devices that share a sequence; default: 1", {**NUMBER, "default": 1}),
+    "--reserve": ("share of the memory kept free; default: 0.1", {"type": float, "default": 0.1, "metavar": "R"}),
+    "--top": ("how many are shown; default: 10", {**NUMBER, "default": 10}),
+}
+
+
+class Command(NamedTuple):
+    run: Callable[[argparse.Namespace], None]
+    help: str
+    options: str
+    """The names of its options, those before / are needed."""
+
+
+PLAN = "--chunks --slices --min-pending-weights --max-pending-weights --recompute --offload --unsplit"
+CHOICE = "own --bytes --memory-limit --all --save"
+COMMANDS = {
+    "show": Command(
+        show,
+        "draw one schedule, or a measured step above its plan",
+        f"schedule / --pp --microbatches {PLAN} --times --p2p --exchange --speeds --bytes --comms --width --save",
+    ),
+    "compare": Command(
+        compare,
+        "all schedules in one table, fastest first",
+        f"--pp --microbatches / {PLAN} --times --p2p --exchange --speeds {CHOICE}",
+    ),
+    "tune": Command(
+        tune,
+        "predict all schedules' steps from a measured timeline, and recommend one",
+        f"timeline / --microbatches {PLAN} {CHOICE}",
+    ),
+    "fit": Command(
+        fit_command,
+        "which ways of training a model fit, fastest first: by formulas and plans, not measured",
+        "--devices --sequence --batch --memory --flops --efficiency / model --node --node-bandwidth --bandwidth "
+        "--host-bandwidth --speeds --cp --reserve --top --unsplit",
+    ),
+    "status": Command(status, "where every rank of a running job is, also while it hangs", "/ address"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,40 +157,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
         to the end, as in `megapipe compare ... | head`; 130 where it was interrupted.
     """
     try:
-        status = _run(arguments)
+        exit_status = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so when it ends
         return 1
     except KeyboardInterrupt:
         return 130
-    return status
+    return exit_status
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
-    try:
-        args = parser.parse_args(arguments)
-    except SystemExit as done:  # argparse has printed the help, the version, or what is wrong
-        return int(done.code or 0)
-    if args.command is None:
+def _run(arguments: list[str]) -> int:
+    parser, name = _Parser(prog="megapipe", description="Look at schedules, before they run and after."), ""
+    parser.add_argument("--version", action="version", version=f"megapipe {megapipe.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for known, command in COMMANDS.items():
+        _add_options(commands.add_parser(known, help=command.help, description=command.help), command.options)
+    if not arguments:
         parser.print_help()
         return 0
     try:
-        args.run(args)
+        args, unknown = parser.parse_known_args(arguments)
+        name = f" {args.command}"
+        if unknown:
+            raise ValueError(_unknown(unknown[0], COMMANDS[args.command].options))
+        COMMANDS[args.command].run(args)
+    except SystemExit:  # argparse has printed the help or the version
+        return 0
     except BrokenPipeError:
         raise
+    except FileNotFoundError as error:
+        print(f"megapipe{name}: there is no file {error.filename}.", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
-        print(f"megapipe {args.command}: {error}", file=sys.stderr)
+        print(f"megapipe{name}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megapipe", description="Look at schedules, before they run and after.")
-    parser.add_argument("--version", action="version", version=f"megapipe {megapipe.__version__}")
-    parser.set_defaults(parser=parser)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
-    return parser
+class _Parser(argparse.ArgumentParser):
+    """One that says in a sentence what is wrong, and takes no abbreviations."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (megapipe{self.prog.removeprefix('megapipe')} --help lists what there is).")
+
+
+def _add_options(parser: argparse.ArgumentParser, names: str) -> None:
+    needed, _, others = names.partition("/")
+    for name in (*needed.split(), *others.split()):
+        text, settings = OPTIONS[name]
+        required: dict[str, Any] = {"required": True} if name.startswith("--") and name in needed.split() else {}
+        parser.add_argument(name, help=text, **settings, **required)
+
+
+def _unknown(option: str, names: str) -> str:
+    known = [name for name in names.split() if name.startswith("--")]
+    meant = nearest(option.partition("=")[0], {name: name for name in known})
+    return f"there is no option {option}" + (f": do you mean {meant}?" if meant else f"; choose of {', '.join(known)}.")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..plan import Plan, Simulation
 
-__all__ = ["MICROBATCHES", "Memory", "bytes_in_words", "front_of", "parse_bytes"]
+__all__ = ["Memory", "bytes_in_words", "front_of", "parse_bytes"]
 
 PREFIXES = "kMGTP"
 
@@ -19,29 +19,29 @@ class Memory(NamedTuple):
 
     Attributes:
         in_bytes: bytes of the fullest rank; otherwise microbatches of a whole rank, as `Simulation.peak_activations`.
-        limit: None for none.
+        limit: one for each rank, or one for all; None for none.
     """
 
     in_bytes: bool = False
-    limit: float | None = None
+    limit: Sequence[float] | None = None
 
     def of(self, simulation: Simulation) -> float:
         """The most that a rank holds."""
         return max(simulation.peak_bytes if self.in_bytes else simulation.peak_activations)
 
     def fits(self, simulation: Simulation) -> bool:
-        return self.limit is None or self.of(simulation) <= self.limit
+        held = simulation.peak_bytes if self.in_bytes else simulation.peak_activations
+        limits = self.limit if self.limit is None or len(self.limit) > 1 else [*self.limit] * len(held)
+        if limits is not None and len(limits) != len(held):
+            raise ValueError(f"a memory limit is one number, or one for each of {len(held)} ranks, got {len(limits)}.")
+        return limits is None or all(own <= most for own, most in zip(held, limits))
 
     def in_words(self, amount: float) -> str:
         return bytes_in_words(amount) if self.in_bytes else f"{amount:.3g}"
 
     @property
-    def name(self) -> str:
-        return ("bytes" if self.in_bytes else "microbatches") + " held on the fullest rank"
-
-
-MICROBATCHES = Memory()
-"""Counted where bytes are not known, without a limit."""
+    def limit_in_words(self) -> str:
+        return ", ".join(map(self.in_words, self.limit or ()))
 
 
 def front_of(rows: Sequence[tuple[Plan, Simulation]], memory: Memory) -> list[Plan | None]:

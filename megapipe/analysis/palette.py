@@ -5,14 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..plan import FORWARD
-
-__all__ = ["ACCENT", "DARK", "LIGHT", "LIMIT_COLOUR", "Scheme", "ink_on"]
-
-ACCENT = FORWARD.colours[1]
-"""The colour of what is good, beside actions."""
-
-LIMIT_COLOUR = "#c0504d"
+__all__ = ["DARK", "LIGHT", "Scheme", "ink_on"]
 
 
 class Scheme(NamedTuple):

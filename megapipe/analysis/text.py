@@ -1,15 +1,23 @@
-"""A plan or a measured step in characters: as plain text, and as rows for a terminal."""
+"""Plans, measured steps and tables in characters, as wide as the terminal: 80 columns where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from ..plan import Action, Plan
-from .cells import Cell, Level
+from ..plan import KINDS, Action, Plan, Span
+from .cells import Cell, Held, Level, cells_of, kinds_in, levels_in_bytes
+from .palette import ink_on
 
-__all__ = ["COLOURED", "Form", "Segment", "as_text", "level_rows", "plain_forms", "text_rows"]
+__all__ = ["Form", "as_text", "listed", "print_legend", "print_table", "print_timeline", "say", "text_rows"]
+
+WIDEST = 10_000
+"""The most columns of a timeline: far more than a terminal has, and still quick to print."""
 
 
 def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weight: int = 1) -> str:
@@ -31,6 +39,47 @@ def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weig
         rows.append(cells)
     width = max(len(cell) for row in rows for cell in row)
     return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
+
+
+# Lines
+
+
+def say(text: str) -> None:
+    """Print a line, or several where it is longer than the terminal: broken between words, indented as figures are."""
+    print(textwrap.fill(text, _width(), subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False))
+
+
+def _width() -> int:
+    return max(20, shutil.get_terminal_size((80, 24)).columns)
+
+
+def listed(values: Sequence[float] | Sequence[str], form: str, unit: str = "", what: str = "rank") -> str:
+    texts = [format(value, form) for value in values]
+    return f"{texts[0]}{unit} on every {what}" if len(set(texts)) == 1 else " ".join(texts) + unit
+
+
+def print_table(columns: Mapping[str, Sequence[str]], left: Collection[str], may_go: Sequence[str] = ()) -> None:
+    """Print texts by column, below their headings. A column without any is left out.
+
+    Args:
+        left: headings of the columns that are flush left.
+        may_go: those that are left out where the terminal is too narrow, the first ones first.
+    """
+    shown = {name: [name, *texts] for name, texts in columns.items() if texts}
+    widths = {name: max(map(len, texts)) for name, texts in shown.items()}
+    gone = []
+    for name in may_go:
+        if name in widths and sum(widths.values()) + 2 * (len(widths) - 1) > _width():
+            gone.append(name)
+            del widths[name]
+    for line in zip(*(shown[name] for name in widths)):
+        texts = (f"{text:{'<' if name in left else '>'}{width}}" for text, (name, width) in zip(line, widths.items()))
+        print("  ".join(texts).rstrip())
+    if gone:
+        say(f"left out, since {_width()} columns are too few: {', '.join(gone)}")
+
+
+# Timelines
 
 
 class Form(NamedTuple):
@@ -56,7 +105,7 @@ COLOURED = (
 """The longest first, for terminals where colours tell F, B, W and chunks apart."""
 
 
-def plain_forms(plan: Plan) -> tuple[Form, ...]:
+def _plain_forms(plan: Plan) -> tuple[Form, ...]:
     """The same without colours: there is a letter in each."""
 
     def letter(action: Action) -> str:
@@ -67,6 +116,87 @@ def plain_forms(plan: Plan) -> tuple[Form, ...]:
         Form(lambda action: f"{letter(action)}{action.unit}", KIND_AND_UNIT, small_letters=True),
         Form(letter, small_letters=True),
     )
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _coloured(text: str, kind: str, chunk: int) -> str:
+    """The text in the kind's colour, by the terminal's codes: true ones, or the nearest of its 216."""
+    colour = KINDS[kind].colours[chunk % 2]
+    codes = []
+    for ground, of in ((38, ink_on(colour)), (48, colour)):
+        red, green, blue = bytes.fromhex(of[1:])
+        if os.environ.get("COLORTERM") in ("truecolor", "24bit"):
+            codes.append(f"{ground};2;{red};{green};{blue}")
+        else:
+            codes.append(f"{ground};5;{16 + 36 * round(red / 51) + 6 * round(green / 51) + round(blue / 51)}")
+    return f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
+
+
+def print_timeline(
+    plan: Plan,
+    ranks: Sequence[Sequence[Span]],
+    width: int | None,
+    duration: float,
+    memory: Sequence[Held] | None = None,
+) -> list[Form]:
+    """Print a row for each rank, and one below it for the bytes that it holds, where they are known.
+
+    Args:
+        duration: the time that a row stands for, from the first action of all ranks on.
+
+    Returns:
+        The forms of the names, for the legend.
+    """
+    prefix = len(f"rank {plan.pp_size - 1} ")
+    columns = max(20, (width or _width()) - prefix)
+    if columns > WIDEST:
+        raise ValueError(f"{columns} columns are more than any terminal has: choose a --width of {WIDEST:,} at most.")
+    forms = COLOURED if _has_colours() else _plain_forms(plan)
+    rows, used = text_rows(cells_of(plan, ranks), columns, duration, forms)
+    levels = [] if memory is None else _level_rows(levels_in_bytes(ranks, memory), columns, duration)
+    for rank, row in enumerate(rows):
+        pieces = [_painted(plan, text, cell) if _has_colours() else _plain(text, cell) for text, cell in row]
+        print(f"rank {rank}".ljust(prefix) + "".join(pieces))
+        if levels:
+            print(" " * prefix + levels[rank])
+    return used
+
+
+def _plain(text: str, cell: Cell | None) -> str:
+    return text if cell else "." * len(text)
+
+
+def _painted(plan: Plan, text: str, cell: Cell | None) -> str:
+    """A pair has F's colour on the left and B's on the right."""
+    actions = cell.actions if cell else ()
+    share = len(text) / max(1, len(actions))
+    pieces = [text[round(index * share) : round((index + 1) * share)] for index in range(len(actions))]
+    return "".join(_coloured(t, a.kind, plan.chunk_of(a.stage)) for t, a in zip(pieces, actions)) or text
+
+
+def print_legend(plan: Plan, used: Sequence[Form]) -> None:
+    """What the letters and colours of a timeline mean."""
+    notes = [form.note for form in used if form.note]
+    if plan.num_slices > 1 and notes:
+        notes.append(f"{notes[0].partition(':')[0]}.1: of its slice 1")
+    if plan.num_chunks > 1 and _has_colours():
+        notes.append("dark: odd chunks")
+    elif plan.num_chunks > 1 and any(form.small_letters for form in used):
+        notes.append("small letters: odd chunks")
+    if any(plan.program.pairs):
+        notes.append("F+B: an overlapped pair")
+    names = [f"{kind.name[0]} {kind.label}" for kind in kinds_in(plan)]
+    text = "legend     " + "; ".join([", ".join([*names, ". idle"]), *notes])
+    if not _has_colours():
+        say(text)
+        return
+    lines = textwrap.fill(text, _width(), subsequent_indent=" " * 11, break_long_words=False)
+    for kind in kinds_in(plan):
+        lines = lines.replace(f" {kind.name[0]} {kind.label}", f" {_coloured(kind.name[0], kind.name, 0)} {kind.label}")
+    print(lines)
 
 
 class Segment(NamedTuple):
@@ -109,28 +239,6 @@ def text_rows(
     return texts, [form for form in forms if form in names.values()]
 
 
-BLOCKS = " ▁▂▃▄▅▆▇█"
-
-
-def level_rows(rows: Sequence[Sequence[Level]], width: int, duration: float) -> list[str]:
-    """A row of blocks per rank, as high as what it holds: the highest for the most that any rank does.
-
-    Args:
-        rows, width, duration: as in `text_rows`.
-    """
-    begin = min(levels[0].start for levels in rows)
-    most = max(level.held for levels in rows for level in levels) or 1.0
-    texts = []
-    for levels in rows:
-        heights = [0.0] * width
-        for held, start, end in levels:
-            first, last = ((time - begin) * width / duration for time in (start, end))
-            for column in range(int(first), min(width, max(int(first) + 1, round(last)))):
-                heights[column] = max(heights[column], held)
-        texts.append("".join(BLOCKS[round(height / most * (len(BLOCKS) - 1))] for height in heights).rstrip())
-    return texts
-
-
 def _name(cell: Cell, form: Form) -> str:
     return "+".join(map(form.name, cell.actions))
 
@@ -147,3 +255,21 @@ def _choose_names(cells: list[Cell], scale: float, forms: Sequence[Form]) -> dic
         ]
         names[kinds] = (fitting or forms[-1:])[0]
     return names
+
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def _level_rows(rows: Sequence[Sequence[Level]], width: int, duration: float) -> list[str]:
+    """A row of blocks per rank, as high as what it holds: the highest for the most that any rank does."""
+    begin = min(levels[0].start for levels in rows)
+    most = max(level.held for levels in rows for level in levels) or 1.0
+    texts = []
+    for levels in rows:
+        heights = [0.0] * width
+        for held, start, end in levels:
+            first, last = ((time - begin) * width / duration for time in (start, end))
+            for column in range(int(first), min(width, max(int(first) + 1, round(last)))):
+                heights[column] = max(heights[column], held)
+        texts.append("".join(BLOCKS[round(height / most * (len(BLOCKS) - 1))] for height in heights).rstrip())
+    return texts

@@ -37,6 +37,9 @@ from ..plan import (
 
 __all__ = ["MeasuredMessage", "Timeline", "first_start", "load_timeline", "measured_messages", "step_time"]
 
+UNEVEN = 0.8
+"""The least speed of a rank beside the fastest that may be chance."""
+
 
 class MeasuredMessage(NamedTuple):
     """A message between two ranks, with times in milliseconds on one clock."""
@@ -138,7 +141,44 @@ class Timeline:
         """
         return place_weights(self.plan, self.costs(), max_in_flight)
 
-    def layer_costs(self, num_layers: Sequence[int]) -> tuple[list[float], float, float]:
+    @cached_property
+    def _work(self) -> list[float]:
+        """The time of a microbatch on each stage, in ms."""
+        costs = self.costs()
+        parts = (costs.forward, costs.backward_input, costs.backward_weight)
+        return [sum(of_stage) for of_stage in zip(*(part for part in parts if isinstance(part, list)))]
+
+    def speeds(self, num_layers: Sequence[int] | None = None) -> list[float]:
+        """How fast each rank is, beside the fastest one: for `distribute_layers` and `layer_costs`.
+
+        Without `num_layers` all work of a rank counts, its share of the embedding and the head included. With it, the
+        time per layer does, of stages between the first and the last, as if all layers cost alike. A rank with none
+        of these stages counts as fast as the nearest one that has some.
+
+        Args:
+            num_layers: of each stage, as it was measured.
+
+        Raises:
+            ValueError: as `layer_costs`.
+        """
+        plan, times = self.plan, self._work
+        stages = range(len(times))
+        if num_layers is not None:
+            self._check_layers(num_layers)
+            stages = range(1, len(times) - 1)
+        counts = num_layers or [1] * len(times)
+        per_layer = {}
+        for rank in range(plan.pp_size):
+            own = [stage for stage in stages if plan.rank_of(stage) == rank and counts[stage]]
+            if own:
+                layers = sum(counts[stage] for stage in own) if num_layers else 1
+                per_layer[rank] = sum(times[stage] for stage in own) / layers
+        near = [per_layer[min(per_layer, key=lambda other: abs(other - rank))] for rank in range(plan.pp_size)]
+        return [min(near) / time for time in near]
+
+    def layer_costs(
+        self, num_layers: Sequence[int], speeds: Sequence[float] | None = None
+    ) -> tuple[list[float], float, float]:
         """The time of a microbatch in each layer, in the embedding and in the head, in ms: for `distribute_layers`.
 
         The layers of a stage count alike. Those of the first and last stage count as the mean of the others; the rest
@@ -146,26 +186,40 @@ class Timeline:
 
         Args:
             num_layers: of each stage, as it was measured.
+            speeds: how fast each rank is; the costs are then those on a rank of speed 1. `speeds(num_layers)` finds
+                them. None for ranks that are alike.
 
         Returns:
             `costs`, `num_virtual_layers_pre` and `num_virtual_layers_post`.
 
         Raises:
-            ValueError: there are not as many stages, or none between the first and the last that has layers.
+            ValueError: there are not as many stages, or none between the first and the last that has layers; or layers
+                take longer on some ranks than on others, and `speeds` does not say why.
         """
-        costs = self.costs()
-        parts = (costs.forward, costs.backward_input, costs.backward_weight)
-        times = [sum(of_stage) for of_stage in zip(*(part for part in parts if isinstance(part, list)))]
-        if len(num_layers) != len(times) or not sum(num_layers[1:-1]):
+        self._check_layers(num_layers)
+        found = self.speeds(num_layers)
+        if speeds is None and min(found) < UNEVEN:
             raise ValueError(
-                f"num_layers must be {len(times)} numbers, one for each measured stage, with layers between the first "
-                f"and the last, got {list(num_layers)}: measure with at least 3 stages (pipeline ranks times chunks)."
+                f"a layer takes {1 / min(found):.2g} times as long on rank {found.index(min(found))} as on rank "
+                f"{found.index(max(found))}: pass speeds=timeline.speeds({list(num_layers)}) where the ranks differ, "
+                f"or speeds={[1] * len(found)} where the layers do."
             )
+        times = [
+            time * (speeds or [1.0] * self.plan.pp_size)[self.plan.rank_of(s)] for s, time in enumerate(self._work)
+        ]
         inner = [(time, count) for time, count in list(zip(times, num_layers))[1:-1] if count]
         mean = sum(time for time, _ in inner) / sum(count for _, count in inner)
         of_inner = [time / count for time, count in inner for _ in range(count)]
         embedding, head = (max(0.0, times[end] - mean * num_layers[end]) for end in (0, -1))
         return [mean] * num_layers[0] + of_inner + [mean] * num_layers[-1], embedding, head
+
+    def _check_layers(self, num_layers: Sequence[int]) -> None:
+        times = self._work
+        if len(num_layers) != len(times) or not sum(num_layers[1:-1]):
+            raise ValueError(
+                f"num_layers must be {len(times)} numbers, one for each measured stage, with layers between the first "
+                f"and the last, got {list(num_layers)}: measure with at least 3 stages (pipeline ranks times chunks)."
+            )
 
     @cached_property
     def _mean_slices(self) -> list[float] | None:
@@ -184,6 +238,12 @@ class Timeline:
         measured = [time for time in costs.recompute if time] if isinstance(costs.recompute, list) else []
         recompute = fmean(measured) * self.plan.num_chunks if measured else None
         return Costs(forward, inputs, weights, costs.p2p, recompute=recompute)
+
+    def rank_costs(self) -> Costs:
+        """`even_costs`, with each rank as fast as it was: for any schedule on these ranks."""
+        mean, speeds = self.even_costs(), self.speeds()
+        slowness = sum(1 / speed for speed in speeds) / len(speeds)
+        return replace(mean, speeds=[speed * slowness for speed in speeds])
 
     @cached_property
     def peak_bytes(self) -> list[int]:

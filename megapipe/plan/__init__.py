@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .registry import Schedule, nearest, register, schedule_names
     from .residency import gathered_chunks
     from .simulation import Costs, Simulation, Span, play, simulate
-    from .transformer import Transformer, read_config
     from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
     from .weight_placement import place_weights
 
@@ -59,7 +58,6 @@ __all__ += [  # between rooms
     "Event",
     "Kind",
     "RankStep",
-    "Transformer",
     "Wait",
     "actions_of",
     "gathered_chunks",
@@ -70,7 +68,6 @@ __all__ += [  # between rooms
     "place_weights",
     "plan_of",
     "play",
-    "read_config",
     "read_text",
     "register",
     "unit_in_words",

@@ -37,13 +37,6 @@ class Plan(PlanFacts):
 
         return peak_held(self.actions[rank], "in_flight")
 
-    def peak_waiting(self, rank: int) -> int:
-        """Most messages that occupy the device of `rank` at a time while they wait, as kernels of NCCL do: the receives
-        that one step waits for, and a send to each neighbour, where that is larger than NCCL's buffers."""
-        from .occupancy import peak_waiting
-
-        return peak_waiting(self, rank)
-
     @cached_property
     def posted_ahead(self) -> list[dict[Action, list[Action]]]:
         """Per rank and action, the actions behind it whose receives may be posted before it is launched, when its own
@@ -56,30 +49,19 @@ class Plan(PlanFacts):
             for row, of_rank in zip(self.actions, posted_ahead(self.program))
         ]
 
-    def check(self, *, shared_communicator: bool = False, max_waiting: int | None = None) -> None:
+    def check(self) -> None:
         """Prove that the plan cannot hang, and that every message is received as the one that was sent.
 
         The rules are those of rendezvous transports: a send occupies its channel until it is received, and a channel
         carries its messages in order. A rank waits where a computation needs a message.
 
-        Args:
-            shared_communicator: instead of one channel per boundary and direction, all messages of a rank share one
-                communicator, which runs them one at a time in the order of the calls and pairs them by rank alone.
-                Most schedules hang or mix messages up there: it is why channels exist.
-            max_waiting: also prove that no more messages than this occupy a device while they wait (`peak_waiting`).
-                Over NCCL each takes up to 4 multiprocessors from what is computed beside it.
-
         Raises:
             ScheduleError: a rank waits for ever, and for what; or something is missing, there twice, or comes before
-                what it needs on the same rank; or more messages than `max_waiting` may wait on a device.
+                what it needs on the same rank.
         """
         from .check import check_channels
-        from .occupancy import check_occupancy
-        from .shared_communicator import check_shared_communicator
 
-        (check_shared_communicator if shared_communicator else check_channels)(self)
-        if max_waiting is not None:
-            check_occupancy(self, max_waiting)
+        check_channels(self)
 
     def simulate(
         self,
@@ -94,14 +76,15 @@ class Plan(PlanFacts):
         slices: Sequence[float] | None = None,
         recompute: PerStage | None = None,
         memory: StageBytes | None = None,
+        speeds: Sequence[float] | None = None,
         num_steps: int = 1,
         synchronize: bool = False,
     ) -> Simulation:
         """Play the plan through time.
 
         Args:
-            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices, recompute, memory: see
-                `Costs`.
+            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices, recompute, memory,
+                speeds: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
 
@@ -113,7 +96,7 @@ class Plan(PlanFacts):
         from .simulation import Costs, simulate
 
         times = (forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices)
-        costs = Costs(*times, recompute=recompute, memory=memory)
+        costs = Costs(*times, recompute=recompute, memory=memory, speeds=speeds)
         return simulate(self, costs, num_steps, synchronize)
 
     # Files

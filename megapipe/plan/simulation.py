@@ -46,9 +46,10 @@ class Costs:
         slices: how long the slices of a sequence take beside each other, one number for each; they share out the times
             of a microbatch. None where all take as long. A message takes its equal share in any case.
         memory: the bytes of each stage; None where they are not known.
+        speeds: how fast each rank is, beside one on which actions take the times above; None where all are alike.
 
     Raises:
-        ValueError: a time is negative or not finite, or no slice takes any time.
+        ValueError: a time is negative or not finite, no slice takes any time, or a speed is not more than 0.
     """
 
     forward: PerStage = 1.0
@@ -61,6 +62,7 @@ class Costs:
     slices: Sequence[float] | None = None
     recompute: PerStage | None = None
     memory: StageBytes | None = None
+    speeds: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
@@ -72,6 +74,8 @@ class Costs:
                     raise ValueError(f"{field_.name} must be a finite number from 0 on, got {time:g}.")
         if self.slices is not None and not sum(self.slices):
             raise ValueError(f"slices are relative times of which one at least is more than 0, got {self.slices}.")
+        if self.speeds is not None and not min(self.speeds, default=0) > 0:
+            raise ValueError(f"speeds must be more than 0, got {list(self.speeds)}.")
 
     def of_messages(self, plan: PlanFacts) -> dict[str, float]:
         """The arguments of the player that are times of messages."""
@@ -133,11 +137,14 @@ class Costs:
         if time is None:
             time = self.forward
         num_stages = plan.pp_size * num_chunks
-        if isinstance(time, (int, float)):
-            return [time / num_chunks] * num_stages
-        if len(time) != num_stages:
-            raise ValueError(f"a list of times has one for each of the {num_stages} stages, got {len(time)}.")
-        return list(time)
+        times = [time / num_chunks] * num_stages if isinstance(time, (int, float)) else list(time)
+        if len(times) != num_stages:
+            raise ValueError(f"a list of times has one for each of the {num_stages} stages, got {len(times)}.")
+        if self.speeds is None:
+            return times
+        if len(self.speeds) != plan.pp_size:
+            raise ValueError(f"speeds has one for each of the {plan.pp_size} ranks, got {len(self.speeds)}.")
+        return [time / self.speeds[plan.rank_of(stage)] for stage, time in enumerate(times)]
 
 
 class Span(NamedTuple):

@@ -1,91 +1,27 @@
-"""Pictures and pages. The pages are opened in a browser, as their readers do."""
+"""Pictures of timelines."""
 
 import itertools
-import random
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from matplotlib.text import Annotation, Text
 from tools.measured import as_measured
-from tools.ranks import PATIENCE
 
 from megapipe.analysis import save_picture
 from megapipe.analysis.cells import levels_of
-from megapipe.analysis.comparison import points_of, save_comparison
 from megapipe.analysis.fold import find_cut
-from megapipe.analysis.memory import Memory
-from megapipe.analysis.pages import save_html
 from megapipe.analysis.palette import DARK, LIGHT, ink_on
-from megapipe.plan import KINDS, Action, Span, make_plan
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-)
-needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed")
-
-# Points at the cell of an action.
-POINT_AT = """
-<script>
-const place = PLACE.join();
-document.querySelector(`[data-at="${place}"]`).dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
-</script>
-"""
-
-
-def browse(page: Path, screenshot: Path) -> str:
-    """Open a page in headless chromium. Returns its DOM once its scripts have run."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,500"]
-    command += [f"--user-data-dir={screenshot.parent / 'profile'}", "--virtual-time-budget=3000"]
-    command += ["--dump-dom", f"--screenshot={screenshot}", page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
-
-
-def share_of(colour: str, screenshot: Path) -> float:
-    wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return float((abs(imread(screenshot)[:, :, :3] - wanted).max(axis=2) < 0.02).mean())
-
-
-@needs_chromium
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    page, screenshot = tmp_path / "plan.html", tmp_path / "plan.png"
-    plan = make_plan("zbv", 4, 8)
-    save_html(plan, plan.simulate(p2p=0.25), page)
-    place = [0, 2, plan.actions[2].index(Action(5, "B", 3))]
-    page.write_text(page.read_text().replace("</html>", POINT_AT.replace("PLACE", str(place)) + "</html>"))
-    dom = browse(page, screenshot)
-    assert len(re.findall(r'data-at="\d', dom)) == sum(map(len, plan.actions))
-    for kind in ("F", "B", "W"):
-        for colour in KINDS[kind].colours:
-            assert share_of(colour, screenshot) > 0.01
-    tip = re.sub(r"<[^>]+>", "", dom[dom.index('class="tip"') :])
-    assert "5B3: input gradient of microbatch 3 through stage 5" in tip
-    assert "after waiting" in tip
-    assert "needs 6B3 of rank 1" in tip
-
-
-def test_a_page_is_small_and_loads_nothing(tmp_path: Path) -> None:
-    """A page held all of plotly: 4.5 MB."""
-    plan = make_plan("zbv", 8, 128)
-    save_html(plan, plan.simulate(p2p=0.1), tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert len(page) < 300_000
-    assert not re.search(r"<(script|link|img)[^>]+(src|href)=|@import|url\(", page)
+from megapipe.plan import KINDS, Span, make_plan
 
 
 def test_a_measured_step_above_its_plan(tmp_path: Path) -> None:
     plan = make_plan("1f1b", 3, 4)
-    page, picture = tmp_path / "step.html", tmp_path / "step.svg"
+    picture = tmp_path / "step.svg"
     measured = as_measured(plan.simulate(p2p=0.5), pause=0.125)
-    save_html(plan, plan.simulate(), page, measured)
     save_picture(plan, plan.simulate(), picture, measured)
-    assert "waits 1.375 ms for what 1F0 needs" in page.read_text()
     for title in ("measured: waits for messages in grey, the host in white", "by the plan"):
-        assert f'"title":"{title}"' in page.read_text()
         assert f">{title}</text>" in picture.read_text()
     assert picture.read_text().count(">rank 2</text>") == 2
 
@@ -200,32 +136,3 @@ def test_labels_can_be_read() -> None:
     for scheme in (LIGHT, DARK):
         assert contrast(scheme.text, scheme.page) > 7
         assert contrast(scheme.faint, scheme.page) > 3
-
-
-def test_a_schedule_as_large_as_the_limit_fits() -> None:
-    plan = make_plan("1f1b", 4, 8)
-    for limit, fits in ((4.0, True), (3.9, False)):
-        (point,) = points_of([(plan, plan.simulate())], Memory(limit=limit))
-        assert point.fits == fits
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_label_of_a_comparison_lies_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    random.seed(seed)
-    rows = []
-    for name in ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b") * 3:
-        plan = make_plan(name, 4, 8)
-        simulation = plan.simulate(random.choice([1.0, 1.1, 1.2]))
-        simulation.peak_activations = [random.choice([3.0, 4.0, 4.5, 8.0])]
-        rows.append((plan, simulation))
-    figures = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    save_comparison(rows, tmp_path / "chart.png", Memory(limit=4))
-    labels = [text for text in figures[0].axes[0].texts if isinstance(text, Annotation)]
-    boxes = []
-    for label in labels:
-        label.get_window_extent()
-        boxes.append(Text.get_window_extent(label))
-    assert len(boxes) > 5
-    for index, box in enumerate(boxes):
-        assert not box.count_overlaps(boxes[:index])

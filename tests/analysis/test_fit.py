@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.published import TABLES, Run
 from megapipe.analysis.cli import main
-from megapipe.analysis.fit import Job, Layout, _sizes, _times, estimate, fit, stage_bytes
-from megapipe.plan import Costs, Settings, Transformer, make_plan, read_config, simulate
+from megapipe.analysis.fit import Job, Layout, Transformer, _sizes, _times, estimate, fit, read_config, stage_bytes
+from megapipe.plan import Costs, Settings, make_plan, simulate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
 
@@ -131,6 +131,17 @@ def test_what_holds_less_and_what_takes_longer() -> None:
     assert r.step == pytest.approx(whole.makespan, rel=0.01)
 
 
+def test_unequal_devices_get_unequal_layers() -> None:
+    """`--memory 24GB,24GB,12GB,8GB` was "no size in bytes"."""
+    model = Transformer(24, 1024, 16, 32000, gated=True)
+    job = Job(model, 2048, 32, 4, [24e9, 24e9, 12e9, 8e9], 100e12, 0.5, speeds=[1, 1, 0.5, 0.5])
+    found, _ = fit(job, top=20, may_split=False)
+    (one,) = [one for one in found if one.layout.pp == 4 and one.layout.schedule == "1f1b"][:1] or [found[0]]
+    for each in found:
+        assert all(peak <= room for (peak, _), room in zip(each.ranks, job.rooms(each.layout.pp)))
+    assert one.step < estimate(replace(job, speeds=[0.5]), one.layout).step
+
+
 # Published runs
 
 
@@ -165,17 +176,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     arguments = [f"--{name}={value}" for name, value in job.items()]
     assert main(["fit", str(path), *arguments]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("model: 8.03 billion weights; 262,144 tokens a step on 8 devices, 72 GB of 80 GB planned for")
-    assert len(out.splitlines()) == 7
-    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 128256, "kv-heads": 8, "ffn": 14336}
-    given = [f"--{name}={value}" for name, value in sizes.items()]
-    assert main(["fit", *given, "--gated", *arguments]) == 0
+    assert out.startswith("model: 8.03 billion weights; 262,144 tokens a step on 8 devices, 90% of")
+    given = [f"{name}={json.dumps(value)}" for name, value in LLAMA.items()]
+    assert main(["fit", *given, *arguments]) == 0
     assert capsys.readouterr().out == out
     for wrong, message in (
-        ([str(path), "--layers", "3"], "has all sizes of the model"),
-        ([], "a model is a config.json, or --layers, --hidden, --heads and --vocabulary"),
-        ([__file__], "is no config.json with num_hidden_layers"),
-        ([str(path), "--memory", "8GB"], "nothing fits into 7.2 GB: the smallest way found holds "),
+        ([], "nothing is no config.json with num_hidden_layers"),
+        (["hidden_size=x"], "numbers of a model are written as NAME=NUMBER"),
+        ([__file__], "is no config.json of Hugging Face"),
+        ([str(path), "--memory", "8GB"], "nothing fits: the smallest way found holds "),
+        ([str(path), "--memory", "8GB,80GB"], "memory is one number, or one for each of 8 devices"),
         ([str(path), "--efficiency", "2"], "efficiency is a share, more than 0 and at most 1, got 2"),
         ([str(path), "--cp", "3"], "8 devices and 64 sequences a step cannot be shared out"),
     ):

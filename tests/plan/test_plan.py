@@ -104,59 +104,6 @@ def test_large_plans() -> None:
     assert plan.simulate().makespan == pytest.approx(3 * (128 + 63 / 2))
 
 
-# One communicator
-
-
-@pytest.mark.parametrize("name", ["1f1b", "looped_bfs", "interleaved_1f1b"])
-def test_what_one_communicator_would_do(name: str) -> None:
-    plan = make_plan(name, 4, 8)
-    plan.check()
-    with pytest.raises(
-        ScheduleError, match=f"{name} on one communicator would hang: rank 0 is at 0SEND_F3 with rank 1"
-    ):
-        plan.check(shared_communicator=True)
-
-
-def test_messages_that_wait_on_a_device() -> None:
-    plan = make_plan("interleaved_1f1b", 4, 8, 4)
-    assert [plan.peak_waiting(rank) for rank in range(4)] == [3, 3, 3, 3]  # stages 3 and 4 are neighbours, too
-    assert [make_plan("1f1b", 4, 8).peak_waiting(rank) for rank in range(4)] == [2, 3, 3, 2]
-    assert [make_plan("1f1b", 4, 8, forward_only=True).peak_waiting(rank) for rank in range(4)] == [1, 2, 2, 1]
-    assert make_plan("no_pipelining", 1, 8).peak_waiting(0) == 0
-    plan.check(max_waiting=3)
-    with pytest.raises(
-        ScheduleError, match="may have 3 messages wait on the device of rank 0 at a time, more than 2: place"
-    ):
-        plan.check(max_waiting=2)
-
-
-def test_an_overlapped_pair_waits_for_both_of_its_messages() -> None:
-    plan = make_plan("dualpipev", 4, 8)
-    assert [plan.peak_waiting(rank) for rank in range(4)] == [2, 3, 3, 2]  # each pair needs those of one neighbour
-    events = [*plan.events]
-    pair = next(k for k, event in enumerate(events[1]) if event.verb == "overlapped_forward_step" and event.stage == 1)
-    other = next(event for event in events[1] if event.verb == "overlapped_backward_step" and event.stage == 1)
-    events[1] = [*events[1][: pair + 1], other, *events[1][pair + 2 :]]
-    assert dataclasses.replace(plan, events=events).peak_waiting(1) == 4  # one from each side
-
-
-def test_one_communicator_is_enough_for_gpipe() -> None:
-    make_plan("gpipe", 4, 8).check(shared_communicator=True)
-    make_plan("inference", 4, 8).check(shared_communicator=True)
-
-
-def test_one_communicator_mixes_messages_up(tmp_path: Path) -> None:
-    """Two chunks on two ranks: the previous and the next rank are the same."""
-    path = tmp_path / "plan.csv"
-    path.write_text("0F0,2F0,0F1,2F1\n1F0,1F1,3F0,3F1\n")
-    plan = load_plan(path)
-    plan.check()
-    with pytest.raises(
-        ScheduleError, match=r"mixes messages up: rank 0 sends 2SEND_F0, and rank 1 receives it as 1RECV_F1"
-    ):
-        plan.check(shared_communicator=True)
-
-
 # Files
 
 

@@ -293,8 +293,7 @@ def test_many_chunks_take_no_more_of_a_device(rank: int, num_ranks: int) -> None
         lazy.device.synchronize()
         num_neighbours = 1 if num_ranks == 2 else 2
         assert len(nccl_like.COMMUNICATORS) == 2 * num_neighbours
-        plan = megapipe.plan.make_plan("interleaved_1f1b", num_ranks, 8, 8)
-        assert plan.peak_waiting(rank) - num_neighbours >= nccl_like.MOST_OCCUPIED > 0  # sends are small
+        assert nccl_like.MOST_OCCUPIED == 1  # a receive at a time: sends are small
         for communicator in nccl_like.COMMUNICATORS:
             assert communicator.options.is_high_priority_stream
             assert communicator.options.config.max_ctas <= 4

@@ -15,42 +15,27 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from .terminal import print_table
+from .text import print_table, say
 
-__all__ = ["add_status"]
+__all__ = ["status"]
 
 NUM_LATE = 3  # signs of life that a rank leaves out until the table calls it silent
-HEADINGS = ("rank", "replica", "pipeline rank", "step", "at", "for", "waits for", "last sign of life", "process")
+HEADINGS = ("rank", "replica", "pipeline rank", "step", "at", "for", "waits for", "last sign", "process")
 
 
-def add_status(commands: Any) -> None:
-    status = commands.add_parser(
-        "status",
-        help="where every rank of a running job is",
-        description="Print where every rank of a running job is, also while it hangs.",
-    )
-    status.add_argument(
-        "address",
-        nargs="?",
-        help="HOST:PORT of torch.distributed's store; default: MASTER_ADDR and MASTER_PORT of the environment, or of "
-        "the ranks on this host",
-    )
-    status.set_defaults(run=_run)
-
-
-def _run(args: argparse.Namespace) -> None:
+def status(args: argparse.Namespace) -> None:
     address = args.address or _address_in(dict(os.environ)) or _address_of_ranks_here()
     _check_address(address)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or a service that is no store gets pages of stack traces
-    from ...failures import TIMING, read_positions
+    from ..failures import TIMING, read_positions
 
     positions = _within(TIMING.for_status, address, read_positions)
     now = time.time()
     rows = [_row(rank, position, now, NUM_LATE * TIMING.beat) for rank, position in enumerate(positions)]
-    print_table(dict(zip(HEADINGS, zip(*rows))), left=HEADINGS)
+    print_table(dict(zip(HEADINGS, zip(*rows))), left=HEADINGS, may_go=("process", "replica", "step"))
     for rank in _holding_up(positions):
-        _, _, _, _, at, seconds, _, life, _ = rows[rank]
-        print(f"held up by rank {rank}, at {at} for {seconds}, last sign of life: {life}")
+        at, seconds, life = (rows[rank][column] for column in (4, 5, 7))
+        say(f"held up by rank {rank}, at {at} for {seconds}, last sign of life: {life}")
     print(f"megapipe status {address}")
 
 

@@ -5,67 +5,33 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
-from ...plan import Plan, Simulation, find_schedule, load_plan, schedule_names, simulate
-from ..bubble import split_bubble
-from ..cells import held_as_measured, held_by_plan
-from ..charts import save_picture
-from ..memory import bytes_in_words
-from ..pages import save_html
-from ..text import Form
-from ..timeline import Timeline, load_timeline
-from ..trace import save_trace
-from .options import (
-    add_bytes,
-    add_costs,
-    add_pictures,
-    add_settings,
-    add_sizes,
-    check_size,
-    check_time,
-    costs_of,
-    record_plan,
-    settings_of,
-)
-from .terminal import listed, print_hint, print_legend, print_timeline, say
+from ..plan import WEIGHTS, Plan, Simulation, find_schedule, load_plan, simulate
+from .arguments import check_size, check_time, costs_of, import_schedule, record_plan, settings_of
+from .bubble import split_bubble
+from .cells import held_as_measured, held_by_plan
+from .charts import save_picture
+from .memory import bytes_in_words
+from .text import Form, listed, print_legend, print_timeline, say
+from .timeline import Timeline, load_timeline
+from .trace import save_trace
 
-__all__ = ["add_show"]
+__all__ = ["print_hint", "show"]
 
 
-def add_show(commands: Any) -> None:
-    show = commands.add_parser("show", help="draw one schedule", description="Draw a schedule's timeline.")
-    files = "a file saved with --csv or --json, or a measured timeline"
-    show.add_argument("schedule", help=f"{', '.join(schedule_names())}, {files}")
-    add_sizes(show, required=False)
-    add_settings(show)
-    add_costs(show)
-    add_bytes(show)
-    show.add_argument(
-        "--steps", type=int, default=1, metavar="N", help="training steps, one after the other without a barrier"
-    )
-    show.add_argument("--comms", action="store_true", help="list what each rank does, messages included")
-    show.add_argument("--width", type=int, metavar="N", help="columns of the timeline; default: the terminal's")
-    show.add_argument("--csv", metavar="FILE", help="save the actions, a row per rank")
-    show.add_argument("--json", metavar="FILE", help="save the actions")
-    add_pictures(show, "the timeline")
-    show.add_argument("--trace", metavar="FILE", help="save the timeline as a trace that Perfetto opens")
-    show.set_defaults(run=_show)
-
-
-def _show(args: argparse.Namespace) -> None:
+def show(args: argparse.Namespace) -> None:
     measured = load_timeline(args.schedule) if args.schedule.endswith(".json") else None
     if measured is not None and args.unsplit:
         raise ValueError("--unsplit is for plans: a measured timeline shows what its layers did. See megapipe tune.")
     plan = _find_plan(args) if measured is None else measured.plan
     plan.check()
-    check_size(*plan.sizes.values(), args.steps)
-    simulation = simulate(plan, costs_of(args), args.steps) if measured is None else measured.predict()
+    check_size(*plan.sizes.values())
+    simulation = simulate(plan, costs_of(args)) if measured is None else measured.predict()
     check_time(simulation)
-    _save_files(plan, simulation, measured, args)
+    for path in args.save:
+        _save(plan, simulation, measured, path)
     if measured is None:
-        spans = simulation.spans
-        used = print_timeline(plan, spans, args.width, simulation.makespan, held_by_plan(simulation))
+        used = print_timeline(plan, simulation.spans, args.width, simulation.makespan, held_by_plan(simulation))
     else:
         used = _print_both(measured, simulation, args.width)
     print_legend(plan, used)
@@ -74,51 +40,52 @@ def _show(args: argparse.Namespace) -> None:
             shown = [str(event) for event in events if event.action is not None or plan.peer(rank, event) is not None]
             say(f"rank {rank}: " + " ".join(shown))
     if measured is None:
-        _print_figures(plan, simulation, args.forward)
+        _print_figures(plan, simulation, args.times[0])
     else:
         _print_measured(measured, simulation)
 
 
-def _save_files(plan: Plan, simulation: Simulation, measured: Timeline | None, args: argparse.Namespace) -> None:
-    step = None if measured is None else measured.typical_step
-    if args.csv:
-        plan.save_csv(args.csv)
-    if args.json:
-        plan.save_json(args.json)
-    for picture in (args.svg, args.png):
-        if picture:
-            save_picture(plan, simulation, picture, step)
-    if args.html:
-        save_html(plan, simulation, args.html, step)
-    if args.trace:
-        save_trace(plan, simulation, args.trace, measured=[] if measured is None else measured.steps)
+def _save(plan: Plan, simulation: Simulation, measured: Timeline | None, path: str) -> None:
+    if path.endswith(".trace.json"):
+        save_trace(plan, simulation, path, measured=[] if measured is None else measured.steps)
+    elif path.endswith(".json"):
+        plan.save_json(path)
+    elif path.endswith(".csv"):
+        plan.save_csv(path)
+    elif path.endswith((".svg", ".png")):
+        save_picture(plan, simulation, path, None if measured is None else measured.typical_step)
+    else:
+        raise ValueError(f"--save {path}: the ending is one of .csv, .json, .svg, .png and .trace.json.")
 
 
 def _find_plan(args: argparse.Namespace) -> Plan:
     if args.schedule.endswith((".csv", ".json")):
         return load_plan(args.schedule)
-    find_schedule(args.schedule)  # an unknown name is the first thing to complain about
-    if args.pp is None or args.microbatches is None:
-        raise ValueError("--pp and --microbatches are needed, unless the schedule is a file.")
-    sizes = (args.pp, args.microbatches, args.chunks, args.slices)
-    return record_plan(args.schedule, *sizes, settings_of(args), costs_of(args))
+    name = import_schedule(args.schedule)
+    find_schedule(name)  # an unknown name is the first thing to complain about
+    missing = [option for option, size in (("--pp", args.pp), ("--microbatches", args.microbatches)) if size is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)}: needed, unless the schedule is a file of a plan or a timeline.")
+    chunks, slices = args.chunks or [None], args.slices or [1]
+    if len(chunks) + len(slices) > 2:
+        raise ValueError("show draws one plan: give one number of --chunks and of --slices, or see megapipe compare.")
+    return record_plan(name, args.pp, args.microbatches, chunks[0], slices[0], settings_of(args), costs_of(args))
 
 
 def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> list[Form]:
     """The measured step and its plan, on the same scale."""
     spans = [rank.spans for rank in measured.typical_step]
-    duration = max(rank.end for rank in measured.typical_step)
+    duration = max(*(rank.end for rank in measured.typical_step), simulation.makespan)
     print(f"measured, the median of {len(measured.steps)} steps:")
-    memory = held_as_measured(measured.typical_step)
-    used = print_timeline(measured.plan, spans, width, max(duration, simulation.makespan), memory)
+    used = print_timeline(measured.plan, spans, width, duration, held_as_measured(measured.typical_step))
     print("by the plan, with the mean times that were measured:")
-    print_timeline(measured.plan, simulation.spans, width, max(duration, simulation.makespan))
+    print_timeline(measured.plan, simulation.spans, width, duration)
     return used
 
 
 def _print_figures(plan: Plan, simulation: Simulation, forward: float) -> None:
     bound = f"at least {simulation.lower_bound:g} in any order"
-    say(f"step       {simulation.step_time:g}, {bound} (F of a microbatch on a whole rank takes {forward:g})")
+    say(f"step       {simulation.step_time:g}, {bound} (F on a whole rank takes {forward:g})")
     say(f"bubble     {listed(simulation.bubble, '.1%')} (share of the step without work)")
     say(f"in a span  {listed(simulation.inner_bubble, '.1%')} (from a rank's first action to its last)")
     if not plan.forward_only:
@@ -148,6 +115,16 @@ def _print_measured(measured: Timeline, simulation: Simulation) -> None:
         say(f"bytes      {_bytes(measured.peak_bytes)} (at once, of tensors made in a step)")
     say(f"messages   {measured.plan.num_messages} per step, latency {measured.latency:.3g} ms")
     print_hint(measured)
+
+
+def print_hint(measured: Timeline) -> None:
+    """Say so where the Ws take less than a tenth of the Bs: with layers that defer they take about as long."""
+    times = measured.mean_times
+    if WEIGHTS.name in times and sum(times[WEIGHTS.name]) < 0.1 * sum(times[WEIGHTS.after or ""]):
+        say(
+            "hint       the weight-gradient passes (W) are all but empty: the layers compute their weight gradients in "
+            "B. To defer them, see megapipe.weight_grad.convert"
+        )
 
 
 def _bytes(numbers: Sequence[float]) -> str:

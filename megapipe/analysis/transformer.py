@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Transformer", "read_config"]
+__all__ = ["Transformer", "model_of", "read_config"]
 
 PLAIN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
 """Kinds of models of transformers whose MLP has two matrices; those of the others are gated, and have three."""
@@ -145,19 +145,31 @@ def read_config(path: str | Path) -> Transformer:
     try:
         config: dict[str, Any] = json.loads(Path(path).read_text())
         config = {**config, **config.get("text_config", {})}
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is no config.json of Hugging Face.") from None
+    return model_of(config, str(path))
+
+
+def model_of(config: dict[str, Any], where: str) -> Transformer:
+    """The sizes in a config of Hugging Face.
+
+    Raises:
+        ValueError: some are missing, or its layers are not of a kind that is known here.
+    """
+    try:
         found = {
             "layers": config.get("num_hidden_layers") or config["n_layer"],
             "hidden": config.get("hidden_size") or config["n_embd"],
             "heads": config.get("num_attention_heads") or config["n_head"],
             "vocabulary": config["vocab_size"],
         }
-    except (ValueError, LookupError, AttributeError):
+    except LookupError:
         raise ValueError(
-            f"{path} is no config.json with num_hidden_layers, hidden_size, num_attention_heads and vocab_size: give "
-            "--layers, --hidden, --heads and --vocabulary."
+            f"{where} is no config.json with num_hidden_layers, hidden_size, num_attention_heads and vocab_size: give "
+            "one, or these, such as hidden_size=4096."
         ) from None
     if config.get("kv_lora_rank"):
-        raise ValueError(f"{path} has latent attention (kv_lora_rank), whose sizes are not known here.")
+        raise ValueError(f"{where} has latent attention (kv_lora_rank), whose sizes are not known here.")
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     ffn = config.get("moe_intermediate_size") if experts else None
     shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * (ffn or 0)

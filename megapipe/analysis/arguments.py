@@ -1,0 +1,163 @@
+"""What subcommands make of their options, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import runpy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..plan import (
+    Costs,
+    Plan,
+    Schedule,
+    Settings,
+    Simulation,
+    StageBytes,
+    find_schedule,
+    load_stage_bytes,
+    make_plan,
+    schedule_names,
+)
+from .memory import Memory, parse_bytes
+
+__all__ = [
+    "check_size",
+    "check_time",
+    "costs_of",
+    "import_schedule",
+    "memory_of",
+    "recompute_time",
+    "record_plan",
+    "settings_of",
+    "speeds_of",
+    "unsplit",
+]
+
+LARGEST = 1_000_000
+"""The most forwards in a plan: ranks x microbatches x chunks x slices. That many take minutes and some GB."""
+
+
+def import_schedule(name: str) -> str:
+    """The name of a schedule; of FILE.py:NAME, that of the one that the file has registered.
+
+    Raises:
+        ValueError: the file has none of that name.
+    """
+    file, colon, wanted = name.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return name
+    if not Path(file).is_file():
+        raise ValueError(f"there is no file {file}: give FILE.py:NAME, of a file with functions under @schedule.")
+    before = set(schedule_names())
+    found = runpy.run_path(file).get(wanted)
+    known = found.name if isinstance(found, Schedule) else wanted
+    if known not in schedule_names():
+        made = sorted(set(schedule_names()) - before)
+        raise ValueError(f"{file} has no schedule {wanted!r}: it has {', '.join(made) or 'none'} under @schedule.")
+    return known
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    for name in ("min_pending_weights", "max_pending_weights"):
+        number = getattr(args, name)
+        if number is not None and number < 0:
+            raise ValueError(f"--{name.replace('_', '-')} is a number of Ws from 0 on, got {number}.")
+    return Settings(
+        min_pending_weights=args.min_pending_weights or 0,
+        max_pending_weights=args.max_pending_weights,
+        recompute=args.recompute is not None,
+        offload=args.offload,
+    )
+
+
+def recompute_time(args: argparse.Namespace) -> float | None:
+    """None for that of F."""
+    return None if args.recompute is None or math.isnan(args.recompute) else args.recompute
+
+
+def speeds_of(texts: Sequence[str] | None) -> list[float] | None:
+    if texts is None:
+        return None
+    try:
+        return list(map(float, texts))
+    except ValueError:
+        raise ValueError(
+            f"--speeds are numbers, one for each rank, such as 1,1,.5,.5, got {','.join(texts)}."
+        ) from None
+
+
+def costs_of(args: argparse.Namespace) -> Costs:
+    if not any(args.times):
+        raise ValueError("--times are all 0: there is nothing to draw.")
+    memory = None if args.bytes is None else load_stage_bytes(args.bytes)
+    forward, inputs, weights = args.times
+    costs = Costs(
+        forward,
+        inputs,
+        weights,
+        args.p2p,
+        exchange=args.exchange,
+        recompute=recompute_time(args),
+        memory=memory,
+        speeds=speeds_of(args.speeds),
+    )
+    return unsplit(costs) if args.unsplit else costs
+
+
+def unsplit(costs: Costs) -> Costs:
+    """The costs of layers that compute their weight gradients in B."""
+    both = costs.backward_input, costs.backward_weight
+    if all(isinstance(cost, (int, float)) for cost in both):
+        return replace(costs, backward_input=sum(both), backward_weight=0.0)  # type: ignore[arg-type]
+    inputs, weights = (list(cost) for cost in both if isinstance(cost, Sequence))
+    return replace(costs, backward_input=[b + w for b, w in zip(inputs, weights)], backward_weight=[0.0] * len(inputs))
+
+
+def memory_of(args: argparse.Namespace, known: StageBytes | None) -> Memory:
+    """What is counted, and the limit. One in microbatches is for these, one with a unit for bytes."""
+    if args.memory_limit is None:
+        return Memory(in_bytes=known is not None)
+    try:
+        numbers = list(map(float, args.memory_limit))
+    except ValueError:
+        if known is None:
+            raise ValueError(
+                f"--memory-limit {','.join(args.memory_limit)} is in bytes, and those of the stages are not known: "
+                "give --bytes, or a number of microbatches."
+            ) from None
+        return Memory(True, list(map(parse_bytes, args.memory_limit)))
+    if any(map(math.isnan, numbers)):
+        raise ValueError("--memory-limit is a number of microbatches, got nan.")
+    return Memory(False, numbers)
+
+
+def check_size(*sizes: int) -> None:
+    if math.prod(sizes) > LARGEST:
+        raise ValueError(
+            f"{' x '.join(map(str, sizes))} forwards (ranks, microbatches, chunks, slices) take too long to look at: "
+            f"choose sizes of which the product is at most {LARGEST:,}."
+        )
+
+
+def check_time(simulation: Simulation) -> None:
+    if not 1e-100 < simulation.makespan < 1e100:
+        raise ValueError(
+            f"with these times a step takes {simulation.makespan:g}, which cannot be compared or drawn: use others."
+        )
+
+
+def record_plan(
+    schedule: str,
+    pp_size: int,
+    num_microbatches: int,
+    num_chunks: int | None,
+    num_slices: int,
+    settings: Settings,
+    costs: Costs,
+) -> Plan:
+    check_size(pp_size, num_microbatches, find_schedule(schedule).check(pp_size, num_chunks), num_slices)
+    sizes = (pp_size, num_microbatches, num_chunks)
+    return make_plan(schedule, *sizes, num_slices=num_slices, settings=settings, costs=costs)
