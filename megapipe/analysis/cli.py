@@ -168,11 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser, name = _Parser(prog="megapipe", description="Look at schedules, before they run and after."), ""
-    parser.add_argument("--version", action="version", version=f"megapipe {megapipe.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    for known, command in COMMANDS.items():
-        _add_options(commands.add_parser(known, help=command.help, description=command.help), command.options)
+    parser, name = _parser(), ""
     if not arguments:
         parser.print_help()
         return 0
@@ -203,6 +199,15 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (megapipe{self.prog.removeprefix('megapipe')} --help lists what there is).")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="megapipe", description="Look at schedules, before they run and after.")
+    parser.add_argument("--version", action="version", version=f"megapipe {megapipe.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for known, command in COMMANDS.items():
+        _add_options(commands.add_parser(known, help=command.help, description=command.help), command.options)
+    return parser
 
 
 def _add_options(parser: argparse.ArgumentParser, names: str) -> None:

@@ -85,7 +85,7 @@ class Job:
         return any(isinstance(values, Sequence) and len(set(values)) > 1 for values in (self.memory, self.speeds))
 
     def least(self, values: float | Sequence[float], rank: int, pp: int) -> float:
-        """Of the devices of a pipeline rank the slowest, or the one with least memory."""
+        """The slowest device of a pipeline rank, or the one with least memory."""
         if not isinstance(values, Sequence) or len(values) == 1:
             return float(values[0] if isinstance(values, Sequence) else values)
         number = self.devices // pp
@@ -96,7 +96,7 @@ class Job:
         return [self.least(self.memory, rank, pp) * (1 - self.reserve) for rank in range(pp)]
 
     def speeds_of(self, pp: int) -> list[float]:
-        """Of each pipeline rank."""
+        """The speed of each pipeline rank."""
         return [self.least(self.speeds, rank, pp) for rank in range(pp)]
 
 

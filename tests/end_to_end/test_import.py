@@ -27,10 +27,11 @@ from megapipe.analysis.cli import main
 sizes = ["--pp", "4", "--microbatches", "8"]
 assert main(["show", "zbv", *sizes]) == 0
 assert main(["compare", *sizes]) == 0
-assert main(["show", "1f1b", *sizes, "--json", "plan.json"]) == 0
+assert main(["show", "1f1b", *sizes, "--save", "plan.json"]) == 0
 assert main(["show", "plan.json"]) == 0
 assert main(["tune", "timeline.json"]) == 0
-model = ["--layers", "4", "--hidden", "8", "--heads", "2", "--vocabulary", "9", "--memory", "1GB", "--flops", "1e9"]
+model = ["num_hidden_layers=4", "hidden_size=8", "num_attention_heads=2", "vocab_size=9"]
+model += ["--memory", "1GB", "--flops", "1e9"]
 assert main(["fit", *model, "--efficiency", "1", "--devices", "1", "--sequence", "8", "--batch", "2"]) == 0
 assert main(["status", "localhost:1"]) == 2
 assert main(["--help"]) == 0
