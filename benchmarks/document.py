@@ -1,4 +1,4 @@
-"""Put the saved tables into the pages that have them, each between its markers.
+"""Put the saved tables into TABLES.md, each between its markers.
 
 python -m benchmarks.document
 """
@@ -6,12 +6,10 @@ python -m benchmarks.document
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from .tables import FOLDER
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [FOLDER.parent / "TABLES.md", DOCS / "reliability.md"]
+PAGE = FOLDER.parent / "TABLES.md"
 
 
 def main() -> None:
@@ -21,8 +19,7 @@ def main() -> None:
             return match[0]
         return f"<!-- table {match[1]} -->\n\n{path.read_text().strip()}\n\n<!-- end -->"
 
-    for page in PAGES:
-        page.write_text(re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, page.read_text(), flags=re.DOTALL))
+    PAGE.write_text(re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, PAGE.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":

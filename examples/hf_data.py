@@ -8,7 +8,6 @@ import re
 from functools import partial
 from typing import Any, NamedTuple
 
-import datasets
 import torch
 from torch import Tensor
 
@@ -34,7 +33,6 @@ class Sequences(NamedTuple):
 
 
 def read_data(path: str, tokenizer: Any, seq_length: int, is_packed: bool) -> Sequences:
-    datasets.disable_progress_bars()
     rows = read_rows(path)
     rows = rows.map(partial(tokenize, tokenizer=tokenizer), remove_columns=rows.column_names)
     tokens, labels = [], []
@@ -77,6 +75,11 @@ def pack(tokens: list[Tensor], labels: list[Tensor], seq_length: int) -> Sequenc
 
 
 def read_rows(path: str) -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise SystemExit("Reading --data takes datasets: pip install -e '.[models]' in megapipe's folder.") from None
+    datasets.disable_progress_bars()
     try:
         return datasets.load_dataset("json", data_files=path, split="train")
     except Exception as error:

@@ -33,7 +33,6 @@ README = ROOT / "README.md"  # test_readme.py runs its script
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
 MEGATRON = find_spec("megatron") is not None, "make test installs megatron-core"
 NEEDS = {  # whether it is there, and where it comes from
-    "docs/megatron.md": MEGATRON,
     "docs/tutorials/from_megatron.md": MEGATRON,
     "docs/data_parallelism.md": (TORCH >= (2, 7), "fully_shard needs a newer torch on CPU"),
     "docs/backward.md": (TORCH >= (2, 9), "graphs need torch 2.9"),

@@ -23,7 +23,6 @@ from tools.megatron_models import (
     batches,
     copy_of,
     forward_step,
-    global_name,
     megatron,
     provider,
     step,
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, get_forward_backward_func, stages_for_rank
-from megapipe.integrations.megatron import framework
+from megapipe.integrations.megatron import framework, global_name
 from megapipe.plan import Verbs, find_schedule, v_shape
 from megapipe.schedules import ForwardBackward
 from megapipe.weight_grad import DeferredGrads, deferring
@@ -296,7 +295,7 @@ def test_megatrons_checkpoints_in_a_v(rank: int, tmp_path: Path) -> None:
 
 def gathered(chunks: list[nn.Module], value_of: Callable[[nn.Parameter], Any]) -> dict[str, Any]:
     """Something of every parameter under its name in the whole model, on every rank."""
-    own = {global_name(name, chunk): value_of(p) for chunk in chunks for name, p in chunk.named_parameters()}
+    own = {global_name(chunk, name): value_of(p) for chunk in chunks for name, p in chunk.named_parameters()}
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, own)
     return {name: value for part in everybody for name, value in part.items()}
@@ -678,14 +677,17 @@ def test_only_the_integration_knows_the_package() -> None:
             assert not re.search(r"\bmegatron\b", path.read_text()), path
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+PAGE, TUTORIAL = (
+    (Path(__file__).parents[2] / "docs" / page).read_text() for page in ("megatron.md", "tutorials/from_megatron.md")
+)
 
 
 def test_the_page_names_what_exists() -> None:
     """Its diffs and scripts import what is there, and its tables have every schedule and every setting."""
-    lines = [line.lstrip("+ ") for line in re.findall(r"^\+?\s*(?:from|import) .+$", PAGE, flags=re.MULTILINE)]
+    imports = re.findall(r"^\+?\s*(?:from|import) .+$", PAGE + TUTORIAL, flags=re.MULTILINE)
+    lines = [line.lstrip("+ ") for line in imports]
     ours = [line for line in lines if "megapipe" in line]
-    assert len(ours) == 5
+    assert len(ours) == 6
     for line in ours:
         exec(line, {})
     for name in set(re.findall(r"megapipe\.(\w+)", PAGE)) - {"integrations"}:

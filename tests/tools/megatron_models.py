@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapipe.integrations.megatron import global_name
+
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, NUM_LAYERS = 8, 2, 32, 16, 8
 
 
@@ -70,7 +72,7 @@ def provider(config: Any, is_tied: bool = False) -> Any:
             **options,
         )
         for name, parameter in model.named_parameters():  # the same wherever it is built
-            name = global_name(name, model)
+            name = global_name(model, name)
             if is_tied and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"
             generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
@@ -79,14 +81,6 @@ def provider(config: Any, is_tied: bool = False) -> Any:
         return model
 
     return provide
-
-
-def global_name(name: str, model: nn.Module) -> str:
-    """Megatron numbers layers within the chunk, and each knows its place in the whole model."""
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
-    return ".".join(parts)
 
 
 def batches(num_microbatches: int, seed: int, lengths: list[int] | None = None) -> list[Tensor]:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .layers import defer_weight_gradients
+from .layers import defer_weight_gradients, global_name
 from .stages import at_its_stage, build_model_chunks
 from .ties import framework
 
-__all__ = ["at_its_stage", "build_model_chunks", "defer_weight_gradients"]
+__all__ = ["at_its_stage", "build_model_chunks", "defer_weight_gradients", "global_name"]
 __all__ += ["framework"]  # between rooms
 
 _MEGATRONS = (

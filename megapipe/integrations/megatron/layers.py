@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ...weight_grad import linear
 
-__all__ = ["defer_weight_gradients"]
+__all__ = ["defer_weight_gradients", "global_name"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -33,6 +34,16 @@ def defer_weight_gradients(module: Module) -> Module:
         if original in (layers.ColumnParallelLinear, layers.RowParallelLinear):
             layer.__class__ = _deferring_class(original)
     return module
+
+
+def global_name(chunk: nn.Module, name: str) -> str:
+    """The name that a parameter has in the whole model, where Megatron's chunk counts its layers from 0: for
+    `megapipe.checkpoint.Checkpointer(..., global_name=global_name)`."""
+    found = re.match(r"(.*?\blayers)\.(\d+)\.", name)
+    while found and hasattr(chunk, "module"):
+        chunk = chunk.module
+    number = found and getattr(chunk.get_submodule(found[0][:-1]), "layer_number", None)
+    return f"{found[1]}.{number - 1}.{name[found.end() :]}" if found and number else name
 
 
 @functools.cache
