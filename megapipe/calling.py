@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import os
@@ -96,7 +97,7 @@ class ForwardBackward(Schedule):
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
         model: Any,
-        num_microbatches: int,
+        num_microbatches: int | None = None,
         *,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
@@ -109,6 +110,7 @@ class ForwardBackward(Schedule):
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
         pipeline_inputs: Any = None,
+        **others: Any,
     ) -> list[Any]:
         """Run forward and backward of `num_microbatches` microbatches. Every rank of the pipeline calls it alike.
 
@@ -153,7 +155,11 @@ class ForwardBackward(Schedule):
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
             PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
         """
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        for other in others:
+            meant = difflib.get_close_matches(other, StepOptions.__annotations__ | {"num_microbatches": int}, 1)
+            guess = f" (do you mean {meant[0]!r}?)" if meant else ""
+            raise TypeError(f"a schedule takes no argument {other!r}{guess}.")
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "others")}
         from .runtime import run_step  # with torch, which looking at schedules does without
 
         return run_step(self, **arguments)

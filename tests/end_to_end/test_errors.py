@@ -195,6 +195,11 @@ def _() -> None:
     train(num_microbatches=6)
 
 
+@mistake("an argument's name nearly right")
+def _() -> None:
+    get_forward_backward_func("1f1b")(forward_step, data(), stages(), num_microbatch=2)  # type: ignore[call-overload]
+
+
 @mistake("no microbatch")
 def _() -> None:
     train(num_microbatches=0)

@@ -40,9 +40,10 @@ def global_name(chunk: nn.Module, name: str) -> str:
     """The name that a parameter has in the whole model, where Megatron's chunk counts its layers from 0: for
     `megapipe.checkpoint.Checkpointer(..., global_name=global_name)`."""
     found = re.match(r"(.*?\blayers)\.(\d+)\.", name)
-    while found and hasattr(chunk, "module"):
-        chunk = chunk.module
-    number = found and getattr(chunk.get_submodule(found[0][:-1]), "layer_number", None)
+    inner: Any = chunk
+    while hasattr(inner, "module"):
+        inner = inner.module
+    number = found and getattr(inner.get_submodule(found[0][:-1]), "layer_number", None)
     return f"{found[1]}.{number - 1}.{name[found.end() :]}" if found and number else name
 
 
