@@ -22,6 +22,7 @@ from typing import Any
 
 MAX_RANKS = 4
 PATIENCE = 240  # seconds until a test counts as hung: many times what the slowest takes, as machines may be busy
+MOST_THREADS = 150  # of a rank after a job: process groups that something holds leave threads of gloo, which poll
 # torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
 IMPORTED_ONCE = ["torch", "torch._dynamo", "torch.distributed.checkpoint"]
 IMPORTED_WHERE_TESTED = {"transformers": "transformers.modeling_utils", "test_megatron": "megatron.core"}
@@ -75,6 +76,8 @@ class RankPool:
                     texts[rank] = text
         if any(not process.is_alive() for process, _, _ in lent) or "the process died" in texts.values():
             self.stop()
+        elif any(_num_threads(process.pid) > MOST_THREADS for process, _, _ in lent):
+            self.stop()  # others take their places
         if texts and not errors:
             raise RankError(_joined(texts))
         return results
@@ -107,6 +110,10 @@ class RankPool:
             return str(control.recv()) if control.poll(5) else "does not answer"
         except (EOFError, OSError):
             return "the process died"
+
+
+def _num_threads(pid: int | None) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
 
 
 def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
