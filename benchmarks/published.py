@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
 
-from megapipe.analysis.fit import Estimate, Job, Layout, estimate
-from megapipe.plan import Transformer
+from megapipe.analysis.fit import Estimate, Job, Layout, Transformer, estimate
 
 
 class Run(NamedTuple):
