@@ -108,6 +108,7 @@ def _measure(
     for _ in range(2):
         with LiveStorages(step.device) as storages:
             whole, _ = _run(runs, received, storages, step, is_split=False)
+            stage.forget_input()
             found, output = _run(runs, received, storages, step, is_split=True)
             stage.forget_input()
         step.results.clear()

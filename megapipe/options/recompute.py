@@ -39,6 +39,7 @@ class Recompute(Extension):
     def forward_step(self, stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             unit = stage.unit
+            assert unit is not None
             if Action(stage.info.index, "F", unit.microbatch, unit.slice) not in self._forwards:
                 return function(*args)
             regions = self._regions[stage.info]

@@ -66,8 +66,8 @@ class Stage:
         delays: some modules defer weight gradients by themselves.
     """
 
-    unit: Unit
-    """That of the forward under way."""
+    unit: Unit | None = None
+    """That which forward_step_func is called for."""
 
     def __init__(
         self,
@@ -200,6 +200,7 @@ class Stage:
 
     def _checked(self, returned: Any) -> tuple[Any, Any]:
         """The output, and the loss function."""
+        self.unit = None
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(
                 f"forward_step_func must return (output, loss_func), but on stage {self.info.index} it returned "
