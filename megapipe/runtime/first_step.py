@@ -74,8 +74,8 @@ def _warn_of_empty_ws(unsplit: list[int], key: PlanKey, session: Session | Alone
         stages = "any stage" if is_all else f"stage {' or '.join(map(str, unsplit))}"
         warn(
             f"{name} splits backwards, but no layer of {stages} leaves its weight gradients to W, which has nothing to "
-            "do: call megapipe.weight_grad.convert(chunk) (for Megatron's layers defer_weight_gradients(chunk) of "
-            "megapipe.integrations.megatron), capture the stage, or take 1f1b or interleaved_1f1b",
+            "do: call megapipe.weight_grad.convert(chunk) (for Megatron's layers its integration's "
+            "defer_weight_gradients(chunk)), capture the stage, or take 1f1b or interleaved_1f1b",
             UnsplitBackwardWarning,
         )
 

@@ -132,6 +132,7 @@ class Runner:
 
     def extensions(self, call: Call) -> list[Extension]:
         """Those of the options that are set and have something to do in this step."""
+        call.stages = self.stages
         return [extension for extension in self._extensions(call.config) if extension.takes_part(call)]
 
     def _extensions(self, config: StepConfig) -> list[Extension]:
@@ -165,7 +166,7 @@ class Runner:
 
     def run(self, call: Call) -> None:
         """Run one step. The results are in the call."""
-        call.slices, call.stages = self.slices, self.stages
+        call.slices = self.slices
         extensions = self.extensions(call)
         self.agree(call)
         if self._pipeline is None:

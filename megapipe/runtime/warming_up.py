@@ -97,6 +97,7 @@ def warm_up(
             decoder_seq_length=decoder_seq_length,
             pipeline_inputs=pipeline_inputs,
             adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+            schedule=schedule,
             frameworks=known,
         )
         check_call(call, len(session.ranks))

@@ -132,6 +132,6 @@ def plan_of(name: str) -> Plan:
 def test_a_limit_in_bytes() -> None:
     plan = plan_of("1f1b")
     simulation = plan.simulate(memory=StageBytes(saved=1e9, model=2e9))
-    assert Memory(True, 10e9).fits(simulation)
-    assert not Memory(True, 9.9e9).fits(simulation)
-    assert Memory(False, 8).fits(simulation)
+    assert Memory(True, [10e9]).fits(simulation)
+    assert not Memory(True, [9.9e9]).fits(simulation)
+    assert Memory(False, [8]).fits(simulation)

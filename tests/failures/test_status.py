@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import socket
 import threading
 import time
@@ -33,7 +34,7 @@ def table_of_a_job_that_hangs(rank: int) -> list[str]:
                 end = time.monotonic() + 60
                 while not is_waited_for(read_positions(address)) and time.monotonic() < end:
                     time.sleep(0.05)
-                with contextlib.redirect_stdout(output):
+                with contextlib.redirect_stdout(output), mock.patch.dict(os.environ, COLUMNS="200"):
                     assert main(["status", address]) == 0
                 store.set("asked", "")
             return forward_step(data_iterator, model)
@@ -53,7 +54,7 @@ def is_waited_for(positions: list[Any]) -> bool:
 def test_a_job_that_hangs_says_where_it_is(ranks: RankPool) -> None:
     lines = ranks.run(4, table_of_a_job_that_hangs)[1]
     rows = [" ".join(line.split()) for line in lines]
-    assert rows[0] == "rank replica pipeline rank step at for waits for last sign of life process"
+    assert rows[0] == "rank replica pipeline rank step at for waits for last sign process"
     assert rows[1].startswith("0 0 0 2 outside any step ")
     assert rows[2].startswith("1 1 0 2 0F0 ")
     assert rows[3].startswith("2 0 1 2 outside any step ")
