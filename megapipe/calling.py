@@ -155,11 +155,12 @@ class ForwardBackward(Schedule):
             ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
             PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
         """
+        arguments = {**locals()}
+        del arguments["self"], arguments["others"]
         for other in others:
             meant = difflib.get_close_matches(other, StepOptions.__annotations__ | {"num_microbatches": int}, 1)
             guess = f" (do you mean {meant[0]!r}?)" if meant else ""
             raise TypeError(f"a schedule takes no argument {other!r}{guess}.")
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "others")}
         from .runtime import run_step  # with torch, which looking at schedules does without
 
         return run_step(self, **arguments)
