@@ -100,32 +100,37 @@ def _measure(
     info: StageInfo, module: nn.Module, step: Call, received: MessageSpec | None
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """What the actions of a stage hold, and the message that it sends. The first microbatch makes the gradients."""
-    stage = Stage(info, 0, step, None)
-    stage.looks_for_none = False  # it would look into tensors that have no memory
-    runs = runs_of(stage, _extensions(step, info))
     found: dict[str, float] = {}
+    plain: dict[str, float] = {}
     output: MessageSpec | None = None
-    for _ in range(2):
-        with LiveStorages(step.device) as storages:
-            whole, _ = _run(runs, received, storages, step, is_split=False)
-            stage.forget_input()
-            found, output = _run(runs, received, storages, step, is_split=True)
-            stage.forget_input()
-        step.results.clear()
-    return {**whole, **found}, output
+    recomputes = step.config.settings.recomputes_stage(info.index)
+    for is_recomputed in (False, True) if recomputes else (False,):
+        stage = Stage(info, 0, step, None)
+        stage.looks_for_none = False  # it would look into tensors that have no memory
+        runs = runs_of(stage, _extensions(step, info, is_recomputed))
+        for _, is_split in itertools.product(range(2), (False, True)):
+            with LiveStorages(step.device) as storages:
+                of_run, output = _run(runs, received, storages, step, is_split)
+                stage.forget_input()
+            found |= of_run
+            step.results.clear()
+        plain = plain or {component: found[component] for component in ("saved", "forward")}
+        found["replayed"], found["replayed_forward"] = found["saved"], found["forward"]
+    return {**found, **plain}, output
 
 
-def _extensions(step: Call, info: StageInfo) -> list[Extension]:
+def _extensions(step: Call, info: StageInfo, is_recomputed: bool) -> list[Extension]:
     """The options that change what a stage saves."""
     step.stages = [info]
-    planned: Any = SimpleNamespace(recomputed=[frozenset()])
-    if step.config.settings.recomputes_stage(info.index):
-        planned.recomputed = [frozenset([Action(info.index, "F", 0)])]
+    planned: Any = SimpleNamespace(recomputed=[frozenset([Action(info.index, "F", 0)])])
     place = (step.config, lambda: planned, 0, None)
-    recompute = Recompute(*place)
-    recompute.compares = False
     extensions: list[Extension] = [Autocast(*place)] if step.config.enable_autocast else []
-    return [*extensions, recompute] if recompute.takes_part(step) else extensions
+    if is_recomputed:
+        recompute = Recompute(*place)
+        recompute.compares = False
+        recompute.takes_part(step)
+        extensions.append(recompute)
+    return extensions
 
 
 def _run(

@@ -85,7 +85,7 @@ _ROWS = (
     Kind("W", "backward_weight_step", "weight gradient", _YELLOW, (_WEIGHTS,), None, "B", 0, -1, needs=_WEIGHTS),
     # An F with an R holds no more than its input; the R makes what any other F holds.
     Kind(
-        "R", "recompute_step", "recomputation", _PURPLE, ("recompute",), None, "F", 0, 1, True, ("saved",), "F",
+        "R", "recompute_step", "recomputation", _PURPLE, ("recompute",), None, "F", 0, 1, True, ("replayed",), "F",
         needs="recompute",
     ),
     # They take no time of the rank's: copies run beside it, from F to O and from L to B. What was received stays.

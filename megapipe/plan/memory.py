@@ -29,7 +29,7 @@ __all__ = ["RankBytes", "StageBytes", "held_changes", "peak_activations", "peak_
 
 PerStage = float | Sequence[float]
 
-SHARED_OUT = ("saved", "recomputed", "kept", "model", "gathered", "gradients")
+SHARED_OUT = ("saved", "replayed", "recomputed", "kept", "model", "gathered", "gradients")
 """Components of which one number is that of a whole rank."""
 Numbers = np.ndarray[Any, Any]
 
@@ -41,6 +41,7 @@ class StageBytes:
     Attributes:
         saved: what the F of a microbatch leaves for its backward: its input included, its output not. One number is
             that of a whole rank, shared out evenly over its chunks.
+        replayed: what its F and its R leave together, where it has an R. None for as much as is saved.
         recomputed: what its R makes of that, and its F does not keep. None for all but the input, which is the message
             from the stage before.
         kept: what its B leaves for its W. None for as much as was saved: a layer that defers its weight gradient holds
@@ -52,6 +53,7 @@ class StageBytes:
         forward, recompute, backward, backward_input, backward_weight: most that F, R, BW, B or W of a microbatch needs
             while it runs, beyond what it finds and what it leaves. One number is that of every stage. A `backward` of
             None is the larger of its parts.
+        replayed_forward: as `forward`, of an F that has an R. None for as much.
         gathered: weights that are there only while a chunk is gathered, sharded over replicas otherwise. One number is
             that of a rank.
         gradients: whole gradients of such weights, from a chunk's first backward to its last. One number is that of a
@@ -67,6 +69,7 @@ class StageBytes:
     """
 
     saved: PerStage
+    replayed: PerStage | None = None
     recomputed: PerStage | None = None
     kept: PerStage | None = None
     model: PerStage = 0.0
@@ -76,6 +79,7 @@ class StageBytes:
     backward: PerStage | None = None
     backward_input: PerStage = 0.0
     backward_weight: PerStage = 0.0
+    replayed_forward: PerStage | None = None
     gathered: PerStage = 0.0
     gradients: PerStage = 0.0
     posted: int = 0
@@ -114,9 +118,9 @@ class StageBytes:
         value = getattr(self, component)
         if component == "recomputed" and value is None:
             inputs = [0.0, *self.per_stage("message", plan)]
-            return [max(0.0, saved - given) for saved, given in zip(self.per_stage("saved", plan), inputs)]
-        if component == "kept" and value is None:
-            value = self.saved
+            return [max(0.0, held - given) for held, given in zip(self.per_stage("replayed", plan), inputs)]
+        if component in ("kept", "replayed", "replayed_forward") and value is None:
+            value = self.forward if component == "replayed_forward" else self.saved
         if component == "backward" and value is None:
             return list(map(max, *(self.per_stage(part, plan) for part in ("backward_input", "backward_weight"))))
         num_stages = plan.pp_size * plan.num_chunks
@@ -181,8 +185,10 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
 
     of["input"] = [0.0, *of["message"][:-1]]
     left = look_up(lambda stage, kind: sum(of[component][stage] for component in kind.keeps))
-    left -= np.where(_is_taken_over(row), look_up(lambda stage, _: of["recomputed"][stage]), 0.0)
+    has_r = _is_taken_over(row)
+    left += has_r * look_up(lambda stage, _: of["replayed"][stage] - of["recomputed"][stage] - of["saved"][stage])
     extra = look_up(lambda stage, kind: of[kind.needs][stage] if kind.needs else 0.0)
+    extra += has_r * look_up(lambda stage, _: of["replayed_forward"][stage] - of["forward"][stage])
     change = left - _of_the_action_before(row, left)
     local = {s: of["message"][s] if {s, s + 1} <= set(own) else 0.0 for s in range(-1, len(of["saved"]))}
     # What a stage hands to its neighbour on the same rank is held until the neighbour's action, which counts it as its

@@ -40,6 +40,10 @@ def test_what_is_computed_again_is_held_from_then_on() -> None:
     assert first.during.tolist() == [23, 43, 124, 128, 43, 124, 128, 104, 108]
     assert first.after.tolist() == [20, 40, 120, 20, 40, 120, 20, 100, 0]
     assert last.peak == 108
+    held = dataclasses.replace(held, replayed=110.0, replayed_forward=1.0)
+    first, last = plan.simulate(memory=held).memory or ()
+    assert first.during.tolist() == [31, 61, 144, 148, 61, 144, 148, 114, 118]
+    assert last.peak == 108
     whole = StageBytes(saved=100.0, message=10.0)
     assert whole.per_stage("recomputed", plan) == [100, 90]  # all but the input
 
