@@ -128,6 +128,13 @@ def test_sizes_need_not_be_said(rank: int, tmp_path: Path) -> None:
     [
         (lambda: transformers.T5Config(num_layers=2), "encoder"),
         (lambda: transformers.ViTConfig(), "is no decoder with a head"),
+        *[  # a reward or value model was built as a model of language, and the weights of its head dropped
+            (
+                lambda head=head: hf_models.make_config("llama", architectures=[head]),
+                f"{head} .* without the weights of its",
+            )
+            for head in ("LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForRewardModel")
+        ],
     ],
 )
 def test_what_cannot_be_cut_is_refused(config: Any, why: str) -> None:

@@ -25,8 +25,11 @@ __all__ = [
 ]
 
 
+OTHER_HEAD = re.compile(r"For(?=[A-Z])(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|Reward|Value")
+
+
 def check_kind(config: Any) -> None:
-    """Raises CannotCutError where the config is of no decoder with a head."""
+    """Raises CannotCutError where the config is of no decoder with a head for tokens."""
     transformers: Any = importlib.import_module("transformers")
     name = type(config).__name__.removesuffix("Config")
     if config.is_encoder_decoder:
@@ -34,8 +37,14 @@ def check_kind(config: Any) -> None:
             f"{name} cannot be cut into stages: it has an encoder besides its decoder: try megapipe.split."
         )
     known = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
-    if not any(type(config) in mapping for mapping in known):
+    made = [mapping[type(config)].__name__ for mapping in known if type(config) in mapping]
+    if not made:
         raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
+    if other := [one for one in config.architectures or () if OTHER_HEAD.search(one) and one not in made]:
+        raise CannotCutError(
+            f"{other[0]} cannot be cut into stages: {made[0]} would be built, without the weights of its head. "
+            "Write its stages (docs/own_model.md), or set architectures=None in the config for a model of language."
+        )
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         fields = quantised if isinstance(quantised, dict) else quantised.to_dict()
         raise CannotCutError(
