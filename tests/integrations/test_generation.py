@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 from tools import hf_generation, hf_models
+from transformers import GenerationConfig
 
 from megapipe.integrations.transformers import generate
 
@@ -46,6 +47,12 @@ def generate_wrongly(rank: int, folder: Path, options: dict[str, Any]) -> None:
     [
         ({"temprature": 2.0}, "temprature"),
         ({"num_beams": 2}, "there are no beams"),
+        ({"return_dict_in_generate": True}, "takes no return_dict_in_generate=True, .* pass False"),
+        ({"guidance_scale": 2.0}, "takes no guidance_scale=2.0, since guidance runs the model a second time"),
+        (
+            {"generation_config": GenerationConfig(cache_implementation="static")},
+            "takes no cache_implementation='static'",
+        ),
         ({"num_microbatches": 4}, "6 sequences cannot be split into 4 microbatches of the same size"),
     ],
 )

@@ -30,6 +30,13 @@ __all__ = ["generate"]
 NAMES = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 """What is told: tensors of [sequences, new tokens]."""
 
+REFUSED = {
+    "return_dict_in_generate": (False, "tokens are all that travels back to the ranks"),
+    "guidance_scale": (1.0, "guidance runs the model a second time, with other keys and values than stages keep"),
+    "cache_implementation": (None, "each stage keeps keys and values in caches of its own"),
+}
+"""Options that cannot be had, the value that does without, and why."""
+
 
 def generate(
     chunks: Sequence[Any],
@@ -56,7 +63,8 @@ def generate(
         seed: samples are those of `torch.manual_seed(seed)` before transformers' `generate`, and the state of the
             generators is kept. None draws from them as they are.
         options: what transformers' `generate` takes: `max_new_tokens`, `do_sample`, `temperature`, `eos_token_id`,
-            `generation_config`, `logits_processor`, `stopping_criteria`, `streamer`, ... but for beams and assistants.
+            `generation_config`, `logits_processor`, `stopping_criteria`, `streamer`, ... but for beams, assistants,
+            guidance, caches of other kinds and returned dicts.
 
     Returns:
         On every rank: [sequences, tokens], prompts included, padded where a sequence ended before others.
@@ -80,15 +88,22 @@ def generate(
             cache = _follower(pipeline)
             options |= {"attention_mask": attention_mask, pipeline.kept: cache, "use_cache": True}
             try:
+                _check_options(options, options.get("generation_config") or last.generation_config)
                 with _seeded(seed, last.device):
-                    found = _as_whole(last, pipeline).generate(input_ids, synced_gpus=False, **options)
-                sequences = getattr(found, "sequences", found)
+                    sequences = _as_whole(last, pipeline).generate(input_ids, synced_gpus=False, **options)
             except Exception as own:
                 if pipeline.is_running:
                     raise  # which the other ranks know of
                 error = own
             pipeline.told({})
         return pipeline.ended(sequences, error)
+
+
+def _check_options(options: dict[str, Any], defaults: Any) -> None:
+    for name, (without, why) in REFUSED.items():
+        value = options.get(name, getattr(defaults, name, None))
+        if value not in (None, without, "hybrid"):  # which transformers itself passes over in a model's defaults
+            raise ValueError(f"generate through a pipeline takes no {name}={value!r}, since {why}: pass {without}.")
 
 
 class _Pipeline:
