@@ -27,7 +27,7 @@ _VISION = {
     "num_channels": 3,
 }
 _CLIP = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16}
-_SIGLIP = {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
+_SIGLIP = {**_VISION, "model_type": "siglip_vision_model"}
 _QWEN = {
     "depth": 2,
     "num_heads": 2,

@@ -37,7 +37,8 @@ class AbsentWeights(Absent):
         super().__init__()
         self.keeps = 0 if isinstance(module, nn.Embedding) else 1
         self.width = width
-        self.register_buffer("weight", weight.new_empty(1, 1), persistent=False)  # of which some look at the device
+        self.register_buffer("weight", weight.new_empty(1, 1), persistent=False)  # some look at its device
+        self.register_buffer("bias", weight.new_empty(1), persistent=False)  # nn.MultiheadAttention writes into it
 
     def forward(self, first: Any = None, *others: Any, **options: Any) -> Tensor:
         given: Tensor = next(iter(options.values())) if first is None else first
