@@ -48,7 +48,8 @@ class NcclTransport(Transport):
     each receive is a kernel that occupies multiprocessors until its message has come. So there is one communicator per
     neighbour and direction, however many boundaries lie between the two; with one for both directions ranks would wait
     for each other, with one per boundary their buffers take gigabytes. Nothing is received before a step waits for it,
-    but large messages one action early. Each tensor of a message is a kernel of its own.
+    but large messages one action early where `config.p2p_lookahead` says so. Each tensor of a message is a kernel of
+    its own.
 
     Args:
         mark: marks a point of the current stream, see `Transport.mark`.
@@ -57,7 +58,7 @@ class NcclTransport(Transport):
     """
 
     matches_by_order = True
-    lookahead = Lookahead(1)
+    lookahead = Lookahead(0)
 
     def __init__(
         self, members: Members, device: torch.device, mark: Callable[[], Callable[[], bool]], max_ctas: int
