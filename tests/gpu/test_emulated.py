@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from gpu import test_gpu
 from tools.device import needs_devices, on_lazy_device
 from tools.device import ranks as ranks
@@ -23,14 +24,19 @@ pytestmark = [needs_devices, pytest.mark.skipif(test_gpu.IS_GPU, reason="there i
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[None]:
+def emulated(num_devices: int = 2) -> Iterator[None]:
+    """Ranks share the one device, if there is one."""
     with on_lazy_device([]) as lazy:
         on_device = {
             "IS_GPU": True,
             "device_of": lambda rank: lazy.device.DEVICE,
-            "build": functools.partial(test_gpu.build, p2p_transport="nccl"),
+            "build": functools.partial(test_gpu.build, p2p_transport="host" if num_devices == 1 else "nccl"),
         }
-        with mock.patch.multiple(test_gpu, **on_device), mock.patch.object(lazy.nccl, "connecting_time", 0.5):
+        with (
+            mock.patch.multiple(test_gpu, **on_device),
+            mock.patch.object(torch.cuda, "device_count", lambda: num_devices),
+            mock.patch.object(lazy.nccl, "connecting_time", 0.5),
+        ):
             yield
 
 
@@ -73,8 +79,10 @@ def test_activations_in_host_memory(rank: int) -> None:
         assert 0.9 * taken <= -freed <= taken
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(2)
-def test_gradients_as_on_a_gpu(rank: int, schedule: str) -> None:
-    with emulated():
+def test_gradients_as_on_a_gpu(rank: int, schedule: str, num_devices: int) -> None:
+    """On one GPU messages go by way of the host, which waits for each: that it must not wait was asked there, too."""
+    with emulated(num_devices):
         inspect.unwrap(test_gpu.test_gradients_of_the_whole_model)(rank, 2, schedule)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tools.graphs import skip_without_tracer
 from tools.models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
@@ -66,8 +67,8 @@ def step(rank: int, schedule: str, chunks: Any, num_microbatches: int = 5, seed:
 
 @contextlib.contextmanager
 def no_host_wait() -> Iterator[None]:
-    """Raises where the host waits for the device."""
-    if not IS_GPU:
+    """Raises where the host waits for the device, unless messages go by way of it, as ranks share a GPU."""
+    if not IS_GPU or torch.cuda.device_count() < dist.get_world_size():
         yield
         return
     torch.cuda.set_sync_debug_mode("error")
