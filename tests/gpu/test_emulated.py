@@ -34,7 +34,7 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
         }
         with (
             mock.patch.multiple(test_gpu, **on_device),
-            mock.patch.object(torch.cuda, "device_count", lambda: num_devices),
+            mock.patch.object(torch.cuda, "device_count", return_value=num_devices),
             mock.patch.object(lazy.nccl, "connecting_time", 0.5),
         ):
             yield
