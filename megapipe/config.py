@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -359,17 +359,19 @@ OPTIONS = (
     Option("megapipe.options.recompute:Recompute", "recompute", kind="R"),
     Option("megapipe.options.offload:Offloading", "offload_activations", kind="O"),
     Option("megapipe.options.slicing:Slices", "num_sequence_slices"),
+    Option("megapipe.options.timers:Timers", "timers"),
     Option("megapipe.options.timeline:Timeline", "record_timeline"),
 )
 """The options, in the order in which they are composed, the last one outermost."""
 
 
-def common_config(configs: Iterable[Any]) -> Any:
+def common_config(configs: Sequence[Any]) -> Any:
     """The config of a rank's first chunk that has one, which is that of all. Raises ValueError where another chunk's
     has a setting of its own."""
-    first, *others = [config for config in configs if config is not None] or [None]
-    for other in others:
-        for name, default in DEFAULTS.items() if other is not first else ():
+    first = None
+    for other in configs:
+        first = other if first is None else first
+        for name, default in DEFAULTS.items() if other is not None and other is not first else ():
             value, says = (getattr(config, name, default) for config in (first, other))
             if says is not value and says not in (value, default):
                 raise ValueError(

@@ -69,6 +69,15 @@ class MessageSpec(NamedTuple):
         without = any(can_have_gradient(t.dtype) and not t.differentiable for t in self.tensors)
         return (without and not forward_only) or (isinstance(self.structure, str) and holds_values(self.structure))
 
+    def fits(self, structure: Structure, tensors: list[torch.Tensor]) -> bool:
+        """Whether a message can be sent as one of these."""
+        if structure != self.structure or len(tensors) != len(self.tensors):
+            return False
+        for tensor, (shape, dtype, differentiable) in zip(tensors, self.tensors):
+            if tensor.shape != shape or tensor.dtype != dtype or (tensor.requires_grad and not differentiable):
+                return False
+        return True
+
     def matches(self, other: MessageSpec) -> bool:
         """Same structure, shapes and dtypes."""
         return self.structure == other.structure and self.sizes == other.sizes

@@ -85,7 +85,8 @@ def BW(pipe: Verbs, chunk: int = 0) -> None:
     B."""
     if pipe.num_backwards_left(chunk):
         pipe.recompute_step(chunk)
-        finish_weights(pipe, chunk)
+        if pipe.settings.min_pending_weights:
+            finish_weights(pipe, chunk)
         pipe.recv_backward(chunk)
         pipe.backward_step(chunk)
         pipe.send_backward(chunk)

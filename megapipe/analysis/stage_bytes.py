@@ -93,6 +93,7 @@ def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatc
         num_microbatches=1,
         config=StepConfig.of(getattr(module, "config", None)),
         device=device,
+        num_tokens=torch.zeros((), dtype=torch.float64, device=device),
     )
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from .board import join_ranks
@@ -35,23 +35,21 @@ class Agreement:
         self._lock = threading.Lock()
         self._history: list[tuple[int, dict[str, str]]] = [(0, {})]
         """This rank's last two sets of arguments, each with the step from which on it has them."""
-        self._known_step = 0  # the last step of this rank whose arguments are in `_history`
+        self.known_step = 0
+        """The last step of this rank whose arguments are known: those of the step before it, or others."""
+        self.agreed: dict[str, str] | None = None
+        """The arguments that ranks have agreed on last. A step that has these need not ask again, but sets
+        `known_step`."""
         self._all_ask = True  # in this step all ranks exchange, and none has to be told
         self._posted: list[int] = []  # the steps whose arguments this rank has in the mailbox
         self._answered: dict[int, int] = {}  # by rank, the step of its last request
         watchdog.subscribe(self._answer)
 
-    @contextmanager
-    def mistakes(self) -> Iterator[None]:
-        """Around a step: the other ranks are told of an exception before they agree."""
-        step = self._watchdog.progress.step
-        try:
-            yield
-        except Exception as error:
-            if self._known_step < step and self._is_alone() and self._watchdog.board.failure is None:
-                with suppress(Exception):  # then it ends the pipeline
-                    self._exchange({}, self._watchdog.told(error), TIMING.for_mistakes)
-            raise
+    def tell(self, mistake: Exception) -> None:
+        """Tell the other ranks of an exception in a step, if they have not agreed on it yet."""
+        if self.known_step < self._watchdog.progress.step and self._is_alone() and self._watchdog.board.failure is None:
+            with suppress(Exception):  # then it ends the pipeline
+                self._exchange({}, self._watchdog.told(mistake), TIMING.for_mistakes)
 
     def agree(self, arguments: dict[str, str]) -> None:
         """Check that ranks that have an argument in common have the same value for it.
@@ -64,12 +62,13 @@ class Agreement:
             PipelineError: a rank did not begin this step within the time limit, made a mistake, or failed.
         """
         with self._lock:
-            if not self._all_ask and arguments == self._history[-1][1]:
-                self._known_step = self._watchdog.progress.step
-                return
-        wrong = self._exchange(arguments)
+            is_known = not self._all_ask and arguments == self._history[-1][1]
+            if is_known:
+                self.known_step = self._watchdog.progress.step
+        wrong = None if is_known else self._exchange(arguments)
         if wrong is not None:
             raise wrong
+        self.agreed = arguments
 
     def _exchange(
         self, arguments: dict[str, str], mistake: str | None = None, timeout: float | None = None
@@ -77,7 +76,7 @@ class Agreement:
         """Post this rank's arguments, or its mistake, and collect those of all. Returns what is wrong with them."""
         step = self._watchdog.progress.step
         with self._lock:
-            all_ask, self._known_step = self._all_ask, step
+            all_ask, self.known_step, self.agreed = self._all_ask, step, None
             self._history = [self._history[-1], (step, arguments)]
             self._mailbox.post("request", str(step))  # all have answered the one before
             self._post(step, waits=True, mistake=mistake)
@@ -106,7 +105,7 @@ class Agreement:
             is_ahead = False
             for rank, step in enumerate(map(int, requests)):
                 last = self._answered.get(rank, 0)
-                if step > self._known_step:
+                if step > self.known_step:
                     is_ahead = True  # this rank has still to come to that step
                 elif step > last:
                     if step not in self._posted:

@@ -26,13 +26,6 @@ class Progress:
     peer: int | None = None
     """The pipeline rank that the message comes from."""
 
-    def begin_step(self) -> None:
-        self.step += 1
-        self.action, self.awaited, self.peer = "the start of its step", None, None
-
-    def end_step(self) -> None:
-        self.action, self.awaited, self.peer = None, None, None
-
     def as_json(self) -> str:
         action = None if self.action is None else str(self.action)
         return json.dumps({**asdict(self), "action": action})

@@ -97,10 +97,11 @@ class Watchdog:
         if self.board.has_raised:
             self.board.check()
         self.is_refused = False
-        self.progress.begin_step()
+        progress = self.progress
+        progress.step, progress.action = progress.step + 1, "the start of its step"
         try:
             self.check()
-            if self.progress.step == 1:
+            if progress.step == 1:
                 self.board.has_begun(self.name, self.rank)
             yield
         except BaseException as error:
@@ -108,7 +109,7 @@ class Watchdog:
                 raise
             self._fail(error)
         finally:
-            self.progress.end_step()
+            progress.action = progress.awaited = progress.peer = None
 
     def check(self) -> None:
         """Raise the failure, if there is one. Also called by threads that connect for the main one."""

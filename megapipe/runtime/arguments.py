@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 
+GROUPS_WITH_SIZES = (("tensor_model_parallel_size", "tp"), ("context_parallel_size", "cp"))
+"""Fields of the config, and the groups of a `pg_collection` that tell them."""
+
+
 def pipeline_group(known: Sequence[Framework], pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
     """The pipeline's process group: the caller's, or else parallel_state's. None without torch.distributed."""
     for framework in known:
@@ -56,10 +60,12 @@ def config_of(
     known: Sequence[Framework], schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any
 ) -> StepConfig:
     """The checked settings of the rank's chunks; sizes of groups are those of `pg_collection`."""
-    config = common_config(find_attribute(model, "config") for model in models)
-    sizes = {"tensor_model_parallel_size": "tp", "context_parallel_size": "cp"}
-    groups = {name: getattr(pg_collection, short, None) for name, short in sizes.items()}
-    settings = {name: group.size() for name, group in groups.items() if group is not None}
+    config = common_config([find_attribute(model, "config") for model in models])
+    settings: dict[str, Any] = {}
+    for name, short in GROUPS_WITH_SIZES if pg_collection is not None else ():
+        group = getattr(pg_collection, short, None)
+        if group is not None:
+            settings[name] = group.size()
     for framework in known:
         settings |= framework.read_config(config, schedule)
     return StepConfig.of(config, **settings)

@@ -49,7 +49,7 @@ class Collector:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
             self._num_under_way += 1
-            is_first = not all(model in self._known for model in models)
+            is_first = not self._known.issuperset(models)
             self._known.update(models)
         if is_first and self._has_frozen:
             self._has_frozen = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,13 @@ from torch.profiler import record_function
 from ..failures import Progress, Watchdog
 from ..p2p_communication import Transfer, Transport
 from ..plan import Action
-from ..stages import NOTHING
 
 __all__ = ["Monitor"]
+
+NOTHING = nullcontext()
+"""Where there is nothing to be around: one for all, since making them shows beside small layers."""
+NO_BOARD = SimpleNamespace(failure=None)
+"""That of a pipeline of one rank."""
 
 
 class Monitor:
@@ -26,7 +31,7 @@ class Monitor:
 
     def __init__(self, watchdog: Watchdog | None, transport: Transport | None) -> None:
         self._watchdog = watchdog
-        self._check: Callable[[], None] = (lambda: None) if watchdog is None else watchdog.check
+        self._board: Any = NO_BOARD if watchdog is None else watchdog.board
         self._transport = transport
         has_marks = transport is not None and type(transport).mark is not Transport.mark
         self._mark = transport.mark if transport is not None and (has_marks or "mark" in vars(transport)) else None
@@ -35,7 +40,8 @@ class Monitor:
 
     def at(self, action: Action) -> AbstractContextManager[object]:
         """The context around an action. Raises what another rank's failure has left for this one."""
-        self._check()
+        if self._board.failure is not None:
+            self._check()
         self._progress.action = action
         return record_function(str(action)) if self._profiling else NOTHING
 
@@ -57,8 +63,13 @@ class Monitor:
             here = Progress(progress.step, progress.action, what, peer)  # which no later wait changes
             self._watchdog.device_waits.add(here, is_reached, is_over)
         progress.awaited = None
-        self._check()
+        if self._board.failure is not None:
+            self._check()
         return tensors
+
+    def _check(self) -> None:
+        assert self._watchdog is not None
+        self._watchdog.check()
 
     @property
     def waits_at_end(self) -> bool:
@@ -74,4 +85,5 @@ class Monitor:
         progress.awaited = "its last messages to be taken"
         self._transport.drain()
         progress.awaited = None
-        self._check()
+        if self._board.failure is not None:
+            self._check()

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..overlap import filling_windows
-from ..p2p_communication import Link, Transfer
+from ..p2p_communication import Link
 from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, actions_of, unit_in_words
 from ..stages import Call, Extension, Forward, Run, Stage, Unit, run_pair
 from ..weight_grad import unshared
@@ -60,6 +60,7 @@ class Chunk:
         self.actions = actions
         self.links = links
         self.inputs, self.outputs, self.output_grads, self.input_grads = links
+        self.receivers = [link for link in (links.output_grads, links.inputs) if link.peer is not None]
         self.may_wait = {name for name, kind in KINDS.items() if kind.message is not None}
         """Kinds of action that may have overlap windows: all, but those that had none in an earlier step."""
         self._had_windows: dict[str, bool] = {}
@@ -81,7 +82,9 @@ class Chunk:
         assert not self.units, "the schedule ended with work left"
         for link in self.links:
             assert link.is_empty(), "the schedule ended with messages left"
-        self.may_wait -= {name for name, had_some in self._had_windows.items() if not had_some}
+        for name, had_some in self._had_windows.items():
+            if not had_some:
+                self.may_wait.discard(name)
         self.stage.forget_input()
         del self.stage, self.runs, self.first_step
 
@@ -168,8 +171,8 @@ class Pipeline(Verbs):
         number = self._advance("send_forward", chunk)
         this = self._chunks[chunk]
         this.outputs.send(number)
-        this.output_grads.post_ahead()
-        this.inputs.post_ahead()
+        for receiver in this.receivers:
+            receiver.post_ahead()
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -239,7 +242,7 @@ class Pipeline(Verbs):
         """
         for chunk in self._chunks:
             for message in chunk.inputs.drop(num_sent.get(chunk.index - 1, 0)):
-                self._wait(message, "an input to be discarded", chunk.actions[FORWARD.name][0], chunk.inputs.peer)
+                self._monitor.wait(message, "an input to be discarded", chunk.inputs.peer)
             chunk.outputs.drop(0)
 
     def finish(self) -> list[Any]:
@@ -264,25 +267,23 @@ class Pipeline(Verbs):
             this.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
             unit.received = this.inputs.take()
             if unit.received is not None:
-                self._wait(unit.received, "the forward input", action, this.inputs.peer)
+                what = f"the forward input of {self._in_words[action.microbatch, action.slice]}"
+                self._monitor.wait(unit.received, what, this.inputs.peer)
             return unit
         unit = this.units[action.microbatch, action.slice]
         if kind.message is not None:
             gradient = this.output_grads.take()
             if gradient is not None:
-                self._wait(gradient, "the output gradient", action, this.output_grads.peer)
-                unit.output_grads = gradient.tensors
+                what = f"the output gradient of {self._in_words[action.microbatch, action.slice]}"
+                unit.output_grads = self._monitor.wait(gradient, what, this.output_grads.peer)
         return unit
-
-    def _wait(self, message: Transfer, what: str, action: Action, peer: int | None) -> None:
-        self._monitor.wait(message, f"{what} of {self._in_words[action.microbatch, action.slice]}", peer)
 
     def _post_all(self) -> None:
         """The pipeline fills, so there is time."""
         self._has_waited = True
         for chunk in self._chunks:
-            chunk.inputs.post_all()
-            chunk.output_grads.post_all()
+            for receiver in chunk.receivers:
+                receiver.post_all()
 
     def _post_ahead(self, action: Action) -> None:
         """Before an action is launched whose message is there: post the receives of those behind it that may be."""
@@ -323,18 +324,14 @@ class Pipeline(Verbs):
     def _runs(self, chunk: Chunk, stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
         """What each kind of action of a chunk runs in this step."""
         runs = runs_of(stage, extensions)
-        runs[FORWARD.name] = self._with_arguments(runs[FORWARD.name])
+        if self._checkpoint_arguments is not NO_ARGUMENTS:
+            forward = runs[FORWARD.name]
+            runs[FORWARD.name] = lambda unit: forward(unit, *next(self._checkpoint_arguments))
         if self._sync is not None:
             for name, kind in KINDS.items():
                 if kind.completes_weights:
                     runs[name] = partial(self._completing, self._chunks.index(chunk), runs[name], kind)
         return runs
-
-    def _with_arguments(self, run: Run) -> Run:
-        """F, which may take the third argument of forward_step_func."""
-        if self._checkpoint_arguments is NO_ARGUMENTS:
-            return run
-        return lambda unit: run(unit, *next(self._checkpoint_arguments))
 
     def _completing(self, chunk: int, run: Run, kind: Kind, unit: Unit) -> None:
         """An action that may complete the gradients of a chunk."""
@@ -375,14 +372,14 @@ class Pipeline(Verbs):
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
             self._post_ahead(other)
-            run_pair(begun, backwards.stage, in_flight, self._fill_window)
+            run_pair(begun, backwards.stage, backwards.runs["B"], in_flight, self._fill_window)
             self._end(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 
 
 def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
-    """What each kind of action runs on a stage."""
-    runs = stage.runs()
+    """What each kind of action runs on a stage: its method of that name, with what options put around it."""
+    runs: dict[str, Run] = {name: getattr(stage, name) for name in KINDS}
     for extension in extensions:
         runs |= extension.kinds(stage)
         stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)

@@ -108,6 +108,7 @@ class Runner:
         )
         self.undescribed = undescribed_messages(call, self.stages, self._ends, self._described, session.found_shapes)
         self._delays = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
+        self._loops = schedule.loops if call.forward_only else self.key.loops
         self._is_new = True
         self.specs: Specs = []
         self._communicator: Communicator | None = None
@@ -121,6 +122,7 @@ class Runner:
         if not self._is_new and specs == self.specs:
             return
         self.specs = specs
+        self._is_found = [chunk in self.undescribed for chunk in range(len(specs))]
         self._headers = [self.undescribed.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
         self._to_agree_on = to_agree_on(self.key.schedule.name, call, self.stages, self.specs)
         self._to_agree_on |= self.undescribed.to_agree_on(self.specs)
@@ -152,9 +154,15 @@ class Runner:
         Args:
             what: is done with the schedule.
         """
-        if isinstance(self._session, Session):
-            self._session.watchdog.timeout = call.config.timeout
-            self._session.agree(self._to_agree_on | {"the schedule": self.key.schedule.name + what})
+        if not isinstance(self._session, Session):
+            return
+        watchdog, agreement = self._session.watchdog, self._session.agreement
+        if agreement.agreed is self._to_agree_on and not what:
+            agreement.known_step = watchdog.progress.step
+            return
+        watchdog.timeout = call.config.timeout
+        name = {"the schedule": self.key.schedule.name + what}
+        agreement.agree(self._to_agree_on | name if what else self._to_agree_on)
 
     def connect(self, call: Call) -> Communicator | None:
         """The channels of the pipeline, opened where this is the first to need them. None for one rank."""
@@ -180,7 +188,7 @@ class Runner:
             call.results.clear()
             call.num_tokens.zero_()
             looks = self._run_loops(call, extensions, self._pipeline, again=True)
-        if self._is_new or any(looks):
+        if self._is_new:
             self._is_new = False
             has_gradients = not any(extension.has_gradients for extension in extensions)
             end_first_steps(looks, call, self.key, self.undescribed, has_gradients, self._session)
@@ -196,7 +204,9 @@ class Runner:
             extension.begin(call)
         stages = self.make_stages(call, extensions)
         sync = self._gradient_sync(call, extensions, stages)
-        looks = first_steps(stages, call, self.undescribed)
+        looks: list[FirstStep | None] = [None] * len(stages)
+        if self._is_new:
+            looks = first_steps(stages, call, self.undescribed)
         for line in self._lines:
             line.begin()
         transport = None if self._communicator is None else self._communicator.transport
@@ -205,9 +215,8 @@ class Runner:
             monitor = extension.monitor(monitor)
         arguments = checkpoint_arguments(self.key, self.pp_rank, call)
         pipeline.begin_step(call, stages, looks, extensions, monitor, sync, arguments, again)
-        loops = self.key.schedule.loops if call.forward_only else self.key.loops
         with _around_loops(call, extensions, sync):
-            reports = loops(pipeline)
+            reports = self._loops(pipeline)
         if reports is not call.results:
             raise ScheduleError(f"{self.key.schedule.name} did not end with `return pipe.finish()`.")
         return looks
@@ -261,19 +270,15 @@ class Runner:
         stages, kind = [], Stage
         for extension in extensions:
             kind = extension.stage_type(kind)
-        for chunk, (info, (_, sent)) in enumerate(zip(self.stages, self.specs)):
-            is_found = chunk in self.undescribed
-            stages.append(kind(info, chunk, call, sent, is_found, self._headers[chunk], self._delays[chunk]))
+        for chunk, of_chunk in enumerate(zip(self.stages, self.specs, self._is_found, self._headers, self._delays)):
+            info, (_, sent), *rest = of_chunk
+            stages.append(kind(info, chunk, call, sent, *rest))
         return stages
 
 
 @contextmanager
 def _around_loops(call: Call, extensions: Sequence[Extension], sync: GradientSync | None) -> Iterator[None]:
     with ExitStack() as around:
-        if call.config.timers is not None:
-            timer = call.config.timers("forward-backward", log_level=1)
-            timer.start(barrier=call.config.barrier_with_L1_time)
-            around.callback(timer.stop)
         if sync is not None:
             around.enter_context(sync)
         elif call.forward_only:

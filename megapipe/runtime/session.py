@@ -65,8 +65,7 @@ class Session:
         self.watchdog = Watchdog(board, name, self.ranks, self._store, self._abort, self._find_error, self.has_ended)
         self._progress = self.watchdog.progress
         self.mailbox = Mailbox(self._store, self.watchdog)
-        self._agreement = Agreement(self.mailbox, self.watchdog)
-        self.agree = self._agreement.agree
+        self.agreement = Agreement(self.mailbox, self.watchdog)
         self._is_in_step = False
         self._seen: set[str] = set()
         self._is_device_shared = False
@@ -103,8 +102,12 @@ class Session:
             )
         self._is_in_step = _this_thread.is_in_step = True
         try:
-            with self.watchdog.step(), self._agreement.mistakes():
-                yield
+            with self.watchdog.step():
+                try:
+                    yield
+                except Exception as error:
+                    self.agreement.tell(error)
+                    raise
         except BaseException:
             if not self.watchdog.is_refused:
                 self._close_channels()

@@ -7,9 +7,11 @@ ranks. It runs the schedule's loops, which drive a pipeline.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
+
+import torch
 
 from .. import parallel_state
 from ..frameworks import Framework, StepEnd, frameworks
@@ -49,11 +51,15 @@ def run_step(
     known = frameworks()
     with one_step(pipeline_group(known, pg_collection, p2p_communicator)) as session:
         models = chunks_of(model)
+        if len(models) > 1:  # as Megatron's interleaved schedule
+            arguments["decoder_seq_length"] = None
+        device = device_of(models)
         call = Call(
             models=models,
             data_iterators=iterator_per_chunk(data_iterator, len(models)),
             config=config_of(known, schedule, models, pg_collection),
-            device=device_of(models),
+            device=device,
+            num_tokens=torch.zeros((), dtype=torch.float64, device=device),
             forward_only=is_forward_only(schedule, forward_only),
             schedule=schedule,
             frameworks=known,
@@ -68,9 +74,10 @@ def run_step(
             except BaseException:
                 session.runners.clear()  # with what was in flight
                 raise
-            with _around_finalizing(known, call, runner, session, keywords):
-                if not call.forward_only:
-                    finalize_gradients(call.config, models, call.num_tokens, keywords)
+            if known or call.config.broadcast_reports:
+                _end_step(known, call, runner, session, keywords)
+            elif not call.forward_only and call.config.finalize_model_grads_func is not None:
+                finalize_gradients(call.config, models, call.num_tokens, keywords)
     return call.results
 
 
@@ -87,14 +94,10 @@ def find_runner(schedule: Schedule, call: Call, session: Session | Alone) -> Run
     return runner
 
 
-@contextmanager
-def _around_finalizing(
+def _end_step(
     known: Sequence[Framework], call: Call, runner: Runner, session: Session | Alone, keywords: dict[str, Any]
-) -> Iterator[None]:
-    """What frameworks around the core do at the end of a step."""
-    if not known and not call.config.broadcast_reports:
-        yield
-        return
+) -> None:
+    """The end of a step with what frameworks do around it, and with reports for all."""
     pp_size = len(session.ranks)
     last_stage = runner.key.schedule.placement.rank(pp_size * len(call.models) - 1, pp_size)
     share: Callable[..., Any] = functools.partial(session.share, source=last_stage, device=call.device)
@@ -102,7 +105,8 @@ def _around_finalizing(
     with ExitStack() as stack:
         for framework in known:
             stack.enter_context(framework.around_finalizing(end))
-        yield
+        if not call.forward_only:
+            finalize_gradients(call.config, call.models, call.num_tokens, keywords)
         if call.config.broadcast_reports:
             call.results[:] = share(call.results, what="reports")
 

@@ -31,6 +31,9 @@ class Call:
     num_microbatches: int
     config: StepConfig
     device: torch.device
+    num_tokens: Tensor
+    """Sum of the token counts of 3-tuple loss functions, which may be weights, and more than 32 bits hold: float64 on
+    every rank, for those who add it up over ranks."""
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
@@ -48,14 +51,6 @@ class Call:
     """The slices of every sequence; none where sequences are whole."""
     results: list[Any] = field(default_factory=list)
     """The reports of the loss function, in microbatch order. Stays empty without the last stage."""
-    num_tokens: Tensor = field(init=False)
-    """Sum of the token counts of 3-tuple loss functions, which may be weights, and more than 32 bits hold. The dtype is
-    the same on every rank, for those who add it up over ranks."""
-
-    def __post_init__(self) -> None:
-        if len(self.models) > 1:  # as Megatron's interleaved schedule
-            self.decoder_seq_length = None
-        self.num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
 
     @property
     def num_units(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ..overlap import Segments, filling_windows
-from ..weight_grad import DeferredGrads
+from .extension import Run
 from .stage import Stage
 from .unit import Unit
 
@@ -33,15 +33,15 @@ class Forward:
         self.done = done
 
 
-def run_pair(forward: Forward, backward: Stage, unit: Unit, fill: Callable[[Unit], None]) -> None:
+def run_pair(forward: Forward, backward: Stage, run_backward: Run, unit: Unit, fill: Callable[[Unit], None]) -> None:
     """Run a forward and B of a unit in segments.
 
     A forward that `forward_step_func` has run by itself is not overlapped.
 
     Args:
+        run_backward: the B of that stage.
         fill: called with a unit in those of its windows in which the other does not run.
     """
-    unit.deferred = DeferredGrads()
     stage = forward.stage
     with filling_windows(lambda: fill(forward.unit)):
         output, loss_func = stage.begin(forward.unit, *forward.extra)
@@ -68,7 +68,7 @@ def run_pair(forward: Forward, backward: Stage, unit: Unit, fill: Callable[[Unit
             stage.show(unit)
 
     # The forward begins in the backward's first window, so one computes whenever the other's data is on its way.
-    with backward.timed("backward-compute"), filling_windows(advance):
-        backward.backward(unit)
+    with filling_windows(advance):
+        run_backward(unit)
     while output is not None:
         advance()

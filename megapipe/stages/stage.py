@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -31,23 +31,18 @@ from ..messages import (
 )
 from ..overlap import Segments, find_forward_segments
 from ..p2p_communication import Transfer
-from ..plan import KINDS, StageInfo
+from ..plan import StageInfo
 from ..weight_grad import DeferredGrads, deferring, unshared
 from .call import Call
 from .delayed import DelayedGrads, find_delayed
-from .edges import edge_of
 from .loss import Loss, compute_loss, describe, scale_loss
 from .notices import NoGradientWarning, warn
-from .unit import Unit
+from .unit import Unit, edge_of
 
-__all__ = ["NOTHING", "Stage"]
+__all__ = ["Stage"]
 
 EXPLAINED = (RuntimeError, StopIteration, TypeError, AttributeError)
 """Errors of the caller's functions for which there may be a better sentence."""
-
-NOTHING = nullcontext()
-"""Where there is nothing to be around: one for all, since making them shows beside small layers."""
-
 
 _all_given: WeakSet[nn.Module] = WeakSet()
 """Chunks on a device that have been given a gradient for each output, where looking for it makes the host wait."""
@@ -87,9 +82,9 @@ class Stage:
         self.device = step.device
         self.forward_step_func = step.forward_step_func
         """The caller's, with what options put around it."""
-        cut = None if step.forward_only else find_cut(self.module, step.frameworks)
-        if cut is not None:
-            self.forward_step_func = cut(self.forward_step_func)
+        if step.frameworks and not step.forward_only:
+            cut = find_cut(self.module, step.frameworks)
+            self.forward_step_func = cut(self.forward_step_func) if cut else self.forward_step_func
         self.output_specs = output_specs
         self._is_found, self._has_headers = is_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
@@ -107,22 +102,6 @@ class Stage:
             if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None
         ]
         self._delayed = find_delayed(self.module) if delays and not step.forward_only else []
-
-    def runs(self) -> dict[str, Callable[..., None]]:
-        """What each kind of action runs: the method of that name, timed where the config has timers."""
-        runs = {}
-        for name, kind in KINDS.items():
-            runs[name] = getattr(self, name)
-            if self._step.config.timers is not None:
-                runs[name] = self._timed_run("forward-compute" if kind.is_forward else "backward-compute", runs[name])
-        return runs
-
-    def _timed_run(self, name: str, run: Callable[..., None]) -> Callable[..., None]:
-        def timed(unit: Unit, *extra: bool) -> None:
-            with self.timed(name):
-                run(unit, *extra)
-
-        return timed
 
     @cached_property
     def can_overlap(self) -> bool:
@@ -188,16 +167,6 @@ class Stage:
             raise
         return self._checked(returned)
 
-    def _prepare(self, unit: Unit) -> None:
-        """Show the input to the model."""
-        self.unit = unit
-        self.take_input(unit)
-        is_validated = self._step.forward_only and self._step.first_val_step is False
-        if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
-            self._set_is_first_microbatch()
-        for around in self._around:
-            around.before(unit.microbatch)
-
     def _checked(self, returned: Any) -> tuple[Any, Any]:
         """The output, and the loss function."""
         self.unit = None
@@ -207,6 +176,16 @@ class Stage:
                 f"{describe(returned)}."
             )
         return returned[0], returned[1]
+
+    def _prepare(self, unit: Unit) -> None:
+        """Show the input to the model."""
+        self.unit = unit
+        self.take_input(unit)
+        is_validated = self._step.forward_only and self._step.first_val_step is False
+        if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
+            self._set_is_first_microbatch()
+        for around in self._around:
+            around.before(unit.microbatch)
 
     def end(self, unit: Unit, output: Any, loss_func: Any) -> None:
         """Run the remaining segments, and on the last stage the loss function. Keep what they make.
@@ -235,9 +214,17 @@ class Stage:
         return compute_loss(self._step, output, loss_func)
 
     def _save_output(self, unit: Unit, output: Any) -> None:
-        structure, tensors = self._pack_output(output, unit.microbatch)
+        try:
+            structure, tensors = pack(output)
+            for tensor in tensors:
+                check_sendable(tensor, self.device)
+        except TypeError as error:
+            raise TypeError(
+                f"the output of stage {self.info.index} for microbatch {unit.microbatch} cannot be sent on: {error}. "
+                "Return a tensor, or tensors, numbers, texts and None in lists, tuples and dicts."
+            ) from None
         spec = None if self.output_specs is None else self.output_specs[unit.slice]
-        if spec is None or not _fits(structure, tensors, spec):
+        if spec is None or not spec.fits(structure, tensors):
             spec = self._check_output(structure, tensors, unit)
         if not self._step.forward_only:
             for tensor, of in zip(tensors, spec.tensors):
@@ -402,18 +389,6 @@ class Stage:
                 "first stage: keep input[0], or wrap the layers in megapipe.PipelineStage."
             ) from error
 
-    def _pack_output(self, output: Any, microbatch: int) -> tuple[Any, list[Tensor]]:
-        try:
-            structure, tensors = pack(output)
-            for tensor in tensors:
-                check_sendable(tensor, self._step.device)
-            return structure, tensors
-        except TypeError as error:
-            raise TypeError(
-                f"the output of stage {self.info.index} for microbatch {microbatch} cannot be sent on: {error}. Return "
-                "a tensor, or tensors, numbers, texts and None in lists, tuples and dicts."
-            ) from None
-
     def _check_output(self, structure: Any, tensors: list[Tensor], unit: Unit) -> MessageSpec:
         """Its spec, if the next stage is told."""
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
@@ -450,28 +425,3 @@ class Stage:
         if self.module not in _looked_at:
             _looked_at.add(self.module)
             warn(text, NoGradientWarning)
-
-    # Around both
-
-    def timed(self, name: str) -> AbstractContextManager[None]:
-        """Around what is timed under a name where the config has timers."""
-        return NOTHING if self._step.config.timers is None else _timed(self._step.config.timers, name)
-
-
-@contextmanager
-def _timed(timers: Any, name: str) -> Iterator[None]:
-    timer = timers(name, log_level=2)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.stop()
-
-
-def _fits(structure: Any, tensors: list[Tensor], spec: MessageSpec) -> bool:
-    if structure != spec.structure or len(tensors) != len(spec.tensors):
-        return False
-    for tensor, (shape, dtype, differentiable) in zip(tensors, spec.tensors):
-        if tensor.shape != shape or tensor.dtype != dtype or (tensor.requires_grad and not differentiable):
-            return False
-    return True

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..p2p_communication import Transfer
 from ..weight_grad import DeferredGrads
 from .delayed import DelayedGrads
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "edge_of"]
 
 
 class Unit:
@@ -72,3 +73,17 @@ class Unit:
         """After a backward: only what W needs is left."""
         self.received = self.output_grads = None
         self.inputs, self.edges, self.of, self.before_backward = [], [], {}, []
+
+
+def edge_of(tensor: Tensor) -> GradientEdge | None:
+    """All that a backward needs of a tensor: None where that has no gradient."""
+    if not tensor.requires_grad:
+        return None
+    node: Any = tensor.grad_fn
+    if node is None:  # a leaf
+        return get_gradient_edge(tensor)
+    if isinstance(node, torch._C._FunctionBase):
+        # The node of a Python Function goes with its outputs, although an edge to it is held. That of a view owns it.
+        tensor = tensor.view_as(tensor)
+        node = tensor.grad_fn
+    return GradientEdge(node, tensor.output_nr)

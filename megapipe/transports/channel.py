@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from ..messages import MessageSpec
 from ..p2p_communication import Channel, ConnectionLostError, Transfer
 from .outbox import Outbox
 
-__all__ = ["BackendChannel", "Members", "resolved"]
+__all__ = ["BackendChannel", "Members", "ReceiveBufferPool", "resolved"]
 
 
 class Members(NamedTuple):
@@ -90,3 +91,37 @@ def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         plain.append((tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg().contiguous())
     return plain
+
+
+class ReceiveBufferPool:
+    """Buffers of one channel. A large one is used again once nothing refers to it: fresh host memory comes from the
+    system page by page, which may take longer than the message. (A device's allocator keeps memory by itself.)"""
+
+    MIN_REUSED_BYTES = 2**20
+    """Smaller ones malloc keeps by itself. It may keep more, up to 32 MiB with glibc, and never more than that: there
+    this saves up to a sixth of a step."""
+    NUM_KEPT = 2
+    """Unused buffers that are kept: as many as a channel has receives posted ahead."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.UntypedStorage] = []
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A fresh tensor each time: it becomes a leaf of the stage's graph and must not remember an earlier one."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < self.MIN_REUSED_BYTES:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        buffer = next((buffer for buffer in self.release() if buffer.nbytes() == num_bytes), None)
+        if buffer is None:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+            self._buffers.append(buffer)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(buffer).view(shape)
+
+    def release(self) -> list[torch.UntypedStorage]:
+        """Free all but `NUM_KEPT` of the unused buffers. Returns those."""
+        if not self._buffers:
+            return []
+        unused = [buffer for buffer in self._buffers if torch._C._storage_Use_Count(buffer._cdata) == 1]
+        surplus = {id(buffer) for buffer in unused[self.NUM_KEPT :]}
+        self._buffers = [buffer for buffer in self._buffers if id(buffer) not in surplus]
+        return unused[: self.NUM_KEPT]

@@ -15,9 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ..p2p_communication import Channel, ConnectionLostError, Lookahead, Transport
 from ..parallel_state import abort_gloo
 from ..plan import ChannelName
-from .channel import BackendChannel, Members
+from .channel import BackendChannel, Members, ReceiveBufferPool
 from .outbox import Outbox
-from .receive_buffers import ReceiveBufferPool
 
 __all__ = ["GlooTransport"]
 

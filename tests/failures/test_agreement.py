@@ -235,7 +235,7 @@ def test_the_requests_of_a_rank_do_not_grow_with_its_pipeline(pp_size: int) -> N
         board = Board(rank, pp_size, HashStore(), has_ended=lambda: False, begin=lambda task: None)
         board._store = own
         watchdogs.append(watchdog_of(own, board))
-        watchdogs[-1].progress.begin_step()
+        watchdogs[-1].progress.step += 1
         agreement = Agreement(Mailbox(own, watchdogs[-1]), watchdogs[-1])
         threads.append(threading.Thread(target=agreement.agree, args=({"num_microbatches": "4"},)))
         threads[-1].start()

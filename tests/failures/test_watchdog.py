@@ -406,7 +406,7 @@ def test_a_rank_that_computes_raises_before_its_transport_is_aborted(awaited: st
     other, own = watchdog_of(1, store), watchdog_of(0, store, lambda: found.append("abort"))
     with pytest.raises(KeyError), mock.patch.object(TIMING, "for_others", 0.0), other.step():
         raise KeyError("no such thing")
-    own.progress.begin_step()
+    own.progress.step, own.progress.action = 1, "the start of its step"
     own.progress.awaited = awaited
     helper = threading.Thread(target=own.board.watch)
     helper.start()
@@ -432,7 +432,7 @@ def test_waits_of_different_steps_are_not_one_long_wait() -> None:
         own.poll()  # publishes that it has waited too long
 
     for _ in range(4):
-        progress.begin_step()
+        progress.step += 1
         progress.awaited = "the forward input of microbatch 0"
         wait(0.4)
     assert own.board.failure is None

@@ -51,7 +51,7 @@ def test_nested_values(rank: int, source: int) -> None:
 
 
 def lose_or_share(rank: int, session: Session, value: Any = None) -> None:
-    session.agree({})
+    session.agreement.agree({})
     if rank == 0:
         raise OSError("no loss")
     session.share([value], 0, CPU)

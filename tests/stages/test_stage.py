@@ -257,7 +257,7 @@ def test_stages_below_one_that_detaches_get_no_gradient(rank: int) -> None:
 
 
 def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
-    arguments = Call(forward_step, [None], [module], 1, StepConfig(**config), torch.device(device))
+    arguments = Call(forward_step, [None], [module], 1, StepConfig(**config), torch.device(device), torch.zeros(()))
     return Stage(StageInfo(0, 2), 0, arguments, None)
 
 

@@ -32,11 +32,10 @@ from megapipe.p2p_communication import (
 )
 from megapipe.plan import ChannelName, Placement, Plan, loop, make_plan, v_shape
 from megapipe.transports import GlooTransport, Members, make_transport
-from megapipe.transports.channel import resolved
+from megapipe.transports.channel import ReceiveBufferPool, resolved
 from megapipe.transports.choice import DEVICES
 from megapipe.transports.nccl import NcclTransport
 from megapipe.transports.outbox import Outbox, TaskThread
-from megapipe.transports.receive_buffers import ReceiveBufferPool
 
 TENSOR = torch.ones(2, 3)
 FORWARD = ChannelName("forward", 0)
