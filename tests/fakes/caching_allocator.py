@@ -14,6 +14,8 @@ from collections import defaultdict, deque
 from functools import partial
 from typing import Any
 
+from fakes.races import Races
+
 __all__ = ["Allocation", "CachingAllocator"]
 
 
@@ -43,7 +45,8 @@ class Allocation:
 
 
 class CachingAllocator:
-    def __init__(self) -> None:
+    def __init__(self, races: Races) -> None:
+        self._races = races
         self.reserved = 0
         """Bytes that the device has given out, and that are never given back to it."""
         self.peak = 0
@@ -88,6 +91,7 @@ class CachingAllocator:
         for _ in range(len(self._freed)):
             block, events = self._freed.popleft()
             if all(event.is_set() for event in events):
+                self._races.give_again(block, events)
                 self._free[block.stream, block.num_bytes].append(block)
             else:
                 self._freed.append((block, events))

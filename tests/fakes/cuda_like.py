@@ -36,13 +36,11 @@ class Event:
         global NUM_RECORDS
         NUM_RECORDS += 1
         stream = stream or lazy_device.current_stream()
-        self._passed = passed = lazy_device.Moment()
+        stream.put(self._take_time)
+        self._passed = stream.record()
 
-        def pass_by() -> None:
-            self._time = time.perf_counter()
-            stream.reach(passed)
-
-        stream.put(pass_by)
+    def _take_time(self) -> None:
+        self._time = time.perf_counter()
 
     def query(self) -> bool:
         with lazy_device.CONTEXT:  # which another thread may hold
@@ -51,13 +49,13 @@ class Event:
     def wait(self, stream: Any = None) -> None:
         global NUM_WAITS
         NUM_WAITS += 1
-        stream, passed = stream or lazy_device.current_stream(), self._passed
-        stream.put(lambda: stream.come_after(passed))
+        (stream or lazy_device.current_stream()).wait_for(self._passed)
 
     def synchronize(self) -> None:
         if threading.current_thread() is threading.main_thread():
             lazy_device.count_sync()
         self._passed.wait()
+        lazy_device.RACES.wait_on_host(self._passed)
 
     def elapsed_time(self, end_event: Any) -> float:
         if not (self._has_timing and end_event._has_timing and self.query() and end_event.query()):

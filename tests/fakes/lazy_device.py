@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from fakes.caching_allocator import Allocation, CachingAllocator
+from fakes.races import Races
 from torch import Tensor
+from torch.cuda._sanitizer import zip_arguments
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -87,7 +89,7 @@ class Passed(NamedTuple):
     moment: Moment
 
     def wait(self, stream: Stream) -> None:
-        stream.put(lambda: stream.come_after(self.moment))
+        stream.wait_for(self.moment)
 
 
 class Stream:
@@ -122,8 +124,13 @@ class Stream:
         """Set once all that was put before has run."""
         assert self.capture is None, "nothing can be waited for while a graph is captured"
         moment = Moment()
+        RACES.record(moment, self)
         self.put(lambda: self.reach(moment))
         return moment
+
+    def wait_for(self, moment: Moment) -> None:
+        RACES.wait(moment, self)
+        self.put(lambda: self.come_after(moment))
 
     def reach(self, moment: Moment) -> None:
         """In the stream's own thread, as is the next one."""
@@ -144,7 +151,8 @@ class Stream:
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
-        self.record().wait()
+        (moment := self.record()).wait()
+        RACES.wait_on_host(moment)
         if self.error is not None:
             raise self.error
 
@@ -158,6 +166,7 @@ class Stream:
             del work  # nothing may stay alive while this waits
 
 
+RACES = Races()
 STREAMS: list[Stream] = []
 _current = threading.local()
 
@@ -189,7 +198,7 @@ def set_clocks() -> float:
     return latest.item()
 
 
-ALLOCATOR = CachingAllocator()
+ALLOCATOR = CachingAllocator(RACES)
 
 
 class Cell:
@@ -252,7 +261,9 @@ def to_device(tensor: Tensor) -> LazyTensor:
     cell = Cell()
     cell.cpu = tensor.detach().clone()
     meta = tensor.detach().to("meta")
-    return LazyTensor(meta, cell, allocate(meta, cell))
+    made = LazyTensor(meta, cell, allocate(meta, cell))
+    RACES.launch(current_stream(), [], blocks_of(made), "to_device")
+    return made
 
 
 def to_host(tensor: Any) -> Tensor:
@@ -275,6 +286,10 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
         if not from_cpu:
             return op(args[0].cell.cpu, *args[1:], **kwargs)
     results, cells, spec = _shapes(op, args, kwargs, device)
+    if not (op.is_view or "empty" in op.name()):
+        new = [result for result, cell in zip(results, cells) if cell is not None]
+        changed = [value for argument, value in zip_arguments(op._schema, args, kwargs) if _is_changed(argument)]
+        RACES.launch(current_stream(), blocks_of((args, kwargs)), blocks_of((new, changed)), op)
     on_cpu = kwargs | ({"device": torch.device("cpu")} if device is not None else {})
     # What is queued holds the numbers, and not their memory: another tensor may get that, and then ruins them.
     given = pytree.tree_map(lambda value: value.cell if isinstance(value, LazyTensor) else value, (args, on_cpu))
@@ -291,6 +306,17 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten(results, spec)
 
 
+def _is_changed(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def blocks_of(values: Any) -> list[Any]:
+    """The memory of tensors, and that of the host from which the device copies by itself."""
+    leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    blocks = [one.memory.block if isinstance(one, LazyTensor) else PINNED.get(one) for one in leaves]
+    return [block for block in blocks if block is not None]
+
+
 def count_sync() -> None:
     if syncs_are_errors:
         raise RuntimeError("called a synchronizing CUDA operation")
@@ -298,11 +324,12 @@ def count_sync() -> None:
 
 
 PINNED: Any = WeakTensorKeyDictionary()
-"""Host memory that copies need not wait for."""
+"""Host memory that copies need not wait for, each with its number."""
 
 
 def _copy_out(target: Tensor, source: LazyTensor, non_blocking: bool = False) -> Tensor:
     cell = source.cell
+    RACES.launch(current_stream(), blocks_of(source), blocks_of(target), "a copy to the host")
     current_stream().put(lambda: target.copy_(cell.cpu))
     if not (non_blocking and target in PINNED):
         count_sync()
@@ -393,9 +420,11 @@ class Factories(TorchDispatchMode):
         is_lazy = device is not None and torch.device(device).type == DEVICE.type
         if is_lazy or any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return enqueue(op, args, kwargs)
+        if (used := blocks_of((args, kwargs))) and not op.is_view:
+            RACES.launch(None, used, used if op._schema.is_mutable else [], op)
         made = op(*args, **kwargs)
         if is_pinned:
-            PINNED[made] = True
+            PINNED[made] = object()
         return made
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fakes.lazy_device import DEVICE, LazyTensor, Moment, Stream, current_stream
+from fakes.lazy_device import DEVICE, RACES, LazyTensor, Moment, Stream, blocks_of, current_stream
 from fakes.nccl_like import Work
 from torch.distributed import ProcessGroup
 
@@ -34,16 +34,18 @@ class Communicator:
 
     def start(self, messages: list[tuple[bool, LazyTensor, int]]) -> Work:
         """`messages`: whether it is sent, the tensor, and the other rank."""
-        ready = current_stream().record()
+        self._stream.wait_for(current_stream().record())
         for _, tensor, _ in messages:
             tensor.record_stream(self._stream)
         work = Work(self, [tensor for is_sent, tensor, _ in messages if not is_sent])  # type: ignore[arg-type]
         cells = [(is_sent, tensor.cell, peer) for is_sent, tensor, peer in messages]
-        self._stream.put(functools.partial(self._run, ready, cells, work.is_done))
+        sent = [tensor for is_sent, tensor, _ in messages if is_sent]
+        RACES.launch(self._stream, blocks_of(sent), blocks_of(work._held), "messages")
+        RACES.record(work.is_done, self._stream)
+        self._stream.put(functools.partial(self._run, cells, work.is_done))
         return work
 
-    def _run(self, ready: Moment, cells: list[Any], is_done: Moment) -> None:
-        self._stream.come_after(ready)
+    def _run(self, cells: list[Any], is_done: Moment) -> None:
         arriving = []
         for is_sent, cell, peer in cells:
             numbers = cell.cpu.contiguous().clone() if is_sent else torch.empty_like(cell.cpu)

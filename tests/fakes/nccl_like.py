@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from fakes.lazy_device import Moment, Stream, current_stream
+from fakes.lazy_device import RACES, Moment, Stream, blocks_of, current_stream
 from torch.distributed.distributed_c10d import Store
 
 from megapipe.transports.nccl import CARRIED
@@ -90,8 +90,7 @@ class Work:
 
     def wait(self) -> None:
         """The current stream waits, not the host."""
-        stream, is_done = current_stream(), self.is_done
-        stream.put(lambda: stream.come_after(is_done))
+        current_stream().wait_for(self.is_done)
 
 
 class LikeNccl:
@@ -167,9 +166,11 @@ class LikeNccl:
         tensor.record_stream(self._stream)
         work, ready = Work(self, held), current_stream().record()
         is_done = work.is_done  # what is queued holds no work: the caller may drop it, and with it the tensor
+        self._stream.wait_for(ready)
+        RACES.launch(self._stream, [] if held else blocks_of(tensor), blocks_of(held), "a receive" if held else "a send")
+        RACES.record(is_done, self._stream)
 
         def operation() -> None:
-            self._stream.come_after(ready)
             try:
                 if not self._is_aborted.is_set():
                     run()

@@ -44,4 +44,6 @@ def on_lazy_device(chunks: list[Any]) -> Iterator[Any]:
                 setattr(module, name, lazy_device.to_device(buffer))
     nccl_like.COMMUNICATORS.clear()
     with mock.patch.object(dist, "ProcessGroupNCCL", nccl_like.LikeNccl, create=True), cuda_like.as_cuda():
+        lazy_device.RACES.restart()
         yield SimpleNamespace(device=lazy_device, nccl=nccl_like, cuda=cuda_like)
+        assert not lazy_device.RACES.found, lazy_device.RACES.found[0]

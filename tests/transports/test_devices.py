@@ -675,3 +675,16 @@ def test_events_of_a_microbatch(rank: int) -> None:
 def test_stand_ins_for_cuda_are_called_like_it(rank: int) -> None:
     with on_lazy_device([]) as lazy:
         lazy.cuda.check_signatures()
+
+
+@pytest.mark.parametrize("planted", ["fakes.nccl_like.Work.wait", "fakes.lazy_device.LazyTensor.record_stream"])
+@on_ranks(2)
+def test_races_are_found(rank: int, planted: str) -> None:
+    """A stream that does not wait for a message, and memory of a message that is given out again while it is sent: on a
+    machine that is slow or fast enough the numbers are right."""
+    chunks = build("gpipe", 2, "nccl")
+    with pytest.raises(AssertionError, match="CSAN detected a possible data race"), on_lazy_device(chunks) as lazy:
+        with mock.patch(planted, lambda *args: None):
+            for _ in range(2):
+                step("gpipe", chunks, lazy.device.to_device)
+        lazy.device.synchronize()
