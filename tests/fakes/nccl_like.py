@@ -167,7 +167,7 @@ class LikeNccl:
         work, ready = Work(self, held), current_stream().record()
         is_done = work.is_done  # what is queued holds no work: the caller may drop it, and with it the tensor
         self._stream.wait_for(ready)
-        RACES.launch(self._stream, [] if held else blocks_of(tensor), blocks_of(held), "a receive" if held else "a send")
+        RACES.launch(self._stream, blocks_of(tensor), blocks_of(held), "a message")
         RACES.record(is_done, self._stream)
 
         def operation() -> None:

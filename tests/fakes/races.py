@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from torch.cuda._sanitizer import DEFAULT_STREAM_ID, EventHandler
+from torch.cuda._sanitizer import DEFAULT_STREAM_ID, Access, EventHandler
 
 __all__ = ["Races"]
 
@@ -53,5 +53,9 @@ class Races:
             used = self._handler.tensors_accessed.accesses.get(block)
             for seen in (self._handler.syncs.recorded_sync_states.get(id(moment), {}) for moment in moments):
                 if used is not None:
-                    used.reads = [one for one in used.reads if one.seq_num > seen.get(one.stream, -1)]
-                    used.write = used.write if used.write and used.write.seq_num > seen.get(used.write.stream, -1) else None
+                    used.reads = [one for one in used.reads if _is_later(one, seen)]
+                    used.write = used.write if used.write is not None and _is_later(used.write, seen) else None
+
+
+def _is_later(access: Access, seen: dict[int, int]) -> bool:
+    return access.seq_num > seen.get(access.stream, -1)

@@ -683,8 +683,8 @@ def test_races_are_found(rank: int, planted: str) -> None:
     """A stream that does not wait for a message, and memory of a message that is given out again while it is sent: on a
     machine that is slow or fast enough the numbers are right."""
     chunks = build("gpipe", 2, "nccl")
-    with pytest.raises(AssertionError, match="CSAN detected a possible data race"), on_lazy_device(chunks) as lazy:
-        with mock.patch(planted, lambda *args: None):
-            for _ in range(2):
-                step("gpipe", chunks, lazy.device.to_device)
+    race = pytest.raises(AssertionError, match="CSAN detected a possible data race")
+    with race, on_lazy_device(chunks) as lazy, mock.patch(planted):
+        for _ in range(2):
+            step("gpipe", chunks, lazy.device.to_device)
         lazy.device.synchronize()
