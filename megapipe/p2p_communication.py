@@ -93,6 +93,9 @@ class Channel(ABC):
             ConnectionLostError: the peer is gone.
         """
 
+    def reserve(self, spec: MessageSpec) -> None:  # noqa: B027
+        """Take memory for the next message that is received. Called where the device may be waited for."""
+
 
 class Lookahead(NamedTuple):
     """How many receives of a link are posted before they are asked for."""
@@ -216,6 +219,7 @@ class Receiver(Link):
     def begin(self) -> None:
         self._num_received = 0
         self._expect_all(self._count)
+        self.reserve()
         if self._headers is not None:
             self._headers.begin()
 
@@ -258,8 +262,9 @@ class Receiver(Link):
             room -= size
 
     def post_next(self) -> None:
-        if self._line is not None and self._is_described and not self._posted and self._expected:
-            self._line.post_large(self, self._expected[0])
+        if self._is_large() and not self._posted:
+            assert self._line is not None
+            self._line.post_until(self)
 
     def drop(self, num_sent: int) -> list[Transfer]:
         # Receives that have been posted stay so: they take the messages that are sent again.
@@ -294,6 +299,19 @@ class Receiver(Link):
             assert self._headers is not None
             spec = self._headers.next_header()
         self._posted.append(self._channel.receive(spec))
+
+    def reserve(self) -> None:
+        """Take memory for the next message, if that has to be posted for it to travel. Short of memory, an allocator
+        waits for the device: in front of a receive that would be for what others send only after they have taken what
+        this rank has sent."""
+        if self._is_large():
+            self._channel.reserve(self._expected[0])
+
+    def _is_large(self) -> bool:
+        """Whether the next message travels only once it is posted."""
+        if self._line is None or not self._is_described or not self._expected:
+            return False
+        return self._expected[0].nbytes > self._line.buffered_bytes
 
     def _expect_all(self, count: int) -> None:
         for _ in range(count):
@@ -401,7 +419,7 @@ class Line:
         self, incoming: Sequence[ChannelName], outgoing: Sequence[ChannelName], buffered_bytes: int = 0
     ) -> None:
         self._orders = incoming, outgoing
-        self._buffered_bytes = buffered_bytes
+        self.buffered_bytes = buffered_bytes
         self._names: dict[Link, ChannelName] = {}
         self._receivers: dict[ChannelName, Receiver] = {}
 
@@ -416,16 +434,12 @@ class Line:
 
     def post_until(self, receiver: Receiver) -> None:
         """Post the next receive of `receiver`, and before it those that come before it."""
-        while True:
-            first = self._receivers[self._to_come.popleft()]
-            first._post()
-            if first is receiver:
-                return
-
-    def post_large(self, receiver: Receiver, spec: MessageSpec) -> None:
-        """Post the next receive of `receiver` if its message travels only then."""
-        if spec.nbytes > self._buffered_bytes:
-            self.post_until(receiver)
+        posted: list[Receiver] = []
+        while receiver not in posted:
+            posted.append(self._receivers[self._to_come.popleft()])
+            posted[-1]._post()
+        for one in posted:
+            one.reserve()
 
     def check_turn(self, sender: Sender) -> None:
         """A message out of turn would be taken for another one."""

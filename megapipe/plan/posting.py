@@ -4,7 +4,8 @@ Over NCCL a message larger than NCCL's buffers travels only once its receive is 
 travels beside that action instead of in front of its own.
 
 But the host may wait for the whole device within any action (`torch.cuda.synchronize()`, a kernel that tunes itself,
-the allocator when memory is short), and then for that message, too. In the steady state of 1F1B two neighbours compute
+the allocator when memory is short), and then for that message, too. (Memory for a receive is taken when the one before
+it has been posted, so in front of a launch: `Receiver.reserve`.) In the steady state of 1F1B two neighbours compute
 an F and a B side by side, and each needs the other's result for its next action: if both post early, both wait for
 ever. So ranks are played here as if each host waited for its device in each action. A receive that keeps ranks from
 going on is posted when its own action needs it.

@@ -58,6 +58,7 @@ class BackendChannel(Channel):
         self._allocate = allocate
         self._outbox = outbox
         self._as_carried = as_carried
+        self._reserved: list[torch.Tensor] = []
 
     def send(self, tensors: list[torch.Tensor]) -> None:
         tensors = resolved(tensors)
@@ -72,9 +73,8 @@ class BackendChannel(Channel):
             raise ConnectionLostError.of(error) from error
 
     def receive(self, spec: MessageSpec) -> Transfer:
-        buffers, works = [], []
-        for shape, dtype, _ in spec.tensors:
-            buffers.append(self._allocate(shape, dtype))
+        self.reserve(spec)
+        buffers, self._reserved, works = self._reserved, [], []
         try:
             for buffer in buffers:
                 carried = buffer if self._as_carried is None else self._as_carried(buffer)
@@ -82,6 +82,9 @@ class BackendChannel(Channel):
         except RuntimeError as error:
             raise ConnectionLostError.of(error) from error
         return Transfer(spec, buffers, works)
+
+    def reserve(self, spec: MessageSpec) -> None:
+        self._reserved = self._reserved or [self._allocate(shape, dtype) for shape, dtype, _ in spec.tensors]
 
 
 def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -3,14 +3,17 @@
 Memory that is freed can be had again at once by the stream that it was given to, whose operations run in order. Where
 it was recorded on other streams (`record_stream`), it can be had again once the host has seen, at a later allocation,
 that these have come to the point at which it was freed. Whatever is still to be read from it is then ruined: it becomes
-NaN.
+NaN. Where memory is short (`limit`), what the device has not given out yet is taken once it has nothing left to do, and
+all that is free has been given back to it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,10 +48,13 @@ class Allocation:
 
 
 class CachingAllocator:
-    def __init__(self, races: Races) -> None:
-        self._races = races
+    limit = math.inf
+    """Bytes that the device gives out before memory is short. Tests may not free as much: then it gives out more."""
+
+    def __init__(self, races: Races, wait_for_device: Callable[[], None]) -> None:
+        self._races, self._wait_for_device = races, wait_for_device
         self.reserved = 0
-        """Bytes that the device has given out, and that are never given back to it."""
+        """Bytes that the device has given out."""
         self.peak = 0
         """Most bytes that tensors had at a time."""
         self._in_use: dict[int, int] = {}
@@ -73,6 +79,11 @@ class CachingAllocator:
                     stream.put(partial(_ruin, before))
                 del before
             else:
+                if self.reserved + num_bytes > self.limit and stream.capture is None:
+                    self._wait_for_device()
+                    self._take_back()
+                    self.reserved -= sum(block.num_bytes for blocks in self._free.values() for block in blocks)
+                    self._free.clear()
                 block = Block(num_bytes, stream)
                 self.reserved += num_bytes
             block.cell = weakref.ref(cell)

@@ -198,7 +198,7 @@ def set_clocks() -> float:
     return latest.item()
 
 
-ALLOCATOR = CachingAllocator(RACES)
+ALLOCATOR = CachingAllocator(RACES, synchronize)
 
 
 class Cell:

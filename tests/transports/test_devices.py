@@ -133,25 +133,34 @@ def test_same_as_on_cpu(rank: int, num_ranks: int, transport: str, schedules: li
 
 
 @pytest.mark.parametrize(
-    ("transport", "length", "schedules"),
+    ("transport", "length", "lookahead", "schedules"),
     [
-        ("nccl", 3, KINDS),
-        ("nccl", 2**16, ["1f1b", "zb2p", "interleaved_1f1b", "dualpipev"]),
-        ("host", 3, KINDS),
-        ("host", 2**16, KINDS),
+        ("nccl", 3, 1, KINDS),
+        ("nccl", 2**16, 1, ["1f1b", "zb2p", "interleaved_1f1b", "dualpipev"]),
+        ("nccl", 2**16, None, ["1f1b", "zb1p", "v_half"]),
+        ("host", 3, None, KINDS),
+        ("host", 2**16, None, KINDS),
     ],
 )
 @on_ranks(2)
-def test_a_device_wide_wait_within_a_step_ends(rank: int, transport: str, length: int, schedules: list[str]) -> None:
+def test_a_device_wide_wait_within_a_step_ends(
+    rank: int, transport: str, length: int, lookahead: int | None, schedules: list[str]
+) -> None:
     """Megatron's timers and autotuned kernels make the host wait for the whole device. Where a receive had been posted
     ahead, that included a message that this very host had still to bring about, and every rank waited for ever.
 
     Over NCCL a message that does not fit its buffers occupies the device until it is received. Its receive is posted
-    ahead where the plan shows that ranks do not wait for each other by it: 1F1B with all of them ahead hangs here."""
-    config = {"p2p_lookahead": 1} if transport == "nccl" else {}
+    ahead where the plan shows that ranks do not wait for each other by it: 1F1B with all of them ahead hangs here.
+
+    An allocator that is short of memory waits, too. Memory for a receive was taken just before it was posted, when the
+    rank's own message was still to be received by a neighbour that did the same."""
     for schedule in schedules:
-        chunks = build(schedule, 2, transport, **config)
-        with on_lazy_device(chunks) as lazy, mock.patch.object(megapipe.transports.nccl, "BUFFER", 2**15):
+        chunks = build(schedule, 2, transport, p2p_lookahead=lookahead)
+        with (
+            on_lazy_device(chunks) as lazy,
+            mock.patch.object(megapipe.transports.nccl, "BUFFER", 2**15),
+            mock.patch.object(lazy.device.ALLOCATOR, "limit", 0),
+        ):
             for chunk in chunks:
                 chunk.disturb = lazy.device.synchronize
                 for parameter in chunk.parameters():
