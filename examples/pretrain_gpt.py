@@ -89,7 +89,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--offload", type=float, default=None, metavar="T", help="activations to the host: T is a copy's time over F's"
     )
     parallel.add_argument("--sequence-slices", type=int, default=1, help="parts of each sequence; see --schedule")
-    parallel.add_argument("--equal-cost", action="store_true", help="slices of equal cost instead of equal length")
     training = parser.add_argument_group("training")
     training.add_argument("--micro-batch-size", type=int, default=4, help="sequences per microbatch")
     training.add_argument("--global-batch-size", type=int, default=32, help="sequences per step, over all replicas")
@@ -230,9 +229,6 @@ class Trainer:
 
     def make_config(self) -> GPTConfig:
         args = self.args
-        lengths = None
-        if args.equal_cost:
-            lengths = slices.equal_cost(args.seq_length, args.sequence_slices, args.hidden_size)
         return GPTConfig(
             **self.model,
             dropout=args.dropout,
@@ -243,7 +239,6 @@ class Trainer:
             enable_autocast=uses_bf16(args, self.device),
             autocast_dtype=torch.bfloat16,
             num_sequence_slices=args.sequence_slices,
-            sequence_slice_lengths=lengths,
             offload_activations=args.offload,
             finalize_model_grads_func=self.finalize_gradients,
             record_timeline=self.recorder,

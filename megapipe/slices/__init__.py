@@ -6,7 +6,6 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .attending import attention
-    from .cost import equal_cost
     from .state import CarriedState, SequenceSlice, current, cut, earlier, keep, positions
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "current",
     "cut",
     "earlier",
-    "equal_cost",
     "keep",
     "positions",
 ]

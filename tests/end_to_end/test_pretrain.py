@@ -49,7 +49,7 @@ def test_same_losses_with_tied_embeddings_and_steps_validated_afterwards(ranks: 
 def test_same_losses_with_sequences_in_slices(ranks: RankPool, text: str) -> None:
     """To the precision of attention, which rounds otherwise for slices."""
     (expected,) = ranks.run(1, pretrain, 1, text)
-    for options in ("--sequence-slices 4", "--sequence-slices 3 --equal-cost --schedule seq_zb1p"):
+    for options in ("--sequence-slices 4", "--sequence-slices 2 --schedule seq_zb1p"):
         for losses in ranks.run(2, pretrain, 2, f"{text} {options}"):
             assert losses == pytest.approx(expected, rel=1e-6)
 

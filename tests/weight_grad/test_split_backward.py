@@ -20,7 +20,7 @@ import megapipe
 from megapipe import PipelineError, StageInfo, stages_for_rank, weight_grad
 from megapipe.analysis import TimelineRecorder
 from megapipe.plan import Costs, Plan, make_plan
-from megapipe.plan.weight_placement import _Search, move_weights
+from megapipe.plan.weight_placement import fill
 
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 SEED = random.randrange(2**32)
@@ -281,7 +281,7 @@ def placed(rank: int, schedule: str, m: int) -> list[list[str]]:
             measured = recorder.gather()
             assert isinstance(measured.tuned_plan(), Plan)
             # A W wherever a rank would wait with other times: those of a busy machine may want it where it was.
-            plan = move_weights(measured.plan, _Search(measured.plan, Costs(1.0, 3.0, 0.5), 1000).fill(0.0))
+            plan = fill(measured.plan, Costs(1.0, 3.0, 0.5), 1000, 0.0)
     assert all(map(torch.equal, *grads))
     return plan.cells()
 
