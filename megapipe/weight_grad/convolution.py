@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,61 +15,50 @@ from .layer_base import Layer, add, as_autocast, can_defer, deferred_gradient, o
 
 __all__ = ["conv1d", "conv2d"]
 
-
-def conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> Tensor:
-    """`F.conv1d` with deferred gradients of weight and bias.
-
-    Args:
-        x: [batch, in, length] or [in, length].
-        weight: [out, in / groups, kernel].
-        bias: [out].
-        stride, padding, dilation, groups: as torch has them; padding may be "same" or "valid".
-
-    Returns:
-        [batch, out, new length] or [out, new length].
-
-    Raises:
-        ValueError: `padding` is another string, or "same" with a stride.
-    """
-    if not can_defer(weight):
-        return F.conv1d(x, weight, bias, stride, padding, dilation, groups)
-    return _convolution(x, weight, bias, stride, padding, dilation, groups)
+Numbers = int | Sequence[int]
 
 
 def conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: Numbers = 1,
+    padding: str | Numbers = 0,
+    dilation: Numbers = 1,
     groups: int = 1,
 ) -> Tensor:
-    """`F.conv2d` with deferred gradients of weight and bias.
-
-    Args:
-        x: [batch, in, height, width] or [in, height, width].
-        weight: [out, in / groups, kernel height, kernel width].
-        bias: [out].
-        stride, padding, dilation, groups: as torch has them; padding may be "same" or "valid".
-
-    Returns:
-        [batch, out, new height, new width] or [out, new height, new width].
+    """`F.conv1d` or `F.conv2d`, by the weight, with deferred gradients of weight and bias; arguments as torch has them.
 
     Raises:
-        ValueError: `padding` is another string, or "same" with a stride.
+        ValueError: `padding` is a string other than "same" and "valid", or "same" with a stride.
     """
+    num_dims = weight.dim() - 2
     if not can_defer(weight):
-        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    return _convolution(x, weight, bias, stride, padding, dilation, groups)
+        output: Tensor = getattr(F, f"conv{num_dims}d")(x, weight, bias, stride, padding, dilation, groups)
+        return output
+    stride, dilation = _per_dimension(stride, num_dims), _per_dimension(dilation, num_dims)
+    if isinstance(padding, str):
+        if padding not in ("same", "valid") or (padding == "same" and any(step != 1 for step in stride)):
+            raise ValueError(
+                f'padding must be numbers, "valid", or with stride 1 "same", got "{padding}" with stride {stride}.'
+            )
+        totals = [(padding == "same") * step * (size - 1) for step, size in zip(dilation, weight.shape[2:])]
+        if any(total % 2 for total in totals):  # torch too pads one side by the rest
+            x = F.pad(x, [side for total in reversed(totals) for side in (0, total % 2)])
+        padding = [total // 2 for total in totals]
+    options = (stride, _per_dimension(padding, num_dims), dilation, False, [0] * num_dims, groups)
+    is_batched = x.dim() == weight.dim()
+    output = _Convolution.apply(x if is_batched else x.unsqueeze(0), weight, bias, *options)
+    return output if is_batched else output.squeeze(0)
+
+
+conv1d = conv2d
+"""The same function as `conv2d`: it goes by the weight's dimensions."""
+
+
+def _per_dimension(value: Numbers, num_dims: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * num_dims if len(values) == 1 else values
 
 
 class _Convolution(Layer):
@@ -85,81 +74,29 @@ class _Convolution(Layer):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
-        mask = [True, False, False]
-        grad_x = _convolution_backward(grad, x, weight.to(x.dtype), ctx.options, mask)[0] if needs_x else None
-        gradients = _ConvolutionGradients(
-            SavedTensor(x.detach()), save_for_w(grad), ctx.weight, ctx.options, needs_bias
-        )
+        of_all = functools.partial(_gradients, options=ctx.options)
+        grad_x = of_all(grad, x, weight, mask=[True, False, False])[0] if needs_x else None
+        saved_x, saved_grad, shape = SavedTensor(x.detach()), save_for_w(grad), ctx.weight.detach()
+        mask = [False, True, needs_bias]
+
+        @functools.cache  # torch computes both together
+        def both() -> Sequence[Tensor]:
+            return of_all(saved_grad.get(), saved_x.get(), shape, mask=mask)
+
         grads: list[Tensor | None] = [None, None]
-        for number, parameter in enumerate((ctx.weight, ctx.bias) if needs_bias else (ctx.weight,), 1):
-            compute = partial(gradients.take, number, parameter.dtype)
-            grads[number - 1] = deferred_gradient(ctx, number, parameter, compute, partial(add, compute))
+        for number, parameter in enumerate((ctx.weight, ctx.bias)[: 1 + needs_bias], 1):
+            compute = functools.partial(_take, both, number, parameter.dtype)
+            grads[number - 1] = deferred_gradient(ctx, number, parameter, compute, functools.partial(add, compute))
         return grad_x, *grads, *[None] * len(ctx.options)
 
 
-def _convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: int | Sequence[int],
-    padding: str | int | Sequence[int],
-    dilation: int | Sequence[int],
-    groups: int,
-) -> Tensor:
-    num_dims = weight.dim() - 2
-    stride, dilation = _per_dimension(stride, num_dims), _per_dimension(dilation, num_dims)
-    if isinstance(padding, str):
-        x, padding = _pad(x, weight, padding, stride, dilation)
-    is_batched = x.dim() == weight.dim()
-    options = (stride, _per_dimension(padding, num_dims), dilation, False, [0] * num_dims, groups)
-    batch = x if is_batched else x.unsqueeze(0)
-    output: Tensor = _Convolution.apply(batch, weight, bias, *options)
-    return output if is_batched else output.squeeze(0)
-
-
-def _pad(
-    x: Tensor, weight: Tensor, padding: str, stride: Sequence[int], dilation: Sequence[int]
-) -> tuple[Tensor, list[int]]:
-    """The padding on both sides for "same" and "valid", and x padded by the rest of it, as torch does."""
-    if padding not in ("same", "valid"):
-        raise ValueError(f'padding must be "same", "valid", or numbers, got "{padding}".')
-    if padding == "valid":
-        return x, [0] * len(dilation)
-    if any(step != 1 for step in stride):
-        raise ValueError(f'padding "same" needs stride 1, got {list(stride)}: give the padding in numbers.')
-    totals = [step * (size - 1) for step, size in zip(dilation, weight.shape[2:])]
-    remaining = [side for total in reversed(totals) for side in (0, total % 2)]
-    return F.pad(x, remaining) if any(remaining) else x, [total // 2 for total in totals]
-
-
-def _per_dimension(value: int | Sequence[int], num_dims: int) -> list[int]:
-    if isinstance(value, int):
-        return [value] * num_dims
-    return list(value) * num_dims if len(value) == 1 else list(value)
-
-
-def _convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, ...], mask: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[Any], mask: Sequence[bool]
+) -> Sequence[Tensor]:
+    """Those of x, weight and bias, where `mask` has them. For the last two only the weight's shape and layout count."""
     backward = torch.ops.aten.convolution_backward
-    return backward(grad, x, weight, None, *options, mask)  # type: ignore[no-any-return]
+    return backward(grad, x, weight.to(x.dtype), None, *options, mask)  # type: ignore[no-any-return]
 
 
-class _ConvolutionGradients:
-    """The gradients of weight and bias, which torch computes together: the first call of `take` keeps the other one."""
-
-    def __init__(
-        self, x: SavedTensor, grad: SavedTensor, weight: Tensor, options: tuple[Any, ...], needs_bias: bool
-    ) -> None:
-        self._needs = x, grad, weight.detach(), options, [False, True, needs_bias]
-        self._computed: dict[int, Tensor] = {}
-
-    def take(self, number: int, dtype: torch.dtype) -> Tensor:
-        """1 is that of the weight, 2 of the bias, as among the inputs of a convolution."""
-        if number not in self._computed:
-            x, kept_grad, weight, options, mask = self._needs
-            grad = kept_grad.get()
-            same_dtype = weight.to(grad.dtype)  # which gives its shape and layout, not its values
-            both = _convolution_backward(grad, x.get(), same_dtype, options, mask)
-            self._computed = {n: both[n] for n in (1, 2) if mask[n]}
-        return self._computed.pop(number).to(dtype)
+def _take(both: Callable[[], Sequence[Tensor]], number: int, dtype: torch.dtype) -> Tensor:
+    return both()[number].to(dtype)

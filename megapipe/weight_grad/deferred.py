@@ -24,7 +24,6 @@ from .grad_hooks import (
     call_hooks_after_backward,
     pass_through_weights,
     post_accumulate_hooks,
-    with_tensor_hooks,
 )
 
 __all__ = [
@@ -201,8 +200,7 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
     backward. It is added to `weight.main_grad` if the owner made one, else to `weight.grad`, and the weight's
     post-accumulate-grad hooks are called once per microbatch. Hooks that add to a `main_grad` by themselves find the
     gradient in `.grad`, unless the weight has `grad_added_to_main_grad`, as Megatron's have, which is set to True for
-    them. Tensor hooks are called for each gradient deferred; a Function that returns the gradient of a weight with such
-    hooks gives them the sum. A frozen weight is left alone.
+    them. A frozen weight is left alone.
 
     Args:
         weight: the parameter itself: not the one among `ctx.saved_tensors`, which is a copy of it under activation
@@ -214,8 +212,9 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
             dtype. Worth giving if that is cheaper than `compute` and an addition.
 
     Raises:
-        TypeError: the weight is no leaf, so its gradient belongs to the tensors that it was made from; or a stage is
-            being captured as a graph, which has all gradients in it (return the gradient if `is_capturing()`).
+        TypeError: the weight is no leaf, so its gradient belongs to the tensors that it was made from; it has tensor
+            hooks (`register_hook`), which must see the gradient before it is added; or a stage is being captured as a
+            graph, which has all gradients in it (return the gradient if `is_capturing()`).
     """
     if backward_context.is_capturing:
         raise TypeError(
@@ -231,7 +230,11 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
     if not weight.requires_grad:
         return
     if weight._backward_hooks:
-        compute, add_to = with_tensor_hooks(weight, compute), None
+        raise TypeError(
+            f"defer was given a weight of shape {list(weight.shape)} with tensor hooks (register_hook), which must see "
+            "its gradient before it is added: return the gradient from the Function's backward, or use "
+            "register_post_accumulate_grad_hook."
+        )
     deferred = deferring_to()
     if deferred is not None and isinstance(weight, nn.Parameter):
         deferred.add(weight, compute, add_to)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ __all__ = [
     "call_hooks_after_backward",
     "pass_through_weights",
     "post_accumulate_hooks",
-    "with_tensor_hooks",
 ]
 
 _NOTE = "megapipe"  # a key among the hooks, whose other keys are numbers
@@ -87,35 +85,6 @@ def _note_call(weight: Tensor) -> None:
     to_call = backward_context.hooks_to_call.get(torch._C._current_graph_task_id())
     if to_call is not None:
         to_call.weights.pop(weight, None)
-
-
-def with_tensor_hooks(weight: Tensor, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """`compute`, followed by the tensor hooks of `weight` as they are when it is called."""
-    hooks = weight._backward_hooks
-    assert hooks is not None
-    for key, hook in hooks.items():
-        if not isinstance(hook, _UnlessNone):
-            hooks[key] = _UnlessNone(hook)
-    return functools.partial(_hooked, weight, compute)
-
-
-def _hooked(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    grad = compute()
-    assert weight._backward_hooks is not None
-    for hook in list(weight._backward_hooks.values()):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    return grad
-
-
-class _UnlessNone:
-    """A tensor hook that autograd may call with None, as it does where a Function returned no gradient."""
-
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        self._hook = hook
-
-    def __call__(self, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else self._hook(grad)
 
 
 def pass_through_weights(*weights: Tensor) -> None:

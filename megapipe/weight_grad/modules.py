@@ -34,24 +34,23 @@ class Embedding(nn.Embedding):
         return layers.embedding(input, self.weight, self.padding_idx)
 
 
+def _conv_forward(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    padding: str | Sequence[int] | int = layer.padding
+    if layer.padding_mode != "zeros":
+        input, padding = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
+    return convolution.conv2d(input, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
+
+
 class Conv1d(nn.Conv1d):
     """[batch, in, length] or [in, length] to the same with `out` channels and torch's new length."""
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), (0,)
-        return convolution.conv1d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+    _conv_forward = _conv_forward
 
 
 class Conv2d(nn.Conv2d):
     """[batch, in, height, width] or [in, height, width] to the same with `out` channels and torch's new sizes."""
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), (0, 0)
-        return convolution.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+    _conv_forward = _conv_forward
 
 
 class GroupedLinear(nn.Module):

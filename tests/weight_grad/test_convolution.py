@@ -44,7 +44,7 @@ def test_convolution_without_a_batch_and_in_channels_last() -> None:
 def test_convolution_functions_take_what_torchs_take() -> None:
     x, weight = torch.randn(2, 4, 9, 9), torch.randn(6, 4, 3, 3, requires_grad=True)
     assert torch.equal(weight_grad.conv2d(x, weight, None, (2,), (1,), [1]), F.conv2d(x, weight, None, (2,), (1,), [1]))
-    with pytest.raises(ValueError, match='padding "same" needs stride 1, got'):
+    with pytest.raises(ValueError, match=r'with stride 1 "same", got "same" with stride \[2, 2\]'):
         weight_grad.conv2d(x, weight, stride=2, padding="same")
-    with pytest.raises(ValueError, match='must be "same", "valid", or numbers, got "smae"'):
+    with pytest.raises(ValueError, match=r'padding must be numbers, "valid", .* got "smae"'):
         weight_grad.conv2d(x, weight, padding="smae")
