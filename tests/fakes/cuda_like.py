@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -95,9 +97,16 @@ STAND_INS: dict[str, Any] = {
     "Stream": Stream,
     "current_stream": lambda device=None: lazy_device.current_stream(),
     "device": lambda device: contextlib.nullcontext(),
+    "empty_cache": lambda: None,
+    "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**34),
     "graph": graph,
     "is_current_stream_capturing": lambda: lazy_device.current_stream().capture is not None,
     "memory_allocated": lambda device=None: lazy_device.ALLOCATOR.allocated,
+    "max_memory_allocated": lambda device=None: lazy_device.ALLOCATOR.peak,
+    # As short as can be: each allocation waits.
+    "set_per_process_memory_fraction": lambda fraction, device=None: setattr(
+        lazy_device.ALLOCATOR, "limit", 0 if fraction < 1 else math.inf
+    ),
     "set_sync_debug_mode": lambda debug_mode: setattr(lazy_device, "syncs_are_errors", debug_mode == "error"),
     "stream": lazy_device.Module().stream,
     "synchronize": lambda device=None: lazy_device.synchronize(),

@@ -7,7 +7,6 @@ no such device.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -30,12 +29,12 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
         on_device = {
             "IS_GPU": True,
             "device_of": lambda rank: lazy.device.DEVICE,
-            "build": functools.partial(test_gpu.build, p2p_transport="host" if num_devices == 1 else "nccl"),
+            "TRANSPORT": {"p2p_transport": "host" if num_devices == 1 else "nccl"},
         }
         with (
             mock.patch.multiple(test_gpu, **on_device),
             mock.patch.object(torch.cuda, "device_count", return_value=num_devices),
-            mock.patch.object(lazy.nccl, "connecting_time", 0.5),
+            mock.patch.multiple(lazy.nccl, connecting_time=0.5, link="network"),
         ):
             yield
 
@@ -86,3 +85,16 @@ def test_gradients_as_on_a_gpu(rank: int, schedule: str, num_devices: int) -> No
     """On one GPU messages go by way of the host, which waits for each: that it must not wait was asked there, too."""
     with emulated(num_devices):
         inspect.unwrap(test_gpu.test_gradients_of_the_whole_model)(rank, 2, schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        name if name in (*test_gpu.KINDS, "zb2p") else pytest.param(name, marks=pytest.mark.soak)
+        for name in test_gpu.SCHEDULES
+    ],
+)
+@on_ranks(2)
+def test_large_messages_as_on_a_gpu(rank: int, schedule: str) -> None:
+    with emulated():
+        inspect.unwrap(test_gpu.test_large_messages)(rank, schedule)

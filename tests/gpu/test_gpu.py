@@ -16,14 +16,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tools import against
+from tools.against import Received
 from tools.graphs import skip_without_tracer
+from tools.marks import needs_fsdp_on_cpu
 from tools.models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import RankPool, on_ranks, start_again
 from tools.replicas import reduced
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import megapipe
-from megapipe import PipelineError, StageInfo, TimelineRecorder, parallel_state
+from megapipe import (
+    PipelineError,
+    StageInfo,
+    TimelineRecorder,
+    distribute_layers,
+    parallel_state,
+    stages_for_rank,
+    weight_grad,
+)
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
 from megapipe.weight_grad import DeferredGrads, deferring
@@ -32,6 +45,7 @@ IS_GPU = torch.cuda.is_available()
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
 KINDS = ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
 NUM_LAYERS = 8
+TRANSPORT: dict[str, Any] = {}
 ALL = [*((2, name) for name in SCHEDULES), *((4, name) for name in KINDS)]
 CASES = ALL if IS_GPU else [(2, "zbv"), (4, "1f1b")]  # tests/runtime has all of them on the CPU
 needs_gpu = pytest.mark.skipif(not IS_GPU, reason="needs a GPU")
@@ -47,7 +61,7 @@ def device_of(rank: int) -> torch.device:
 
 
 def on_device(rank: int, schedule: str, pp_size: int, **options: Any) -> list[Stage]:
-    return [chunk.to(device_of(rank)) for chunk in build(schedule, pp_size, NUM_LAYERS, **options)]
+    return [chunk.to(device_of(rank)) for chunk in build(schedule, pp_size, NUM_LAYERS, **TRANSPORT, **options)]
 
 
 def data(rank: int, num_microbatches: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -326,3 +340,101 @@ def test_a_checkpoint_goes_on_under_another_schedule(rank: int, tmp_path: Path) 
     for chunk in others:
         for name, parameter in chunk.named_parameters():
             torch.testing.assert_close(parameter.detach().cpu(), named[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+TOKENS, WIDTH = (2048, 1024) if IS_GPU else (1024, 144)
+"""Messages of 8 MiB, which NCCL's buffers do not hold with one channel; without a GPU those of the stand-in."""
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "posted early": {"p2p_lookahead": 1},
+    "offloaded": {"offload_activations": 0.3},
+    "recomputed": {"recompute": "all"},
+    "short of memory": {"p2p_lookahead": 1},
+}
+MAY_HANG = ["looped_bfs", "interleaved_zb1p", "zbv", "combined_zb1p"]
+"""Short of memory, see docs/gpus.md."""
+
+
+class WholeNumbers(Received):
+    """Sums are exact, in whatever order they are added up: each output is one of few inputs."""
+
+    def __init__(self, info: StageInfo, **config: Any) -> None:
+        super().__init__(info, hidden_size=WIDTH, **config)
+        self.layers = nn.ModuleDict()
+        for layer in distribute_layers(4, info):
+            generator = torch.Generator().manual_seed(layer)
+            self.layers[str(layer)] = linear = weight_grad.Linear(WIDTH, WIDTH, bias=False)
+            signs = torch.rand(WIDTH, WIDTH, generator=generator) - 0.5
+            linear.weight.data.copy_(signs.sign() * (signs.abs() < 0.5 / WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.info.is_first else self.input_tensor
+        for layer in self.layers.values():
+            x = x + torch.relu(layer(x))
+        return x
+
+
+def signed_sum(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).sum()
+
+
+@contextlib.contextmanager
+def short_memory(device: torch.device) -> Iterator[None]:
+    """Little more than the most that was needed so far, so that the allocator waits for the device."""
+    if IS_GPU:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 1.05 * torch.cuda.max_memory_allocated() / total))
+    try:
+        yield
+    finally:
+        if IS_GPU:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def large_messages(rank: int, schedule: str) -> None:
+    """Losses and gradients are those of the whole model on one device, to the last bit."""
+    replica, num_replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    drawn = [torch.randint(-1, 2, (TOKENS, 1, WIDTH), generator=torch.Generator().manual_seed(n)) for n in range(10)]
+    device, infos = device_of(rank), stages_for_rank(schedule)
+    batch = [(x.float().to(device), y.float().to(device)) for x, y in zip(drawn, drawn[1 + replica :])][:8]
+    whole = [WholeNumbers(StageInfo(index, infos[0].num_stages)).to(device) for index in range(infos[0].num_stages)]
+    losses = [loss.cpu() for loss in against.add_gradients(whole, batch, signed_sum)]
+    expected = {name: p.grad.cpu() for stage in whole for name, p in stage.named_parameters()}
+    for gradient in expected.values():
+        dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
+    for way, config in WAYS.items():
+        is_short = way == "short of memory"
+        if is_short and schedule in MAY_HANG:
+            continue
+        chunks = [WholeNumbers(info, p2p_max_ctas=1, **TRANSPORT, **config).to(device) for info in infos]
+        for chunk in chunks if num_replicas > 1 else []:
+            fully_shard(chunk, mesh=parallel_state.get_data_parallel_mesh())
+        with short_memory(device) if is_short else contextlib.nullcontext():
+            for _ in range(2):  # the first one connects
+                for chunk in chunks:
+                    chunk.zero_grad()
+                reports = against.step(schedule, chunks, batch, signed_sum, seq_length=TOKENS, micro_batch_size=1)
+        is_last = any(info.is_last for info in infos)
+        assert [loss.cpu() for loss in reports] == (losses if is_last else []), way
+        for name, parameter in (one for chunk in chunks for one in chunk.named_parameters()):
+            assert torch.equal(against.full(parameter.grad).cpu(), expected[name] / num_replicas), (way, name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES if IS_GPU else ["zbv"])
+@on_ranks(2)
+def test_large_messages(rank: int, schedule: str) -> None:
+    """What no other test sends: messages that wait for their receives, in all ways to post these and to hold less."""
+    parallel_state.initialize_model_parallel(2)
+    large_messages(rank, schedule)
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.skipif(IS_GPU and torch.cuda.device_count() < 4, reason="NCCL wants a GPU for each rank")
+@on_ranks(4)
+def test_large_messages_of_sharded_replicas(rank: int) -> None:
+    device = device_of(rank)
+    start_again("cpu:gloo,cuda:nccl" if IS_GPU else "gloo")
+    parallel_state.initialize_from_mesh(init_device_mesh(device.type, (2, 2), mesh_dim_names=("pp", "dp")))
+    for schedule in KINDS if IS_GPU else ["zbv"]:
+        large_messages(rank, schedule)

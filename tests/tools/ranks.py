@@ -139,7 +139,7 @@ def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., Any]], Cal
     return decorate
 
 
-def start_again() -> None:
+def start_again(backend: str = "gloo") -> None:
     """New process groups, as after a restart of all processes: a failure ends the old ones. Every rank calls it."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -150,7 +150,7 @@ def start_again() -> None:
     megapipe.parallel_state.destroy_model_parallel()
     _shut_down()
     number = store.add(f"starts of {rank}", 1)
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"start {number}", store), rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, store=dist.PrefixStore(f"start {number}", store), rank=rank, world_size=num_ranks)
 
 
 def _shut_down() -> None:
