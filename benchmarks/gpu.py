@@ -82,6 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
         (layers_and_verbs, 1),
         (stages, 1),
         (pipelines, num_gpus),
+        (pipelines_in_ways, num_gpus),
         (pipelines_in_memory, max(args.memory_ranks, num_gpus)),
     ):
         if time.monotonic() - start > 0.7 * 60 * args.minutes:  # any may take the rest
@@ -123,6 +124,13 @@ def pipelines(args: argparse.Namespace, num_ranks: int, device: str) -> None:
     rows = launch(num_ranks, module.measure_steps, args, undisturbed=False)
     title = f"Steps by schedule, {sizes(args, device)}, pp={num_ranks}, m={args.microbatches}"
     save_table("gpu-schedules", title, module.STEPS_HEADER, rows, module.STEPS_NOTES, args.folder)
+
+
+def pipelines_in_ways(args: argparse.Namespace, num_ranks: int, device: str) -> None:
+    module, args = gpu_pipelines, gpu_pipelines.fitting(args, num_ranks)
+    rows = launch(num_ranks, module.measure_ways, args, undisturbed=False)
+    title = f"Messages and activations, {sizes(args, device)}, pp={num_ranks}, m={args.microbatches}"
+    save_table("gpu-ways", title, module.WAYS_HEADER, rows, module.WAYS_NOTES, args.folder)
 
 
 def pipelines_in_memory(args: argparse.Namespace, num_ranks: int, device: str) -> None:

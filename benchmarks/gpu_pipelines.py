@@ -36,6 +36,17 @@ MEMORY_HEADER = ["schedule", "peak by rank, MB", "messages"]
 MEMORY_NOTES = """The most that a step has on each rank, parameters and gradients not counted. *messages*: what
 carries them; ranks that share a GPU take turns on it, so nothing here is a time."""
 
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "posted early": {"p2p_lookahead": 1},
+    "offloaded": {"offload_activations": 0.3},
+    "recomputed": {"recompute": "all"},
+}
+WAYS_HEADER = ["schedule", "way", "step, ms", "peak by rank, MB", "gradients off by"]
+WAYS_NOTES = """*posted early*: receives of messages that NCCL's buffers do not hold (`p2p_lookahead=1`). *offloaded*:
+`offload_activations=0.3`. *recomputed*: `recompute="all"`. Times are medians of steps, in brackets the middle half, of
+the slowest rank. *off by*: the largest difference of a gradient to that of the first way, which should be 0."""
+
 
 class Stage(nn.Module):
     """A chunk of the layers, for all packages, with Megatron's hook for its input."""
@@ -74,8 +85,7 @@ def fitting(args: argparse.Namespace, num_ranks: int) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **sizes})
 
 
-def make(args: argparse.Namespace, name: str) -> Runner:
-    options: dict[str, Any] = {}
+def make(args: argparse.Namespace, name: str, **options: Any) -> Runner:
     if name.startswith("megapipe"):
         options["pipeline_dtype"] = getattr(torch, args.dtype)
     elif args.device == "cuda" and dist.get_world_size() > 1:
@@ -151,4 +161,25 @@ def measure_memory(rank: int, args: argparse.Namespace) -> list[list[str]]:
         del runner
         if args.device == "cuda":
             torch.cuda.empty_cache()  # for the others on this GPU
+    return rows
+
+
+def measure_ways(rank: int, args: argparse.Namespace) -> list[list[str]]:
+    begin(rank, args)
+    rows = []
+    for name in ("1f1b", "zbv"):
+        wanted: list[Tensor] = []
+        for way, config in WAYS.items():
+            runner = make(args, f"megapipe {name}", **config)
+            runner.step()  # connects
+            for module in runner.modules:
+                module.zero_grad()
+            peak = memory_of(args.device, runner.step).peak
+            found = [p.grad.clone() for module in runner.modules for p in module.parameters() if p.grad is not None]
+            wanted = wanted or found
+            difference = max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
+            times = [1e3 * max(gather(timed(args.device, runner.step))) for _ in range(args.repeats)]
+            peaks, differences = zip(*gather((peak, difference)))
+            by_rank = ", ".join(f"{one / 2**20:,.1f}" for one in peaks)
+            rows.append([name, way, median_and_spread(times, "{:.1f}"), by_rank, f"{max(differences):.0e}"])
     return rows

@@ -87,14 +87,15 @@ def tables(rank: int) -> Any:
         mock.patch.object(gpu_pipelines, "SCHEDULES", ["zbv"]),
     ):
         waiting, captured = gpu_stages.measure(rank, args)
-        return waiting, captured, gpu_pipelines.measure_memory(rank, args)
+        return waiting, captured, gpu_pipelines.measure_memory(rank, args), gpu_pipelines.measure_ways(rank, args)
 
 
 def test_what_runs_on_gpus_only(ranks: RankPool) -> None:
-    ((waiting, captured, memory),) = ranks.run(1, tables)
+    ((waiting, captured, memory, ways),) = ranks.run(1, tables)
     assert [row[0] for row in waiting] == ["0", "1", "4", "16", "32"]
     assert [row[0] for row in captured] == ["eager"]
     assert memory == [["zbv", "4.0", "NCCL"]]
+    assert [(peak, off_by) for *_, peak, off_by in ways] == [("4.0", "0e+00")] * 8
 
 
 def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +107,7 @@ def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
         raise ProcessExitedException("process 0 terminated with exit code 1", 0, 1, 1)
 
     done = []
-    parts = ["layers_and_verbs", "stages", "pipelines", "pipelines_in_memory"]
+    parts = ["layers_and_verbs", "stages", "pipelines", "pipelines_in_ways", "pipelines_in_memory"]
     for name in parts:
         part = mock.Mock(side_effect=failing if name == "stages" else lambda *args, name=name: done.append(name))
         part.__name__ = name
