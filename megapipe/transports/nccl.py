@@ -151,8 +151,7 @@ class NcclTransport(Transport):
     def find_error(self) -> str | None:
         """Torch hears of a rank that is gone on another node, while the device goes on waiting for it."""
         for edge, backend in list(self._backends.items()):
-            get_error = getattr(backend, "get_error", None)  # torch 2.6 may have none
-            if get_error is not None and (kind := get_error().name) != "SUCCESS":
+            if (kind := backend.get_error().name) != "SUCCESS":
                 (peer,) = {*edge} - {self._members.pp_rank}
                 return f"NCCL reports {kind} between rank {peer} and this one"
         return None
@@ -168,8 +167,8 @@ class NcclTransport(Transport):
     def close(self) -> None:
         if self._host is not None:
             self._host.close()
-        if not self._is_aborted:  # torch 2.6 has `_shutdown`
-            self._end(lambda backend: getattr(backend, "shutdown", None) or backend._shutdown)
+        if not self._is_aborted:
+            self._end(lambda backend: backend.shutdown)
         for thread in self._threads.values():
             thread.close()
 
