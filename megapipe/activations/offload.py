@@ -22,6 +22,10 @@ from .saver import Saver, check_version
 __all__ = ["Offload", "storages_of"]
 
 
+SMALLEST = 2**20
+"""Bytes of what is copied between a device and the host: a copy takes the host 25 us, by an estimate."""
+
+
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
     """What identifies the memory of tensors, for as long as they are there. Sparse ones have none of their own."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
@@ -130,7 +134,8 @@ class Offload:
         storage = tensor.untyped_storage()
         number = storage.nbytes() // tensor.itemsize
         is_part = 4 * tensor.numel() < number  # of a larger memory, as a microbatch is of a batch: it would not free it
-        if is_part or not number or storage._cdata in self._kept:
+        is_small = self._device.type != "cpu" and storage.nbytes() < SMALLEST
+        if is_part or is_small or not number or storage._cdata in self._kept:
             return packed
         key = storage._cdata, tensor.dtype
         if key not in self._memories:

@@ -68,7 +68,7 @@ class NcclTransport(Transport):
         self._members = members
         self._device = device
         self._max_ctas = max_ctas
-        self.buffered_bytes = BUFFER * max_ctas
+        self.buffered_bytes = BUFFER * min(max_ctas, 4)  # over PCIe more do not help, and a network has 4 MiB
         self._host: GlooTransport | None = None
         """Carries headers."""
         self._backends: dict[tuple[int, int], Any] = {}

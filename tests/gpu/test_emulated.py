@@ -35,6 +35,7 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
             mock.patch.multiple(test_gpu, **on_device),
             mock.patch.object(torch.cuda, "device_count", return_value=num_devices),
             mock.patch.multiple(lazy.nccl, connecting_time=0.5, link="network"),
+            mock.patch("megapipe.activations.offload.SMALLEST", 0),  # these models are small
         ):
             yield
 
@@ -57,7 +58,8 @@ def test_as_on_a_gpu(rank: int, name: str) -> None:
 
 @on_ranks(2)
 def test_activations_in_host_memory(rank: int) -> None:
-    """Each O frees memory of the device, and each L takes as much of it again, and what a data loader holds too."""
+    """Each O frees memory of the device, and each L takes as much of it again, and what a data loader holds too. Small
+    tensors stay, which all are here: each cost a copy, and several of them took the host longer than their forward."""
     from fakes import lazy_device
 
     from megapipe.runtime.pipeline import Pipeline
@@ -73,7 +75,9 @@ def test_activations_in_host_memory(rank: int) -> None:
 
     with emulated(), mock.patch.object(Pipeline, "run", run_and_look):
         inspect.unwrap(test_gpu.test_activations_in_host_memory)(rank)
-    assert len(changes["O"]) == len(changes["L"]) > 4
+    half = len(changes["O"]) // 2
+    assert len(changes["O"]) == len(changes["L"]) == 2 * half > 8
+    assert min(changes["L"][:half]) > 0 == max(changes["L"][half:])
     for freed, taken in zip(changes["O"], changes["L"]):
         assert 0.9 * taken <= -freed <= taken
 
