@@ -188,7 +188,7 @@ class PipelineConfig:
     p2p_lookahead: int | None = setting(None, whole(0), """Receives that each channel keeps posted ahead, on CPU and
         with p2p_transport="host". None: 2, and while a rank waits more of them, up to 1 MiB on each channel. Over NCCL,
         where a receive that waits occupies the device, None and 0 post each when it is needed. With 1 those of messages
-        above 0.5 MiB times `p2p_max_ctas`, or 2 MiB, are posted one action early, where no rank can then wait for ever.""")
+        above 0.5 MiB times `p2p_max_ctas`, or 2 MiB, are posted one action early, where no rank waits for ever.""")
     p2p_transport: str | None = setting(None, TRANSPORT, """How messages travel between GPUs. "nccl", or "host": by way
         of host memory and gloo, where GPUs cannot reach each other, or several ranks share one. None: "host" where two
         ranks of the pipeline are on one GPU, otherwise "nccl".""")

@@ -435,7 +435,7 @@ def test_which_transport_a_device_takes(name: str | None, device: str, is_shared
 
 
 def test_what_the_buffers_of_nccl_hold() -> None:
-    """Over PCIe NCCL takes two channels however many it may: with 8 of them, 4 MiB counted as buffered, and were not."""
+    """Over PCIe NCCL takes two channels however many it may: with 8, 4 MiB counted as buffered, and were not."""
     members = Members(HashStore(), HashStore(), 0, range(2), 60)
     made = [NcclTransport(members, torch.device("cuda"), lambda: lambda: True, number) for number in (1, 4, 8)]
     assert [one.buffered_bytes for one in made] == [2**19, 2**21, 2**21]
