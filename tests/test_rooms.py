@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 import megapipe
 
 PACKAGE = Path(megapipe.__file__).parent
@@ -30,15 +28,15 @@ def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
                 yield (*path, alias.name) if isinstance(getattr(module, alias.name, None), ModuleType) else path
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_imports_go_down_and_through_the_front(file: Path) -> None:
-    own = file.parts[0].removesuffix(".py")
-    for imported in imports_of(file):
-        room = imported[0] if imported else "__init__"
-        if room != own:
-            assert LEVEL[room] < LEVEL[own], f"{file} imports {'.'.join(imported)}, which does not stand below it"
-            is_front = len(imported) <= 1 or imported == ("stages", "hooks") or own.startswith("__")
-            assert is_front, f"{file} imports {'.'.join(imported)}: import it from {room}/__init__.py"
+def test_imports_go_down_and_through_the_front() -> None:
+    wrong = []
+    for file, imported in [(one, path) for one in FILES for path in imports_of(one)]:
+        own, room = file.parts[0].removesuffix(".py"), imported[0] if imported else "__init__"
+        if room != own and LEVEL[room] >= LEVEL[own]:
+            wrong.append(f"{file} imports {'.'.join(imported)}, which does not stand below it")
+        elif room != own and len(imported) > 1 and imported != ("stages", "hooks") and not own.startswith("__"):
+            wrong.append(f"{file} imports {'.'.join(imported)}: import it from {room}/__init__.py")
+    assert wrong == []
 
 
 def test_no_name_is_both_a_file_and_a_function() -> None:
@@ -56,15 +54,14 @@ def test_every_room_is_on_the_map() -> None:
 BEGINS_WITHOUT_A_SUBJECT = re.compile(r"(Of|By|As|With|In|For|From|Without|Between|To|At|On|Over|Behind|Under) ")
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_docstrings_begin_with_a_subject_or_a_verb(file: Path) -> None:
-    tree = ast.parse((PACKAGE / file).read_text())
-    notes = [
-        node.value.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
+    wrong = [
+        f"{file}:{node.lineno}: {node.value.value.strip().splitlines()[0]}"
+        for file in FILES
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if BEGINS_WITHOUT_A_SUBJECT.match(node.value.value.strip())
     ]
-    wrong = [note for note in notes if isinstance(note, str) and BEGINS_WITHOUT_A_SUBJECT.match(note.strip())]
     assert wrong == []
 
 
