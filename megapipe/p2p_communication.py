@@ -219,7 +219,8 @@ class Receiver(Link):
     def begin(self) -> None:
         self._num_received = 0
         self._expect_all(self._count)
-        self.reserve()
+        if self._line is not None:
+            self.reserve()
         if self._headers is not None:
             self._headers.begin()
 
@@ -309,7 +310,7 @@ class Receiver(Link):
 
     def _is_large(self) -> bool:
         """Whether the next message travels only once it is posted."""
-        if self._line is None or not self._is_described or not self._expected:
+        if not (self._line and self._is_described and self._expected):
             return False
         return self._expected[0].nbytes > self._line.buffered_bytes
 

@@ -73,8 +73,9 @@ class BackendChannel(Channel):
             raise ConnectionLostError.of(error) from error
 
     def receive(self, spec: MessageSpec) -> Transfer:
-        self.reserve(spec)
         buffers, self._reserved, works = self._reserved, [], []
+        for shape, dtype, _ in spec.tensors[len(buffers) :]:
+            buffers.append(self._allocate(shape, dtype))
         try:
             for buffer in buffers:
                 carried = buffer if self._as_carried is None else self._as_carried(buffer)
@@ -84,7 +85,8 @@ class BackendChannel(Channel):
         return Transfer(spec, buffers, works)
 
     def reserve(self, spec: MessageSpec) -> None:
-        self._reserved = self._reserved or [self._allocate(shape, dtype) for shape, dtype, _ in spec.tensors]
+        for shape, dtype, _ in spec.tensors[len(self._reserved) :]:
+            self._reserved.append(self._allocate(shape, dtype))
 
 
 def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

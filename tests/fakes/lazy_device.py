@@ -45,6 +45,9 @@ class Module(_DummyBackendModule):
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
 
+    def manual_seed_all(self, seed: int) -> None:
+        synchronize()  # draws that are queued take from the host's generator; CUDA has its own
+
     def is_available(self) -> bool:
         return True
 
