@@ -48,7 +48,6 @@ from megapipe.integrations.transformers import (
     generate,
     load_weights,
     save_pretrained,
-    tie_weights,
 )
 from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert
@@ -119,13 +118,12 @@ class Trainer:
         self.consumed_samples = 0
         self.num_steps = self.find_num_steps()
         self.chunks = self.build()
-        self.reducer = None
-        self.tied = tie_weights(self.chunks)
-        config = self.chunks[0].config
         if self.num_replicas > 1:
-            self.reducer = GradientReducer(self.chunks)
-            config.grad_sync_func = self.reducer.start
-        config.finalize_model_grads_func = self.finalize_gradients
+            reducer = GradientReducer(self.chunks)
+            config = self.chunks[0].config
+            config.grad_sync_func = reducer.start
+            # Without the tokens: the losses are divided by those of all replicas already.
+            config.finalize_model_grads_func = lambda models, num_tokens: reducer.finish(models)
         self.optimizer = megapipe.PipelinedOptimizer(self.chunks, self.make_optimizer, self.hyperparameters)
         self.scheduler = megapipe.PipelinedLRScheduler(
             self.optimizer, lambda optimizer: LambdaLR(optimizer, self.learning_rate)
@@ -180,12 +178,6 @@ class Trainer:
                 chunk.gradient_checkpointing_enable()
             convert(chunk)  # leave weight gradients to W, where the schedule has one
         return chunks
-
-    def finalize_gradients(self, models: list[nn.Module], num_tokens: Tensor | None) -> None:
-        if self.reducer is not None:
-            self.reducer.finish(models)  # the losses are divided by the tokens of all replicas already
-        if self.tied is not None:
-            self.tied.sum_gradients()
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=self.args.lr)

@@ -6,8 +6,9 @@ has a parameter of its own. They begin equal, have the same gradient, the sum of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from .. import parallel_state
 from ..chunks import as_list, as_sharded, gradient_of, local, named_parameters
 from ..failures import collective
+from ..frameworks import Framework, StepEnd, ties
 
 __all__ = ["TiedWeights"]
 
@@ -51,7 +53,9 @@ class TiedWeights:
         self, model: nn.Module | Sequence[nn.Module], names: Sequence[str], group: dist.ProcessGroup | None = None
     ) -> None:
         named = [item for chunk in as_list(model) for item in named_parameters(chunk, remove_duplicate=False)]
-        found = [(name, parameter) for wanted in names for name, parameter in named if name == wanted]
+        found = [(name, parameter) for wanted in dict.fromkeys(names) for name, parameter in named if name == wanted]
+        self.names = tuple(names)
+        self.is_summed = False
         self._copies = [parameter for _, parameter in found]
         self._names = {parameter: name for name, parameter in found}
         group = group or parallel_state.find_pipeline_group()
@@ -64,7 +68,7 @@ class TiedWeights:
         _check(copies, names)
         holders = sorted({copy.rank for copy in copies})
         self._group = None if group is None else _group_of(holders, group)
-        (first,) = (copy.rank for copy in copies if copy.name == names[0])
+        first = next(copy.rank for copy in copies if copy.name == names[0])
         self._make_equal(first == rank, holders.index(first))
 
     def _make_equal(self, has_first: bool, first: int) -> None:
@@ -80,6 +84,17 @@ class TiedWeights:
             if not has_first or (number and parameter is not self._copies[0]):
                 parameter.shared = True  # type: ignore[attr-defined]
 
+    def sum_in_steps(self, chunks: Sequence[nn.Module]) -> None:
+        """Let each training step sum the gradients by itself, behind `finalize_model_grads_func`, unless that has done
+        it. `split` and `build_chunks` do so. To add gradients up over several calls, clear `chunk.tied_weights`.
+
+        Args:
+            chunks: this rank's.
+        """
+        for chunk in chunks:
+            known: dict[Any, TiedWeights] = chunk.__dict__.setdefault("tied_weights", {})
+            known[self.names] = self
+
     def sum_gradients(self, *finalize_arguments: object) -> None:
         """Give all copies the sum of their gradients. Every rank calls it, once after each training step.
 
@@ -89,6 +104,7 @@ class TiedWeights:
             ValueError: for gradients kept as `main_grad`.
             PipelineError: where another rank has failed.
         """
+        self.is_summed = True
         copies = {id(parameter): parameter for parameter in self._copies if parameter.requires_grad}.values()
         with collective("the summing of tied weights' gradients"):
             self._sum(list(copies))
@@ -104,6 +120,24 @@ class TiedWeights:
             dist.all_reduce(total, group=self._group)
         for grad in grads[1:]:
             grad.copy_(total)
+
+
+class _InSteps(Framework):
+    """The end of a step, where chunks have weights that it sums."""
+
+    @contextmanager
+    def around_finalizing(self, end: StepEnd) -> Iterator[None]:
+        tied = {names: one for chunk in end.step.models for names, one in getattr(chunk, "tied_weights", {}).items()}
+        for one in tied.values():
+            one.is_summed = False
+        yield
+        for one in tied.values():
+            if not one.is_summed and not end.step.forward_only:
+                one.sum_gradients()
+
+
+framework = _InSteps()
+ties[__name__] = __name__
 
 
 class _Copy(NamedTuple):
@@ -126,11 +160,11 @@ def _check(copies: list[_Copy], names: Sequence[str]) -> None:
     """Raises ValueError, on all ranks alike."""
     for name in names:
         ranks = [copy.rank for copy in copies if copy.name == name]
-        if len(ranks) != 1:
+        if len(ranks) != names.count(name):
             where = f"on pipeline ranks {ranks}" if ranks else "on no stage"
             raise ValueError(
-                f"the tied parameter {name!r} is {where}, but should be on one: give the names that parameters have in "
-                "the whole model."
+                f"the tied parameter {name!r} is {where}, but should be on {names.count(name)} of them: give the names "
+                "that parameters have in the whole model, one that several stages have several times."
             )
     if any(copy[2:] != copies[0][2:] for copy in copies):
         raise ValueError(f"tied parameters must be alike, but {'; '.join(map(str, copies))}.")

@@ -74,6 +74,29 @@ def test_gradients_of_the_unpartitioned_tied_model(
         torch.testing.assert_close(clip_grad_norm_(chunks, 0.25), norm, rtol=1e-12, atol=0)
 
 
+@on_ranks(2)
+def test_steps_sum_by_themselves(rank: int) -> None:
+    """A function of the user's own in place of the sum was accepted, and the two copies grew apart without a word."""
+    chunks = build("1f1b", 2, 8)
+    tied = TiedWeights(chunks, NAMES)
+    tied.sum_in_steps(chunks)
+    called = []
+    chunks[0].config.finalize_model_grads_func = lambda *arguments: called.append(rank)
+    run("1f1b", chunks, M)
+    assert_same_gradients(chunks, unpartitioned(2), "1f1b")
+    for finalize in (tied.sum_gradients, None):
+        chunks[0].zero_grad()
+        chunks[0].config.finalize_model_grads_func = finalize
+        run("1f1b", chunks, M)
+        assert_same_gradients(chunks, unpartitioned(2), "1f1b")
+    assert called == [rank]
+    chunks[0].zero_grad()
+    chunks[0].tied_weights.clear()
+    run("1f1b", chunks, M)
+    own = chunks[0].head.weight if rank else chunks[0].embedding.weight
+    assert not torch.equal(own.grad, unpartitioned(2).head.weight.grad)
+
+
 def stay_equal(rank: int, schedule: str) -> tuple[Tensor, ...]:
     """After steps of which some are clipped, the ordinary way and validated afterwards."""
     found = []

@@ -96,9 +96,7 @@ def build_chunks(
         chunk = _make_chunk(whole, stage, layers[stage.index], flow, device or _default_device(), seed)
         chunk.config = chunk_config
         chunks.append(chunk)
-    tied = tie_weights(chunks)
-    if tied is not None and chunk_config.finalize_model_grads_func is None:
-        chunk_config.finalize_model_grads_func = tied.sum_gradients
+    tie_weights(chunks)
     return chunks
 
 

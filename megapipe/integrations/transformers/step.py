@@ -97,9 +97,11 @@ def names_between_stages(model: Any) -> list[str]:
 def tie_weights(chunks: Sequence[nn.Module]) -> TiedWeights | None:
     """Tie the embedding to the head, where the model's config says so. Every rank calls it.
 
-    `build_chunks` has done so, and let `config.finalize_model_grads_func` sum the gradients. Call it again after
-    `fully_shard`, or for a function of your own, which then calls `sum_gradients` of what this returns. None where the
+    `build_chunks` has done so. Call it again after `fully_shard`. Steps sum the gradients by themselves. None where the
     model ties nothing.
     """
     names = names_between_stages(chunks[0])
-    return TiedWeights(chunks, names) if names else None
+    tied = TiedWeights(chunks, names) if names else None
+    if tied is not None:
+        tied.sum_in_steps(chunks)
+    return tied
