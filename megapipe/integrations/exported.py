@@ -52,9 +52,7 @@ class Trace:
                 play.run(*(mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves))
             except RuntimeError as error:
                 reason = " ".join(str(error).split())[:300]
-                raise CannotSplitError(
-                    f"{self.name} cannot be split: its graph does not run: {reason}"
-                ) from error
+                raise CannotSplitError(f"{self.name} cannot be split: its graph does not run: {reason}") from error
         self.operations, self.nbytes, self.memory = play.operations, play.nbytes, play.memory
 
     def cut(self, num_stages: int, points: Sequence[str] | None) -> None:
