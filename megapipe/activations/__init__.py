@@ -6,8 +6,7 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .offload import Offload, storages_of
-    from .regions import regions_of
-    from .replay import Replay, recomputing
+    from .replay import Replay, recomputing, regions_of
     from .saver import as_it_is, saving
     from .state import autocasts
 

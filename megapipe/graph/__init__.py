@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from .fsdp_collectives import ShardedJoint, split_fsdp_collectives
     from .joint import CaptureError, Joint, trace_joint
     from .multiplexing import multiplex
-    from .partitioning import Partition, partition
-    from .recomputing import recompute
+    from .partitioning import Partition, partition, recompute
     from .split import SplitBackward, WeightGradient, split_di_dw
 
 __all__ = [

@@ -1,4 +1,9 @@
-"""A joint graph cut into forward and backward."""
+"""A joint graph cut into forward and backward; where the cut is chosen well, it is activation checkpointing.
+
+A forward is narrow in some places: between the layers of a transformer, and between attention and MLP, nothing is alive
+but the residual stream. `recompute` saves that; backward computes everything between again when it gets there. Nothing
+is drawn or sent twice: random numbers, and tensors that arrived from other ranks, are saved too if backward needs them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .joint import Joint
-from .nodes import ancestors, dependents, extract, is_compute_bound, is_random, is_start, is_view, storage_of
+from .nodes import (
+    ancestors,
+    dependents,
+    extract,
+    is_compute_bound,
+    is_random,
+    is_start,
+    is_view,
+    is_wait,
+    num_bytes,
+    storage_of,
+)
 
-__all__ = ["Partition", "forward_nodes", "partition"]
+__all__ = ["Partition", "partition", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ def partition(joint: Joint, num_weights: int = 0, saved: Collection[Node] | None
     """
     owner = joint.owner
     dropouts = [] if saved is None else _dropouts_from_masks(owner)
-    read, wanted = _boundary(joint, forward_nodes(joint) - _made_of_weights(joint, num_weights), saved)
+    read, wanted = _boundary(joint, _forward_nodes(joint) - _made_of_weights(joint, num_weights), saved)
     overwritten = [joint.inputs[n] for n in joint.mutated if joint.inputs[n] in read]
     if overwritten:
         for dropped, again in dropouts:
@@ -76,7 +93,7 @@ def partition(joint: Joint, num_weights: int = 0, saved: Collection[Node] | None
     )
 
 
-def forward_nodes(joint: Joint) -> set[Node]:
+def _forward_nodes(joint: Joint) -> set[Node]:
     """The nodes of the function itself."""
     found = ancestors([*joint.outputs, *joint.mutated.values()])
     return found | {node for source in found for node in source.users if node.target is operator.getitem}
@@ -151,3 +168,47 @@ def _cloned_if_kept(owner: GraphModule, grad: Node | None, kept: Collection[Node
         copy = owner.graph.call_function(torch.ops.aten.clone.default, (grad,))
     copy.meta = dict(grad.meta)
     return copy
+
+
+def recompute(joint: Joint, num_weights: int = 0) -> Partition:
+    """Cut a joint graph where its forward is narrowest. Values that W needs are kept from B to W as usual.
+
+    Args:
+        num_weights: see `partition`.
+    """
+    of_forward = _forward_nodes(joint)
+    in_forward = [node for node in joint.owner.graph.nodes if node in of_forward]
+    saved = {node for cut in _narrowest_cuts(joint, in_forward) for node in cut}
+    for node in in_forward:
+        source = node.args[0] if node.target is operator.getitem else node
+        if isinstance(source, Node) and (is_random(source) or is_wait(source)):
+            saved.add(node)
+    return partition(joint, num_weights, saved)
+
+
+def _narrowest_cuts(joint: Joint, in_forward: list[Node]) -> list[set[Node]]:
+    """The values alive at each of the narrowest places between two compute-bound operators."""
+    inputs = set(joint.inputs)
+    last_use: dict[Node, int] = {}
+    for place, node in enumerate(in_forward):
+        for source in node.all_input_nodes:
+            last_use[storage_of(source)] = place
+    for output in (*joint.outputs, *joint.mutated.values()):
+        last_use[storage_of(output)] = len(in_forward)
+    bounds = [place for place, node in enumerate(in_forward) if is_compute_bound(node)]
+    alive: set[Node] = set()
+    places: list[tuple[int, set[Node]]] = []
+    for place, node in enumerate(in_forward):
+        if node not in inputs and storage_of(node) is node and last_use.get(node, place) > place:
+            alive.add(node)
+        alive = {value for value in alive if last_use[value] > place}
+        is_whole = all(isinstance(value.meta.get("val"), Tensor) for value in alive)  # no node with several results
+        if is_whole and bounds and bounds[0] < place < bounds[-1]:
+            places.append((sum(num_bytes(value) for value in alive), set(alive)))
+    narrowest = min((width for width, _ in places if width), default=0)
+    # Of those next to each other the last: a residual stream before it is added to is as narrow as after.
+    return [
+        values
+        for (width, values), (next_width, _) in zip(places, [*places[1:], (0, None)])
+        if width == narrowest != next_width
+    ]

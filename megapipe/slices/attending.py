@@ -1,4 +1,10 @@
-"""Causal attention of one slice to itself and to the slices before it."""
+"""Causal attention of one slice to itself and to the slices before it.
+
+The fast kernel of the CPU knows causal attention of whole sequences only. Given a mask, it computes what that hides as
+well, and a mask has a number for each pair of positions. Part by part it needs none: a slice sees earlier parts whole,
+and itself as if it were a sequence. What parts give is merged by the logarithms of their sums of exponentials, as
+blocks are in FlashAttention (https://arxiv.org/abs/2205.14135), and the backward of each part takes the merged ones.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from .by_parts import AttentionByParts, can_go_by_parts
 from .state import current, earlier, keep
 
 __all__ = ["attention"]
+
+_FLASH_ATTENTION = 1  # torch.nn.attention.SDPBackend, which takes long to import
 
 
 def attention(
@@ -61,8 +68,8 @@ def attention(
     flat = [tensor for part in parts for tensor in part]
     sees_all = window is None or window >= sum(part[0].shape[-2] for part in parts)
     is_plain = sees_all and attn_mask is None and document_ids is None
-    if len(parts) > 1 and is_plain and can_go_by_parts(query, key, value, **options):
-        return AttentionByParts.apply(scale, query, *flat)  # type: ignore[no-any-return, no-untyped-call]
+    if len(parts) > 1 and is_plain and _can_go_by_parts(query, key, value, **options):
+        return _AttentionByParts.apply(scale, query, *flat)  # type: ignore[no-any-return, no-untyped-call]
     if len(parts) == 1 or not torch.is_grad_enabled():
         return call.attend(query, *call.join(query, attn_mask, flat))
     return _Attention.apply(call, query, attn_mask, *flat)  # type: ignore[no-any-return, no-untyped-call]
@@ -252,3 +259,42 @@ def _check(
         raise ValueError(
             f"document_ids must be of shape {[len(query), length]} (batch, length), got {list(document_ids.shape)}."
         )
+
+
+def _can_go_by_parts(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> bool:
+    """Whether torch would take that kernel for a slice alone. `options`: those of `scaled_dot_product_attention`."""
+    if query.device.type != "cpu":
+        return False
+    return bool(torch._fused_sdp_choice(query, key, value, is_causal=True, **options) == _FLASH_ATTENTION)
+
+
+class _AttentionByParts(torch.autograd.Function):
+    """Called with the scale (None for torch's), the query, and keys and values of each part, the slice's own last."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: float | None, query: Tensor, *parts: Tensor) -> Tensor:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        *earlier, own = zip(parts[::2], parts[1::2])
+        output, logsumexp = attend(query, *own, 0.0, True, scale=scale)
+        output = output.to(logsumexp.dtype)
+        for part in earlier:
+            of_part, its_logsumexp = attend(query, *part, 0.0, False, scale=scale)
+            output.lerp_(of_part.to(output.dtype), torch.sigmoid(its_logsumexp - logsumexp).unsqueeze(-1))
+            logsumexp = torch.logaddexp(logsumexp, its_logsumexp)
+        merged: Tensor = output.to(query.dtype)
+        ctx.save_for_backward(query, merged, logsumexp, *parts)
+        ctx.scale = scale
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        query, merged, logsumexp, *parts = ctx.saved_tensors
+        *earlier, own = zip(parts[::2], parts[1::2])
+        grad_query, *grads = attend_backward(grad, query, *own, merged, logsumexp, 0.0, True, scale=ctx.scale)
+        for part in reversed(earlier):
+            of_query, *of_part = attend_backward(grad, query, *part, merged, logsumexp, 0.0, False, scale=ctx.scale)
+            grad_query += of_query
+            grads = [*of_part, *grads]
+        return None, grad_query, *grads
