@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import shlex
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tools.models import BATCH
-from tools.ranks import RankError, RankPool
+from tools.ranks import RankError, RankPool, start_again
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -20,7 +23,7 @@ import megapipe
 from megapipe import parallel_state, stages_for_rank
 from megapipe.failures import collective
 
-from .cases import SEQUENCE, Case
+from .case import SEQUENCE, Case
 from .stages import Stage, Unpartitioned, data_of, forward_step
 
 
@@ -29,8 +32,9 @@ class Trial:
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.step = case, rank, 0
-        sizes = (case.pp_size, case.num_replicas)
-        parallel_state.initialize_from_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp")))
+        if not parallel_state.model_parallel_is_initialized():
+            sizes = (case.pp, case.num_replicas)
+            parallel_state.initialize_from_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp")))
         self.replica = parallel_state.get_data_parallel_rank()
         infos = stages_for_rank(case.schedule, num_chunks=case.num_chunks)
         self.stages = [Stage(case, info) for info in infos]
@@ -61,14 +65,14 @@ class Trial:
             forward_step_func=forward_step,
             data_iterator=data_of(self.case, seed, self.replica),
             model=self.chunks,
-            num_microbatches=self.case.num_microbatches,
+            num_microbatches=self.case.m,
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
 
     def train(self, first_seed: int = 0) -> None:
-        for step in range(self.case.num_steps):
+        for step in range(self.case.steps):
             self.step = step
             self.case.call("before", self, step)
             for chunk in self.chunks:
@@ -143,6 +147,19 @@ def try_case(rank: int, case: Case) -> str:
         return "right"
 
 
+def try_rows(rank: int, rows: Sequence[Case]) -> list[str]:
+    """What became of each row up to the first that is wrong. They have their process groups and channels in common."""
+    results = []
+    for case in rows:
+        try:
+            results.append(try_case(rank, case))
+        except Exception as error:
+            return [*results, "".join(traceback.format_exception(error))]
+        if results[-1] == "refused" or case.get("Failure"):
+            start_again()
+    return results
+
+
 def run_case(pool: RankPool, case: Case) -> str | None:
     """What was wrong with it, if anything."""
     try:
@@ -154,3 +171,23 @@ def run_case(pool: RankPool, case: Case) -> str | None:
     if case.kills and results[case.get("Failure").who(case)] is None:
         del results[case.get("Failure").who(case)]
     return None if set(map(str, results)) in ({"right"}, {"refused"}) else f"the ranks say {results}"
+
+
+def run_rows(pool: RankPool, rows: Sequence[Case]) -> None:
+    """One job after the other, each up to a row that is wrong.
+
+    Raises:
+        AssertionError: which rows were wrong, and the commands that run them alone.
+    """
+    wrong, left = [], [*rows]
+    while left:
+        by_rank = pool.run(left[0].num_ranks, try_rows, left)
+        results = [set(of_row) for of_row in zip(*by_rank)]
+        num_right = next((k for k, found in enumerate(results) if found not in ({"right"}, {"refused"})), len(left))
+        if num_right < len(left):
+            text = "".join(f"--- rank {rank}: {found[num_right]}\n" for rank, found in enumerate(by_rank))
+            again = f"{sys.executable} tests/fuzz {shlex.quote(repr(left[num_right]))}"
+            wrong.append(f"{left[num_right]} is wrong:\n{text}Again: {again}")
+            pool.stop()
+        left = left[num_right + 1 :]
+    assert not wrong, "\n\n".join(wrong)

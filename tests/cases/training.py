@@ -8,6 +8,8 @@ import random
 import re
 import signal
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -26,25 +28,29 @@ from megapipe import PipelineError, parallel_state
 from megapipe.runtime.monitor import Monitor
 from megapipe.training import GradientReducer
 
-from .cases import SEQUENCE, Case, Feature
+from .case import SEQUENCE, Case, Feature
 from .model import CANNOT_BE_SHARDED, LEAVE_TRACES
 from .stages import data_of, example_message, forward_step
 
 PATIENCE = 60  # seconds until each rank has heard of a failure
 
 
+@dataclass(frozen=True)
 class Replicas(Feature):
+    kind: str = "reducer"
+
     chance = 0.4
     num_replicas = 2  # the sum of more depends on their order
 
     @staticmethod
     def goes(case: Case) -> Any:
-        is_small = 2 * case.pp_size <= MAX_RANKS
+        is_small = 2 * case.pp <= MAX_RANKS
         return is_small and not CANNOT_BE_SHARDED & case.odd and not case.of("Frozen", "changes", False)
 
-    def __init__(self, rng: Random, case: Case) -> None:
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
         is_sharded = "captured" not in case.forms and not needs_fsdp_on_cpu.args[0] and rng.random() < 0.5
-        self.kind = "fully_shard" if is_sharded else "reducer"
+        return cls("fully_shard" if is_sharded else "reducer")
 
     def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
         for module in (*stage.layers.values(), chunk) if self.kind == "fully_shard" else ():
@@ -58,6 +64,7 @@ class Replicas(Feature):
             trial.finalizers.append(reducer.finish)
 
 
+@dataclass(frozen=True)
 class Tied(Feature):
     """The embedding is also the head."""
 
@@ -80,7 +87,17 @@ def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for group in groups for p in group["params"] if p.dim() == 2], lr=1e-2)
 
 
+@dataclass(frozen=True)
 class Optimizer(Feature):
+    """
+    Attributes:
+        accidents: step by step, what the gradients of the first stage's layers are multiplied by.
+    """
+
+    kind: str = "adamw"
+    max_norm: float | None = None
+    accidents: Sequence[float | str] = (1.0,)
+
     chance = 0.5
 
     @staticmethod
@@ -88,20 +105,19 @@ class Optimizer(Feature):
         """A step of Adam makes large differences of small ones."""
         return not case.tolerance and "lazy" not in case.odd
 
-    def __init__(self, rng: Random, case: Case) -> None:
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
         kinds = ["adamw"] if case.is_cut else ["adamw", "post-validated"]
         if hasattr(torch.optim, "Muon") and case.num_replicas == 1:
             kinds.append("muon")
-        self.kind = rng.choice(kinds)
-        self.max_norm = math.inf if case.get("Double") else rng.choice([0.5, 5.0, math.inf])  # float64 shows the order
-        self.accidents = [rng.choice([1.0, 1.0, 1.0, 256.0, math.nan]) for _ in range(case.num_steps)]
-        """Step by step, what the gradients of the first stage's layers are multiplied by."""
+        max_norm = None if case.get("Double") else rng.choice([0.5, 5.0, None])  # float64 shows the order
+        return cls(rng.choice(kinds), max_norm, [rng.choice([1.0, 1.0, 1.0, 256.0, "nan"]) for _ in range(case.steps)])
 
     def made(self, trial: Any) -> None:
         make = muon if self.kind == "muon" else adamw
         trial.reference_optimizer = make([{"params": trial.reference.parameters}])
         if self.kind == "post-validated":
-            trial.optimizer = megapipe.PostValidatedOptimizer(trial.chunks, make, self.max_norm)
+            trial.optimizer = megapipe.PostValidatedOptimizer(trial.chunks, make, self.max_norm or math.inf)
             trial.configure(post_validated_optimizer=trial.optimizer)
         else:
             trial.optimizer = megapipe.PipelinedOptimizer(trial.chunks, make)
@@ -111,28 +127,33 @@ class Optimizer(Feature):
     def spoil(self, stages: list[Any], step: int) -> None:
         for parameter in (p for stage in stages if stage.info.is_first for p in stage.layers.parameters()):
             if parameter.grad is not None:
-                parameter.grad *= self.accidents[step]
+                parameter.grad *= float(self.accidents[step % len(self.accidents)])
 
     def after(self, trial: Any, step: int) -> None:
         reference = trial.reference
         copy = reference.stages[-1].head.weight if trial.case.get("Tied") else None
         squares = [p.grad.double().square().sum() for p in reference.parameters if p is not copy and p.grad is not None]
         norm = torch.stack(squares).sum().sqrt()
-        if self.kind == "post-validated" or megapipe.clip_grad_norm_(trial.chunks, self.max_norm).isfinite():
+        if (
+            self.kind == "post-validated"
+            or megapipe.clip_grad_norm_(trial.chunks, self.max_norm or math.inf).isfinite()
+        ):
             trial.optimizer.step()
         if norm.isfinite():
             for parameter in reference.parameters:
-                if parameter.grad is not None and norm > self.max_norm:
+                if parameter.grad is not None and self.max_norm and norm > self.max_norm:
                     parameter.grad *= (self.max_norm / norm).float()
             trial.reference_optimizer.step()
 
 
+@dataclass(frozen=True)
 class Accumulated(Feature):
     """Gradients of two calls add up before they are used."""
 
     goes = staticmethod(lambda case: case.num_replicas == 1)
 
 
+@dataclass(frozen=True)
 class Validated(Feature):
     """Forwards alone before each step."""
 
@@ -140,15 +161,19 @@ class Validated(Feature):
         trial.compare_losses(500 + step, forward_only=True)
 
 
+@dataclass(frozen=True)
 class WarmUp(Feature):
     """Before one of the steps, of which nothing may remain."""
+
+    step: int = 0
 
     chance = 0.4
     refusal = "warm_up"
     goes = staticmethod(lambda case: len({*case.slice_lengths}) == case.num_replicas == 1)  # slices of one length
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.step = rng.randrange(case.num_steps)
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.randrange(case.steps))
 
     def before(self, trial: Any, step: int) -> None:
         if step != self.step:
@@ -161,7 +186,7 @@ class WarmUp(Feature):
             forward_step,
             next(data_of(case, 700)),
             trial.chunks,
-            case.num_microbatches,
+            case.m,
             received=received,
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
@@ -185,13 +210,17 @@ def everything(trial: Any) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
 class Wrapped(Feature):
     """By a module like DistributedDataParallel, or like torch.compile's."""
 
+    attribute: str = "module"
+
     goes = staticmethod(lambda case: case.of("Replicas", "kind", "") != "fully_shard")
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.attribute = rng.choice(["module", "_orig_mod"])
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.choice(["module", "_orig_mod"]))
 
     def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
         return Wrapper({self.attribute: chunk})
@@ -207,17 +236,22 @@ class MistakeError(Exception):
     """Not the pipeline's."""
 
 
+@dataclass(frozen=True)
 class Failure(Feature):
     """A rank fails, or is killed, at one of its actions. Every rank hears of it: in this step, or in the next where it
     has left this one already (docs/limits.md). Then the pipeline has ended."""
 
+    rank: int
+    action: int
+    kills: bool = False
+
     chance = 0.35
     goes = staticmethod(lambda case: not LEAVE_TRACES & case.odd)
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.rank = rng.randrange(case.num_ranks)
-        self.action = rng.randrange(2 * case.num_microbatches * case.num_chunks)
-        self.kills = case.num_ranks > 1 and rng.random() < 0.12
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        kills = case.num_ranks > 1 and rng.random() < 0.12
+        return cls(rng.randrange(case.num_ranks), rng.randrange(2 * case.m * case.num_chunks), kills)
 
     def who(self, case: Case) -> int:
         return self.rank % case.num_ranks  # which may be fewer than when it was drawn
@@ -231,9 +265,9 @@ class Failure(Feature):
             with pytest.raises(MistakeError):
                 self.run(trial)
         else:
-            named = f"rank {rank if case.pp_size == 1 else rank // case.num_replicas}"
+            named = f"rank {rank if case.pp == 1 else rank // case.num_replicas}"
             silent = f"{named} is silent: its process ended without a word|lost its connection"
-            ahead = max(2, case.pp_size) if case.get("Frozen") else 2  # without a gradient to wait for, a step per rank
+            ahead = max(2, case.pp) if case.get("Frozen") else 2  # without a gradient to wait for, a step per rank
             self.hear(trial, silent if self.kills else f"{named} failed .*MistakeError", ahead if is_alone else 10**6)
         if case.num_ranks > 1:
             with pytest.raises(PipelineError, match="has ended with a failure"):

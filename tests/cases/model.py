@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -20,7 +21,7 @@ from megapipe import slices, weight_grad
 from megapipe.graph import capture
 from megapipe.plan import Costs, Plan, make_plan, place_weights
 
-from .cases import SEQUENCE, Case, Feature
+from .case import SEQUENCE, Case, Feature
 from .messages import OF_ENTRIES, OF_X
 from .stages import example_message
 
@@ -44,22 +45,32 @@ class Looking(nn.Module):
         return self.block(x + seen.permute(2, 0, 1, 3).flatten(2))
 
 
+@dataclass(frozen=True)
 class Slices(Feature):
+    """Sequences are cut into so many slices, or into those of these lengths."""
+
+    cut: int | Sequence[int]
+    window: int | None = None
+
     chance = 0.9
     goes = staticmethod(lambda case: case.can_cut)
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.window = rng.choice([None, 1, 3])
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
         num_slices = rng.randint(1, SEQUENCE)
-        self.are_default = rng.random() < 0.5
         stops = [0, *sorted(rng.sample(range(1, SEQUENCE), num_slices - 1)), SEQUENCE]
-        self.lengths = [stop - start for start, stop in pairwise(stops)]
-        if self.are_default:
-            self.lengths = [SEQUENCE // num_slices + (k < SEQUENCE % num_slices) for k in range(num_slices)]
+        lengths = [stop - start for start, stop in pairwise(stops)]
+        return cls(rng.choice([num_slices, lengths]), rng.choice([None, 1, 3]))
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        if not isinstance(self.cut, int):
+            return self.cut
+        return [SEQUENCE // self.cut + (k < SEQUENCE % self.cut) for k in range(self.cut)]
 
     def config(self, config: dict[str, Any]) -> None:
         config["num_sequence_slices"] = len(self.lengths)
-        config["sequence_slice_lengths"] = None if self.are_default else self.lengths
+        config["sequence_slice_lengths"] = None if isinstance(self.cut, int) else self.cut
 
     def layer(self, layer: nn.Module, number: int) -> nn.Module:
         return Looking(layer, self.window)
@@ -100,17 +111,23 @@ class Sums(nn.Module):
         return x + torch.tanh(0.3 * sums)
 
 
+@dataclass(frozen=True)
 class KeptSums(Feature):
     """A layer adds up what earlier slices have kept: right, or in ways that may be refused."""
+
+    number: int
+    how: str
+    kept: str = "sum"
 
     chance = 0.6
     goes = staticmethod(lambda case: case.is_cut)
     mistakes = {"without gradients": "gradients of later slices", "changed": "in ?place"}  # noqa: RUF012
     refusal = property(lambda self: self.mistakes.get(self.kept, ""))
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.number, self.how = rng.randrange(case.num_layers), rng.choice([*SUMS, "broadcast"])
-        self.kept = rng.choice(["sum", "sum", "sum", "view", *self.mistakes])
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        kept = rng.choice(["sum", "sum", "sum", "view", *cls.mistakes])
+        return cls(rng.randrange(case.num_layers), rng.choice([*SUMS, "broadcast"]), kept)
 
     def layer(self, layer: nn.Module, number: int) -> nn.Module:
         return Sums(layer, self.how, self.kept) if number == self.number else layer
@@ -174,20 +191,25 @@ CANNOT_BE_CAPTURED = {"weight in list", "weight in closure", *LEAVE_TRACES}
 CANNOT_BE_SHARDED = {*CANNOT_BE_CAPTURED, "lazy"}
 
 
+@dataclass(frozen=True)
 class OddLayers(Feature):
+    of_layers: dict[int, str]
+
     chance = 0.4
     needs_seed = property(lambda self: any(RANDOM & {*self.of_layers.values()}))
     is_whole = property(lambda self: "dropout" not in self.of_layers.values())
     refusal = property(lambda self: "in ?place" if "kept output" in self.of_layers.values() else "")
 
-    def __init__(self, rng: Random, case: Case) -> None:
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
         kinds = [kind for kind in ODD if not (case.is_cut and kind in LEAVE_TRACES)]
-        self.of_layers = {rng.randrange(case.num_layers): rng.choice(kinds) for _ in range(rng.randint(1, 2))}
+        return cls({rng.randrange(case.num_layers): rng.choice(kinds) for _ in range(rng.randint(1, 2))})
 
     def layer(self, layer: nn.Module, number: int) -> nn.Module:
         return Odd(layer, self.of_layers[number]) if number in self.of_layers else layer
 
 
+@dataclass(frozen=True)
 class Companions(Feature):
     """Messages hold tensors of other dtypes, with and without gradients."""
 
@@ -204,13 +226,17 @@ class Companions(Feature):
         entries["half"] = (2 * entries["x"]).bfloat16()
 
 
+@dataclass(frozen=True)
 class Auxiliary(Feature):
     """Each stage adds to a loss, a tensor of one element, which counts by a coefficient: also by none."""
 
+    coefficient: float
+
     has_entries = True
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.coefficient = rng.choice([0.0, 0.0, 0.25])
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.choice([0.0, 0.0, 0.25]))
 
     def stage(self, stage: Any) -> None:
         stage.gate = nn.Parameter(torch.ones(3))
@@ -220,6 +246,7 @@ class Auxiliary(Feature):
         entries["loss"] = self.coefficient * loss if stage.info.is_last else loss
 
 
+@dataclass(frozen=True)
 class Number(Feature):
     """Messages hold a plain number, another one in each step."""
 
@@ -234,21 +261,27 @@ class Number(Feature):
         return x * (1 + 0.1 * entries.setdefault("number", getattr(stage, "number", 0)))
 
 
+@dataclass(frozen=True)
 class Message(Feature):
+    kind: str
+
     chance = 0.8
     tolerance = property(lambda self: 1e-5 if self.kind == "strided" else 0.0)  # messages are made contiguous
     refusal = property(lambda self: "torch's pytrees do not know" if self.kind.startswith("unknown") else "")
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.kind = rng.choice(list(OF_ENTRIES if case.any("has_entries") or rng.random() < 0.5 else OF_X))
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.choice(list(OF_ENTRIES if case.any("has_entries") or rng.random() < 0.5 else OF_X)))
 
 
+@dataclass(frozen=True)
 class Mask(Feature):
     """Every stage is called with a keyword argument of its microbatch."""
 
     chance = 0.25
 
 
+@dataclass(frozen=True)
 class AsPipelineStage(Feature):
     """Modules know nothing of stages."""
 
@@ -256,6 +289,7 @@ class AsPipelineStage(Feature):
         return megapipe.PipelineStage(chunk, stage.info, stage.config)
 
 
+@dataclass(frozen=True)
 class Double(Feature):
     """All in float64."""
 
@@ -265,31 +299,39 @@ class Double(Feature):
         stage.double()
 
 
+@dataclass(frozen=True)
 class Frozen(Feature):
     """Step by step, how the names of parameters begin that are frozen."""
 
+    of_step: Sequence[Sequence[str]]
+
     changes = property(lambda self: len({*self.of_step}) > 1)
 
-    def __init__(self, rng: Random, case: Case) -> None:
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
         first = ("embedding.", "gate", *(f"layers.{number}." for number in range(rng.randrange(case.num_layers))))
         choices = [(), (f"layers.{rng.randrange(case.num_layers)}.",), first]
-        self.of_step = [rng.choice(choices) for _ in range(rng.randint(1, 3))]
+        return cls([rng.choice(choices) for _ in range(rng.randint(1, 3))])
 
     def stage(self, stage: Any, step: int = 0) -> None:
         for name, parameter in stage.named_parameters():
-            parameter.requires_grad = not name.startswith(self.of_step[step % len(self.of_step)])
+            parameter.requires_grad = not name.startswith(tuple(self.of_step[step % len(self.of_step)]))
 
     def before(self, trial: Any, step: int) -> None:
         for stage in trial.all_stages():
             self.stage(stage, step)
 
 
+@dataclass(frozen=True)
 class Forms(Feature):
-    """Of each stage: deferring, in segments, recomputed; or captured."""
+    """Of each stage, the first of them again behind the last: "deferring", "in segments", "recomputed"; or captured."""
+
+    of_stages: Sequence[str]
 
     chance = 0.8
 
-    def __init__(self, rng: Random, case: Case) -> None:
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
         is_plain = not (case.any("needs_seed") or case.any("has_entries") or case.can_cut or case.get("Mask"))
         is_plain = is_plain and not CANNOT_BE_CAPTURED & case.odd
         forms = [["", "deferring"], ["", "in segments"]]
@@ -297,10 +339,10 @@ class Forms(Feature):
             forms.append(["", "", "recomputed", "recomputed" if case.can_cut else "reentrant recomputed"])
         if CAN_CAPTURE and is_plain and case.kind in OF_X and case.kind != "strided" and rng.random() < 0.4:
             forms = [["", "captured", "captured recomputed", "deferring"]]  # which takes its time
-        self.of_stage = [" ".join(filter(None, map(rng.choice, forms))) for _ in range(case.num_stages)]
+        return cls([" ".join(filter(None, map(rng.choice, forms))) for _ in range(case.num_stages)])
 
     def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
-        form = self.of_stage[stage.info.index]
+        form = self.of_stages[stage.info.index % len(self.of_stages)]
         if "deferring" in form:
             weight_grad.convert(stage)
         if "captured" not in form:
@@ -317,18 +359,23 @@ class Forms(Feature):
         return chunk
 
 
+@dataclass(frozen=True)
 class Shapes(Feature):
-    """How the shapes of messages are known, where they are not found in the first step."""
+    """How the shapes of messages are known: "found" in the first step, "described" by headers, "computed", "config"."""
+
+    kind: str
+    seq_lengths: Sequence[int] | None = None
 
     chance = 0.6
 
-    def __init__(self, rng: Random, case: Case) -> None:
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
         kinds = ["found"] if case.is_cut else ["found", "described"]
         if not case.get("AsPipelineStage") and not case.get("Number") and case.kind != "registered class":
             kinds += ["computed", "config"] if case.kind == "tensor" else ["computed"]
-        self.kind = rng.choice(kinds)
-        varies = self.kind == "described" and "captured" not in case.forms and rng.random() < 0.6
-        self.seq_lengths = [rng.randint(1, 7) for _ in range(case.num_microbatches)] if varies else None
+        kind = rng.choice(kinds)
+        varies = kind == "described" and "captured" not in case.forms and rng.random() < 0.6
+        return cls(kind, [rng.randint(1, 7) for _ in range(case.m)] if varies else None)
 
     def config(self, config: dict[str, Any]) -> None:
         config["hidden_size"] = HIDDEN if self.kind == "config" else None
@@ -342,36 +389,97 @@ class Shapes(Feature):
         return chunk
 
 
+@dataclass(frozen=True)
 class NumTokens(Feature):
     """The loss function returns the number of tokens, too, as whole numbers. Slices are divided by their sum."""
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.tolerance = 0.0 if not case.is_cut else 1e-12 if case.get("Double") else 1e-5
+    tolerance: float = 0.0
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(0.0 if not case.is_cut else 1e-12 if case.get("Double") else 1e-5)
 
 
 class Settings(Feature):
+    """Fields of the config."""
+
     chance = 0.7
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.overlap_p2p_comm = rng.random() < 0.8
-        self.p2p_lookahead = rng.choice([None, None, 1, 3])
-        self.microbatch_group_size_per_vp_stage = rng.choice([None, case.pp_size, case.pp_size + 1])
-        is_flexible = case.schedule in ("1f1b", "zb1p", "zb2p") and rng.random() < 0.3
-        self.max_in_flight = 2.0 * case.pp_size if is_flexible else None
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.values.items())})"
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        values = {
+            "overlap_p2p_comm": rng.random() < 0.8,
+            "p2p_lookahead": rng.choice([None, None, 1, 3]),
+            "microbatch_group_size_per_vp_stage": rng.choice([None, case.pp, case.pp + 1]),
+        }
+        if case.schedule in ("1f1b", "zb1p", "zb2p") and rng.random() < 0.3:
+            values["max_in_flight"] = 2.0 * case.pp
+        return cls(**values)
 
     def config(self, config: dict[str, Any]) -> None:
-        config |= vars(self)
+        config |= self.values
 
 
+@dataclass(frozen=True)
+class Recompute(Feature):
+    """By actions of their own: all, or the last layers, or by stages."""
+
+    what: Any = "all"
+
+    @staticmethod
+    def goes(case: Case) -> Any:
+        return not (CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms)
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.choice(["all", [rng.choice(["all", None]) for _ in range(case.num_stages)]]))
+
+    def config(self, config: dict[str, Any]) -> None:
+        config["recompute"] = self.what
+
+
+@dataclass(frozen=True)
+class Offload(Feature):
+    """Activations go to host memory, where a copy takes so many times as long as an F."""
+
+    time: float = 1.0
+
+    chance = 0.2
+
+    @staticmethod
+    def goes(case: Case) -> Any:
+        return not case.can_cut and "captured" not in case.forms
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.choice([0.3, 1.0, 2.5]))
+
+    def config(self, config: dict[str, Any]) -> None:
+        config["offload_activations"] = self.time
+
+
+@dataclass(frozen=True)
 class Planned(Feature):
-    """A plan of the schedule runs in its place, with the Ws where drawn times want them."""
+    """A plan of the schedule runs in its place, with the Ws where these times of F, B and W want them."""
+
+    times: Sequence[float]
 
     chance = 0.15
 
-    def __init__(self, rng: Random, case: Case) -> None:
-        self.times = [round(rng.uniform(0.2, 2.0), 1) for _ in range(3)]
+    @staticmethod
+    def goes(case: Case) -> Any:
+        return not (case.get("Recompute") or case.get("Offload"))
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls([round(rng.uniform(0.2, 2.0), 1) for _ in range(3)])
 
     def plan(self, case: Case) -> Plan:
-        sizes = (case.pp_size, case.num_microbatches, case.num_chunks)
-        plan = make_plan(case.schedule, *sizes, num_slices=len(case.slice_lengths))
+        plan = make_plan(case.schedule, case.pp, case.m, case.num_chunks, num_slices=len(case.slice_lengths))
         return place_weights(plan, Costs(*self.times))

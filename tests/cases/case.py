@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -20,7 +21,7 @@ FEATURES: list[type[Feature]] = []
 
 
 class Feature:
-    """One thing that a case may have. Its attributes say all that is drawn of it.
+    """One thing that a case may have: a dataclass, whose fields say all of it.
 
     It takes part by methods of these names, of which it has those that it needs. In the pipeline, and in what that is
     compared with:
@@ -52,25 +53,32 @@ class Feature:
         """With what the case has already."""
         return True
 
-    def __init__(self, rng: Random, case: Case) -> None: ...
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls()
 
 
 @dataclass(frozen=True)
 class Case:
-    schedule: str
-    pp_size: int
-    num_chunks: int
-    num_microbatches: int
-    num_layers: int
-    num_steps: int
-    features: tuple[Feature, ...] = ()
+    """
+    Attributes:
+        chunks: per rank; None for the schedule's own.
+        layers: of the model; None for one more than there are stages.
+    """
 
-    def __str__(self) -> str:
-        sizes = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)[:-1]]
-        return ", ".join([*sizes, *map(repr, self.features)])
+    schedule: str
+    pp: int
+    m: int
+    features: Sequence[Feature] = ()
+    steps: int = 1
+    chunks: int | None = None
+    layers: int | None = None
+
+    def __repr__(self) -> str:
+        """What makes it again."""
+        parts = [repr(self.schedule), str(self.pp), str(self.m), str([*self.features])]
+        rest = {"steps": self.steps if self.steps > 1 else None, "chunks": self.chunks, "layers": self.layers}
+        return f"Case({', '.join([*parts, *(f'{name}={value}' for name, value in rest.items() if value)])})"
 
     def call(self, hook: str, *arguments: Any) -> None:
         for feature in self.features:
@@ -91,19 +99,20 @@ class Case:
     def any(self, attribute: str) -> bool:
         return any(getattr(feature, attribute) for feature in self.features)
 
-    def without(self, *texts: str) -> Case:
-        """Without features in whose description one of the texts is."""
-        return replace(self, features=tuple(f for f in self.features if not any(text in repr(f) for text in texts)))
+    def without(self, feature: Feature) -> Case:
+        return replace(self, features=[one for one in self.features if one is not feature])
 
-    num_stages = property(lambda self: self.pp_size * self.num_chunks)
+    num_chunks = property(lambda self: self.chunks or find_schedule(self.schedule).default_chunks)
+    num_layers = property(lambda self: self.layers or self.num_stages + 1)
+    num_stages = property(lambda self: self.pp * self.num_chunks)
     num_replicas = property(lambda self: self.of("Replicas", "num_replicas", 1))
     kills = property(lambda self: self.of("Failure", "kills", False))
-    num_ranks = property(lambda self: self.pp_size * self.num_replicas)
+    num_ranks = property(lambda self: self.pp * self.num_replicas)
     can_cut = property(lambda self: bool(find_schedule(self.schedule).slices))
     slice_lengths = property(lambda self: self.of("Slices", "lengths", [SEQUENCE]))
     is_cut = property(lambda self: len(self.slice_lengths) > 1)
-    seq_lengths = property(lambda self: self.of("Shapes", "seq_lengths", None) or [SEQUENCE] * self.num_microbatches)
-    forms = property(lambda self: " ".join(self.of("Forms", "of_stage", [])))
+    seq_lengths = property(lambda self: self.of("Shapes", "seq_lengths", None) or [SEQUENCE] * self.m)
+    forms = property(lambda self: " ".join(self.of("Forms", "of_stages", [])))
     odd = property(lambda self: {*self.of("OddLayers", "of_layers", {}).values()})
     refusal = property(lambda self: "|".join(feature.refusal for feature in self.features if feature.refusal))
     tolerance = property(lambda self: max([feature.tolerance for feature in self.features], default=0.0))
@@ -115,16 +124,16 @@ class Case:
         return "dict" if kind in OF_X and self.any("has_entries") else kind
 
 
-def make_case(seed: int, number: int) -> Case:
+def draw_case(seed: int, number: int) -> Case:
     rng = Random(f"{seed} {number}")
     schedule = rng.choice(SCHEDULES)
     found = find_schedule(schedule)
-    pp_size = rng.randint(1, min(MAX_RANKS, found.max_pp_size or MAX_RANKS))
-    num_chunks = found.num_chunks or rng.randint(1, 3)
-    num_layers = pp_size * num_chunks + rng.randint(0, 3)
-    case = Case(schedule, pp_size, num_chunks, rng.randint(1, 2 * pp_size + 4), num_layers, rng.choice([1, 1, 2, 3, 4]))
+    pp = rng.randint(1, min(MAX_RANKS, found.max_pp_size or MAX_RANKS))
+    chunks = found.num_chunks or rng.randint(found.min_chunks if pp > 1 else 1, 3)
+    layers = pp * chunks + rng.randint(0, 3)
+    case = Case(schedule, pp, rng.randint(1, 2 * pp + 4), (), rng.choice([1, 1, 2, 3, 4]), chunks, layers)
     for kind in FEATURES:
         rng = Random(f"{seed} {number} {kind.__name__}")  # of its own: one more feature leaves the others as they are
         if rng.random() < kind.chance and kind.goes(case):
-            case = replace(case, features=(*case.features, kind(rng, case)))
+            case = replace(case, features=(*case.features, kind.draw(rng, case)))
     return case

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megapipe import StageInfo, distribute_layers, slices
 from megapipe.overlap import in_segments, run_segments
 
-from .cases import SEQUENCE, Case
+from .case import SEQUENCE, Case
 from .messages import WAYS
 
 
@@ -89,7 +89,7 @@ def example_message(case: Case, length: int = SEQUENCE) -> Any:
 
 
 def data_of(case: Case, seed: int, replica: int = 0) -> Iterator[dict[str, Any]]:
-    for batch in batches(case.num_microbatches, case.num_replicas * seed + replica, case.seq_lengths):
+    for batch in batches(case.m, case.num_replicas * seed + replica, case.seq_lengths):
         yield batch | {"case": case}
 
 
@@ -155,7 +155,7 @@ class Unpartitioned:
         loss, *num_tokens, report = loss_and_report(self.case, message, batch)
         if num_tokens:
             loss = loss / batch["labels"].numel()  # also of slices: those of the whole sequence
-        return loss / self.case.num_microbatches, report["loss"]
+        return loss / self.case.m, report["loss"]
 
     def run_by_slices(self, batch: dict[str, Any], forward_only: bool) -> Tensor:
         """With the gradients of the whole sequence, but for rounding."""

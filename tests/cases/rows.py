@@ -1,0 +1,141 @@
+"""The cases that the tests run: every schedule, every feature alone and with another one, and pairs drawn by a seed."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from .case import Case, draw_case
+from .model import (
+    CAN_CAPTURE,
+    AsPipelineStage,
+    Auxiliary,
+    Companions,
+    Double,
+    Forms,
+    Frozen,
+    KeptSums,
+    Mask,
+    Message,
+    Number,
+    NumTokens,
+    OddLayers,
+    Offload,
+    Planned,
+    Recompute,
+    Settings,
+    Shapes,
+    Slices,
+)
+from .training import Accumulated, Failure, Optimizer, Replicas, Tied, Validated, WarmUp, Wrapped
+
+DEFERRING = Forms(["deferring"])
+
+OF_SCHEDULES = [
+    Case("no_pipelining", 1, 3, [OddLayers({0: "dropout"})], steps=2),
+    Case("no_pipelining", 1, 2, chunks=3),
+    Case("gpipe", 2, 5),
+    Case("gpipe", 4, 2, [Offload(1.0)]),
+    Case("1f1b", 1, 5),
+    Case("1f1b", 2, 1),
+    Case("1f1b", 3, 2, [OddLayers({1: "dropout", 3: "dropout"})]),
+    Case("1f1b", 4, 8, steps=2),
+    Case("looped_bfs", 2, 5, chunks=2),
+    Case("looped_bfs", 3, 4, chunks=3),
+    Case("looped_bfs", 4, 8, chunks=2, layers=12),
+    Case("interleaved_1f1b", 1, 5, chunks=2),
+    Case("interleaved_1f1b", 2, 5, chunks=3),
+    Case("interleaved_1f1b", 3, 7, chunks=2),
+    Case("interleaved_1f1b", 4, 8, chunks=2),
+    Case("interleaved_1f1b", 2, 7, [Settings(microbatch_group_size_per_vp_stage=3)], chunks=2),
+    Case("interleaved_1f1b", 2, 6, [Settings(microbatch_group_size_per_vp_stage=5)], chunks=2),
+    Case("combined_1f1b", 2, 5, [Forms(["in segments"])], chunks=2),
+    Case("combined_1f1b", 4, 8, chunks=2),
+    Case("zb1p", 2, 5, [DEFERRING]),
+    Case("zb1p", 4, 8, [DEFERRING], steps=2),
+    Case("zb2p", 2, 1, [DEFERRING]),
+    Case("zb2p", 4, 5, [DEFERRING]),
+    Case("zb2p", 3, 8),
+    Case("interleaved_zb1p", 2, 5, [DEFERRING], chunks=2),
+    Case("interleaved_zb1p", 4, 8, [DEFERRING], chunks=3),
+    Case("combined_zb1p", 2, 5, [Forms(["in segments deferring"])], chunks=2),
+    Case("combined_zb1p", 4, 5, [DEFERRING], chunks=2),
+    Case("zbv", 1, 5, [DEFERRING]),
+    Case("zbv", 2, 5, [DEFERRING]),
+    Case("zbv", 4, 8, [DEFERRING]),
+    Case("v_half", 2, 2, [DEFERRING]),
+    Case("v_half", 4, 5, [DEFERRING]),
+    Case("v_min", 2, 5, [DEFERRING]),
+    Case("v_min", 4, 8, [DEFERRING]),
+    Case("dualpipev", 2, 5, [Forms(["in segments deferring"])]),
+    Case("dualpipev", 4, 8, [Forms(["in segments deferring"])]),
+    Case("dualpipev", 3, 6, [DEFERRING]),
+    Case("seq1f1b", 2, 3, [Slices([3, 2, 1])]),
+    Case("seq1f1b", 4, 5, [Slices([1, 4, 1], 3)]),
+    Case("seq1f1b", 3, 2, [Slices(2)], steps=2),
+    Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), DEFERRING]),
+    Case("seq_zb1p", 4, 2, [Slices(4), DEFERRING]),
+    Case("seq_interleaved_1f1b", 2, 4, [Slices([2, 3, 1])], chunks=2),
+    Case("seq_interleaved_1f1b", 4, 2, [Slices(3)], chunks=2),
+]
+
+OF_FEATURES = [
+    *(Case("1f1b", 2, 3, [Message(kind)]) for kind in ("tuple", "list of one", "nested", "registered class")),
+    *(Case("interleaved_1f1b", 2, 3, [Companions(), Message(kind)], chunks=2) for kind in ("dict", "dataclass")),
+    Case("zbv", 2, 5, [Auxiliary(0.0), Message("registered dict"), DEFERRING]),
+    Case("1f1b", 2, 3, [Auxiliary(0.25), Message("nested"), Recompute()]),
+    Case("1f1b", 2, 3, [Number(), Message("dict")], steps=3),
+    Case("zb1p", 2, 3, [Mask(), DEFERRING]),
+    Case("looped_bfs", 2, 3, [AsPipelineStage(), Message("list"), Mask()], chunks=2),
+    Case("1f1b", 3, 4, [Double(), Frozen([("layers.0.",), ()])], steps=2),
+    Case("zb1p", 2, 5, [Frozen([("embedding.", "layers.0.", "layers.1."), ()]), DEFERRING], steps=2),
+    Case("1f1b", 2, 5, [Forms(["recomputed", "reentrant recomputed"])]),
+    Case("zb1p", 2, 5, [Forms(["recomputed deferring"]), OddLayers({0: "dropout"})]),
+    Case("1f1b", 2, 4, [Shapes("described", [3, 1, 7, 2])], steps=2),
+    Case("1f1b", 2, 4, [Shapes("computed"), Message("tuple")]),
+    Case("zbv", 2, 4, [Shapes("config"), DEFERRING]),
+    Case("1f1b", 2, 3, [NumTokens()]),
+    Case("seq1f1b", 2, 3, [Slices([4, 1, 1]), Double(), NumTokens(1e-12)]),
+    Case("seq1f1b", 2, 3, [Slices(3), KeptSums(1, "stack", "view"), Recompute()]),
+    Case("seq_zb1p", 2, 2, [Slices(3), Forms(["recomputed deferring"])]),
+    Case("seq1f1b", 2, 3, [Slices([3, 2, 1]), AsPipelineStage()], steps=2),
+    Case("1f1b", 4, 8, [Settings(max_in_flight=8.0, overlap_p2p_comm=False)]),
+    Case("zb1p", 2, 6, [Settings(max_pending_weights=0), DEFERRING]),
+    Case("zbv", 2, 6, [Settings(min_pending_weights=2, weights_per_window=2), Forms(["in segments deferring"])]),
+    Case("1f1b", 2, 5, [Recompute(), OddLayers({0: "dropout", 2: "dropout"})]),
+    Case("zb1p", 3, 6, [Recompute(["all", None, "all"]), DEFERRING]),
+    Case("v_half", 2, 5, [Recompute(), Offload(0.3), DEFERRING]),
+    Case("dualpipev", 2, 6, [Recompute(), DEFERRING]),
+    Case("1f1b", 4, 8, [Offload(1.0), OddLayers({1: "dropout"})]),
+    Case("zbv", 2, 8, [Offload(2.5), DEFERRING]),
+    Case("zb1p", 2, 6, [Planned([1.0, 0.5, 2.0]), DEFERRING]),
+    Case("1f1b", 2, 3, [Replicas()], steps=2),
+    Case("zbv", 2, 4, [Replicas(), DEFERRING, Optimizer("adamw", 0.5)], steps=2),
+    Case("1f1b", 2, 3, [Tied(), Optimizer("adamw", 0.5, (256.0,))], steps=2),
+    Case("1f1b", 2, 3, [Optimizer("post-validated", 0.5, (1.0, "nan", 256.0))], steps=3),
+    Case("interleaved_1f1b", 2, 3, [Accumulated(), Validated(), Tied()], steps=2),
+    Case("1f1b", 2, 3, [WarmUp(), OddLayers({0: "dropout", 1: "lazy"})]),
+    Case("zb1p", 2, 3, [WarmUp(1), Wrapped("_orig_mod"), DEFERRING], steps=2),
+    Case("1f1b", 2, 3, [OddLayers({0: "late buffer", 2: "weight in closure"})], steps=2),
+    Case("zb1p", 2, 3, [OddLayers({0: "idle", 1: "strided", 2: "weight in list"}), DEFERRING]),
+    Case("1f1b", 3, 4, [Failure(1, 3)]),
+    Case("zbv", 2, 4, [Failure(0, 9), DEFERRING]),
+]
+if CAN_CAPTURE:
+    OF_FEATURES += [Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"])], steps=2)]
+
+
+def draw_pairs(seed: int, tries: int) -> list[Case]:
+    """Of so many random cases, those that have a pair of features that no case before them has."""
+    kept, seen = [], set()
+    for number in range(tries):
+        case = draw_case(seed, number)
+        if case.kills or "captured" in case.forms or (case.get("Failure") and case.num_replicas > 1):
+            continue
+        pairs = {*combinations([type(feature).__name__ for feature in case.features], 2)}
+        if not pairs <= seen:
+            seen |= pairs
+            kept.append(case)
+    return kept
+
+
+ROWS = [*OF_SCHEDULES, *OF_FEATURES, *draw_pairs(1, 400)]
