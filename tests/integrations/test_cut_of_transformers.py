@@ -17,7 +17,7 @@ from tools import hf_kinds, hf_models
 
 from megapipe.integrations.transformers import CannotCutError, build_chunks
 from megapipe.integrations.transformers.check import check_cut
-from megapipe.integrations.transformers.whole import make_meta_model, make_small_config
+from megapipe.integrations.transformers.whole import make_meta_model, make_model, make_small_config
 
 ZAMBA = {"num_hidden_layers": 8, "attn_layer_period": 3, "attn_layer_offset": 1}
 
@@ -113,3 +113,24 @@ def test_the_comparison_can_be_left_out() -> None:
     checked = check_cut(hf_kinds.make_config("inkling2_text"), [range(2), range(2, 4)], compare=False)
     assert checked is not None
     assert "check=False" in checked.flow.cannot_generate
+
+
+LATENT = ["minicpm3", "youtu", "glm4_moe_lite", "axk1", "axk2", "bailing_hybrid"]
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_a_small_model_has_a_small_copy(kind: str) -> None:
+    """The copy by which a cut is checked had heads of size 0: eight kinds with latent attention were refused."""
+    if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        pytest.skip("this transformers has none")
+    known = transformers.AutoConfig.for_model(kind).to_dict()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "vocab_size": 128}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "pad_token_id": None}
+    options = {"num_hidden_layers": 4, **hf_kinds.NEEDED.get(kind, {})}
+    options |= {name: size for name, size in sizes.items() if name in known}
+    config = transformers.AutoConfig.for_model(kind, **options)
+    model = make_model(config, torch.float32)
+    tokens = torch.randint(config.vocab_size, (1, 8))
+    assert model(tokens).logits.shape == (1, 8, config.vocab_size)
+    small = make_small_config(config)
+    assert make_model(small, torch.float32)(tokens % small.vocab_size).logits.shape[-1] == small.vocab_size
