@@ -51,8 +51,8 @@ def _work(
 
 
 def be_undisturbed() -> None:
-    """A real-time class where that is allowed, and timers that fire when they are due. In a test, which has others beside
-    it, as every process."""
+    """A real-time class where that is allowed, and timers that fire when they are due. Not in a test, which has others
+    beside it."""
     if "PYTEST_CURRENT_TEST" in os.environ:
         return
     with suppress(OSError):
