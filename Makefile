@@ -161,7 +161,6 @@ bench: bench-packages
 	$(BENCH).compute
 	$(BENCH).steps --pp 4 --microbatches 8
 	$(BENCH).host --pp 2
-	$(BENCH).host --pp 2 --calls
 	$(BENCH).gpu
 	$(if $(TORCH),,$(MAKE) bench-peers TORCH=$(NEWEST))
 	$(BENCH).document
@@ -183,11 +182,9 @@ bench-all: bench
 	$(BENCH).host --pp 1
 	$(BENCH).device_calls --pp 2
 	$(BENCH).device_calls --pp 4
-	$(BENCH).latency
 	$(BENCH).growth
 	$(BENCH).saving
 	$(BENCH).first_step --pp 8
-	$(BENCH).control_plane
 	$(BENCH).large_jobs
 	$(BENCH).document
 

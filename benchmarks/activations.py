@@ -1,7 +1,8 @@
-"""Activations kept, recomputed (R), moved to host memory (O, L), or both, on emulated compute: steps and peaks beside
-the plan's.
+"""Activations kept, recomputed (R, or by checkpointing in the model), moved to host memory (O, L), or R and O, on
+emulated compute: steps and peaks beside the plan's.
 
     python -m benchmarks.activations --pp 4 --microbatches 8 16 --copying 1
+    python -m benchmarks.activations --pp 4 --microbatches 4 8 16 --ways R checkpoint
 
 A rank sleeps for 20 ms in the F, R, B and W of each microbatch, shared out over its chunks. A copy to host memory or
 back takes `copying` times as long as an F, one at a time each way: whoever needs it sleeps until it would be over.
@@ -10,6 +11,7 @@ back takes `copying` times as long as an F, one at a time each way: whoever need
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,22 +23,23 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from megapipe.activations import Offload, offload, saving
 from megapipe.plan import Costs, Plan, Settings, make_plan, offload_activations
 
 from .emulation import Deferring, Stage, Whole
 from .launching import gather, launch
+from .options import options
 from .rounds import Emulated, take_turns
-from .tables import FOLDER, save_table
+from .tables import save_table
 
 PLAN = "by the plan"
-HEADER = ["schedule", "microbatches", "activations", "step, ms", PLAN, "of kept", PLAN, "peak", PLAN]
-NOTES = """Medians of interleaved steps. *of kept*: the step over that in which all is kept. *peak*: most microbatches
+NOTES = """Medians of interleaved steps. *of*: the step over that of the first way. *peak*: most microbatches
 whose activations are on the device of the fullest rank, between its actions. At most one W is pending. *both*: stages
 of the second half are recomputed, those of the first half moved."""
-SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2, "v_half": 2}
-CASES = ("kept", "R", "O", "both")
+SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "zb1p": 1, "zbv": 2, "v_half": 2}
+WAYS = ["kept", "R", "O", "both", "checkpoint"]
 
 
 class Alive:
@@ -87,9 +90,8 @@ def keeping(work: type[Whole]) -> Callable[..., Tensor]:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
-            assert ctx.saved_tensors
+            (kept,) = ctx.saved_tensors
             ALIVE.look()
-            kept = ctx.saved_tensors[0]
             results = work.backward(ctx, grad)
             del kept
             return results
@@ -104,8 +106,8 @@ class Case(Emulated):
     """One schedule, and one way with its activations."""
 
     def __init__(self, name: str, num_microbatches: int, case: str, args: argparse.Namespace) -> None:
-        seconds, num_chunks = args.milliseconds / 1000 / SCHEDULES[name], SCHEDULES[name]
-        self.copy_seconds = args.copying * seconds
+        num_chunks, seconds = SCHEDULES[name], args.milliseconds / 1000 / SCHEDULES[name]
+        self.copy_seconds, self.case = args.copying * seconds, case
         self.plan = plan_of_case(name, args, num_microbatches, case)
         self.most = 0
         path = Path(tempfile.mkdtemp()) / "plan.json"
@@ -114,12 +116,15 @@ class Case(Emulated):
         config: dict[str, Any] = {"max_pending_weights": 1}
         if case == "R":
             config["recompute"] = "all"
-        if SCHEDULES[name] > 1 and name.startswith("inter"):
+        if num_chunks > 1 and name.startswith("inter"):
             config["num_chunks"] = num_chunks
-        super().__init__(f"megapipe {schedule}", num_microbatches, lambda *_: seconds, 16, **config)
+        super().__init__(f"megapipe {schedule}", num_microbatches, lambda *_: seconds, **config)
 
     def _make_stage(self, index: int, num_stages: int, how: str, config: Any) -> Stage:
-        return Stage(index, WORK[how], self.emulation, config)
+        work = WORK[how]
+        if self.case == "checkpoint":
+            work = functools.partial(checkpoint, work, use_reentrant=False)
+        return Stage(index, work, self.emulation, config)
 
     def step(self) -> None:
         ALIVE.refs, ALIVE.most = [], 0
@@ -138,18 +143,20 @@ def plan_of_case(name: str, args: argparse.Namespace, num_microbatches: int, cas
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of each of F, R, B, W, on a whole rank")
-    parser.add_argument("--copying", type=float, default=1.0, help="time of a copy over that of an F")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    args = parser.parse_args()
+    # The milliseconds are those of each of F, R, B and W of a rank's microbatch, and of a copy where `copying` is 1.
+    args = options(
+        pp=4,
+        microbatches=[8, 16],
+        milliseconds=20.0,
+        copying=1.0,
+        rounds=5,
+        schedules=["1f1b", "interleaved_1f1b", "zbv", "v_half"],
+        ways=WAYS[:4],
+    )
     rows = launch(args.pp, measure, args)
     title = f"Activations on emulated compute, pp={args.pp}, {args.milliseconds:g} ms, copies {args.copying:g} of an F"
-    save_table(f"activations-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
+    header = ["schedule", "microbatches", "activations", "step, ms", PLAN, f"of {args.ways[0]}", PLAN, "peak", PLAN]
+    save_table(f"activations-pp{args.pp}", title, header, rows, NOTES, args.folder)
 
 
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
@@ -165,7 +172,7 @@ def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
 
     with mock.patch.object(offload, "_beside", LINKS.beside), mock.patch.object(Offload, "load", load_and_look):
         for m in args.microbatches:
-            cases = [(name, case) for name in args.schedules for case in CASES]
+            cases = [(name, case) for name in args.schedules for case in args.ways]
             emulated = [Case(name, m, case, args) for name, case in cases]
             steps = take_turns(emulated, args.rounds, 1, 1)
             times = {key: median(step.duration for step in each) for key, each in zip(cases, steps)}
@@ -176,17 +183,20 @@ def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
 
 
 def row(name: str, m: int, case: str, times: dict[Any, float], peak: float, args: argparse.Namespace) -> list[str]:
-    kept, plan = (plan_of_case(name, args, m, one).simulate() for one in ("kept", case))
+    first, plan = (
+        plan_of_case(name, args, m, one).simulate(backward_input=2.0 if one == "checkpoint" else 1.0)
+        for one in (args.ways[0], case)
+    )
     return [
         name,
         str(m),
         case,
         f"{1000 * times[name, case]:.0f}",
         f"{args.milliseconds * plan.makespan:.0f}",
-        f"{times[name, case] / times[name, 'kept']:.3f}",
-        f"{plan.makespan / kept.makespan:.3f}",
+        f"{times[name, case] / times[name, args.ways[0]]:.3f}",
+        f"{plan.makespan / first.makespan:.3f}",
         f"{peak:g}",
-        f"{max(plan.peak_activations):g}",
+        "-" if case == "checkpoint" else f"{max(plan.peak_activations):g}",
     ]
 
 

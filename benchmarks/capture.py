@@ -2,8 +2,8 @@
 
     python -m benchmarks.capture
 
-Three tables: the time and memory of a backward in two against one and against eager; how long a capture takes, and how
-large it is; and a forward and a backward that exchange tokens, as one graph against one after the other.
+Two tables: the time and memory of a backward in two against one and against eager; how long a capture takes, and how
+large it is.
 """
 
 from __future__ import annotations
@@ -12,62 +12,43 @@ import argparse
 import copy
 import time
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from megapipe.graph import capture, multiplex, partition, split_di_dw, trace_joint
-from megapipe.graph.nodes import is_start, is_wait
-from megapipe.overlap import start_all_to_all
+from megapipe.graph import capture, partition, split_di_dw, trace_joint
 from megapipe.weight_grad import DeferredGrads, deferring
 
-from .launching import be_undisturbed, gather, launch
+from .launching import in_turns, launch
 from .memory import live_bytes, live_tensors
-from .tables import FOLDER, median_and_spread, save_table
+from .options import options
+from .tables import median_and_spread, save_table
 
 NUM_HEADS = 4
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(1)
-    be_undisturbed()
+    args = options(repeats=20)
+    split, sizes = launch(1, measure, args)
     header = ["a stage of", "how", "F + B + W", "against eager", "against one backward", "saved", "held from B to W"]
     notes = (
         "Transformer layers of [tokens, hidden] tensors. Medians of interleaved runs, in brackets the middle half; the "
         "ratios are taken run by run. *saved*: what the forward keeps, without weights. *held*: what W keeps of it and "
         "of B's, against *saved*. Gradients are added to those that are there."
     )
-    rows = [row for shape in ((2, 256, 4, 128), (4, 32, 1, 16)) for row in backward_in_two(*shape, args.repeats)]
-    save_table("capture-split", "A captured stage's backward in two", header, rows, notes, args.folder)
+    save_table("capture-split", "A captured stage's backward in two", header, split, notes, args.folder)
     header = ["layers", "capture", "operators in F", "in the backward", "in B and W", "weight gradients left to W"]
-    rows = [capture_of(num_layers) for num_layers in (2, 8, 24)]
     notes = "Transformer layers; the capture without the time of the first import of the tracer."
-    save_table("capture-size", "What a capture takes", header, rows, notes, args.folder)
-    header = ["tokens", "F and B alone", "one after the other", "as one graph", "ratio"]
-    rows = [launch(2, exchanges, args)]
-    notes = (
-        f"Two ranks share out two experts; each of the four exchanges takes {args.exchange_milliseconds:g} ms longer "
-        "than gloo needs, in which nothing computes. *alone*: without any exchange's delay. Medians, in brackets the "
-        "middle half."
-    )
-    save_table(
-        "capture-multiplexed", "A forward and a backward of experts in one graph", header, rows, notes, args.folder
-    )
+    save_table("capture-size", "What a capture takes", header, sizes, notes, args.folder)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--exchange-milliseconds", type=float, default=5.0)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
+def measure(rank: int, args: argparse.Namespace) -> tuple[list[list[str]], list[list[str]]]:
+    """Both tables."""
+    shapes = ((2, 256, 4, 128), (4, 32, 1, 16))
+    split = [row for shape in shapes for row in backward_in_two(*shape, args.repeats)]
+    return split, [capture_of(num_layers) for num_layers in (2, 8, 24)]
 
 
 class Layer(nn.Module):
@@ -95,13 +76,7 @@ def backward_in_two(num_layers: int, hidden: int, batch: int, sequence: int, rep
         "graphs, one backward": lambda: one(x).backward(grad),
         "graphs, B and W": lambda: in_two(two, x, grad),
     }
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for repeat in range(repeats + 3):
-        for way, run in ways.items():
-            start = time.perf_counter()
-            run()
-            if repeat >= 3:
-                times[way].append(time.perf_counter() - start)
+    times = dict(zip(ways, in_turns(list(ways.values()), repeats, 3)))
     memory = {"eager": (saved_by_eager(eager, x), None), "graphs, one backward": (None, None)}
     memory["graphs, B and W"] = kept(two, x, grad)
     rows = []
@@ -179,97 +154,6 @@ def capture_of(num_layers: int) -> list[str]:
 
 def size_of(graph: GraphModule) -> int:
     return sum(node.op == "call_function" for node in graph.graph.nodes)
-
-
-class Experts(nn.Module):
-    """Attention's part of a layer, an expert between two exchanges, and one that all tokens go through."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.attention, self.up, self.down = (
-            nn.Linear(hidden, hidden),
-            nn.Linear(hidden, hidden),
-            nn.Linear(hidden, hidden),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        splits = [len(x) // 2] * 2
-        dispatched = start_all_to_all(self.attention(x).relu(), splits, splits, dist.group.WORLD).wait()
-        return x + start_all_to_all(self.down(self.up(dispatched).relu()), splits, splits, dist.group.WORLD).wait()
-
-
-def exchanges(rank: int, args: argparse.Namespace) -> list[str]:
-    torch.manual_seed(0)
-    num_tokens, hidden = 512, 512
-    stage, x = Experts(hidden), torch.randn(num_tokens, hidden, requires_grad=True)
-    parts = capture(stage, (x,)).__dict__["_megapipe_graphs"].graphs().partition
-    backward = split_di_dw(parts.backward, range(6)).input_gradients
-    forward_inputs: list[Tensor] = [*stage.parameters(), x.detach()]
-    values: list[Any] = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
-    backward_inputs = [torch.randn(value.shape).to(value.dtype) for value in values]
-    both = multiplex(parts.forward, backward)
-    times: dict[str, list[float]] = {"alone": [], "apart": [], "together": []}
-    with torch.no_grad():
-        for repeat in range(args.repeats + 3):
-            for way, seconds in (
-                ("alone", 0.0),
-                ("apart", args.exchange_milliseconds / 1e3),
-                ("together", args.exchange_milliseconds / 1e3),
-            ):
-                for graph in (parts.forward, backward, both):
-                    delay(graph, seconds)
-                dist.barrier()
-                start = time.perf_counter()
-                if way == "together":
-                    both.forward([*forward_inputs, *backward_inputs])
-                else:
-                    backward.forward(list(backward_inputs))
-                    parts.forward.forward(list(forward_inputs))
-                if repeat >= 3:
-                    times[way].append(1e3 * max(gather(time.perf_counter() - start)))
-    ratio = median(times["together"]) / median(times["apart"])
-    return [
-        str(num_tokens),
-        *(f"{median_and_spread(values, '{:.1f}')} ms" for values in times.values()),
-        f"{ratio:.3f}",
-    ]
-
-
-_due: dict[int, float] = {}
-
-
-def delay(graph: GraphModule, seconds: float) -> None:
-    """Let every exchange of a graph end no sooner than so long after its start."""
-    for node in graph.graph.nodes:
-        original = node.meta.setdefault("original", node.target)
-        if "original_kind" not in node.meta:
-            node.meta["original_kind"] = "start" if is_start(node) else "wait" if is_wait(node) else ""
-        if node.meta["original_kind"] == "start":
-            node.target = Start(original, seconds)
-        elif node.meta["original_kind"] == "wait":
-            node.target = Wait(original)
-    graph.recompile()
-
-
-class Start:
-    def __init__(self, operator: Callable[..., Tensor], seconds: float) -> None:
-        self.operator, self.seconds, self.__name__ = operator, seconds, "start"
-
-    def __call__(self, *args: Any) -> Tensor:
-        result = self.operator(*args)
-        _due[id(result)] = time.perf_counter() + self.seconds
-        return result
-
-
-class Wait:
-    def __init__(self, operator: Callable[..., Tensor]) -> None:
-        self.operator, self.__name__ = operator, "wait"
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        due = _due.pop(id(tensor))
-        result = self.operator(tensor)
-        time.sleep(max(0.0, due - time.perf_counter()))
-        return result
 
 
 if __name__ == "__main__":

@@ -11,22 +11,21 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe import StageInfo, weight_grad
 
-from .launching import gather, launch
+from .launching import gather, in_turns, launch
 from .memory import memory_of
+from .options import options
 from .runners import ByHand, Runner, is_there, make_runner
-from .tables import FOLDER, median_and_spread, save_table
+from .tables import median_and_spread, save_table
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from gpt import GPTConfig, GPTStage
@@ -84,17 +83,18 @@ def main() -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=128, help="tokens of a microbatch, which is one sequence")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--runners", default=",".join(RUNNERS))
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args(arguments)
+    """A microbatch is one sequence."""
+    return options(
+        arguments,
+        pp=2,
+        microbatches=8,
+        layers=8,
+        hidden_size=256,
+        heads=4,
+        seq_length=128,
+        rounds=10,
+        runners=",".join(RUNNERS),
+    )
 
 
 # Stages
@@ -163,18 +163,8 @@ class OwnWork(ByHand):
 def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
     reference = reference_gradients(args)
     everybody = [prepare(name, args, reference) for name in names]
-    steps: list[list[tuple[float, float]]] = [[] for _ in names]
-    for _ in range(args.rounds):
-        for one, mine in zip(everybody, steps):
-            dist.barrier()
-            begin = time.perf_counter()
-            one.runner.step()
-            mine.append((begin, time.perf_counter()))
+    durations = in_turns([one.runner.step for one in everybody], args.rounds, 0)
     facts = gather([(one.peak, one.error) for one in everybody])
-    durations = [
-        [max(end for _, end in ranks) - min(begin for begin, _ in ranks) for ranks in zip(*of_ranks)]
-        for of_ranks in zip(*gather(steps))
-    ]
     base = durations[names.index("stages alone")] if "stages alone" in names else None
     return [row(name, args, seconds, base, of_ranks) for name, seconds, of_ranks in zip(names, durations, zip(*facts))]
 

@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapipe.plan import Action, Costs, Event, Plan, Span, plan_of, play
@@ -41,14 +40,11 @@ class Emulation:
     Attributes:
         seconds: of a kind of work on a stage, asked anew for each microbatch.
         num_rows: a message between stages is [num_rows, 1, HIDDEN] in float32.
-        latency: seconds that a message between ranks takes longer than it does. What a stage makes is stamped with the
-            time and the rank, and whoever uses it on another rank waits until it may have come.
         num_pieces: a deferred W comes in so many, each as long as `seconds` says.
     """
 
     seconds: Callable[[str, int], float]
     num_rows: int = 16
-    latency: float = 0.0
     num_pieces: int = 1
     calls: list[Call] = field(default_factory=list)
 
@@ -61,21 +57,6 @@ class Emulation:
         yield
         self.calls.append(Call(kind, stage, start, time.perf_counter()))
 
-    def stamp(self, made: Tensor) -> Tensor:
-        """For what a stage sends on, just before it does."""
-        if self.latency:
-            stamp = made.view(torch.int64).flatten()
-            stamp[0], stamp[1] = time.perf_counter_ns(), dist.get_rank()
-        return made
-
-    def arrive(self, used: Tensor) -> None:
-        """For what a stage uses, before it does."""
-        if self.latency and used.is_contiguous():  # the gradient of the loss is expanded
-            made, rank = used.view(torch.int64).flatten()[:2].tolist()
-            remaining = self.latency - (time.perf_counter_ns() - made) / 1e9
-            if rank != dist.get_rank() and remaining > 0:
-                time.sleep(remaining)
-
     def example(self) -> Tensor:
         return torch.zeros(self.num_rows, 1, HIDDEN)
 
@@ -86,17 +67,15 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
         ctx.emulation, ctx.stage, ctx.weight = emulation, stage, weight
-        emulation.arrive(x)
         with emulation.during("F", stage):
-            return emulation.stamp(x.clone())
+            return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.emulation.arrive(grad)
         with ctx.emulation.during("B", ctx.stage):
             inputs = grad.clone()
         with ctx.emulation.during("W", ctx.stage):
-            return ctx.emulation.stamp(inputs), torch.zeros_like(ctx.weight), None, None
+            return inputs, torch.zeros_like(ctx.weight), None, None
 
 
 class Deferring(Whole):
@@ -104,12 +83,11 @@ class Deferring(Whole):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.emulation.arrive(grad)
         with ctx.emulation.during("B", ctx.stage):
             inputs = grad.clone()
         for _ in range(ctx.emulation.num_pieces):
             defer(ctx.weight, functools.partial(_weight_gradient, ctx.emulation, ctx.stage, ctx.weight))
-        return ctx.emulation.stamp(inputs), None, None, None
+        return inputs, None, None, None
 
 
 def _weight_gradient(emulation: Emulation, stage: int, weight: Tensor) -> Tensor:
@@ -117,14 +95,8 @@ def _weight_gradient(emulation: Emulation, stage: int, weight: Tensor) -> Tensor
         return torch.zeros_like(weight)
 
 
-class Storing(torch.autograd.Function):
+class Storing(Whole):
     """The same for DualPipe, which says for each backward whether it is split."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
-        ctx.emulation, ctx.stage, ctx.weight = emulation, stage, weight
-        with emulation.during("F", stage):
-            return emulation.stamp(x.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -134,7 +106,7 @@ class Storing(torch.autograd.Function):
             inputs = grad.clone()
         if WeightGradStore.enabled:
             WeightGradStore.put(functools.partial(_weight_gradient, ctx.emulation, ctx.stage, ctx.weight))
-        return ctx.emulation.stamp(inputs), torch.zeros_like(ctx.weight), None, None
+        return inputs, torch.zeros_like(ctx.weight), None, None
 
 
 class _Inputs(torch.autograd.Function):
@@ -143,15 +115,13 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, emulation: Emulation, stage: int) -> Tensor:
         ctx.emulation, ctx.stage = emulation, stage
-        emulation.arrive(x)
         with emulation.during("F", stage):
-            return emulation.stamp(x.clone())
+            return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.emulation.arrive(grad)
         with ctx.emulation.during("B", ctx.stage):
-            return ctx.emulation.stamp(grad.clone()), None, None
+            return grad.clone(), None, None
 
 
 class _Weight(torch.autograd.Function):

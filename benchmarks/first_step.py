@@ -15,26 +15,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import megapipe
 from megapipe import PipelineConfig, PipelineStage, parallel_state, stages_for_rank, weight_grad
 from megapipe.graph import capture
 
-from .launching import gather, launch
-from .tables import FOLDER, save_table
+from .launching import launch, seconds
+from .options import options
+from .tables import save_table
 
 SEQUENCE, BATCH, HIDDEN = 32, 2, 64
 HEADER = ["schedule", "compiled by", "warm_up", "the warm-up, s", "first step, s", "both, s", "second step, s"]
 
 
 def main() -> None:
-    args = parse()
+    args = options(pp=8, microbatches=8, seconds=2.0, inductor=True)  # seconds of an emulated compilation
     slept = f"a sleep of {args.seconds:g} s each"
     cases = [("1f1b", slept), ("zbv", slept), *[("1f1b", "inductor")] * args.inductor]
     rows = []
@@ -55,16 +54,6 @@ def main() -> None:
         )
     title = f"Time to the first step, pp={args.pp}, m={args.microbatches}"
     save_table(f"first-step-pp{args.pp}-m{args.microbatches}", title, HEADER, rows, notes, args.folder)
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of an emulated compilation")
-    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True, help="compile with it too")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args(argv)
 
 
 class SlowAtFirst(nn.Module):
@@ -125,20 +114,9 @@ def measure(rank: int, args: argparse.Namespace, schedule: str, is_emulated: boo
 
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # empty
-        dist.barrier()
         warmed_up = seconds(warm_up if is_warmed_up else lambda: None)
-        first = seconds(step)
-        second = seconds(step)
-    return [end - begin for begin, end in (warmed_up, first, (warmed_up[0], first[1]), second)]
-
-
-def seconds(function: Callable[[], None]) -> tuple[float, float]:
-    """When the first rank begins, and when the last one ends."""
-    begin = time.monotonic()
-    function()
-    own = (begin, time.monotonic())
-    begins, ends = zip(*gather(own))
-    return min(begins), max(ends)
+        first, second = seconds(step), seconds(step)
+    return [warmed_up, first, warmed_up + first, second]
 
 
 def forward_step(data_iterator: Iterator[Tensor], chunk: nn.Module) -> tuple[Any, Any]:

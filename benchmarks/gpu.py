@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -34,8 +33,9 @@ from .gpu_layers import WARMUP, example, interval, make_layers
 from .gpu_pipelines import make, mean_square
 from .launching import launch
 from .memory import memory_of
+from .options import options
 from .runners import Runner
-from .tables import FOLDER, median_and_spread, save_table
+from .tables import median_and_spread, save_table
 
 SCHEDULES = ["1f1b", "zb1p", "zbv"]
 STEP_VERBS = ["forward_step", "backward_step", "backward_input_step", "backward_weight_step"]
@@ -141,20 +141,22 @@ def pipelines_in_memory(args: argparse.Namespace, num_ranks: int, device: str) -
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a microbatch, which is one sequence")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--captures", default="eager,captured,compiled")
-    parser.add_argument("--memory-ranks", type=int, default=4, help="that share the GPUs where memory is measured")
-    parser.add_argument("--minutes", type=float, default=10, help="no part of it is begun after 0.7 of them")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args(arguments)
+    """A microbatch is one sequence. `memory_ranks` share the GPUs where memory is measured. No part is begun after 0.7
+    of the minutes."""
+    return options(
+        arguments,
+        device="cuda",
+        dtype="bfloat16",
+        hidden_size=4096,
+        heads=32,
+        layers=4,
+        seq_length=4096,
+        microbatches=8,
+        repeats=25,
+        captures="eager,captured,compiled",
+        memory_ranks=4,
+        minutes=10.0,
+    )
 
 
 def measure(rank: int, args: argparse.Namespace) -> Tables:

@@ -5,14 +5,13 @@ python -m benchmarks.growth
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
-from pathlib import Path
 
 from megapipe.plan import Costs, make_plan, place_weights
 
-from .tables import FOLDER, save_table
+from .options import options
+from .tables import save_table
 
 SIZES = [(8, 32), (16, 64), (64, 256), (64, 1024), (256, 1024), (256, 4096)]
 SEARCHED = 64
@@ -32,11 +31,7 @@ HEADER = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--schedules", default="1f1b,zbv")
-    parser.add_argument("--most", type=int, default=6_500_000, help="actions of the largest plan")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    args = parser.parse_args()
+    args = options(schedules="1f1b,zbv", most=6_500_000)  # actions of the largest plan
     names = args.schedules.split(",")
     rows = [row(name, *size) for size in SIZES for name in names if num_actions(name, *size) <= args.most]
     notes = (

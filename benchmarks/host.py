@@ -1,8 +1,6 @@
 """What a microbatch costs the host, beyond the stage's own forward and backward.
 
     python -m benchmarks.host --pp 2
-    python -m benchmarks.host --pp 2 --calls
-    python -m benchmarks.host --pp 2 --profile "megapipe zbv"
 
 Nothing sleeps and the tensors are tiny, so all that is measured is the schedule, its messages and autograd.
 """
@@ -10,12 +8,8 @@ Nothing sleeps and the tensors are tiny, so all that is measured is the schedule
 from __future__ import annotations
 
 import argparse
-import cProfile
 import functools
-import pstats
 import time
-from collections import Counter
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -23,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import megapipe
 from megapipe.weight_grad import convert
 
 from .launching import gather, launch
+from .options import options
 from .runners import Runner, is_there, make_runner
-from .tables import FOLDER, median_and_spread, save_table
+from .tables import median_and_spread, save_table
 
 WIDTH, ROWS = 8, 4
 RUNNERS = [
@@ -55,19 +49,6 @@ half of the steps. *stages alone*: forward and backward of the rank's chunks, wi
 The wall includes waits for the other rank. The CPU time of the main thread does not, and that of the process includes
 gloo's threads. *bare-loop*: the same actions over `isend` and `irecv`, which no package can beat by much."""
 
-PLACES = {
-    "stages": ("stages/", "messages.py"),
-    "messages": ("transports/", "p2p_communication.py", "runtime/links.py"),
-    "weight gradients": ("weight_grad/",),
-    "verbs and all else": ("",),
-}
-"""Files of megapipe; the first place that fits."""
-OTHERS = "model, torch, gloo"
-NOTES_ON_CALLS = """Calls of Python functions and builtins per microbatch and rank, mean of the ranks, by cProfile.
-They do not depend on what else the machine does. A builtin counts where it is called. *stages*: their inputs and
-outputs, the checks of these, the edges of the graph, the loss. *messages*: channels, receives posted ahead, sends under
-way. *weight gradients*: around a backward, and the layers that defer."""
-
 
 class Layer(nn.Module):
     """One stage: a linear layer, with Megatron's hook for its input."""
@@ -91,40 +72,13 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    args = parse()
+    args = options(pp=2, microbatches=64, rounds=25, runners=",".join(RUNNERS))
     names = [name for name in args.runners.split(",") if is_there(name)]
     if args.pp == 1:
         names = [name for name in names if "zb" not in name.lower()]
-    if args.profile:
-        print(launch(args.pp, profile, args))
-        return
-    if args.calls:
-        title = f"Calls, pp={args.pp}, m={args.microbatches}"
-        rows = launch(args.pp, count_calls, args, names)
-        save_table(
-            f"calls-pp{args.pp}",
-            title,
-            ["library and schedule", "all", *PLACES, OTHERS],
-            rows,
-            NOTES_ON_CALLS,
-            args.folder,
-        )
-        return
     rows = launch(args.pp, measure, args, names)
     title = f"Host cost, pp={args.pp}, m={args.microbatches}, tensors of {ROWS} x {WIDTH}"
     save_table(f"host-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--runners", default=",".join(RUNNERS))
-    parser.add_argument("--calls", action="store_true", help="count calls instead of time")
-    parser.add_argument("--profile", metavar="RUNNER", help="print where rank 0 spends its time instead")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
 
 
 def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
@@ -169,53 +123,6 @@ def row(runner: Runner, ranks: list[list[tuple[float, ...]]], num_microbatches: 
         f"{median(columns[3]):.0f}",
         *(f"{one:.0f}" for one in net),
     ]
-
-
-def count_calls(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
-    rows = []
-    for name in names:
-        counts: Counter[str] = Counter()
-        stats: dict[Any, Any] = _profiled(name, args).stats  # type: ignore[attr-defined]
-        for (file, _, _), (_, num_calls, _, _, callers) in stats.items():
-            if file == "~":  # a builtin
-                for (caller, _, _), (num_calls, *_) in callers.items():
-                    counts[_place_of(caller)] += num_calls
-            else:
-                counts[_place_of(file)] += num_calls
-        together: Counter[str] = sum(gather(counts), Counter())
-        per_microbatch = {place: n / args.pp / args.rounds / args.microbatches for place, n in together.items()}
-        columns = [sum(per_microbatch.values()), *(per_microbatch.get(place, 0) for place in (*PLACES, OTHERS))]
-        rows.append([name, *(f"{number:.0f}" for number in columns)])
-    return rows
-
-
-def _place_of(file: str) -> str:
-    path = Path(file)
-    package = Path(megapipe.__file__).parent
-    if package not in path.parents:
-        return OTHERS
-    inner = path.relative_to(package).as_posix()
-    return next(place for place, starts in PLACES.items() if inner.startswith(starts))
-
-
-def profile(rank: int, args: argparse.Namespace) -> str:
-    stats = _profiled(args.profile, args)
-    if rank == 0:
-        print(f"{args.rounds * args.microbatches} microbatches", flush=True)
-        stats.sort_stats("tottime").print_stats(45)
-    return ""
-
-
-def _profiled(name: str, args: argparse.Namespace) -> pstats.Stats:
-    runner = make_runner(name, args.microbatches, Layer, ROWS, width=WIDTH)
-    for _ in range(3):
-        runner.step()
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(args.rounds):
-        runner.step()
-    profiler.disable()
-    return pstats.Stats(profiler)
 
 
 if __name__ == "__main__":

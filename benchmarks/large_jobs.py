@@ -9,7 +9,6 @@ wall time is mostly theirs. In a job they have cores of their own, and what they
 
 from __future__ import annotations
 
-import argparse
 import io
 import multiprocessing
 import os
@@ -21,7 +20,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -31,8 +29,8 @@ from torch.distributed import PrefixStore, TCPStore
 from megapipe.failures import Agreement, Board, InterruptibleStore, Mailbox, Watchdog, helper_thread
 from megapipe.failures.board import Failure
 
-from .control_plane import serve
-from .tables import FOLDER, save_table
+from .options import options
+from .tables import save_table
 
 PIPELINE = 16
 """Ranks of each."""
@@ -41,12 +39,7 @@ HEADER += ["of that the store, s"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 8192])
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=10.0, help="between the first step and the failure")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    args = parser.parse_args()
+    args = options(ranks=[1024, 8192], processes=8, seconds=10.0)  # between the first step and the failure
     notes = (
         f"Pipelines of {PIPELINE}. *agreed*: from the begin of the first step until all ranks know that all were "
         "called alike, without the looks of helper threads. *heard*: from a rank's failure until all ranks know of it; "
@@ -82,6 +75,16 @@ def row(num_ranks: int, num_processes: int, seconds: float) -> list[str]:
         process.kill()
     times = [f"{agreed.wall:.2f}", f"{agreed.store:.2f}", f"{100 * idle.store / idle.wall:.0f} % of a core"]
     return [str(num_ranks), *times, f"{heard.wall:.2f}", f"{heard.store:.2f}"]
+
+
+def serve(connection: Connection) -> None:
+    """Hold a store, and tell this process's processor time when asked."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    with suppress(EOFError):  # the benchmark has ended
+        while True:
+            connection.recv()
+            connection.send(time.process_time())
 
 
 class Times(NamedTuple):
@@ -176,7 +179,7 @@ class Member:
         self.name = f"pipeline {pipeline}"
         own = InterruptibleStore(PrefixStore(self.name, store), pp_rank, PIPELINE, lambda: self._watchdog.check())
         ranks = range(pipeline * PIPELINE, (pipeline + 1) * PIPELINE)
-        self._watchdog = Watchdog(self.board, self.name, ranks, own, lambda: None, lambda: False)
+        self._watchdog = Watchdog(self.board, self.name, ranks, own, lambda: None, lambda: None, lambda: False)
         self._mailbox = Mailbox(own, self._watchdog)
         self._agreement = Agreement(self._mailbox, self._watchdog)
 

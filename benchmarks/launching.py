@@ -6,8 +6,9 @@ import ctypes
 import os
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -66,3 +67,18 @@ def gather(own: Any) -> list[Any]:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, own)
     return everybody
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """From the first rank's begin to the last one's end. Every rank calls it."""
+    dist.barrier()
+    begin = time.perf_counter()
+    function()
+    begins, ends = zip(*gather((begin, time.perf_counter())))
+    return float(max(ends) - min(begins))
+
+
+def in_turns(functions: Sequence[Callable[[], Any]], num_rounds: int, num_warmup: int = 1) -> list[list[float]]:
+    """The seconds of each of the functions in each round: what disturbs the machine hits all of them alike."""
+    times = [[seconds(function) for function in functions] for _ in range(num_warmup + num_rounds)]
+    return [list(of_one) for of_one in zip(*times[num_warmup:])]

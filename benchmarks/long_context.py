@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 from megapipe import get_forward_backward_func, parallel_state, slices, stages_for_rank
 from megapipe.plan import make_plan
 
-from .launching import gather, launch
-from .memory import memory_of
-from .tables import FOLDER, save_table
+from .launching import gather, launch, seconds
+from .memory import Memory, memory_of
+from .options import options
+from .tables import save_table
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from gpt import GPTConfig, GPTStage
@@ -35,7 +35,7 @@ given out at once during the step, on the rank where that is most: activations, 
 
 
 def main() -> None:
-    args = parse()
+    args = options(pp=4, microbatches=8, layers=8, hidden_size=256, heads=4, seq_length=8192, slices=[2, 4])
     rows = launch(args.pp, measure, args, undisturbed=False)
     title = (
         f"Long sequences, pp={args.pp}, m={args.microbatches}: {args.layers} layers of hidden {args.hidden_size}, "
@@ -44,48 +44,42 @@ def main() -> None:
     save_table("long-context", title, HEADER, rows, NOTES, args.folder)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=8192)
-    parser.add_argument("--slices", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
-
-
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
     parallel_state.initialize_model_parallel(args.pp)
     rows: list[list[str]] = []
     base: tuple[float, float] | None = None
     for name, num_slices in [("1f1b", 1), *(("seq1f1b", n) for n in args.slices)]:
         everybody = gather(run(args, name, num_slices))
-        peak, seconds = (max(of_ranks) for of_ranks in list(zip(*everybody))[:2])
+        peak, took = (max(of_ranks) for of_ranks in list(zip(*everybody))[:2])
         plan = make_plan(name, args.pp, args.microbatches, num_slices=num_slices)
         held = max(plan.simulate().peak_activations)
         base = base or (peak, held)
         shares = [f"{now / before:.2f}" for now, before in zip((peak, held), base)]
-        figures = [f"{everybody[-1][2]:.6f}", f"{seconds:.1f}", f"{peak / 1e6:.0f}", shares[0], f"{held:g}", shares[1]]
+        figures = [f"{everybody[-1][2]:.6f}", f"{took:.1f}", f"{peak / 1e6:.0f}", shares[0], f"{held:g}", shares[1]]
         rows.append([name, str(num_slices), *figures])
     return rows
 
 
 def run(args: argparse.Namespace, name: str, num_slices: int) -> tuple[float, float, float]:
     """Peak memory in bytes, seconds and loss of one step on this rank. The loss is the last stage's."""
-    config = SimpleNamespace(hidden_size=args.hidden_size, num_sequence_slices=num_slices)
+    config = GPTConfig(
+        hidden_size=args.hidden_size,
+        num_layers=args.layers,
+        num_attention_heads=args.heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=args.seq_length,
+    )
     torch.manual_seed(0)
-    (chunk,) = [GPTStage(gpt_config(args), info) for info in stages_for_rank(name)]
-    chunk.config = config
+    (chunk,) = [GPTStage(config, info) for info in stages_for_rank(name)]
+    chunk.config = SimpleNamespace(hidden_size=args.hidden_size, num_sequence_slices=num_slices)
+    tokens = torch.randint(VOCABULARY, (args.seq_length + 1, 1), generator=torch.Generator().manual_seed(0))
     losses: list[dict[str, Tensor]] = []
 
     def step() -> None:
         losses.extend(
             get_forward_backward_func(name)(
                 forward_step_func=forward_step,
-                data_iterator=itertools.repeat(tokens_of(args)),
+                data_iterator=itertools.repeat(tokens),
                 model=chunk,
                 num_microbatches=args.microbatches,
                 seq_length=args.seq_length,
@@ -93,25 +87,9 @@ def run(args: argparse.Namespace, name: str, num_slices: int) -> tuple[float, fl
             )
         )
 
-    begin = time.perf_counter()
-    peak = memory_of("cpu", step).peak
-    seconds = time.perf_counter() - begin
-    loss = sum(report["loss"].item() for report in losses) / args.microbatches
-    return peak, seconds, loss
-
-
-def gpt_config(args: argparse.Namespace) -> GPTConfig:
-    return GPTConfig(
-        hidden_size=args.hidden_size,
-        num_layers=args.layers,
-        num_attention_heads=args.heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=args.seq_length,
-    )
-
-
-def tokens_of(args: argparse.Namespace) -> Tensor:
-    return torch.randint(VOCABULARY, (args.seq_length + 1, 1), generator=torch.Generator().manual_seed(0))
+    memory: list[Memory] = []
+    took = seconds(lambda: memory.append(memory_of("cpu", step)))
+    return memory[0].peak, took, sum(report["loss"].item() for report in losses) / args.microbatches
 
 
 def forward_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Generator
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -29,8 +28,9 @@ from megapipe.plan import Settings, Simulation, make_plan
 from .delays import delayed_collectives
 from .emulation import Deferring, Emulation
 from .launching import launch
+from .options import options
 from .rounds import Emulated, take_turns
-from .tables import FOLDER, median_and_spread, save_table
+from .tables import median_and_spread, save_table
 
 NUM_REPLICAS = 2
 HEADER = [
@@ -116,24 +116,25 @@ def main() -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--milliseconds", type=float, default=10.0, help="of each of F, B, W, of a layer's microbatch")
-    parser.add_argument("--exchange-milliseconds", type=float, default=3.0, help="of a dispatch, and of a combine")
-    parser.add_argument("--layers", type=int, default=4, help="of a rank")
-    parser.add_argument("--only", nargs="+", default=[], help="schedules; default: all")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--block", type=int, default=2, help="steps that a schedule does in its turn")
-    parser.add_argument("--warmup", type=int, default=2, help="steps of each that do not count")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args(arguments)
+    """The milliseconds are those of each of F, B and W of a layer's microbatch, and of a dispatch or a combine."""
+    return options(
+        arguments,
+        pp=4,
+        microbatches=16,
+        milliseconds=10.0,
+        exchange_milliseconds=3.0,
+        layers=4,
+        only=list(dict.fromkeys(kind.schedule for kind in KINDS + ALONE)),
+        rounds=4,
+        block=2,
+        warmup=2,
+    )
 
 
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
     parallel_state.initialize_model_parallel(args.pp, expert_model_parallel_size=NUM_REPLICAS)
     kinds = KINDS if args.pp > 1 else ALONE
-    kinds = [kind for kind in kinds if not args.only or kind.schedule in args.only]
+    kinds = [kind for kind in kinds if kind.schedule in args.only]
     kinds = [kind for kind in kinds if args.layers % kind.num_chunks == 0]
     emulated = [EmulatedExperts(kind, args) for kind in kinds]
     with delayed_collectives(args.exchange_milliseconds / 1000):
@@ -183,7 +184,7 @@ class EmulatedExperts(Emulated):
             f"megapipe {kind.schedule}",
             args.microbatches,
             lambda letter, stage: of_kind[letter],
-            2 * NUM_REPLICAS,
+            2 * NUM_REPLICAS * 4096,
             num_chunks=kind.num_chunks,
             min_pending_weights=kind.num_pending,
             weights_per_window=int(kind.overlap),

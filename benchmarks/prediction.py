@@ -9,59 +9,36 @@ The stages sleep; the steps are recorded as users record theirs (`config.record_
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from statistics import median
-from typing import Any
-
-import torch.distributed as dist
 
 from megapipe import TimelineRecorder
 from megapipe.analysis import split_bubble, step_time
 
 from .launching import launch
-from .rounds import Emulated
+from .options import options
+from .rounds import Emulated, take_turns
 from .runners import MEGAPIPE
-from .tables import FOLDER, save_table
+from .tables import save_table
 
 HEADER = ["schedule", "measured, ms", "predicted, ms", "predicted / measured", "latency, ms", "bubble by cause"]
 
 
 def main() -> None:
-    args = parse()
+    args = options(pp=4, microbatches=8, milliseconds=20.0, steps=8)
     rows = launch(args.pp, measure, args)
     title = f"Prediction, pp={args.pp}, m={args.microbatches}, emulated F, B and W of {args.milliseconds:g} ms"
     notes = "From the first action's start to the last one's end, median of the recorded steps. All schedules in turns."
     save_table(f"prediction-pp{args.pp}", title, HEADER, rows, notes, args.folder)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", type=float, default=20.0)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
-
-
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
     recorders = {name: TimelineRecorder(args.steps) for name in MEGAPIPE}
-    emulated = {name: _emulated(name, args, recorder) for name, recorder in recorders.items()}
-    for _ in range(args.steps + 2):
-        for one in emulated.values():
-            one.step()
-    dist.barrier()
+    emulated = [
+        Emulated(f"megapipe {name}", args.microbatches, args.milliseconds / 1000, record_timeline=recorder)
+        for name, recorder in recorders.items()
+    ]
+    take_turns(emulated, args.steps, 2, block=1)
     return [row(name, recorder) for name, recorder in recorders.items()]
-
-
-def _emulated(name: str, args: argparse.Namespace, recorder: TimelineRecorder) -> Emulated:
-    one: Any = None
-
-    def seconds(kind: str, stage: int) -> float:
-        return float(args.milliseconds / 1000 / one.runner.num_chunks)
-
-    one = Emulated(f"megapipe {name}", args.microbatches, seconds, 16, record_timeline=recorder)
-    return one
 
 
 def row(name: str, recorder: TimelineRecorder) -> list[str]:

@@ -16,12 +16,25 @@ WORK = {"whole": Whole.apply, "deferring": Deferring.apply, "splitting": splitti
 
 
 class Emulated:
-    """A runner with emulated stages, and its steps on this rank."""
+    """A runner with emulated stages, and its steps on this rank.
+
+    Args:
+        seconds: of each of F, B and W of a rank's microbatch, shared out over its chunks and slices; or what is asked
+            anew for each piece of work, by its kind and stage.
+    """
 
     def __init__(
-        self, name: str, num_microbatches: int, seconds: Callable[[str, int], float], num_rows: int, **config: Any
+        self,
+        name: str,
+        num_microbatches: int,
+        seconds: float | Callable[[str, int], float],
+        message_bytes: int = 64 * 1024,
+        **config: Any,
     ) -> None:
-        self.emulation = Emulation(seconds, num_rows)
+        num_slices = int(name.partition(" x")[2] or 1)
+        num_rows = message_bytes // 4096 // num_slices
+        self.emulation = Emulation(self._share if isinstance(seconds, float) else seconds, num_rows)
+        self._seconds, self._num_slices = seconds, num_slices
         self.runner: Runner = make_runner(name, num_microbatches, self._make_stage, num_rows, **config)
         self.steps: list[tuple[float, float, list[Any]]] = []
         self.floor: Floor | None = None
@@ -32,6 +45,9 @@ class Emulated:
         module: Any = self.runner.modules[0]
         floors = gather(measure_floor(module, self.emulation))
         self.floor = Floor(*(sum(times) / len(floors) for times in zip(*floors)))
+
+    def _share(self, kind: str, stage: int) -> float:
+        return float(self._seconds) / self.runner.num_chunks / self._num_slices  # type: ignore[arg-type]
 
     def _make_stage(self, index: int, num_stages: int, how: str, config: Any) -> Stage:
         return Stage(index, WORK[how], self.emulation, config)

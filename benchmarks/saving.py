@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,14 +18,15 @@ from torch import nn
 from megapipe import parallel_state
 from megapipe.checkpoint import Checkpointer
 
-from .launching import launch
-from .tables import FOLDER, median_and_spread, save_table
+from .launching import launch, seconds
+from .options import options
+from .tables import median_and_spread, save_table
 
 WIDTH = 1024
 
 
 def main() -> None:
-    args = parse()
+    args = options(megabytes=192, repeats=7)  # of each rank
     rows = launch(2, measure, args)
     header = ["save", "the copy alone", "training stands still for", "in all", "until it is safe"]
     notes = (
@@ -36,14 +35,6 @@ def main() -> None:
         f"medians of {args.repeats} in turn, in brackets the middle half."
     )
     save_table("saving", "How long a save stops training", header, rows, notes, args.folder)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--megabytes", type=int, default=192, help="on each rank")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
 
 
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
@@ -79,14 +70,6 @@ def shared(folder: str) -> str:
     folders = [folder]
     dist.broadcast_object_list(folders)
     return folders[0]
-
-
-def seconds(what: Callable[[], object]) -> float:
-    """On this rank, which begins when the other one does."""
-    dist.barrier()
-    begin = time.perf_counter()
-    what()
-    return time.perf_counter() - begin
 
 
 def row(kind: str, measured: list[tuple[float, float, float]]) -> list[str]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from .launching import launch
+from .options import options
 from .rounds import Emulated, take_turns
 from .runners import ALL, is_there
-from .tables import FOLDER, median_and_spread, save_table
+from .tables import median_and_spread, save_table
 
 HEADER = [
     "library and schedule",
@@ -35,7 +35,10 @@ microbatches of a whole rank, from F to W."""
 
 
 def main() -> None:
-    args = parse()
+    # The milliseconds are those of each of F, B and W of a rank's microbatch; a block is the steps of a runner's turn.
+    args = options(
+        pp=4, microbatches=8, milliseconds=20.0, message_bytes=64 * 1024, rounds=5, block=2, runners=",".join(ALL)
+    )
     names = [name for name in args.runners.split(",") if is_there(name)]
     rows = launch(args.pp, measure, args, names)
     size = f"{args.message_bytes // 1024} KB"
@@ -44,40 +47,13 @@ def main() -> None:
     save_table(name, title, HEADER, rows, NOTES, args.folder)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of each of F, B, W, of a rank's microbatch")
-    parser.add_argument("--message-bytes", type=int, default=64 * 1024)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--block", type=int, default=2, help="steps that a runner does in its turn")
-    parser.add_argument("--runners", default=",".join(ALL))
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
-
-
 def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
     seconds = args.milliseconds / 1000
-    emulated = [make(name, args, seconds) for name in names]
+    emulated = [Emulated(name, args.microbatches, seconds, args.message_bytes) for name in names]
     for one in emulated:
         one.measure_floor()
     all_steps = take_turns(emulated, args.rounds, 2, args.block)
     return [row(one, steps, args.microbatches, seconds) for one, steps in zip(emulated, all_steps)]
-
-
-def make(name: str, args: argparse.Namespace, seconds: float, **config: Any) -> Emulated:
-    """`seconds`: of each of F, B and W of a rank. `config`: settings of megapipe."""
-    one: Any = None
-    num_slices = int(name.partition(" x")[2] or 1)
-    one = Emulated(
-        name,
-        args.microbatches,
-        lambda kind, stage: seconds / one.runner.num_chunks / num_slices,
-        args.message_bytes // 4096 // num_slices,
-        **config,
-    )
-    return one
 
 
 def row(one: Emulated, steps: list[Any], num_microbatches: int, seconds: float) -> list[str]:

@@ -8,88 +8,61 @@ Big layers show what it costs the arithmetic (nothing is to be computed twice), 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.weight_grad import DeferredGrads, convert, deferring
 
-from .launching import be_undisturbed
-from .tables import FOLDER, median_and_spread, save_table
+from .launching import in_turns, launch
+from .options import options
+from .tables import median_and_spread, save_table
 
-HEADER = ["layers", "tokens", "device", "torch, full", "megapipe, full", "B", "W", "B + W", "(B + W) / torch"]
+HEADER = ["layers", "tokens", "torch, full", "megapipe, full", "B", "W", "B + W", "(B + W) / torch"]
 NOTES = "Medians of interleaved backwards, in brackets the middle half; gradients are added to those that are there."
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    be_undisturbed()
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    rows = []
-    for device in devices:
-        rows.append(compare(device, 2, 1024, 4096, args.tokens, args.repeats, "ms"))
-        rows.append(compare(device, 16, 8, 8, 4, 20 * args.repeats, "us"))
+    args = options(tokens=256, repeats=25)
+    rows = launch(1, measure, args)
     save_table("split", "Splitting the backward of linear layers", HEADER, rows, NOTES, args.folder)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
+def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
+    return [
+        compare(2, 1024, 4096, args.tokens, args.repeats, "ms"),
+        compare(16, 8, 8, 4, 20 * args.repeats, "us"),
+    ]
 
 
-def compare(device: str, num_layers: int, inner: int, outer: int, tokens: int, repeats: int, unit: str) -> list[str]:
+def compare(num_layers: int, inner: int, outer: int, tokens: int, repeats: int, unit: str) -> list[str]:
     """Layers inner -> outer -> inner -> ..., with biases."""
     torch.manual_seed(0)
     widths = [inner if k % 2 == 0 else outer for k in range(num_layers + 1)]
-    plain = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths))).to(device)
-    ours = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths))).to(device)
-    convert(ours)
-    x = torch.randn(tokens, inner, device=device, requires_grad=True)
-    grad = torch.randn(tokens, widths[-1], device=device)
-    times: dict[str, list[float]] = {name: [] for name in ("torch", "full", "B", "W", "both")}
-    for repeat in range(repeats + 3):
-        output = plain(x)
-        torch_time = timed(device, lambda output=output: output.backward(grad))  # type: ignore[misc]
-        output = ours(x)
-        full = timed(device, lambda output=output: output.backward(grad))  # type: ignore[misc]
-        output, deferred = ours(x), DeferredGrads()
-        inputs = timed(device, lambda output=output, deferred=deferred: split_backward(output, grad, deferred))  # type: ignore[misc]
-        weights = timed(device, deferred.run)
-        if repeat >= 3:
-            for name, value in zip(times, (torch_time, full, inputs, weights, inputs + weights)):
-                times[name].append(value)
-    ratios = [both / whole for both, whole in zip(times["both"], times["torch"])]
-    scale = {"ms": 1e3, "us": 1e6}[unit]
-    form = "{:.1f}" if unit == "ms" else "{:.0f}"
-    cells = [f"{median_and_spread([scale * one for one in values], form)} {unit}" for values in times.values()]
-    return [f"{num_layers} of {inner} x {outer}", str(tokens), device, *cells, median_and_spread(ratios)]
+    plain = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+    ours = convert(nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths))))
+    x = torch.randn(tokens, inner, requires_grad=True)
+    grad = torch.randn(tokens, widths[-1])
+    times: list[list[float]] = []
+    for _ in range(repeats + 3):
+        outputs, deferred = [plain(x), ours(x), ours(x)], DeferredGrads()
+        both = [lambda: split_backward(outputs[2], grad, deferred), deferred.run]  # noqa: B023
+        passes = [*(partial(output.backward, grad) for output in outputs[:2]), *both]
+        times.append([one for (one,) in in_turns(passes, 1, 0)])
+    full, own, inputs, weights = zip(*times[3:])
+    together = [b + w for b, w in zip(inputs, weights)]
+    ratios = [both / whole for both, whole in zip(together, full)]
+    scale, form = {"ms": (1e3, "{:.1f}"), "us": (1e6, "{:.0f}")}[unit]
+    columns = [[scale * one for one in column] for column in (full, own, inputs, weights, together)]
+    cells = [f"{median_and_spread(column, form)} {unit}" for column in columns]
+    return [f"{num_layers} of {inner} x {outer}", str(tokens), *cells, median_and_spread(ratios)]
 
 
 def split_backward(output: Tensor, grad: Tensor, deferred: DeferredGrads) -> None:
     with deferring(deferred):
         output.backward(grad)
-
-
-def timed(device: str, function: Callable[[], None]) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ from megapipe import PipelinedOptimizer, PostValidatedOptimizer, clip_grad_norm_
 from megapipe.plan import make_plan
 
 from .launching import gather, launch
+from .options import options
 from .rounds import Emulated
 from .runners import is_there
-from .tables import FOLDER, save_table
+from .tables import save_table
 
 CASES = [
     ("megapipe zbv", "post-validated"),
@@ -52,13 +52,7 @@ class Case:
 
     def __init__(self, name: str, kind: str, args: argparse.Namespace) -> None:
         self.name, self.kind, self.args = name, kind, args
-        self.emulated: Any = None
-        self.emulated = Emulated(
-            name,
-            args.microbatches,
-            lambda kind, stage: args.milliseconds / 1000 / self.emulated.runner.num_chunks,
-            args.message_bytes // 4096,
-        )
+        self.emulated: Any = Emulated(name, args.microbatches, args.milliseconds / 1000, args.message_bytes)
         modules = self.emulated.runner.modules
         if kind == "post-validated":
             self.optimizer: PipelinedOptimizer = PostValidatedOptimizer(modules, torch.optim.AdamW, max_norm=1.0)
@@ -92,15 +86,8 @@ def main() -> None:
     save_table(f"steps-pp{args.pp}-m{args.microbatches}", title, HEADER, rows, NOTES, args.folder)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of each of F, B, W, of a rank's microbatch")
-    parser.add_argument("--message-bytes", type=int, default=64 * 1024)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args(argv)
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    return options(arguments, pp=4, microbatches=8, milliseconds=20.0, message_bytes=64 * 1024, steps=20)
 
 
 def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
@@ -119,12 +106,11 @@ def row(case: Case, ranks: list[list[float]], args: argparse.Namespace) -> list[
     total = ends[-1] - min(times[0] for times in ranks)
     longest = max((end - before for before, end in itertools.pairwise(ends[1:])), default=math.nan)
     package, _, schedule = case.name.partition(" ")
-    plan = "" if package != "megapipe" else f"{_plan(schedule, args) / (3 * args.microbatches):.3f}"
+    plan = ""
+    if package == "megapipe":
+        makespan = make_plan(schedule, args.pp, args.microbatches).simulate().makespan
+        plan = f"{makespan / (3 * args.microbatches):.3f}"
     return [case.name, case.kind, f"{total / args.steps / ideal:.3f}", f"{longest / ideal:.3f}", plan]
-
-
-def _plan(schedule: str, args: argparse.Namespace) -> float:
-    return make_plan(schedule, args.pp, args.microbatches).simulate().makespan
 
 
 if __name__ == "__main__":

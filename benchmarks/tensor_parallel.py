@@ -12,7 +12,6 @@ import argparse
 import functools
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +27,9 @@ from megapipe import parallel_state, weight_grad
 from megapipe.overlap import fill_window, filling_windows
 
 from .delays import delayed_collectives
-from .launching import launch
-from .tables import FOLDER, median_and_spread, save_table
+from .launching import in_turns, launch
+from .options import options
+from .tables import median_and_spread, save_table
 
 TP = 2
 SETTINGS = {  # schedules, `min_pending_weights` and `weights_per_window`
@@ -42,7 +42,7 @@ HEADER = ["schedule", "latency, ms", "step, ms", "over without"]
 
 
 def main() -> None:
-    args = parse()
+    args = options(microbatches=8, layers=4, hidden=384, tokens=512, latencies=[0.0, 2.0, 5.0], rounds=7)  # in ms
     rows, per_window = launch(TP, measure, args)
     title = f"Tensor-parallel layers on real compute, tp={TP}, m={args.microbatches}"
     notes = (
@@ -54,18 +54,6 @@ def main() -> None:
     save_table("tensor-parallel", title, HEADER, rows, notes, args.folder)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--latencies", type=float, nargs="+", default=[0.0, 2.0, 5.0], help="in milliseconds")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args(arguments)
-
-
 def measure(rank: int, args: argparse.Namespace) -> tuple[list[list[str]], float]:
     mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("pp", "tp"))
     parallel_state.initialize_from_mesh(mesh)
@@ -73,14 +61,9 @@ def measure(rank: int, args: argparse.Namespace) -> tuple[list[list[str]], float
     runs = {name: make_run(*setting, data, args, mesh) for name, setting in SETTINGS.items()}
     rows = []
     for latency in args.latencies:
-        times: dict[str, list[float]] = {name: [] for name in runs}
         with delayed_collectives(latency / 1000):
-            for number in range(args.rounds + 1):
-                for name, run in runs.items():
-                    torch.distributed.barrier()
-                    begin = time.perf_counter()
-                    run()
-                    times[name] += [1000 * (time.perf_counter() - begin)] * (number > 0)
+            turns = in_turns(list(runs.values()), args.rounds)
+        times = {name: [1000 * one for one in mine] for name, mine in zip(runs, turns)}
         for name, (schedule, *_) in SETTINGS.items():
             ratio = median(times[name]) / median(times[schedule])
             shown = "-" if name == schedule else f"{ratio:.3f}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ from megapipe import get_forward_backward_func
 from megapipe.analysis import TimelineRecorder
 from megapipe.plan import Costs, make_plan, place_weights, simulate
 
-from .emulation import Step
 from .launching import launch
+from .options import options
 from .rounds import Emulated, take_turns
-from .tables import FOLDER, median_and_spread, save_table
+from .tables import median_and_spread, save_table
 
 RATIOS = {"1 : 1.4 : 0.6": (1.0, 1.4, 0.6), "1 : 1.2 : 0.8": (1.0, 1.2, 0.8)}
 WARMUP = 8
@@ -51,7 +50,7 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    args = parse()
+    args = options(pp=4, microbatches=8, milliseconds=20.0, jitter=0.1, rounds=6, schedules="zbv,zb1p,interleaved_zb1p")
     cases = [
         Case(schedule, ratio, stages)
         for schedule in args.schedules.split(",")
@@ -61,21 +60,6 @@ def main() -> None:
     rows = launch(args.pp, measure, args, cases)
     title = f"Ws placed by measured times, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms"
     save_table(f"tuned-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", type=float, default=20.0)
-    parser.add_argument("--jitter", type=float, default=0.1)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--schedules", default="zbv,zb1p,interleaved_zb1p")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    return parser.parse_args()
-
-
-# Costs
 
 
 def stage_costs(case: Case, pp_size: int, num_chunks: int, milliseconds: float) -> Costs:
@@ -100,9 +84,6 @@ def seconds_with_jitter(costs: Costs, jitter: float, seed: str) -> Callable[[str
     return seconds
 
 
-# Steps
-
-
 def measure(rank: int, args: argparse.Namespace, cases: list[Case]) -> list[list[str]]:
     return [compare(args, case) for case in cases]
 
@@ -113,13 +94,14 @@ def compare(args: argparse.Namespace, case: Case) -> list[str]:
     seconds = [seconds_with_jitter(costs, args.jitter, str(case)) for _ in range(2)]
     recorder = TimelineRecorder(WARMUP - 2)
     name = f"megapipe {case.schedule}"
-    own = Emulated(name, args.microbatches, seconds[0], 16, record_timeline=recorder)
+    own = Emulated(name, args.microbatches, seconds[0], record_timeline=recorder)
     for _ in range(WARMUP):
         own.step()
-    placed = Emulated(name, args.microbatches, seconds[1], 16)
+    placed = Emulated(name, args.microbatches, seconds[1])
     placed.runner.function = get_forward_backward_func(recorder.gather().tuned_plan())
-    own = Emulated(name, args.microbatches, seconds_with_jitter(costs, args.jitter, str(case)), 16)
-    static, tuned = (_milliseconds(steps) for steps in take_turns([own, placed], args.rounds, WARMUP, block=2))
+    own = Emulated(name, args.microbatches, seconds_with_jitter(costs, args.jitter, str(case)))
+    turns = take_turns([own, placed], args.rounds, WARMUP)
+    static, tuned = ([1000 * step.duration for step in steps] for steps in turns)
     simulation = simulate(plan, costs)
     bound = simulation.lower_bound
     return [
@@ -133,10 +115,6 @@ def compare(args: argparse.Namespace, case: Case) -> list[str]:
         f"{median(static) / bound:.3f}",
         f"{median(tuned) / bound:.3f}",
     ]
-
-
-def _milliseconds(steps: list[Step]) -> list[float]:
-    return [1000 * step.duration for step in steps]
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def mixture_of_experts(rank: int) -> list[list[str]]:
 def test_emulated_mixture_of_experts(ranks: RankPool) -> None:
     for rows in ranks.run(4, mixture_of_experts):
         plans = {row[0]: float(row[6]) for row in rows}  # which do not depend on the machine
-        assert len(plans) == 12
+        assert len(plans) == 13
         assert plans["dualpipev, overlap"] < plans["dualpipev"]
         assert min(plans, key=plans.__getitem__) == "combined_zb1p x4, overlap, 1 more W pending"
 
@@ -176,9 +176,8 @@ def test_gpu_benchmark_is_skipped_with_a_reason(
 def test_steps_from_a_cold_start(tmp_path: Path) -> None:
     options = "--pp 2 --microbatches 2 --milliseconds 1 --steps 3"
     run_benchmark("cold", *options.split(), "--runners", "megapipe zbv;torch ZBVZeroBubble", "--folder", str(tmp_path))
-    (table,), (plot,) = tmp_path.glob("*.md"), tmp_path.glob("*.svg")
+    (table,) = tmp_path.glob("*.md")
     assert [row.split("|")[1].strip() for row in rows_of(table)] == ["megapipe zbv", "torch ZBVZeroBubble"]
-    assert plot.stem == table.stem
 
 
 def test_a_table_of_another_torch_bears_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,24 @@
+"""The options of a benchmark's command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from .tables import FOLDER
+
+
+def options(arguments: list[str] | None = None, **defaults: Any) -> argparse.Namespace:
+    """One option for each of `defaults`, of its type, several values where that is a list; and `--folder`, where tables
+    are written. The benchmark's docstring is the help."""
+    parser = argparse.ArgumentParser(
+        description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {**defaults, "folder": FOLDER}.items():
+        one = default[0] if isinstance(default, list) else default
+        kind: dict[str, Any] = {"type": type(one), "nargs": "+" if one is not default else None}
+        if isinstance(default, bool):
+            kind = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument("--" + name.replace("_", "-"), default=default, help=f"{default}", **kind)
+    return parser.parse_args(arguments)
