@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from running import make_parser
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -30,21 +31,20 @@ from megapipe.integrations.transformers import build_chunks, load_weights, save_
 Batch = dict[str, Tensor]
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", required=True, help="a folder with config, tokenizer and weights")
-    parser.add_argument("--data", required=True, help="a .jsonl file of preferences")
-    parser.add_argument("--output", required=True, help="folder for the trained model")
-    parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(megapipe.schedule_names())}")
-    parser.add_argument("--pairs-per-microbatch", type=int, default=1)
-    parser.add_argument("--pairs-per-step", type=int, default=16)
-    parser.add_argument("--train-steps", type=int, default=100)
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens that are looked at of prompt and answer")
-    parser.add_argument("--beta", type=float, default=0.1, help="how much it costs to leave the reference")
-    parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--clip-grad", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=1234)
-    return parser.parse_args(argv)
+OPTIONS = {
+    "model": (..., "a folder with config, tokenizer and weights"),
+    "data": (..., "a .jsonl file of preferences"),
+    "output": (..., "folder for the trained model"),
+    "schedule": ("1f1b", f"one of {', '.join(megapipe.schedule_names())}"),
+    "pairs_per_microbatch": (1, ""),
+    "pairs_per_step": (16, ""),
+    "train_steps": (100, ""),
+    "max_length": (1024, "tokens that are looked at of prompt and answer"),
+    "beta": (0.1, "how much it costs to leave the reference"),
+    "lr": (1e-6, ""),
+    "clip_grad": (1.0, ""),
+    "seed": (1234, ""),
+}
 
 
 def read_pairs(path: str, tokenizer: Any, max_length: int) -> list[list[tuple[Tensor, Tensor]]]:
@@ -155,7 +155,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    args = parse_args()
+    args = make_parser(__doc__, options=OPTIONS).parse_args()
     dist.init_process_group("gloo")  # on GPUs "nccl", with microbatches on the device
     train(args)
     dist.destroy_process_group()

@@ -21,9 +21,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import os
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +31,7 @@ import torch.distributed as dist
 from hf_data import Sequences, read_data
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from running import DEVICE, make_parser, peak_memory, run
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
@@ -52,43 +50,47 @@ from megapipe.integrations.transformers import (
 from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert
 
+OPTIONS = {
+    "model": (..., "a folder with config, tokenizer and weights as safetensors"),
+    "from_scratch": (False, "draw new weights; --model needs none"),
+    "data": (..., "a .jsonl file of texts or chats"),
+    "output": (str, "folder for the trained model"),
+    "pipeline_model_parallel_size": (int, "default: all ranks"),
+    "schedule": ("1f1b", f"one of {', '.join(megapipe.schedule_names())}"),
+}
+TRAINING = {
+    "seq_length": (512, ""),
+    "padding": (False, "one document in each sequence, instead of packing"),
+    "micro_batch_size": (1, "sequences per microbatch"),
+    "global_batch_size": (16, "sequences per step, over all replicas"),
+    "epochs": (1.0, ""),
+    "train_steps": (int, "instead of --epochs"),
+    "lr": (2e-5, ""),
+    "warmup_steps": (10, ""),
+    "weight_decay": (0.0, ""),
+    "clip_grad": (1.0, ""),
+    "bf16": (False, "compute in bfloat16 by autocast; weights stay float32"),
+    "gradient_checkpointing": (False, "compute activations again in backward"),
+    "lora_rank": (int, "train adapters of this rank only (needs peft)"),
+    **DEVICE,
+}
+OTHER_TITLE = "evaluation, checkpoints and logs"
+OTHER = {
+    "eval_fraction": (0.02, "of the data, which is not trained on"),
+    "eval_interval": (50, "steps between evaluations; 0 for none"),
+    "max_new_tokens": (64, "for each of --prompts"),
+    "temperature": (0.8, "for --prompts; 0 takes the likeliest tokens"),
+    "log_interval": (10, ""),
+    "checkpoints": (str, "folder to go on from, and to save to"),
+    "save_interval": (100, "steps between checkpoints"),
+    "stop_after": (int, "steps, to go on another time"),
+    "report_to": (("none", "tensorboard", "wandb"), ""),
+}
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", required=True, help="a folder with config, tokenizer and weights as safetensors")
-    parser.add_argument("--from-scratch", action="store_true", help="draw new weights; --model needs none")
-    parser.add_argument("--data", required=True, help="a .jsonl file of texts or chats")
-    parser.add_argument("--output", default=None, help="folder for the trained model")
-    parallel = parser.add_argument_group("parallelism")
-    parallel.add_argument("--pipeline-model-parallel-size", type=int, default=None, help="default: all ranks")
-    parallel.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(megapipe.schedule_names())}")
-    training = parser.add_argument_group("training")
-    training.add_argument("--seq-length", type=int, default=512)
-    training.add_argument("--padding", action="store_true", help="one document in each sequence, instead of packing")
-    training.add_argument("--micro-batch-size", type=int, default=1, help="sequences per microbatch")
-    training.add_argument("--global-batch-size", type=int, default=16, help="sequences per step, over all replicas")
-    training.add_argument("--epochs", type=float, default=1.0)
-    training.add_argument("--train-steps", type=int, default=None, help="instead of --epochs")
-    training.add_argument("--lr", type=float, default=2e-5)
-    training.add_argument("--warmup-steps", type=int, default=10)
-    training.add_argument("--weight-decay", type=float, default=0.0)
-    training.add_argument("--clip-grad", type=float, default=1.0)
-    training.add_argument("--bf16", action="store_true", help="compute in bfloat16 by autocast; weights stay float32")
-    training.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again in backward")
-    training.add_argument("--lora-rank", type=int, default=None, help="train adapters of this rank only (needs peft)")
-    training.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: GPUs, if there are any")
-    training.add_argument("--seed", type=int, default=1234)
-    other = parser.add_argument_group("evaluation, checkpoints and logs")
-    other.add_argument("--eval-fraction", type=float, default=0.02, help="of the data, which is not trained on")
-    other.add_argument("--eval-interval", type=int, default=50, help="steps between evaluations; 0 for none")
-    other.add_argument("--prompts", nargs="*", default=[], metavar="TEXT", help="to go on with at each evaluation")
-    other.add_argument("--max-new-tokens", type=int, default=64, help="for each of --prompts")
-    other.add_argument("--temperature", type=float, default=0.8, help="for --prompts; 0 takes the likeliest tokens")
-    other.add_argument("--log-interval", type=int, default=10)
-    other.add_argument("--checkpoints", default=None, help="folder to go on from, and to save to")
-    other.add_argument("--save-interval", type=int, default=100, help="steps between checkpoints")
-    other.add_argument("--stop-after", type=int, default=None, help="steps, to go on another time")
-    other.add_argument("--report-to", choices=("none", "tensorboard", "wandb"), default="none")
+    parser = make_parser(__doc__, options=OPTIONS, training=TRAINING, **{OTHER_TITLE: OTHER})
+    parser.add_argument("--prompts", nargs="*", default=[], metavar="TEXT", help="to go on with at each evaluation")
     return parser.parse_args(argv)
 
 
@@ -295,13 +297,6 @@ def first_rank_first() -> Iterator[None]:
             dist.barrier()
 
 
-def peak_memory(device: torch.device) -> float:
-    """Of this rank, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 class Log:
     """Lines, one bar, and what --report-to names. Only the first rank has them."""
 
@@ -334,19 +329,6 @@ class Log:
 
 def _digits(value: float) -> int:
     return 0 if value >= 100 else 4
-
-
-def setup(device_type: str | None) -> torch.device:
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a GPU, and torch finds none: leave it out, or say --device cpu.")
-    if torch.cuda.is_available() and device_type != "cpu":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        shared = int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()  # NCCL takes one rank per GPU
-        dist.init_process_group("gloo" if shared else "nccl")
-        return device
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
 
 
 def train(args: argparse.Namespace, device: torch.device) -> list[float]:
@@ -388,9 +370,4 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    try:
-        train(args, setup(args.device))
-    except KeyboardInterrupt:  # ^C reaches every rank
-        sys.exit("Interrupted." if os.environ["RANK"] == "0" else 130)
-    dist.destroy_process_group()
+    run(train, parse_args())

@@ -11,15 +11,13 @@ training are not looked at.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from gpt import GPTConfig, GPTStage
 from moe import whole_names
-from pretrain_gpt import setup
+from running import DEVICE, make_parser, run
 from torch import Tensor, nn
 
 import megapipe
@@ -28,15 +26,16 @@ from megapipe.checkpoint import Checkpointer, read_position
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options = {
+        "load": ("checkpoints/pretrain", "what pretrain_gpt.py was told to --save to"),
+        "max_new_bytes": (100, ""),
+        "temperature": (0.8, "0 takes the likeliest byte each time"),
+        "top_k": (int, "choose among this many likeliest bytes; default: all"),
+        "num_virtual_stages_per_pipeline_rank": (1, ""),
+        **DEVICE,
+    }
+    parser = make_parser(__doc__, options=options)
     parser.add_argument("prompts", nargs="*", default=["def __init__(self", "import ", "    return "], metavar="TEXT")
-    parser.add_argument("--load", default="checkpoints/pretrain", help="what pretrain_gpt.py was told to --save to")
-    parser.add_argument("--max-new-bytes", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte each time")
-    parser.add_argument("--top-k", type=int, default=None, help="choose among this many likeliest bytes; default: all")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: GPUs, if there are any")
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1)
     args = parser.parse_args(argv)
     if args.temperature < 0 or (args.top_k is not None and args.top_k < 1) or args.max_new_bytes < 0:
         parser.error("--temperature and --max-new-bytes must not be negative, --top-k must be at least 1")
@@ -107,12 +106,11 @@ def generate(args: argparse.Namespace, device: torch.device) -> list[bytes]:
     return generator(texts, args.max_new_bytes, args.temperature, args.top_k, args.seed)
 
 
-if __name__ == "__main__":
-    args = parse_args()
-    try:
-        texts = generate(args, setup(args.device))
-    except KeyboardInterrupt:  # ^C reaches every rank
-        sys.exit("Interrupted." if os.environ["RANK"] == "0" else 130)
+def write(args: argparse.Namespace, device: torch.device) -> None:
+    texts = generate(args, device)
     if dist.get_rank() == 0:
         print("\n----\n".join(text.decode(errors="replace") for text in texts))
-    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(write, parse_args())

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from running import make_parser
 from text_data import TextSamples, read_text
 from torch import Tensor, nn
 
@@ -27,20 +28,18 @@ import megapipe
 from megapipe.integrations.megatron import build_model_chunks
 from megapipe.plan import find_schedule
 
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=4)
-    parser.add_argument("--virtual-stages", type=int, default=None, help="chunks per rank")
-    parser.add_argument("--schedule", default=None, help="ours; default: the one that Megatron takes")
-    parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=64)
-    parser.add_argument("--seq-length", type=int, default=64)
-    parser.add_argument("--micro-batch-size", type=int, default=2)
-    parser.add_argument("--num-microbatches", type=int, default=8)
-    parser.add_argument("--train-iters", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    return parser.parse_args()
+OPTIONS = {
+    "pipeline_model_parallel_size": (4, ""),
+    "virtual_stages": (int, "chunks per rank"),
+    "schedule": (str, "ours; default: the one that Megatron takes"),
+    "num_layers": (8, ""),
+    "hidden_size": (64, ""),
+    "seq_length": (64, ""),
+    "micro_batch_size": (2, ""),
+    "num_microbatches": (8, ""),
+    "train_iters": (20, ""),
+    "lr": (1e-3, ""),
+}
 
 
 def setup() -> torch.device:
@@ -147,7 +146,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -
 
 
 def main() -> None:
-    args = parse_args()
+    args = make_parser(__doc__, options=OPTIONS).parse_args()
     if args.schedule is not None and find_schedule(args.schedule).placement.name == "v":
         raise SystemExit("Megatron's schedules cannot run chunks placed in a V (docs/megatron.md says how ours do).")
     device = setup()

@@ -21,9 +21,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -36,6 +33,7 @@ from gpt import GPTConfig, GPTStage
 from moe import balance_loads, whole_names
 from rich.console import Console
 from rich.progress import Progress
+from running import DEVICE, make_parser, peak_memory, run
 from text_data import TextSamples, read_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,92 +48,69 @@ from megapipe.graph import capture
 from megapipe.overlap import in_segments
 from megapipe.training import GradientReducer
 
+MODEL = {
+    "num_layers": (8, ""),
+    "hidden_size": (96, ""),
+    "num_attention_heads": (4, ""),
+    "seq_length": (128, ""),
+    "dropout": (0.0, ""),
+    "tie_embeddings": (False, "the head's weight is the embedding's"),
+    "num_experts": (int, "per layer, in place of its MLP"),
+    "moe_topk": (2, "experts of each token, besides the shared one"),
+    "moe_aux_loss_coeff": (1e-2, "weight of the loss that evens out loads"),
+    "moe_bias_update_rate": (0.0, "by how much a step changes biases that even out loads, such as 1e-3, in its place"),
+    "transformer_impl": (("local", "transformer_engine"), ""),
+}
+PARALLEL = {
+    "pipeline_model_parallel_size": (1, ""),
+    "num_virtual_stages_per_pipeline_rank": (int, ""),
+    "stage_backend": (("eager", "graph", "inductor"), "captured graphs, compiled or not (torch 2.9; no experts)"),
+    "warm_up": (False, "compile all stages side by side before the first step"),
+    "expert_model_parallel_size": (1, "replicas that share out experts"),
+    "data_parallel_shard_size": (1, "replicas that share out parameters"),
+    "schedule": (str, f"one of {', '.join(megapipe.schedule_names())}"),
+    "offload": (float, "activations to the host: a copy's time over F's"),
+    "sequence_slices": (1, "parts of each sequence; see --schedule"),
+}
+TRAINING = {
+    "micro_batch_size": (4, "sequences per microbatch"),
+    "global_batch_size": (32, "sequences per step, over all replicas"),
+    "train_iters": (200, ""),
+    "lr": (4e-3, ""),
+    "lr_warmup_iters": (20, ""),
+    "min_lr": (4e-4, ""),
+    "weight_decay": (0.1, ""),
+    "clip_grad": (1.0, ""),
+    "post_validation": (False, "step without waiting for the norm; roll it back if the norm is too large"),
+    "bf16": (bool, "compute in bfloat16 by autocast, with weights in float32; default: on GPUs"),
+    **DEVICE,
+}
+DATA_TITLE = "data, validation and checkpoints"
+DATA = {
+    "data_path": (str, "a text file or a folder of them; default: Python's own source"),
+    "eval_interval": (100, "steps between validations; 0 for none"),
+    "eval_iters": (4, "validation batches"),
+    "log_interval": (25, ""),
+    "record_timeline": (str, "a file for `megapipe show` and `megapipe tune`"),
+    "save": (str, "folder for checkpoints: at the end, and every --save-interval"),
+    "save_interval": (int, "steps between checkpoints"),
+    "keep_last": (int, "checkpoints to keep; default: all"),
+    "async_save": (False, "write checkpoints while training goes on"),
+    "load": (str, "folder to go on from, saved under any arrangement; that of --save may be empty, at the first start"),
+}
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    model = parser.add_argument_group("model")
-    model.add_argument("--num-layers", type=int, default=8)
-    model.add_argument("--hidden-size", type=int, default=96)
-    model.add_argument("--num-attention-heads", type=int, default=4)
-    model.add_argument("--seq-length", type=int, default=128)
-    model.add_argument("--dropout", type=float, default=0.0)
-    model.add_argument("--tie-embeddings", action="store_true", help="the head's weight is the embedding's")
-    model.add_argument("--num-experts", type=int, default=None, help="per layer, in place of its MLP")
-    model.add_argument("--moe-topk", type=int, default=2, help="experts of each token, besides the shared one")
-    model.add_argument("--moe-aux-loss-coeff", type=float, default=1e-2, help="weight of the loss that evens out loads")
-    model.add_argument(
-        "--moe-bias-update-rate",
-        type=float,
-        default=0.0,
-        help="by how much a step changes the biases that even out loads, such as 1e-3; with --moe-aux-loss-coeff 0",
-    )
-    model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
-    parallel = parser.add_argument_group("parallelism")
-    parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
-    parallel.add_argument(
-        "--stage-backend",
-        choices=("eager", "graph", "inductor"),
-        default="eager",
-        help="run stages as captured graphs, compiled or not (torch 2.9 or newer; not with experts)",
-    )
-    parallel.add_argument(
-        "--warm-up", action="store_true", help="compile all stages side by side before the first step"
-    )
-    parallel.add_argument("--expert-model-parallel-size", type=int, default=1, help="replicas that share out experts")
-    parallel.add_argument("--data-parallel-shard-size", type=int, default=1, help="replicas that share out parameters")
-    parallel.add_argument("--schedule", default=None, help=f"one of {', '.join(megapipe.schedule_names())}")
-    parallel.add_argument(
-        "--offload", type=float, default=None, metavar="T", help="activations to the host: T is a copy's time over F's"
-    )
-    parallel.add_argument("--sequence-slices", type=int, default=1, help="parts of each sequence; see --schedule")
-    training = parser.add_argument_group("training")
-    training.add_argument("--micro-batch-size", type=int, default=4, help="sequences per microbatch")
-    training.add_argument("--global-batch-size", type=int, default=32, help="sequences per step, over all replicas")
-    training.add_argument("--train-iters", type=int, default=200)
-    training.add_argument("--lr", type=float, default=4e-3)
-    training.add_argument("--lr-warmup-iters", type=int, default=20)
-    training.add_argument("--min-lr", type=float, default=4e-4)
-    training.add_argument("--weight-decay", type=float, default=0.1)
-    training.add_argument("--clip-grad", type=float, default=1.0)
-    training.add_argument(
-        "--post-validation",
-        action="store_true",
-        help="step without waiting for the norm; roll it back if the norm is too large",
-    )
-    training.add_argument(
-        "--bf16",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="compute in bfloat16 by autocast, with weights in float32; default: on GPUs",
-    )
-    training.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: GPUs, if there are any")
-    training.add_argument("--seed", type=int, default=1234)
-    data = parser.add_argument_group("data, validation and checkpoints")
-    data.add_argument("--data-path", default=None, help="a text file or a folder of them; default: Python's own source")
-    data.add_argument("--eval-interval", type=int, default=100, help="steps between validations; 0 for none")
-    data.add_argument("--eval-iters", type=int, default=4, help="validation batches")
-    data.add_argument("--log-interval", type=int, default=25)
-    data.add_argument("--record-timeline", metavar="FILE", default=None, help="for `megapipe show` and `megapipe tune`")
-    data.add_argument("--save", default=None, help="folder for checkpoints: at the end, and every --save-interval")
-    data.add_argument("--save-interval", type=int, default=None, help="steps between checkpoints")
-    data.add_argument("--keep-last", type=int, default=None, help="checkpoints to keep; default: all")
-    data.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
-    data.add_argument(
-        "--load",
-        default=None,
-        help="folder to go on from, saved under any arrangement; that of --save may be empty, at the first start",
-    )
+    parser = make_parser(__doc__, model=MODEL, parallelism=PARALLEL, training=TRAINING, **{DATA_TITLE: DATA})
     args = parser.parse_args(argv)
-    numbers = (
+    for option in (
         "micro_batch_size",
         "global_batch_size",
         "sequence_slices",
         "eval_iters",
         "log_interval",
         "save_interval",
-    )
-    for option in numbers:
+    ):
         if (value := getattr(args, option)) is not None and value < 1:
             parser.error(f"--{option.replace('_', '-')} must be at least 1, got {value}")
     if args.sequence_slices > 1:
@@ -365,49 +340,12 @@ def uses_bf16(args: argparse.Namespace, device: torch.device) -> bool:
     return device.type == "cuda" if args.bf16 is None else bool(args.bf16)
 
 
-def peak_memory(device: torch.device) -> float:
-    """The largest of all ranks, in GiB: of the GPU, or of the process."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / 2**30
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    largest = torch.tensor(peak, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
-
-
 def learning_rate(iteration: int, args: argparse.Namespace) -> float:
     """Linear warmup, then half a cosine down to --min-lr."""
     if iteration < args.lr_warmup_iters:
         return args.lr * (iteration + 1) / args.lr_warmup_iters
     done = (iteration - args.lr_warmup_iters) / max(1, args.train_iters - args.lr_warmup_iters)
     return args.min_lr + (args.lr - args.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def setup(device_type: str | None) -> torch.device:
-    num_gpus = torch.cuda.device_count()
-    if device_type == "cuda" and not num_gpus:
-        raise ValueError("--device cuda needs a GPU, and torch finds none: leave it out, or say --device cpu.")
-    if num_gpus and device_type != "cpu":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
-        torch.cuda.set_device(device)
-        store, rank, world_size = next(dist.rendezvous("env://"))
-        if have_own_gpus(store, rank, world_size, device):  # as NCCL wants
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
-        else:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)  # the same arithmetic, to the bit, for every pipeline size
-        dist.init_process_group("gloo")
-    return device
-
-
-def have_own_gpus(store: dist.Store, rank: int, world_size: int, device: torch.device) -> bool:
-    """Whether no two ranks share a GPU. Each may see all GPUs of its machine, or only its own."""
-    store.set(f"GPU of rank {rank}", str(torch.cuda.get_device_properties(device).uuid))
-    gpus = {store.get(f"GPU of rank {one}") for one in range(world_size)}
-    return len(gpus) == world_size
 
 
 def initialize_model_parallel(args: argparse.Namespace, device: torch.device) -> None:
@@ -484,9 +422,4 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    try:
-        train(args, setup(args.device))
-    except KeyboardInterrupt:  # ^C reaches every rank
-        sys.exit("Interrupted." if os.environ["RANK"] == "0" else 130)
-    dist.destroy_process_group()
+    run(train, parse_args())

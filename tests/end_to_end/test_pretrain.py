@@ -180,6 +180,7 @@ def test_options_of_the_example(rank: int) -> None:
     inference nothing was trained, and what had not been trained was saved."""
     sys.path.insert(0, str(EXAMPLES))
     import pretrain_gpt
+    import running
 
     parallel_state.initialize_model_parallel()
     args = pretrain_gpt.parse_args(["--schedule", "inference", "--hidden-size", "16", "--num-layers", "1"])
@@ -199,4 +200,4 @@ def test_options_of_the_example(rank: int) -> None:
             pretrain_gpt.parse_args(["--sequence-slices", "2", option])
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="--device cuda needs a GPU"):
-            pretrain_gpt.setup("cuda")
+            running.setup("cuda")

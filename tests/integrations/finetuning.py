@@ -189,13 +189,3 @@ def test_adapters_in_bf16(ranks: RankPool, folder: Path) -> None:
         assert losses[-1] < losses[0]
     assert (folder / "out" / "adapter_model.safetensors").exists()
     assert not (folder / "out" / "model.safetensors").exists()
-
-
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--device cuda trained on the CPU without a word."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    import finetune_hf
-
-    with pytest.raises(ValueError, match="--device cuda needs a GPU"):
-        finetune_hf.setup("cuda")
