@@ -108,13 +108,6 @@ def test_generators_go_on_where_they_were() -> None:
     seed_all.assert_not_called()
 
 
-def test_the_comparison_can_be_left_out() -> None:
-    """Then nothing tells that this kind is cut wrong."""
-    checked = check_cut(hf_kinds.make_config("inkling2_text"), [range(2), range(2, 4)], compare=False)
-    assert checked is not None
-    assert "check=False" in checked.flow.cannot_generate
-
-
 LATENT = ["minicpm3", "youtu", "glm4_moe_lite", "axk1", "axk2", "bailing_hybrid"]
 
 

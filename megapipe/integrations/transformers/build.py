@@ -42,7 +42,6 @@ def build_chunks(
     example: Mapping[str, Any] | None = None,
     text_only: bool = False,
     trust_remote_code: bool = False,
-    check: bool = True,
     **settings: Any,
 ) -> list[Any]:
     """This rank's chunks of a decoder with a head, for a schedule. Every rank calls it, after
@@ -66,8 +65,6 @@ def build_chunks(
             towers are on the first stage, and so are pixels read there alone.
         text_only: leave out what only reads images: its weights are neither read nor written.
         trust_remote_code: run the code of a model that is in its folder.
-        check: compare the loss and gradients of the stages with those of the whole model, at a small size. Without it
-            nothing tells where a model is cut wrong, and `generate` is refused. What travels is found in any case.
         settings: fields of `PipelineConfig`.
 
     Raises:
@@ -88,7 +85,7 @@ def build_chunks(
     stages = [StageInfo(index, own[0].num_stages) for index in range(own[0].num_stages)]
     num_layers = config.get_text_config().num_hidden_layers
     layers = [distribute_layers(num_layers, stage, *ends, layout=layout, costs=costs) for stage in stages]
-    checked = check_cut(config, layers, example, text_only, compare=check)
+    checked = check_cut(config, layers, example, text_only)
     flow = None if checked is None else checked.flow
     chunks = []
     for stage in own:

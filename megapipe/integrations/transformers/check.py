@@ -43,11 +43,7 @@ class Checked(NamedTuple):
 
 
 def check_cut(
-    config: Any,
-    layers: Sequence[range],
-    example: Mapping[str, Any] | None = None,
-    text_only: bool = False,
-    compare: bool = True,
+    config: Any, layers: Sequence[range], example: Mapping[str, Any] | None = None, text_only: bool = False
 ) -> Checked | None:
     """Find out what has to travel between stages, and compare the loss and all gradients of the stages in a row with
     those of the whole model. None for a single stage.
@@ -56,7 +52,6 @@ def check_cut(
         layers: the numbers of those of each stage.
         example: a microbatch. None takes random tokens.
         text_only: towers are on no stage.
-        compare: False only finds what has to travel.
 
     Raises:
         CannotCutError: where they differ by more than rounding.
@@ -72,7 +67,7 @@ def check_cut(
             sizes = [make_small_config(config, num_heads) for num_heads in (2, 4)]  # which some kinds need
         for size in sizes:
             try:
-                result = _tried(_make_whole(copy.deepcopy(size)), layers, example, text_only, compare)
+                result = _tried(_make_whole(copy.deepcopy(size)), layers, example, text_only)
                 break
             except CannotCutError:
                 raise
@@ -113,9 +108,7 @@ def _make_whole(config: Any) -> Any:
     return whole.eval()
 
 
-def _tried(
-    whole: Any, layers: Sequence[range], example: Mapping[str, Any] | None, text_only: bool, compare: bool
-) -> Checked | str:
+def _tried(whole: Any, layers: Sequence[range], example: Mapping[str, Any] | None, text_only: bool) -> Checked | str:
     """What was found, or what is wrong."""
     parts = find_parts(whole)
     tokens = torch.randint(whole.config.get_text_config().vocab_size, (2, 6), device="cpu")
@@ -132,8 +125,6 @@ def _tried(
     for reads_tokens in (False, True) if example is None else (True,):  # positions may depend on images' sizes
         flow = _find_flow(whole, parts, course, layers, batch, reads_tokens)
         if isinstance(flow, Flow) and (flow.is_plain or reads_tokens):
-            if not compare:
-                return Checked(replace(flow, cannot_generate="it was built with check=False"), float("nan"))
             result = _compared(whole, parts, flow, layers, batch, loss.detach(), gradients)
             if isinstance(result, Checked):
                 return result
