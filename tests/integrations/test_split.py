@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -347,6 +348,38 @@ def test_autocast_and_recomputation(rank: int) -> None:
     assert not losses[0] or losses[0] != losses[2]
     with torch.autocast("cpu", torch.bfloat16):
         assert losses[2] == ([loss_of(model(*batch)) for batch in batches] if losses[2] else [])
+
+
+@on_ranks(2)
+def test_checkpoints_of_a_weight_that_two_stages_read(rank: int, tmp_path: Path) -> None:
+    """Both stages save it by one name, and a V has both on one rank."""
+    initialise(2)
+    torch.manual_seed(1)
+    batches = [(torch.randint(16, (3, 5)),) for _ in range(4)]
+
+    def make(schedule: str) -> tuple[Any, Any, Callable[[], list[float]]]:
+        torch.manual_seed(0)
+        config = megapipe.PipelineConfig(broadcast_reports=True)
+        chunks = split(Net(reads_a_weight_again), batches[0], schedule, config=config)
+        optimizer = megapipe.PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=0.1))
+        train = megapipe.get_forward_backward_func(schedule)
+
+        def run() -> list[float]:
+            losses = train(forward_step_func=step, data_iterator=iter(batches), model=chunks, num_microbatches=4)
+            optimizer.step()
+            optimizer.zero_grad()
+            return [float(loss) for loss in losses]
+
+        return chunks, optimizer, run
+
+    chunks, optimizer, run = make("zbv")
+    run()
+    megapipe.checkpoint.Checkpointer(tmp_path / "run", chunks, optimizer).save(1)
+    expected = run()
+    for schedule in ("zbv", "1f1b"):
+        chunks, optimizer, run = make(schedule)
+        megapipe.checkpoint.Checkpointer(tmp_path / "run", chunks, optimizer).load()
+        assert run() == pytest.approx(expected, rel=1e-5)
 
 
 class Seq2Seq(nn.Module):
