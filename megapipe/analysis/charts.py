@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span
 from .cells import Held, Level, cells_of, held_as_measured, held_by_plan, kinds_in, levels_in_bytes, levels_of
-from .fold import Cut, find_cut
 from .memory import bytes_in_words
 from .palette import DARK, LIGHT, ink_on
 
@@ -21,18 +20,33 @@ COLUMN, ROW = 0.22, 0.55
 """Inches of a short action, and of a rank."""
 
 MOST_COLUMNS = 112
-"""How many short actions are drawn: what is longer is folded."""
+"""How many short actions are drawn: of what is longer the middle is left out."""
 
 CELL, LEVEL = 0.66, 0.24
 """The heights of the actions and, below them, of the microbatches held, as shares of a rank's row."""
+
+
+class Cut(NamedTuple):
+    """A stretch of time that is left out."""
+
+    start: float
+    length: float
+
+    def place(self, time: float) -> float:
+        """The place of a time in the picture."""
+        return min(time, max(self.start, time - self.length))
+
+    def time_at(self, place: float) -> float:
+        """The time at a place in the picture."""
+        return place if place < self.start else place + self.length
 
 
 def save_picture(
     plan: Plan, simulation: Simulation, path: str | Path, measured: Sequence[RankStep] | None = None
 ) -> None:
     """Save a timeline as .svg or .png, by the ending of `path`: a row per rank, each action with its microbatch, and
-    below them how many bytes the rank holds, or microbatches where bytes are not known. Of a long one, all but one
-    period of the steady phase is left out.
+    below them how many bytes the rank holds, or microbatches where bytes are not known. A long one is drawn without its
+    middle.
 
     Args:
         simulation: of the plan, in milliseconds or abstract units.
@@ -54,15 +68,14 @@ def save_picture(
     begin = min(spans[0].start for ranks in panels for spans in ranks)
     end = max(spans[-1].end for ranks in panels for spans in ranks)
     column = _usual_length(simulation.spans)
-    cut = find_cut(plan, simulation.spans, MOST_COLUMNS * column - (end - begin - simulation.makespan))
-    columns = (end - begin - (cut.length if cut else 0.0)) / column
+    longest = MOST_COLUMNS * column
+    cut = Cut(begin + longest / 2, end - begin - longest) if end - begin > longest else None
+    columns = min(MOST_COLUMNS, (end - begin) / column)
     size = (max(6.0, COLUMN * columns + 1.2), 0.6 + len(panels) * (0.35 + ROW * plan.pp_size))
     figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.page)
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, ranks, memory, title in zip(grid, panels, held, TITLES):
-        # What was measured is not the same over and over: there it is a cut, no repetition.
-        own_cut = cut._replace(repeats=0) if cut and ranks is not simulation.spans else cut
-        _draw_timeline(axes, plan, ranks, memory, own_cut)
+        _draw_timeline(axes, plan, ranks, memory, cut)
         axes.set_xlim(begin, end - (cut.length if cut else 0.0))
         if measured is not None:
             axes.set_title(title, loc="left", fontsize=9, color=LIGHT.text)
@@ -145,15 +158,12 @@ def _draw_waits(axes: Any, measured: Sequence[RankStep], cut: Cut | None) -> Non
 
 
 def _draw_cut(axes: Any, cut: Cut) -> None:
-    """A line where time is left out, and a bracket over the period that is repeated."""
+    """A line where time is left out."""
     from matplotlib.ticker import FuncFormatter
 
     axes.axvline(cut.start, color=LIGHT.text, linewidth=1, linestyle=(0, (3, 2)))
-    first = cut.start - (cut.period if cut.repeats else 0.0)
-    text = f"x {cut.repeats}" if cut.repeats else "cut"
-    axes.plot([first, cut.start], [1.01, 1.01], transform=axes.get_xaxis_transform(), color=LIGHT.text, clip_on=False)
     axes.annotate(
-        text, ((first + cut.start) / 2, 1.01), (0, 3), axes.get_xaxis_transform(), "offset points", ha="center",
+        "cut", (cut.start, 1.01), (0, 3), axes.get_xaxis_transform(), "offset points", ha="center",
         color=LIGHT.text, fontsize=9,
     )  # fmt: skip
     axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{cut.time_at(place):g}"))
@@ -176,7 +186,7 @@ def _draw_legend(figure: Any, plan: Plan, cut: Cut | None, what: str) -> None:
         entries[f"{what} held, with the most at the right"] = patches(LIGHT.faint)
     notes = ["dark: odd chunks"] * (plan.num_chunks > 1)
     if cut is not None:
-        notes.append(f"steady phase folded: x {cut.repeats}" if cut.repeats else f"left out: {cut.length:.4g} of time")
+        notes.append(f"left out: {cut.length:.4g} of time")
     entries |= {note: patches("none") for note in notes}
     figure.legend(
         list(entries.values()), list(entries), loc="outside upper left", ncols=len(entries), frameon=False, fontsize=8,

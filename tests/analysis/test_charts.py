@@ -11,9 +11,8 @@ from tools.measured import as_measured
 
 from megapipe.analysis import save_picture
 from megapipe.analysis.cells import levels_of
-from megapipe.analysis.fold import find_cut
 from megapipe.analysis.palette import DARK, LIGHT, ink_on
-from megapipe.plan import KINDS, Span, make_plan
+from megapipe.plan import KINDS, make_plan
 
 
 def test_a_measured_step_above_its_plan(tmp_path: Path) -> None:
@@ -55,37 +54,15 @@ def test_what_a_rank_holds_over_time() -> None:
         assert peaks == pytest.approx(simulation.peak_activations)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved_1f1b", "dualpipev"])
-def test_a_steady_phase_is_folded(name: str) -> None:
-    """What remains is what fewer microbatches take, in the same places."""
-    plan = make_plan(name, 4, 128)
-    simulation = plan.simulate()
-    cut = find_cut(plan, simulation.spans, 60.0)
-    assert cut is not None
-    assert cut.repeats > 20
-    fewer = make_plan(name, 4, 128 - round(cut.length / 3)).simulate()  # F + B + W: nobody waits in that phase
-    assert simulation.makespan - cut.length == pytest.approx(fewer.makespan)
-
-    def kind_at(spans: list[Span], time: float) -> str:
-        return next((action.kind for action, start, end in spans if start < time < end), "")
-
-    for spans, expected in zip(simulation.spans, fewer.spans):
-        for place in np.arange(0.25, fewer.makespan, 0.5):
-            assert kind_at(spans, cut.time_at(place)) == kind_at(expected, place)
-    assert cut.time_at(cut.place(simulation.makespan)) == pytest.approx(simulation.makespan)
-
-
 def test_long_pictures_are_bounded(tmp_path: Path) -> None:
     """A step of 128 microbatches was drawn in 4800 pixels, and no number could be read."""
     path, text = tmp_path / "plan.png", tmp_path / "plan.svg"
-    for name, note in (("1f1b", "x 123"), ("gpipe", "left out: 281 of time")):
-        plan = make_plan(name, 4, 128)
+    for num_microbatches in (8, 128):
+        plan = make_plan("1f1b", 4, num_microbatches)
         save_picture(plan, plan.simulate(), text)
-        assert note in text.read_text()
+        assert ("left out: 281 of time" in text.read_text()) == (num_microbatches == 128)
     save_picture(plan, plan.simulate(), path)
     assert imread(path).shape[1] < 3400
-    short = make_plan("1f1b", 4, 8)
-    assert find_cut(short, short.simulate().spans, 33.0) is None
 
 
 # Colours
