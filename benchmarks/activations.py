@@ -155,7 +155,7 @@ def main() -> None:
     )
     rows = launch(args.pp, measure, args)
     title = f"Activations on emulated compute, pp={args.pp}, {args.milliseconds:g} ms, copies {args.copying:g} of an F"
-    header = ["schedule", "microbatches", "activations", "step, ms", PLAN, f"of {args.ways[0]}", PLAN, "peak", PLAN]
+    header = f"schedule | microbatches | activations | step, ms | {PLAN} | of {args.ways[0]} | {PLAN} | peak | {PLAN}"
     save_table(f"activations-pp{args.pp}", title, header, rows, NOTES, args.folder)
 
 

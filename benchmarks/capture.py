@@ -32,14 +32,14 @@ NUM_HEADS = 4
 def main() -> None:
     args = options(repeats=20)
     split, sizes = launch(1, measure, args)
-    header = ["a stage of", "how", "F + B + W", "against eager", "against one backward", "saved", "held from B to W"]
+    header = "a stage of | how | F + B + W | against eager | against one backward | saved | held from B to W"
     notes = (
         "Transformer layers of [tokens, hidden] tensors. Medians of interleaved runs, in brackets the middle half; the "
         "ratios are taken run by run. *saved*: what the forward keeps, without weights. *held*: what W keeps of it and "
         "of B's, against *saved*. Gradients are added to those that are there."
     )
     save_table("capture-split", "A captured stage's backward in two", header, split, notes, args.folder)
-    header = ["layers", "capture", "operators in F", "in the backward", "in B and W", "weight gradients left to W"]
+    header = "layers | capture | operators in F | in the backward | in B and W | weight gradients left to W"
     notes = "Transformer layers; the capture without the time of the first import of the tracer."
     save_table("capture-size", "What a capture takes", header, sizes, notes, args.folder)
 

@@ -20,7 +20,7 @@ from .tables import save_table
 PYTHONS = ", Python's own collection"
 """At the end of a runner's name: with `gc_interval=None`."""
 RUNNERS = ["megapipe zbv", f"megapipe zbv{PYTHONS}", "torch ZBVZeroBubble"]
-HEADER = ["library and schedule", "1st", "2nd", "3rd", "median from the 2nd on", "longest of these", "longest / median"]
+HEADER = "library and schedule | 1st | 2nd | 3rd | median from the 2nd on | longest of these | longest / median"
 NOTES = """Single steps of a fresh process in seconds, from the first rank's begin to the last one's end."""
 
 

@@ -52,7 +52,7 @@ RUNNERS = [
     "megatron-core 1f1b",
     "megatron-core interleaved",
 ]
-HEADER = ["library and schedule", "step, ms", "tokens/s", "step / stages alone", "peak memory, MB", "gradients off by"]
+HEADER = "library and schedule | step, ms | tokens/s | step / stages alone | peak memory, MB | gradients off by"
 NOTES = """Medians of interleaved steps, in brackets the middle half. *stages alone*: each rank runs forward and
 backward of its stage, with torch's own layers, and waits for no other. *peak memory*: the most that torch's allocator
 had given out on each rank, from before the runner was built until after two steps, less the parameters and their

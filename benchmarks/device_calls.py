@@ -28,16 +28,7 @@ from .tables import save_table
 
 ROWS = 16
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zb1p", "zbv"]
-HEADER = [
-    "schedule",
-    "kernels",
-    "allocations",
-    "NCCL kernels",
-    "event records",
-    "stream waits",
-    "`record_stream`",
-    "host waits",
-]
+HEADER = "schedule | kernels | allocations | NCCL kernels | event records | stream waits | `record_stream` | host waits"
 NOTES = """For each microbatch, on the rank with most messages, beside the stages' own forward and backward; the loss of
 a last stage counts. An *NCCL kernel* is a message. Of *event records*, *stream waits* and `record_stream` the second
 number is how often torch's ProcessGroupNCCL calls them for these messages. *host waits*: for the whole device."""

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from megapipe.plan import Action, Costs, Event, Plan, Span, plan_of, play
 from megapipe.weight_grad import defer
 
+from .runners import FedStage
+
 HIDDEN = 1024
 
 
@@ -157,25 +159,18 @@ def splitting(x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Te
     return joined
 
 
-class Stage(nn.Module):
-    """One stage, for any of the runners: Megatron's hook sets its input, others pass it."""
+class Stage(FedStage):
+    """One stage."""
 
     def __init__(
         self, index: int, work: Callable[[Tensor, Tensor, Emulation, int], Tensor], emulation: Emulation, config: Any
     ) -> None:
-        super().__init__()
+        super().__init__(config, emulation.example().requires_grad_() if index == 0 else None)
         self.weight = nn.Parameter(torch.zeros(1))
-        self.config = config
         self._index, self._work, self._emulation = index, work, emulation
-        self._example = emulation.example().requires_grad_() if index == 0 else None
-        self._input: Tensor | None = None
-
-    def set_input_tensor(self, inputs: Any) -> None:
-        self._input = inputs[0] if isinstance(inputs, list) else inputs
 
     def forward(self, x: Tensor | None = None) -> Tensor:
-        x = self._input if x is None else x
-        return self._work(self._example if x is None else x, self.weight, self._emulation, self._index)
+        return self._work(self.fed(x), self.weight, self._emulation, self._index)
 
 
 class Floor(NamedTuple):

@@ -29,7 +29,7 @@ from .options import options
 from .tables import save_table
 
 SEQUENCE, BATCH, HIDDEN = 32, 2, 64
-HEADER = ["schedule", "compiled by", "warm_up", "the warm-up, s", "first step, s", "both, s", "second step, s"]
+HEADER = "schedule | compiled by | warm_up | the warm-up, s | first step, s | both, s | second step, s"
 
 
 def main() -> None:

@@ -41,20 +41,20 @@ SCHEDULES = ["1f1b", "zb1p", "zbv"]
 STEP_VERBS = ["forward_step", "backward_step", "backward_input_step", "backward_weight_step"]
 MESSAGE_VERBS = ["recv_forward", "send_forward", "recv_backward", "send_backward"]
 
-SPLIT_HEADER = ["gradients", "F", "torch, full", "megapipe, full", "B", "W", "B + W", "(B + W) / torch", "off by"]
+SPLIT_HEADER = "gradients | F | torch, full | megapipe, full | B | W | B + W | (B + W) / torch | off by"
 SPLIT_NOTES = """Milliseconds, medians of interleaved passes, in brackets the middle half; gradients are added to those
 that are there. *torch, full*: a backward through torch's own layers. *main_grad*: torch's gradients are added to it in
 a hook, as Megatron's DistributedDataParallel does; products that megapipe puts off are added to it directly. *off by*:
 norm of the difference of all gradients of one microbatch, B and W against torch's, over the norm of torch's."""
-MEMORY_HEADER = ["gradients", "after F", "after B", "after W", "peak of F, B, W", "peak of F, torch's backward"]
+MEMORY_HEADER = "gradients | after F | after B | after W | peak of F, B, W | peak of F, torch's backward"
 MEMORY_NOTES = """Megabytes above what was there before, parameters and gradients among that. *after F* there is a
 microbatch's graph with its output, *after B* what its W needs and the input's gradient."""
-HOST_HEADER = ["schedule", "verb", "host, us", "device, us", "host / device"]
+HOST_HEADER = "schedule | verb | host, us | device, us | host / device"
 HOST_NOTES = """Per call, medians of all calls, in brackets the middle half. *host*: with the model's own Python and
 torch's launches in it, in steps of their own in which the device has nothing left to do when a verb is called:
 otherwise a launch waits for room in the device's queue. The host is hidden where its time is less than the device's.
 Verbs of messages compute nothing: with one rank there is none to send to, and zbv hands over locally."""
-STEP_HEADER = ["schedule", "step, ms", "bare loop, ms", "step / bare loop", "peak memory, MB"]
+STEP_HEADER = "schedule | step, ms | bare loop, ms | step / bare loop | peak memory, MB"
 STEP_NOTES = """Medians of interleaved steps, in brackets the middle half. *bare loop*: F and full backward of the same
 chunks called by hand. What a step takes longer, the host has not hidden."""
 

@@ -27,12 +27,12 @@ from .tables import median_and_spread
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 TORCH = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-STEPS_HEADER = ["schedule", "step, ms", "tokens/s", "against megapipe 1f1b"]
+STEPS_HEADER = "schedule | step, ms | tokens/s | against megapipe 1f1b"
 STEPS_NOTES = """Medians of interleaved steps, in brackets the middle half, of the slowest rank, from the moment that
 all ranks begin until its device is done; the ratio is taken step by step. *torch*: torch.distributed.pipelining, with
 the same layers of torch's own. With one rank nothing is sent, and schedules differ in what the host does and in how
 the backward is split; torch's schedules with two chunks that do not lie in a V need two ranks."""
-MEMORY_HEADER = ["schedule", "peak by rank, MB", "messages"]
+MEMORY_HEADER = "schedule | peak by rank, MB | messages"
 MEMORY_NOTES = """The most that a step has on each rank, parameters and gradients not counted. *messages*: what
 carries them; ranks that share a GPU take turns on it, so nothing here is a time."""
 
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload_activations": 0.3},
     "recomputed": {"recompute": "all"},
 }
-WAYS_HEADER = ["schedule", "way", "step, ms", "peak by rank, MB", "gradients off by"]
+WAYS_HEADER = "schedule | way | step, ms | peak by rank, MB | gradients off by"
 WAYS_NOTES = """*posted early*: receives of messages that NCCL's buffers do not hold (`p2p_lookahead=1`). *offloaded*:
 `offload_activations=0.3`. *recomputed*: `recompute="all"`. Times are medians of steps, in brackets the middle half, of
 the slowest rank. *off by*: the largest difference of a gradient to that of the first way, which should be 0."""

@@ -19,12 +19,12 @@ from .gpu_layers import WARMUP, example, interval, make_layers
 from .tables import median_and_spread
 
 CTAS = [0, 1, 4, 16, 32]
-WAITING_HEADER = ["thread blocks that wait", "F", "against none", "B", "against none", "W", "against none"]
+WAITING_HEADER = "thread blocks that wait | F | against none | B | against none | W | against none"
 WAITING_NOTES = """Milliseconds, medians of interleaved passes, in brackets the middle half; the ratios are taken pass
 by pass. Beside the layers a kernel waits in a stream of its own, as a receive of NCCL does: with as many blocks of 640
 threads, each with so much shared memory that no matrix product fits beside it on its multiprocessor. A receive over
 megapipe's channels has up to 4 such blocks, and waits only while nothing else can run."""
-CAPTURED_HEADER = ["layers", "F", "full backward", "B", "W", "F + B + W", "against eager", "capture, s"]
+CAPTURED_HEADER = "layers | F | full backward | B | W | F + B + W | against eager | capture, s"
 CAPTURED_NOTES = """Milliseconds, medians of interleaved passes, in brackets the middle half; the ratio is taken pass by
 pass. *eager*: megapipe's linear layers. *capture*: with compiling, where that is done, and the first passes."""
 

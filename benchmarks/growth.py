@@ -16,18 +16,10 @@ from .tables import save_table
 SIZES = [(8, 32), (16, 64), (64, 256), (64, 1024), (256, 1024), (256, 4096)]
 SEARCHED = 64
 """Ranks up to which the search for places of Ws is timed as well: beyond it only costs a longer wait here."""
-HEADER = [
-    "schedule",
-    "ranks",
-    "microbatches",
-    "actions",
-    "record, s",
-    "check, s",
-    "simulate, s",
-    "per action, us",
-    "search, s",
-    "memory, MB",
-]
+HEADER = (
+    "schedule | ranks | microbatches | actions | record, s | check, s | "
+    "simulate, s | per action, us | search, s | memory, MB"
+)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from megapipe.weight_grad import convert
 
 from .launching import gather, launch
 from .options import options
-from .runners import Runner, is_there, make_runner
+from .runners import FedStage, Runner, is_there, make_runner
 from .tables import median_and_spread, save_table
 
 WIDTH, ROWS = 8, 4
@@ -35,39 +35,24 @@ RUNNERS = [
     "megapipe zbv",
     "torch ZBVZeroBubble",
 ]
-HEADER = [
-    "library and schedule",
-    "chunks",
-    "wall",
-    "stages alone",
-    "overhead",
-    "overhead, main thread",
-    "overhead, process",
-]
+HEADER = "library and schedule | chunks | wall | stages alone | overhead | overhead, main thread | overhead, process"
 NOTES = """Microseconds per microbatch and rank, mean of the ranks, medians of interleaved steps, in brackets the middle
 half of the steps. *stages alone*: forward and backward of the rank's chunks, without a pipeline. *overhead*: the rest.
 The wall includes waits for the other rank. The CPU time of the main thread does not, and that of the process includes
 gloo's threads. *bare-loop*: the same actions over `isend` and `irecv`, which no package can beat by much."""
 
 
-class Layer(nn.Module):
-    """One stage: a linear layer, with Megatron's hook for its input."""
+class Layer(FedStage):
+    """One stage: a linear layer."""
 
     def __init__(self, index: int, num_stages: int, how: str, config: Any) -> None:
-        super().__init__()
+        super().__init__(config, torch.zeros(ROWS, 1, WIDTH) if index == 0 else None)
         self.linear = nn.Linear(WIDTH, WIDTH)
         if how == "deferring":
             convert(self)
-        self.config = config
-        self._example = torch.zeros(ROWS, 1, WIDTH) if index == 0 else None
-        self._input: Tensor | None = None
-
-    def set_input_tensor(self, inputs: Any) -> None:
-        self._input = inputs[0] if isinstance(inputs, list) else inputs
 
     def forward(self, x: Tensor | None = None) -> Tensor:
-        x = self._input if x is None else x
-        output: Tensor = self.linear(self._example if x is None else x)
+        output: Tensor = self.linear(self.fed(x))
         return output.relu()  # a tensor of its own: Megatron's schedules do not take views
 
 

@@ -34,8 +34,9 @@ from .tables import save_table
 
 PIPELINE = 16
 """Ranks of each."""
-HEADER = ["ranks", "all have agreed, s", "of that the store, s", "the store meanwhile", "all have heard, s"]
-HEADER += ["of that the store, s"]
+HEADER = (
+    "ranks | all have agreed, s | of that the store, s | the store meanwhile | all have heard, s | of that the store, s"
+)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from gpt import GPTConfig, GPTStage
 
 VOCABULARY = 256
-HEADER = ["schedule", "slices", "loss", "step, s", "peak memory, MB", "of 1f1b's", "microbatches held", "of 1f1b's"]
+HEADER = "schedule | slices | loss | step, s | peak memory, MB | of 1f1b's | microbatches held | of 1f1b's"
 NOTES = """One step, forward and backward, of a fresh model. *peak memory*: the most that torch's CPU allocator has
 given out at once during the step, on the rank where that is most: activations, gradients, messages, temporaries.
 *held*: by the plan, on the rank that holds most."""

@@ -30,19 +30,14 @@ from .emulation import Deferring, Emulation
 from .launching import launch
 from .options import options
 from .rounds import Emulated, take_turns
+from .runners import FedStage
 from .tables import median_and_spread, save_table
 
 NUM_REPLICAS = 2
-HEADER = [
-    "schedule",
-    "in flight",
-    "step, ms",
-    "over without",
-    "over without, by the plan",
-    "step / ideal",
-    "by the plan, ms",
-    "over the plan",
-]
+HEADER = (
+    "schedule | in flight | step, ms | over without | "
+    "over without, by the plan | step / ideal | by the plan, ms | over the plan"
+)
 
 
 class Kind(NamedTuple):
@@ -232,24 +227,17 @@ class Layer(nn.Module):
         return run_segments(self.forward_segments(x))
 
 
-class Stage(nn.Module):
+class Stage(FedStage):
     """Layers, one after the other. It does not tell where it waits."""
 
     def __init__(self, index: int, num_layers: int, emulation: Emulation, config: Any) -> None:
-        super().__init__()
+        super().__init__(config, emulation.example().requires_grad_() if index == 0 else None)
         self.layers = nn.ModuleList(Layer(index, emulation) for _ in range(num_layers))
-        self.config = config
-        self._example = emulation.example().requires_grad_() if index == 0 else None
-        self._input: Tensor | None = None
-
-    def set_input_tensor(self, inputs: Any) -> None:
-        self._input = inputs[0] if isinstance(inputs, list) else inputs
 
     def _segments(self) -> Generator[None, None, Tensor]:
-        x = self._input if self._example is None else self._example
+        x = self.fed()
         for layer in self.layers:
             x = yield from in_segments(layer, x)
-        assert x is not None
         return x
 
     def forward(self) -> Tensor:

@@ -20,7 +20,7 @@ from .rounds import Emulated, take_turns
 from .runners import MEGAPIPE
 from .tables import save_table
 
-HEADER = ["schedule", "measured, ms", "predicted, ms", "predicted / measured", "latency, ms", "bubble by cause"]
+HEADER = "schedule | measured, ms | predicted, ms | predicted / measured | latency, ms | bubble by cause"
 
 
 def main() -> None:

@@ -83,6 +83,29 @@ class Runner:
         raise NotImplementedError
 
 
+class FedStage(nn.Module):
+    """A stage for any of the runners: Megatron's hook sets its input, others pass it.
+
+    Args:
+        example: what the first stage takes; None on others.
+    """
+
+    def __init__(self, config: Any, example: Tensor | None) -> None:
+        super().__init__()
+        self.config = config
+        self._example = example
+        self._input: Tensor | None = None
+
+    def set_input_tensor(self, inputs: Any) -> None:
+        self._input = inputs[0] if isinstance(inputs, list) else inputs
+
+    def fed(self, x: Tensor | None = None) -> Tensor:
+        given = self._input if x is None else x
+        given = self._example if given is None else given
+        assert given is not None
+        return given
+
+
 def zero_loss(output: Tensor, target: Any = None) -> Tensor:
     """Of no size, so that what it costs is the same for all."""
     return output.sum() * 0

@@ -28,7 +28,7 @@ WIDTH = 1024
 def main() -> None:
     args = options(megabytes=192, repeats=7)  # of each rank
     rows = launch(2, measure, args)
-    header = ["save", "the copy alone", "training stands still for", "in all", "until it is safe"]
+    header = "save | the copy alone | training stands still for | in all | until it is safe"
     notes = (
         f"{args.megabytes} MB of weights and optimizer state on each of two ranks. *The copy alone*: of the same "
         f"tensors to the host's memory, into fresh memory as a save does. *In all*: against the copy. Milliseconds, "

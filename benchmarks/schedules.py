@@ -18,15 +18,10 @@ from .rounds import Emulated, take_turns
 from .runners import ALL, is_there
 from .tables import median_and_spread, save_table
 
-HEADER = [
-    "library and schedule",
-    "step / ideal",
-    "step / plan",
-    "with measured stages",
-    "with measured calls",
-    "plan / ideal",
-    "in flight",
-]
+HEADER = (
+    "library and schedule | step / ideal | step / plan | with measured stages | "
+    "with measured calls | plan / ideal | in flight"
+)
 NOTES = """Medians of interleaved steps, in brackets the middle half. *ideal*: m (F + B + W). *plan*: the order in which
 the library ran F, B and W, simulated with their nominal times. *with measured stages*: step / plan, where the plan has
 the times that F, B and W took. *with measured calls*: where it also has the time of torch's calls around them, measured

@@ -20,7 +20,7 @@ from .launching import in_turns, launch
 from .options import options
 from .tables import median_and_spread, save_table
 
-HEADER = ["layers", "tokens", "torch, full", "megapipe, full", "B", "W", "B + W", "(B + W) / torch"]
+HEADER = "layers | tokens | torch, full | megapipe, full | B | W | B + W | (B + W) / torch"
 NOTES = "Medians of interleaved backwards, in brackets the middle half; gradients are added to those that are there."
 
 

@@ -39,7 +39,7 @@ CASES = [
     ("megatron-core 1f1b", "clipped"),
     ("megatron-core interleaved", "clipped"),
 ]
-HEADER = ["library and schedule", "optimizer step", "per step / ideal", "longest / ideal", "one step's plan / ideal"]
+HEADER = "library and schedule | optimizer step | per step / ideal | longest / ideal | one step's plan / ideal"
 NOTES = """*per step*: from the first rank's begin of the first step to the last rank's end of the last, over their
 number. *ideal*: m (F + B + W). *longest*: of the steps, from the last rank's end of one to that of the next. *clipped*:
 each rank waits for the norm of all before it steps. *post-validated*: it steps, and hears of the norm in the next

@@ -26,28 +26,23 @@ def median_and_spread(values: Sequence[float], form: str = "{:.3f}") -> str:
 
 
 def save_table(
-    name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: str = "", folder: Path = FOLDER
-) -> str:
+    name: str, title: str, header: str, rows: Sequence[Sequence[str]], notes: str = "", folder: Path = FOLDER
+) -> None:
     """Print a table, and write it to `results/NAME.md`; measured with another torch than `make` installs by itself, to
     a file of its own that bears the version."""
-    if (named := with_version(name)) != name:
-        name, title = named, f"{title}, torch {_torch()}"
-    widths = [max(len(str(row[k])) for row in [header, *rows]) for k in range(len(header))]
+    if f"torch=={_torch()}\n" not in CONSTRAINTS.read_text():
+        name, title = f"{name}-torch-{_torch()}", f"{title}, torch {_torch()}"
+    headings = header.split(" | ")
+    widths = [max(len(str(row[k])) for row in [headings, *rows]) for k in range(len(headings))]
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(str(cell).ljust(width) for cell, width in zip(cells, widths)) + " |"
 
-    table = "\n".join([line(header), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, rows)])
+    table = "\n".join([line(headings), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, rows)])
     text = f"**{title}**\n\n{table}\n\n" + (f"{notes}\n\n" if notes else "") + f"{_origin()}\n"
     print(text, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text)
-    return text
-
-
-def with_version(name: str) -> str:
-    """`name`, and which torch, where that is not the one of constraints.txt."""
-    return name if f"torch=={_torch()}\n" in CONSTRAINTS.read_text() else f"{name}-torch-{_torch()}"
 
 
 def _torch() -> str:

@@ -38,7 +38,7 @@ SETTINGS = {  # schedules, `min_pending_weights` and `weights_per_window`
     "zbv": ("zbv", 0, 0),
     "zbv, 1 more W pending, in windows": ("zbv", 1, 1),
 }
-HEADER = ["schedule", "latency, ms", "step, ms", "over without"]
+HEADER = "schedule | latency, ms | step, ms | over without"
 
 
 def main() -> None:

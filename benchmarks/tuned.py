@@ -27,17 +27,10 @@ RATIOS = {"1 : 1.4 : 0.6": (1.0, 1.4, 0.6), "1 : 1.2 : 0.8": (1.0, 1.2, 0.8)}
 WARMUP = 8
 """Steps before anything counts. The last of them are recorded."""
 
-HEADER = [
-    "schedule",
-    "F : B : W",
-    "stages",
-    "static, ms",
-    "tuned, ms",
-    "tuned / static",
-    "by the plan",
-    "static / bound",
-    "tuned / bound",
-]
+HEADER = (
+    "schedule | F : B : W | stages | static, ms | tuned, ms | "
+    "tuned / static | by the plan | static / bound | tuned / bound"
+)
 NOTES = """Medians of interleaved steps, in brackets the middle half. *by the plan*: what the search promises for these
 costs without any noise. *bound*: what no order can beat, whatever its memory. *uneven*: one stage takes 1.5 times as
 long, the last one 1.3 times. Every time is drawn anew within 10 % of its mean, alike for both."""

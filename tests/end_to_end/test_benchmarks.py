@@ -188,7 +188,7 @@ def test_a_table_of_another_torch_bears_its_version(monkeypatch: pytest.MonkeyPa
     (usual,) = re.findall(r"^torch==(.+)$", tables.CONSTRAINTS.read_text(), flags=re.MULTILINE)
     for version in (f"{usual}+cpu", f"{usual}0"):
         monkeypatch.setattr(torch, "__version__", version)
-        tables.save_table("table", "Title", ["a"], [["1"]], folder=tmp_path)
+        tables.save_table("table", "Title", "a", [["1"]], folder=tmp_path)
     own, other = sorted(tmp_path.glob("*.md"), key=lambda path: len(path.name))
     assert (own.stem, other.stem) == ("table", f"table-torch-{usual}0")
     assert own.read_text().startswith("**Title**")
