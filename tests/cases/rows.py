@@ -124,18 +124,23 @@ if CAN_CAPTURE:
     OF_FEATURES += [Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"])], steps=2)]
 
 
-def draw_pairs(seed: int, tries: int) -> list[Case]:
-    """Of so many random cases, those that have a pair of features that no case before them has."""
+def draw_pairs(seed: int, tries: int, most_units: int = 80) -> list[Case]:
+    """Of so many random cases, small ones that have a pair of features that no case before them has."""
     kept, seen = [], set()
     for number in range(tries):
         case = draw_case(seed, number)
-        if case.kills or "captured" in case.forms or (case.get("Failure") and case.num_replicas > 1):
-            continue
         pairs = {*combinations([type(feature).__name__ for feature in case.features], 2)}
-        if not pairs <= seen:
+        units = case.steps * case.m * len(case.slice_lengths) * case.num_stages
+        if units <= most_units and not pairs <= seen and not is_slow(case):
             seen |= pairs
             kept.append(case)
     return kept
 
 
-ROWS = [*OF_SCHEDULES, *OF_FEATURES, *draw_pairs(1, 400)]
+def is_slow(case: Case) -> bool:
+    """It starts processes anew, compiles, or waits until collectives are aborted."""
+    fails = case.get("Failure") is not None or (case.get("WarmUp") is not None and "weight" in str(case.odd))
+    return case.kills or "captured" in case.forms or (fails and case.num_ranks > 2) or (fails and case.num_replicas > 1)
+
+
+ROWS = [*OF_SCHEDULES, *OF_FEATURES, *draw_pairs(1, 1000)]
