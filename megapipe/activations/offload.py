@@ -27,8 +27,10 @@ SMALLEST = 2**20
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """What identifies the memory of tensors, for as long as they are there. Sparse ones have none of their own."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
+    """What identifies the memory of tensors, for as long as they are there. Sparse ones have none of their own, and
+    parameters of lazy layers none yet."""
+    own = (tensor for tensor in tensors if tensor.layout == torch.strided and not nn.parameter.is_lazy(tensor))
+    return {tensor.untyped_storage()._cdata for tensor in own}
 
 
 def _is_parameter(tensor: Tensor) -> bool:
