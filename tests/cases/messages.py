@@ -76,11 +76,14 @@ OF_X: dict[str, Way] = {  # which hold nothing else
         lambda e: [part.contiguous() for part in e["x"].split([SIDE, 1, HIDDEN - SIDE - 1], -1)],
         lambda m: {"x": torch.cat(m, -1)},
     ),
+    "complex": (lambda e: torch.complex(e["x"], 0.5 * e["x"]), lambda m: {"x": m.conj().imag + 2 * m.real}),
     "strided": (lambda e: (e["x"].transpose(0, 1), e["x"][..., ::2]), lambda m: {"x": m[0].transpose(0, 1)}),
 }
 OF_ENTRIES: dict[str, Way] = {
     "dict": (dict, dict),
     "nested": (lambda e: [(e["x"], None), "text", rest_of(e)], lambda m: {"x": m[0][0], **m[2]}),
+    "written dict": (dict, lambda m: m),  # the stage takes out of it what it is given
+    "written list": (lambda e: [rest_of(e), e["x"]], lambda m: {"x": m.pop(), **m.pop()}),
     "registered class": (to_cache, from_cache),
     "dataclass": (lambda e: Parts(e["x"], rest_of(e)), lambda m: {"x": m.x, **m.rest}),
     "registered dict": (Output, lambda m: {**m, "x": m.x}),

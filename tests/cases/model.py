@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -171,12 +173,18 @@ def keeping_output(odd: Odd, x: Tensor) -> Tensor:
     return odd.last
 
 
+def conjugated(z: Tensor) -> Tensor:
+    """A tensor and its conjugate share memory."""
+    return torch.tanh((z.conj() * z * z).real + z.conj().imag)
+
+
 ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "idle": lambda odd, x: x,
     "strided": lambda odd, x: odd.bend(x.transpose(0, 1)).transpose(0, 1),
     "dropout": lambda odd, x: F.dropout(odd.bend(x).contiguous(), 0.3),
     "Python's random numbers": lambda odd, x: odd.bend(x) if random.random() < 0.5 else x,
     "NumPy's random numbers": lambda odd, x: odd.bend(x) if numpy.random.random() < 0.5 else x,
+    "complex": lambda odd, x: x + conjugated(torch.complex(odd.linear(x), x)),
     "weight in list": lambda odd, x: x + torch.tanh(x @ odd.in_list[0]),
     "weight in closure": lambda odd, x: x + torch.tanh(odd.closure(x)),
     "lazy": Odd.bend,
@@ -337,7 +345,13 @@ class Forms(Feature):
         forms = [["", "deferring"], ["", "in segments"]]
         if not CANNOT_RUN_TWICE & case.odd:
             forms.append(["", "", "recomputed", "recomputed" if case.can_cut else "reentrant recomputed"])
-        if CAN_CAPTURE and is_plain and case.kind in OF_X and case.kind != "strided" and rng.random() < 0.4:
+        if (
+            CAN_CAPTURE
+            and is_plain
+            and case.kind in OF_X
+            and case.kind not in ("strided", "complex")
+            and rng.random() < 0.4
+        ):
             forms = [["", "captured", "captured recomputed", "deferring"]]  # which takes its time
         return cls([" ".join(filter(None, map(rng.choice, forms))) for _ in range(case.num_stages)])
 
@@ -434,7 +448,10 @@ class Recompute(Feature):
 
     @staticmethod
     def goes(case: Case) -> Any:
-        return not (CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms)
+        takes_back = not case.kind.startswith("written") or case.get("AsPipelineStage")  # an argument is given anew
+        return takes_back and not (
+            CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms
+        )
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
@@ -466,9 +483,10 @@ class Offload(Feature):
 
 @dataclass(frozen=True)
 class Planned(Feature):
-    """A plan of the schedule runs in its place, with the Ws where these times of F, B and W want them."""
+    """A plan of the schedule, or its file, runs in its place, with the Ws where these times of F, B and W want them."""
 
     times: Sequence[float]
+    file: str = ""
 
     chance = 0.15
 
@@ -478,8 +496,13 @@ class Planned(Feature):
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
-        return cls([round(rng.uniform(0.2, 2.0), 1) for _ in range(3)])
+        return cls([round(rng.uniform(0.2, 2.0), 1) for _ in range(3)], rng.choice(["", "plan.json", "plan.csv"]))
 
-    def plan(self, case: Case) -> Plan:
+    def plan(self, case: Case) -> Plan | Path:
         plan = make_plan(case.schedule, case.pp, case.m, case.num_chunks, num_slices=len(case.slice_lengths))
-        return place_weights(plan, Costs(*self.times))
+        plan = place_weights(plan, Costs(*self.times))
+        if not self.file:
+            return plan
+        path = Path(tempfile.mkdtemp()) / self.file
+        plan.save_json(path) if self.file.endswith("json") else plan.save_csv(path)
+        return path

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from .case import Case, draw_case
+from tools.marks import needs_fsdp_on_cpu
+
+from .case import SCHEDULES, Case, draw_case
 from .model import (
     CAN_CAPTURE,
     AsPipelineStage,
@@ -29,10 +31,13 @@ from .model import (
 from .training import Accumulated, Failure, Optimizer, Replicas, Tied, Validated, WarmUp, Wrapped
 
 DEFERRING = Forms(["deferring"])
+DROPOUT = OddLayers({0: "dropout", 2: "dropout"})
+OF_SLICES = ["seq1f1b", "seq_zb1p", "seq_interleaved_1f1b"]
+PLAIN = [name for name in SCHEDULES if name not in ("no_pipelining", *OF_SLICES)]
 
 OF_SCHEDULES = [
     Case("no_pipelining", 1, 3, [OddLayers({0: "dropout"})], steps=2),
-    Case("no_pipelining", 1, 2, chunks=3),
+    Case("no_pipelining", 1, 2, [Tied()], chunks=3),
     Case("gpipe", 2, 5),
     Case("gpipe", 4, 2, [Offload(1.0)]),
     Case("1f1b", 1, 5),
@@ -55,6 +60,7 @@ OF_SCHEDULES = [
     Case("zb2p", 2, 1, [DEFERRING]),
     Case("zb2p", 4, 5, [DEFERRING]),
     Case("zb2p", 3, 8),
+    *(Case(name, 2, 3, chunks=2) for name in ("interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "dualpipev")),
     Case("interleaved_zb1p", 2, 5, [DEFERRING], chunks=2),
     Case("interleaved_zb1p", 4, 8, [DEFERRING], chunks=3),
     Case("combined_zb1p", 2, 5, [Forms(["in segments deferring"])], chunks=2),
@@ -81,12 +87,24 @@ OF_SCHEDULES = [
 OF_FEATURES = [
     *(Case("1f1b", 2, 3, [Message(kind)]) for kind in ("tuple", "list of one", "nested", "registered class")),
     *(Case("interleaved_1f1b", 2, 3, [Companions(), Message(kind)], chunks=2) for kind in ("dict", "dataclass")),
+    *(
+        Case("gpipe", 2, 3, [Companions(), Message(kind), AsPipelineStage(), Recompute()])
+        for kind in ("written dict", "written list")
+    ),
+    Case("zb1p", 2, 3, [Message("complex"), OddLayers({0: "complex", 2: "complex"}), DEFERRING]),
+    Case(
+        "gpipe",
+        2,
+        4,
+        [Message("complex"), OddLayers({0: "complex", 2: "complex"}), Offload(0.3), Recompute([None, "all"])],
+    ),
     Case("zbv", 2, 5, [Auxiliary(0.0), Message("registered dict"), DEFERRING]),
     Case("1f1b", 2, 3, [Auxiliary(0.25), Message("nested"), Recompute()]),
     Case("1f1b", 2, 3, [Number(), Message("dict")], steps=3),
     Case("zb1p", 2, 3, [Mask(), DEFERRING]),
     Case("looped_bfs", 2, 3, [AsPipelineStage(), Message("list"), Mask()], chunks=2),
     Case("1f1b", 3, 4, [Double(), Frozen([("layers.0.",), ()])], steps=2),
+    Case("gpipe", 2, 3, [OddLayers({1: "lazy"}), Offload()]),
     Case("zb1p", 2, 5, [Frozen([("embedding.", "layers.0.", "layers.1."), ()]), DEFERRING], steps=2),
     Case("1f1b", 2, 5, [Forms(["recomputed", "reentrant recomputed"])]),
     Case("zb1p", 2, 5, [Forms(["recomputed deferring"]), OddLayers({0: "dropout"})]),
@@ -108,6 +126,7 @@ OF_FEATURES = [
     Case("1f1b", 4, 8, [Offload(1.0), OddLayers({1: "dropout"})]),
     Case("zbv", 2, 8, [Offload(2.5), DEFERRING]),
     Case("zb1p", 2, 6, [Planned([1.0, 0.5, 2.0]), DEFERRING]),
+    Case("zbv", 4, 6, [Planned([1.0, 3.0, 0.5], "plan.csv"), DEFERRING]),
     Case("1f1b", 2, 3, [Replicas()], steps=2),
     Case("zbv", 2, 4, [Replicas(), DEFERRING, Optimizer("adamw", 0.5)], steps=2),
     Case("1f1b", 2, 3, [Tied(), Optimizer("adamw", 0.5, (256.0,))], steps=2),
@@ -120,6 +139,24 @@ OF_FEATURES = [
     Case("1f1b", 3, 4, [Failure(1, 3)]),
     Case("zbv", 2, 4, [Failure(0, 9), DEFERRING]),
 ]
+for name in PLAIN:
+    OF_FEATURES += [
+        Case(name, 2, 5, [Planned([1.0, 1.0, 1.0], "plan.json"), DEFERRING]),
+        Case(name, 2, 3, [DROPOUT, DEFERRING, Recompute()]),
+        Case(name, 2, 5, [DROPOUT, DEFERRING, Offload(1.0)]),
+        Case(name, 2, 3, [DEFERRING, Replicas(), Tied(), Optimizer("adamw", 0.5)], steps=2),
+    ]
+    if not needs_fsdp_on_cpu.args[0]:
+        OF_FEATURES += [Case(name, 2, 3, [DEFERRING, Replicas("fully_shard"), Optimizer("adamw", 0.5)], steps=2)]
+for name in OF_SLICES:
+    OF_FEATURES += [
+        Case(name, 2, 3, [Slices([3, 2, 1]), Double(), DEFERRING]),
+        Case(name, 2, 3, [Slices([3, 2, 1]), DEFERRING, Recompute()]),
+        Case(name, 2, 2, [Slices([2, 4]), Forms(["recomputed"]), Replicas()]),
+        Case(name, 2, 2, [Slices([2, 4]), Planned([1.0, 3.0, 0.5], "plan.json"), DEFERRING]),
+    ]
+for name in ("zb1p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half"):
+    OF_FEATURES += [Case(name, 3, 7, [DEFERRING, Settings(max_pending_weights=most)]) for most in (0, 1)]
 if CAN_CAPTURE:
     OF_FEATURES += [Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"])], steps=2)]
 
