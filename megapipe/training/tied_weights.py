@@ -29,12 +29,11 @@ class TiedWeights:
         config.finalize_model_grads_func = tied.sum_gradients
 
     Making it copies the first one's values to the others. It marks these with `shared = True`, as Megatron does, so
-    that `clip_grad_norm_` counts the weight once. Sharded (FSDP2) parameters may be tied where all copies are sharded
+    that `clip_grad_norm_` counts the weight once. `fully_shard` may come before or after, with all copies sharded
     alike. Chunks of one rank may also have one and the same parameter under several names: that needs no summing.
 
-    Make it after `fully_shard`, which replaces parameters, and give all copies the same hyperparameters. Over several
-    calls of a schedule before an optimizer step sum once, in the last: what has been summed would be counted again
-    (`finalize_model_grads_func` is read at every call).
+    Give all copies the same hyperparameters. Over several calls of a schedule before an optimizer step sum once, in the
+    last: what has been summed would be counted again (`finalize_model_grads_func` is read at every call).
 
     Gradients are summed when the step is complete, its last W included, and after they have been reduced over replicas:
     in that order the reduction of a chunk overlaps with the cooldown, and both sums come out the same.
@@ -56,8 +55,14 @@ class TiedWeights:
         found = [(name, parameter) for wanted in dict.fromkeys(names) for name, parameter in named if name == wanted]
         self.names = tuple(names)
         self.is_summed = False
-        self._copies = [parameter for _, parameter in found]
-        self._names = {parameter: name for name, parameter in found}
+        owners = {
+            id(parameter): (module, key)
+            for chunk in as_list(model)
+            for module in chunk.modules()
+            for key, parameter in module._parameters.items()
+        }
+        self._names = [name for name, _ in found]
+        self._owners = [owners[id(parameter)] for _, parameter in found]
         group = group or parallel_state.find_pipeline_group()
         rank = 0 if group is None else group.rank()
         own = [_Copy(name, rank, list(parameter.shape), _kind_of(parameter)) for name, parameter in found]
@@ -69,20 +74,30 @@ class TiedWeights:
         holders = sorted({copy.rank for copy in copies})
         self._group = None if group is None else _group_of(holders, group)
         first = next(copy.rank for copy in copies if copy.name == names[0])
-        self._make_equal(first == rank, holders.index(first))
+        self._has_first = first == rank
+        self._make_equal(holders.index(first))
 
-    def _make_equal(self, has_first: bool, first: int) -> None:
-        if not self._copies:
+    def _copies(self) -> list[Any]:
+        """Those of this rank now: `fully_shard` puts others in their place."""
+        return [module._parameters[key] for module, key in self._owners]
+
+    def _make_equal(self, first: int) -> None:
+        copies = self._copies()
+        if not copies:
             return
         with torch.no_grad():
-            value = local(self._copies[0]).detach()
+            value = local(copies[0]).detach()
             if self._group is not None:
                 dist.broadcast(value, dist.get_global_rank(self._group, first), group=self._group)
-            for parameter in self._copies:
+            for parameter in copies:
                 local(parameter).copy_(value)
-        for number, parameter in enumerate(self._copies):
-            if not has_first or (number and parameter is not self._copies[0]):
-                parameter.shared = True  # type: ignore[attr-defined]
+        self._mark(copies)
+
+    def _mark(self, copies: list[Any]) -> None:
+        """All but the first of the pipeline."""
+        for parameter in copies:
+            if not self._has_first or parameter is not copies[0]:
+                parameter.shared = True
 
     def sum_in_steps(self, chunks: Sequence[nn.Module]) -> None:
         """Let each training step sum the gradients by itself, behind `finalize_model_grads_func`, unless that has done
@@ -105,14 +120,14 @@ class TiedWeights:
             PipelineError: where another rank has failed.
         """
         self.is_summed = True
-        copies = {id(parameter): parameter for parameter in self._copies if parameter.requires_grad}.values()
+        self._mark(copies := self._copies())
         with collective("the summing of tied weights' gradients"):
-            self._sum(list(copies))
+            self._sum({parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad})
 
-    def _sum(self, copies: list[nn.Parameter]) -> None:
+    def _sum(self, copies: dict[nn.Parameter, str]) -> None:
         if not copies:
             return
-        grads = [_gradient(self._names[parameter], parameter) for parameter in copies]
+        grads = [_gradient(name, parameter) for parameter, name in copies.items()]
         total = grads[0]
         for grad in grads[1:]:
             total += grad

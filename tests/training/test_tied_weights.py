@@ -11,6 +11,8 @@ from tools.against import assert_same_gradients, gradients
 from tools.models import SEQUENCE, Stage, add_gradients, batches, build, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from megapipe import (
     PipelinedOptimizer,
@@ -95,6 +97,18 @@ def test_steps_sum_by_themselves(rank: int) -> None:
     run("1f1b", chunks, M)
     own = chunks[0].head.weight if rank else chunks[0].embedding.weight
     assert not torch.equal(own.grad, unpartitioned(2).head.weight.grad)
+
+
+@on_ranks(2)
+def test_sharded_after_they_were_tied(rank: int) -> None:
+    """`fully_shard` puts other parameters in their place. The sum was that of the old ones, which nobody trained."""
+    chunks = build("1f1b", 2, 8)
+    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    fully_shard(chunks[0], mesh=DeviceMesh.from_group(parallel_state.get_data_parallel_group(), "cpu"))
+    run("1f1b", chunks, M)
+    own = chunks[0].head.weight if rank else chunks[0].embedding.weight
+    assert torch.equal(own.grad.full_tensor(), unpartitioned(2).head.weight.grad)
+    assert getattr(own, "shared", False) == (rank == 1)
 
 
 def stay_equal(rank: int, schedule: str) -> tuple[Tensor, ...]:

@@ -97,8 +97,7 @@ def names_between_stages(model: Any) -> list[str]:
 def tie_weights(chunks: Sequence[nn.Module]) -> TiedWeights | None:
     """Tie the embedding to the head, where the model's config says so. Every rank calls it.
 
-    `build_chunks` has done so. Call it again after `fully_shard`. Steps sum the gradients by themselves. None where the
-    model ties nothing.
+    `build_chunks` has done so. Steps sum the gradients by themselves. None where the model ties nothing.
     """
     names = names_between_stages(chunks[0])
     tied = TiedWeights(chunks, names) if names else None
