@@ -177,6 +177,7 @@ bench-all: bench
 	$(BENCH).tuned --pp 8 --microbatches 16 --schedules zbv
 	$(BENCH).prediction
 	$(BENCH).long_context
+	$(BENCH).activations
 	$(BENCH).split
 	$(BENCH).capture
 	$(BENCH).host --pp 1

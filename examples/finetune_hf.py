@@ -31,7 +31,7 @@ import torch.distributed as dist
 from hf_data import Sequences, read_data
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from running import DEVICE, make_parser, peak_memory, run
+from running import DEVICE, count_microbatches, make_parser, peak_memory, run
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
@@ -99,12 +99,7 @@ class Trainer:
         self.args = args
         self.device = device
         self.num_replicas = parallel_state.get_data_parallel_world_size()
-        self.num_microbatches, rest = divmod(args.global_batch_size, args.micro_batch_size * self.num_replicas)
-        if rest or not self.num_microbatches:
-            raise ValueError(
-                f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
-                f"{args.micro_batch_size} times {self.num_replicas} replicas."
-            )
+        self.num_microbatches = count_microbatches(args, self.num_replicas)
         self.forward_backward = megapipe.get_forward_backward_func(args.schedule)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model)
         with first_rank_first():  # the others find what it has cached
@@ -316,7 +311,9 @@ class Log:
 
     def write(self, step: int, **values: float) -> None:
         """Values by their names."""
-        text = " | ".join(f"{name.replace('_', ' ')} {value:,.{_digits(value)}f}" for name, value in values.items())
+        text = " | ".join(
+            f"{name.replace('_', ' ')} {value:,.{0 if value >= 100 else 4}f}" for name, value in values.items()
+        )
         self.console.print(f"step {step:5d}/{self.num_steps} | {text}")
         if "loss" in values:
             self.progress.update(self.bar, description=text)
@@ -325,10 +322,6 @@ class Log:
                 self.writer.add_scalar(name, value, step)
         elif self.writer is not None:
             self.writer.log(values, step=step)
-
-
-def _digits(value: float) -> int:
-    return 0 if value >= 100 else 4
 
 
 def train(args: argparse.Namespace, device: torch.device) -> list[float]:

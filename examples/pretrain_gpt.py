@@ -33,7 +33,7 @@ from gpt import GPTConfig, GPTStage
 from moe import balance_loads, whole_names
 from rich.console import Console
 from rich.progress import Progress
-from running import DEVICE, make_parser, peak_memory, run
+from running import DEVICE, count_microbatches, make_parser, peak_memory, run
 from text_data import TextSamples, read_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -144,12 +144,7 @@ class Trainer:
         if self.forward_backward.forward_only:
             raise ValueError(f"--schedule {self.forward_backward.name} runs forwards only: choose another to train.")
         self.num_replicas = parallel_state.get_data_parallel_world_size()
-        self.num_microbatches, rest = divmod(args.global_batch_size, args.micro_batch_size * self.num_replicas)
-        if rest or not self.num_microbatches:
-            raise ValueError(
-                f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
-                f"{args.micro_batch_size} times {self.num_replicas} replicas."
-            )
+        self.num_microbatches = count_microbatches(args, self.num_replicas)
         self.recorder = megapipe.TimelineRecorder(num_steps=20)
         self.model = {
             "hidden_size": args.hidden_size,

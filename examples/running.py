@@ -73,6 +73,17 @@ def have_own_gpus(store: dist.Store, rank: int, world_size: int, device: torch.d
     return len(gpus) == world_size
 
 
+def count_microbatches(args: argparse.Namespace, num_replicas: int) -> int:
+    """Of a step, for each replica."""
+    number, rest = divmod(args.global_batch_size, args.micro_batch_size * num_replicas)
+    if rest or not number:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"{args.micro_batch_size} times {num_replicas} replicas."
+        )
+    return number
+
+
 def peak_memory(device: torch.device) -> float:
     """The largest of all ranks, in GiB: of the GPU, or of the process."""
     if device.type == "cuda":
