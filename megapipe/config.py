@@ -9,6 +9,7 @@ of yours, a namespace); those it lacks take the defaults below.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 import textwrap
@@ -156,8 +157,9 @@ def _documented(cls: type[Config]) -> type[Config]:
     texts = []
     for one in fields(cls):
         default = "" if one.default is None else f" Default: {one.default!r}."
-        texts.append("\n            ".join(textwrap.wrap(f"{one.name}: {one.metadata['text']}{default}", 108)))
-    cls.__doc__ = "\n        ".join([f"{cls.__doc__}\n    Attributes:", *texts])
+        texts.append("\n        ".join(textwrap.wrap(f"{one.name}: {one.metadata['text']}{default}", 108)))
+    # Up to Python 3.12 a docstring has the indentation of its lines.
+    cls.__doc__ = "\n    ".join([f"{inspect.cleandoc(cls.__doc__ or '')}\n\nAttributes:", *texts])
     init: Callable[..., None] = cls.__init__
 
     @functools.wraps(init)
