@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 import megapipe
 from megapipe import slices, weight_grad
 from megapipe.graph import capture
-from megapipe.plan import Costs, Plan, make_plan, place_weights
+from megapipe.plan import Costs, Plan, load_plan, make_plan, place_weights
 
 from .case import SEQUENCE, Case, Feature
 from .messages import OF_ENTRIES, OF_X
@@ -505,4 +505,5 @@ class Planned(Feature):
             return plan
         path = Path(tempfile.mkdtemp()) / self.file
         plan.save_json(path) if self.file.endswith("json") else plan.save_csv(path)
+        assert load_plan(path).cells() == plan.cells()
         return path

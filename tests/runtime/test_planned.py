@@ -10,10 +10,8 @@ import torch.distributed.pipelining.schedules as theirs
 from tools.models import assert_same_gradients, assert_same_losses, build, reference, run
 from tools.ranks import on_ranks
 
-from megapipe import PipelineError, get_forward_backward_func, schedule_names, stages_for_rank
+from megapipe import PipelineError, get_forward_backward_func, stages_for_rank
 from megapipe.plan import ScheduleError, load_plan, make_plan
-
-TRAINING = [name for name in schedule_names() if name not in ("no_pipelining", "inference")]
 
 
 def write(folder: Path, rank: int, text: str, name: str = "mine.txt") -> Path:
@@ -32,17 +30,6 @@ def assert_trains(schedule: Any, pp_size: int, num_microbatches: int, **options:
     model, losses = reference(num_layers, num_microbatches)
     assert_same_losses(reports, losses, chunks)
     assert_same_gradients(chunks, model)
-
-
-@pytest.mark.parametrize("name", TRAINING)
-@on_ranks(2)
-def test_the_plan_of_every_schedule_runs(rank: int, name: str, tmp_path: Path) -> None:
-    plan = make_plan(name, 2, 5)
-    assert_trains(plan, 2, 5, deferred=True)
-    path = write(tmp_path, rank, "", "plan.json")
-    plan.save_json(path)
-    assert load_plan(path).cells() == plan.cells()
-    assert_trains(path, 2, 5, deferred=True)
 
 
 @on_ranks(2)

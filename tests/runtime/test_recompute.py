@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tools.models import BATCH, HIDDEN, assert_same_gradients, assert_same_losses, build, run, unpartitioned
-from tools.ranks import RankPool, on_ranks
+from tools.models import BATCH, HIDDEN
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrizations import spectral_norm
@@ -20,35 +20,6 @@ from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, p
 from megapipe.overlap import in_segments
 from megapipe.plan import Settings, make_plan
 from megapipe.weight_grad import convert
-
-CHUNKS = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb1p": 2, "combined_1f1b": 2, "combined_zb1p": 2}
-TRAINING = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
-
-
-def compare(rank: int, pp_size: int, num_microbatches: list[int], deferred: bool) -> None:
-    for schedule, m in itertools.product(TRAINING, num_microbatches):
-        chunks = build(schedule, pp_size, 8, CHUNKS.get(schedule), dropout=0.5, deferred=deferred)
-        chunks[0].config.recompute = "all"
-        reports = run(schedule, chunks, m)
-        expected, losses = unpartitioned(8, m, 0.5)
-        assert_same_losses(reports, losses, chunks)
-        assert_same_gradients(chunks, expected)
-
-
-@pytest.mark.parametrize(
-    ("pp_size", "num_microbatches", "deferred"),
-    [
-        (1, [2], False),
-        (2, [5], True),
-        (3, [3], False),
-        (4, [6], True),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, [1], True), (2, [5], False), (4, [6], False))),
-    ],
-)
-def test_equal_to_the_unpartitioned_model(
-    ranks: RankPool, pp_size: int, num_microbatches: list[int], deferred: bool
-) -> None:
-    ranks.run(pp_size, compare, pp_size, num_microbatches, deferred)
 
 
 class Layer(nn.Module):

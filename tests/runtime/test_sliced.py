@@ -17,7 +17,6 @@ from tools.ranks import on_ranks
 from tools.replicas import reduced
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import megapipe
 from megapipe import PipelineError, StageInfo, distribute_layers, parallel_state, slices, stages_for_rank, weight_grad
@@ -51,9 +50,8 @@ class Layer(nn.Module):
 class Chunk(Received):
     """The layers of a stage. The whole model is the only stage of one."""
 
-    def __init__(self, info: StageInfo, num_layers: int = 4, recompute: bool = False, **config: Any) -> None:
+    def __init__(self, info: StageInfo, num_layers: int = 4, **config: Any) -> None:
         super().__init__(info, hidden_size=HIDDEN, **config)
-        self.recompute = recompute
         self.num_first = 0
         self.layers = nn.ModuleDict()
         for number in distribute_layers(num_layers, info):
@@ -70,7 +68,7 @@ class Chunk(Received):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(slices.cut(tokens, 0)) if self.embedding is not None else self.input_tensor
         for layer in self.layers.values():
-            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            x = layer(x)
         return x if self.head is None else self.head(x)
 
 
@@ -164,22 +162,6 @@ def assert_right(schedule: str, m: int, lengths: Sequence[int], num_chunks: int 
         assert_same(chunks, known(m, lengths, by_slices=True, dtype=dtype))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@on_ranks()
-def test_gradients_are_those_of_whole_sequences(rank: int, num_ranks: int) -> None:
-    for schedule, m, lengths in (
-        ("seq1f1b", 2, (3, 3)),
-        ("seq1f1b", 5, (2, 5, 1)),
-        ("seq_zb1p", 3, (4, 3, 2, 1)),
-        ("seq_zb1p", 1, (1, 2)),
-        ("seq1f1b", 3, (6,)),
-    ):
-        assert_right(schedule, m, lengths)
-    if num_ranks <= 2:
-        for m, lengths in ((1, (4, 1, 2)), (4, (2, 3))):
-            assert_right("seq_interleaved_1f1b", m, lengths, 2)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("num_slices", range(1, 9))
 @pytest.mark.parametrize("num_microbatches", range(1, 10))
@@ -192,32 +174,6 @@ def test_gradients_of_every_size(rank: int, num_ranks: int, num_microbatches: in
             assert_right(schedule, m, lengths)
         if num_ranks <= 2:
             assert_right("seq_interleaved_1f1b", m, lengths, 2)
-
-
-@on_ranks(2)
-def test_deferred_weights_are_computed_in_their_w(rank: int) -> None:
-    chunks = build("seq_zb1p")
-    for chunk in chunks:
-        weight_grad.convert(chunk)
-    run("seq_zb1p", chunks, 3, (3, 2, 1))
-    assert_same(chunks, reference(3, (3, 2, 1), by_slices=True, deferred=True))
-
-
-@on_ranks(2)
-def test_recomputed_layers_see_the_slices_before(rank: int) -> None:
-    chunks = build("seq1f1b", recompute=True)
-    run("seq1f1b", chunks, 3, (3, 2, 1))
-    assert_same(chunks, reference(3, (3, 2, 1), by_slices=True))
-
-
-@pytest.mark.parametrize("schedule", ["seq1f1b", "seq_zb1p", "seq_interleaved_1f1b"])
-@on_ranks(2)
-def test_recomputed_chunks_see_the_slices_before(rank: int, schedule: str) -> None:
-    chunks = build(schedule)
-    for chunk in chunks:
-        chunk.config.recompute = "all"
-    run(schedule, chunks, 3, (3, 2, 1))
-    assert_same(chunks, reference(3, (3, 2, 1), by_slices=True))
 
 
 class Plain(nn.Module):

@@ -122,16 +122,6 @@ def logged_product(deferred: DeferredGrads) -> bool:
     return has_computed
 
 
-@pytest.mark.parametrize("schedule", ["zb1p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half"])
-@on_ranks(3)
-def test_fewer_pending_weights(rank: int, schedule: str) -> None:
-    expected, _ = expect(NUM_LAYERS, 7)
-    for most in (0, 1):
-        chunks = build(schedule, 3, NUM_LAYERS, deferred=True, max_pending_weights=most)
-        run(schedule, chunks, 7)
-        assert_same_gradients(chunks, expected)
-
-
 @on_ranks(2)
 def test_a_timeline_tells_its_pairs(rank: int) -> None:
     """A measured step showed the halves of a pair one after the other: a forward that took no time, and a backward as
