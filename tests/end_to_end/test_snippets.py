@@ -190,5 +190,7 @@ def test_commands_exist(command: str) -> None:
     else:
         (script,) = (word for word in words if word.endswith(".py"))
         if "/" in script:
-            options = set(re.findall(r"\"(--[a-z-]+)\"", (ROOT / script).read_text()))
+            text = (ROOT / script).read_text() + (ROOT / "examples/running.py").read_text()
+            options = set(re.findall(r"\"(--[a-z-]+)\"", text))
+            options |= {f"--{field.replace('_', '-')}" for field in re.findall(r"\"(\w+)\": \(", text)}
             assert {word for word in words[words.index(script) :] if word.startswith("--")} <= options
