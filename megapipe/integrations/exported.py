@@ -41,7 +41,15 @@ class Trace:
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_assert(node)]
         self.outputs: list[Any] = pytree.tree_leaves(next(iter(reversed(graph.nodes))).args)
-        self.values = {n: operator.attrgetter(str(n.target))(self.module) for n in graph.nodes if n.op == "get_attr"}
+        values = {n: operator.attrgetter(str(n.target))(self.module) for n in graph.nodes if n.op == "get_attr"}
+        own = {id(one): one for one in (*model.parameters(), *model.buffers())}
+        known = {
+            _memory(one): one for one in own.values()
+        }  # a weight in a list or a closure is a constant to torch.export
+        self.values = {
+            n: known.get(_memory(one), one) if torch.is_tensor(one) and id(one) not in own else one
+            for n, one in values.items()
+        }
         """Parameters, buffers, constants, and the graphs of regions without gradients or with autocast."""
         self.stage_of: dict[fx.Node, int] = dict.fromkeys(self.inputs, 0)
         self.last = 0
@@ -234,6 +242,10 @@ class _Play(fx.Interpreter):
         if torch.is_tensor(output):
             self.nbytes[n] = output.nbytes
         return output
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _is_assert(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parents[1])
 
 import cases  # noqa: E402
+from cases import parts  # noqa: E402
 from tools.ranks import RankPool  # noqa: E402
 
 MAY_TAKE = 20  # seconds of a case that is tried again with less
@@ -41,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     pool = RankPool()
     if args.case is not None:
-        text = cases.run_case(pool, eval(args.case, vars(cases)))
+        text = cases.run_case(pool, eval(args.case, vars(cases) | vars(parts)))
         pool.stop()
         sys.exit(text)
     print(f"seed {args.seed}", flush=True)

@@ -233,6 +233,10 @@ def share_in_closure(net: Net) -> None:
     net.run = lambda net, tokens: through(net, emb(tokens)) @ emb.weight.t()
 
 
+def keep_in_list(net: Net) -> None:
+    net.cache = [net.layers[1].l.weight]
+
+
 def encode(net: Net) -> None:
     net.layers = nn.ModuleList(  # torch's own, which reads attributes of its layers
         [nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 16, 0.0, batch_first=True), 2) for _ in range(2)]
@@ -255,6 +259,12 @@ ROWS: dict[str, tuple[Any, ...]] = {  # forward, batch, what is made besides, ti
     "checkpoints": (lambda net, x: through(net, x, lambda m, x: checkpoint(m, x, use_reentrant=False)), X),
     "a weight read again": (reads_a_weight_again, TOKENS, None, ("emb.weight",)),
     "a weight in a closure": (reads_a_weight_again, TOKENS, share_in_closure, ("emb.weight",)),
+    "a weight in a list": (
+        lambda net, x: net.head(through(net, x) @ net.cache[0]),
+        X,
+        keep_in_list,
+        ("layers.1.l.weight",),
+    ),
     "one block four times": (through, X, share_blocks, ("layers",)),
     "torch's encoder": (lambda net, x: net.head(through(net, x)), X, encode),
 }
