@@ -448,7 +448,8 @@ class Recompute(Feature):
 
     @staticmethod
     def goes(case: Case) -> Any:
-        takes_back = not case.kind.startswith("written") or case.get("AsPipelineStage")  # an argument is given anew
+        is_written = case.kind == "registered class" or case.kind.startswith("written")
+        takes_back = not is_written or case.get("AsPipelineStage")  # an argument is given anew
         return takes_back and not (
             CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms
         )
