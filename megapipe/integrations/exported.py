@@ -62,6 +62,9 @@ class Trace:
                 reason = " ".join(str(error).split())[:300]
                 raise CannotSplitError(f"{self.name} cannot be split: its graph does not run: {reason}") from error
         self.operations, self.nbytes, self.memory = play.operations, play.nbytes, play.memory
+        writes = [one for node in self.nodes for one in _written(node, self.values)]
+        self.changed = {one for written in writes for one in self.memory[written]}
+        """The memory that operations write to."""
 
     def cut(self, num_stages: int, points: Sequence[str] | None) -> None:
         """Find the stage of each operation."""

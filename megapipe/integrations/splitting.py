@@ -181,6 +181,8 @@ class Part(nn.Module):
                 known[node] = graph.get_attr(name)
         for node in own:
             known[node] = graph.node_copy(node, known.__getitem__)
+            if node.target is aten.view.default and not trace.memory[node] & trace.changed:
+                known[node].target = aten.reshape.default  # messages are contiguous, also where the tensor was not
         _defer(graph)
         outputs = trace.outputs if is_last else trace.crossing(stage + 1)
         graph.output([known.get(one, one) for one in outputs])

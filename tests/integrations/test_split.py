@@ -120,6 +120,19 @@ def test_points_and_tied_weights(rank: int) -> None:
     assert ({*wanted} == {*chunks[0].state_dict()}) == (rank == 0)
 
 
+@on_ranks(2)
+def test_a_view_of_what_was_strided(rank: int) -> None:
+    """Messages are contiguous: transposed back, what was strided where it was made cannot be viewed any more."""
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        strided = net.layers[0](x).transpose(0, 1)
+        return net.head(net.layers[1](strided)).reshape(15, D) + strided.transpose(0, 1).view(15, D)
+
+    initialise(2)
+    torch.manual_seed(0)
+    check(Net(run), [(torch.randn(3, 5, D),) for _ in range(4)], "1f1b", points=["layers.1"])
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +284,7 @@ ROWS: dict[str, tuple[Any, ...]] = {  # forward, batch, what is made besides, ti
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "checkpoints" or torch.__version__ >= "2.9"])
 @on_ranks(2)
 def test_rows(rank: int, row: str, schedule: str) -> None:
     """The home-made runner of units did these wrongly without a word, or crashed."""
