@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tools.against import assert_same_gradients, gradients
+from tools.marks import needs_fsdp_on_cpu
 from tools.models import SEQUENCE, Stage, add_gradients, batches, build, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -99,6 +100,7 @@ def test_steps_sum_by_themselves(rank: int) -> None:
     assert not torch.equal(own.grad, unpartitioned(2).head.weight.grad)
 
 
+@needs_fsdp_on_cpu
 @on_ranks(2)
 def test_sharded_after_they_were_tied(rank: int) -> None:
     """`fully_shard` puts other parameters in their place. The sum was that of the old ones, which nobody trained."""
