@@ -62,9 +62,10 @@ class Trace:
                 reason = " ".join(str(error).split())[:300]
                 raise CannotSplitError(f"{self.name} cannot be split: its graph does not run: {reason}") from error
         self.operations, self.nbytes, self.memory = play.operations, play.nbytes, play.memory
-        writes = [one for node in self.nodes for one in _written(node, self.values)]
-        self.changed = {one for written in writes for one in self.memory[written]}
-        """The memory that operations write to."""
+        self.writes = {n: [self.memory[written] for written in _written(n, self.values)] for n in self.nodes}
+        """The memory of each tensor that an operation writes to."""
+        self.changed = set().union(*(memory for writes in self.writes.values() for memory in writes))
+        """All of it."""
 
     def cut(self, num_stages: int, points: Sequence[str] | None) -> None:
         """Find the stage of each operation."""
@@ -110,7 +111,7 @@ class Trace:
                 self.stage_of[node] = min(users, default=self.stage_of[node])
 
     def _even(self, num_stages: int) -> list[int]:
-        """Where stages begin, by operations and by bytes."""
+        """The operations with which stages begin, by operations done and bytes sent."""
         least = max(1, sum(self.operations.values())) * 1e-6
         done = [0.0, *accumulate(max(self.operations.get(node, 0), least) for node in self.nodes)]
         sent = self._bytes_between()
@@ -133,7 +134,7 @@ class Trace:
         return list(accumulate(changes))
 
     def _named(self, points: Sequence[str], num_stages: int) -> list[int]:
-        """Where the first calls of these modules begin."""
+        """The operations with which the first calls of these modules begin."""
         first: dict[str, int] = {}
         for place, node in enumerate(self.nodes):
             for name, *_ in (node.meta.get("nn_module_stack") or {}).values():
@@ -173,7 +174,7 @@ class Trace:
         received = {stage: self.crossing(stage) for stage in range(1, self.last + 1)}
         for writer in self.nodes:
             stage = self.stage_of[writer]
-            for memory in (self.memory[written] for written in _written(writer, self.values)):
+            for memory in self.writes[writer]:
                 for node, stages in readers.items():
                     if stages not in ([], [stage]) and self.memory[node] & memory:
                         raise CannotSplitError(
@@ -192,8 +193,7 @@ class Trace:
         """What a stage has received of another and changes in place."""
         if stage == 0:
             return []
-        writers = [node for node in self.nodes if self.stage_of[node] == stage]
-        memory = {one for node in writers for written in _written(node, self.values) for one in self.memory[written]}
+        memory = {one for n in self.nodes if self.stage_of[n] == stage for write in self.writes[n] for one in write}
         return [node for node in self.crossing(stage) if self.memory[node] & memory]
 
 
