@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from .plan import Costs, Plan, StageBytes, StageInfo, simulate
 
-__all__ = ["distribute_layers", "fastest", "shortest"]
+__all__ = ["distribute_layers"]
 
 
 def distribute_layers(
