@@ -48,9 +48,9 @@ class Stage(nn.Module):
         self.received = received[0] if is_one and (received[0] is None or self.case.kind != "list of one") else received
 
     def forward(self, first: Any, **keywords: Any) -> Any:
-        return run_segments(self.run(first, **keywords))
+        return run_segments(self.forward_segments(first, **keywords))
 
-    def run(self, first: Any, seed: int = 0, mask: Tensor | None = None) -> Iterator[None]:
+    def forward_segments(self, first: Any, seed: int = 0, mask: Tensor | None = None) -> Iterator[None]:
         pack, unpack = WAYS[self.case.kind]
         if self.embedding is not None:
             tokens = slices.cut(first, 0)
