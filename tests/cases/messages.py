@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,11 @@ class Cache:
 
 @dataclass
 class Parts:
+    x: Any
+    rest: Entries
+
+
+class Pair(NamedTuple):
     x: Any
     rest: Entries
 
@@ -67,7 +72,7 @@ def rest_of(entries: Entries) -> Entries:
 
 OF_X: dict[str, Way] = {  # which hold nothing else
     "tensor": (lambda e: e["x"], lambda m: {"x": m}),
-    "list of one": (lambda e: [e["x"]], lambda m: {"x": m[0]}),
+    "list of one": (lambda e: [e["x"]], lambda m: dict(zip("x", m, strict=True))),
     "tuple": (
         lambda e: (e["x"], 0.5 * e["x"][..., :SIDE]),
         lambda m: {"x": m[0] + F.pad(m[1], (0, HIDDEN - SIDE))},
@@ -88,5 +93,6 @@ OF_ENTRIES: dict[str, Way] = {
     "dataclass": (lambda e: Parts(e["x"], rest_of(e)), lambda m: {"x": m.x, **m.rest}),
     "registered dict": (Output, lambda m: {**m, "x": m.x}),
     "unknown dict": (Named, lambda m: {**m, "x": m.x}),
+    "named tuple": (lambda e: Pair(e["x"], rest_of(e)), lambda m: {"x": m.x, **m.rest}),
 }
 WAYS = OF_X | OF_ENTRIES

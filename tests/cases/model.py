@@ -405,13 +405,26 @@ class Shapes(Feature):
 
 @dataclass(frozen=True)
 class NumTokens(Feature):
-    """The loss function returns the number of tokens, too, as whole numbers. Slices are divided by their sum."""
+    """The loss function returns the number of tokens, too, as whole numbers. Slices are divided by their sum; or by
+    nothing, and whoever finalizes the gradients is given that sum."""
 
     tolerance: float = 0.0
+    per_token: bool = False
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
-        return cls(0.0 if not case.is_cut else 1e-12 if case.get("Double") else 1e-5)
+        return cls(0.0 if not case.is_cut else 1e-12 if case.get("Double") else 1e-5, rng.random() < 0.3)
+
+    def config(self, config: dict[str, Any]) -> None:
+        config["calculate_per_token_loss"] = self.per_token
+
+    def made(self, trial: Any) -> None:
+        num_tokens = BATCH * sum(trial.case.seq_lengths) if any(stage.info.is_last for stage in trial.stages) else 0
+
+        def check(models: Any, given: Any) -> None:
+            assert given == num_tokens if self.per_token else given is None
+
+        trial.finalizers.append(check)
 
 
 class Settings(Feature):

@@ -32,6 +32,7 @@ from .training import Accumulated, Failure, Optimizer, Replicas, Tied, Validated
 
 DEFERRING = Forms(["deferring"])
 DROPOUT = OddLayers({0: "dropout", 2: "dropout"})
+FROZEN = ("embedding.", "layers.0.", "layers.1.", "layers.2.")
 OF_SLICES = ["seq1f1b", "seq_zb1p", "seq_interleaved_1f1b"]
 PLAIN = [name for name in SCHEDULES if name not in ("no_pipelining", *OF_SLICES)]
 
@@ -86,7 +87,7 @@ OF_SCHEDULES = [
 
 OF_FEATURES = [
     *(Case("1f1b", 2, 3, [Message(kind)]) for kind in ("tuple", "list of one", "nested", "registered class")),
-    *(Case("interleaved_1f1b", 2, 3, [Companions(), Message(kind)], chunks=2) for kind in ("dict", "dataclass")),
+    *(Case("interleaved_1f1b", 2, 3, [Companions(), Message(kind)], chunks=2) for kind in ("dict", "named tuple")),
     *(
         Case("gpipe", 2, 3, [Companions(), Message(kind), AsPipelineStage(), Recompute()])
         for kind in ("written dict", "written list")
@@ -106,13 +107,17 @@ OF_FEATURES = [
     Case("1f1b", 3, 4, [Double(), Frozen([("layers.0.",), ()])], steps=2),
     Case("gpipe", 2, 3, [OddLayers({1: "lazy"}), Offload()]),
     Case("zb1p", 2, 5, [Frozen([("embedding.", "layers.0.", "layers.1."), ()]), DEFERRING], steps=2),
+    Case("zbv", 2, 3, [AsPipelineStage(), Frozen([FROZEN, FROZEN[:3], (), FROZEN[:3]])], steps=4),
     Case("1f1b", 2, 5, [Forms(["recomputed", "reentrant recomputed"])]),
     Case("zb1p", 2, 5, [Forms(["recomputed deferring"]), OddLayers({0: "dropout"})]),
     Case("1f1b", 2, 4, [Shapes("described", [3, 1, 7, 2])], steps=2),
+    Case("interleaved_1f1b", 2, 5, [Shapes("described", [4, 9, 2, 9, 7])], steps=2, chunks=2),
+    *(Case(name, 2, 6, [Shapes("described", [8200, 4, 8192, 2, 7, 8200])]) for name in ("1f1b", "zbv")),  # MiBs
     Case("1f1b", 2, 4, [Shapes("computed"), Message("tuple")]),
     Case("zbv", 2, 4, [Shapes("config"), DEFERRING]),
     Case("1f1b", 2, 3, [NumTokens()]),
     Case("seq1f1b", 2, 3, [Slices([4, 1, 1]), Double(), NumTokens(1e-12)]),
+    Case("seq_zb1p", 2, 3, [Slices([4, 1, 1]), NumTokens(1e-5, per_token=True), DEFERRING]),
     Case("seq1f1b", 2, 3, [Slices(3), KeptSums(1, "stack", "view"), Recompute()]),
     Case("seq_zb1p", 2, 2, [Slices(3), Forms(["recomputed deferring"])]),
     Case("seq1f1b", 2, 3, [Slices([3, 2, 1]), AsPipelineStage()], steps=2),
@@ -133,6 +138,9 @@ OF_FEATURES = [
     Case("1f1b", 2, 3, [Optimizer("post-validated", 0.5, (1.0, "nan", 256.0))], steps=3),
     Case("interleaved_1f1b", 2, 3, [Accumulated(), Validated(), Tied()], steps=2),
     Case("1f1b", 2, 3, [WarmUp(), OddLayers({0: "dropout", 1: "lazy"})]),
+    Case("1f1b", 2, 2, [Number(), Frozen([("embedding.", "layers.0.", "layers.1."), ()]), WarmUp(1)], steps=2),
+    Case("looped_bfs", 1, 2, [Message("list of one"), AsPipelineStage(), WarmUp()], chunks=2),
+    Case("seq1f1b", 2, 2, [Slices(2), Shapes("config"), WarmUp()]),
     Case("zb1p", 2, 3, [WarmUp(1), Wrapped("_orig_mod"), DEFERRING], steps=2),
     Case("1f1b", 2, 3, [OddLayers({0: "late buffer", 2: "weight in closure"})], steps=2),
     Case("zb1p", 2, 3, [OddLayers({0: "idle", 1: "strided", 2: "weight in list"}), DEFERRING]),
@@ -151,14 +159,19 @@ for name in PLAIN:
 for name in OF_SLICES:
     OF_FEATURES += [
         Case(name, 2, 3, [Slices([3, 2, 1]), Double(), DEFERRING]),
-        Case(name, 2, 3, [Slices([3, 2, 1]), DEFERRING, Recompute()]),
+        Case(name, 2, 3, [Slices([3, 2, 1]), DEFERRING, Recompute(), Tied()]),
         Case(name, 2, 2, [Slices([2, 4]), Forms(["recomputed"]), Replicas()]),
         Case(name, 2, 2, [Slices([2, 4]), Planned([1.0, 3.0, 0.5], "plan.json"), DEFERRING]),
     ]
 for name in ("zb1p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half"):
     OF_FEATURES += [Case(name, 3, 7, [DEFERRING, Settings(max_pending_weights=most)]) for most in (0, 1)]
+if not needs_fsdp_on_cpu.args[0]:
+    OF_FEATURES += [Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), DEFERRING, Replicas("fully_shard")])]
 if CAN_CAPTURE:
-    OF_FEATURES += [Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"])], steps=2)]
+    OF_FEATURES += [
+        Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"]), WarmUp(1)], steps=2),
+        Case("zb1p", 2, 3, [Forms(["captured"]), AsPipelineStage()]),
+    ]
 
 
 def draw_pairs(seed: int, tries: int, most_units: int = 80) -> list[Case]:

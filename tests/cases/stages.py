@@ -153,6 +153,8 @@ class Unpartitioned:
         for stage in self.stages:
             message = stage(message, **keywords_of(self.case, batch))
         loss, *num_tokens, report = loss_and_report(self.case, message, batch)
+        if self.case.of("NumTokens", "per_token", False):
+            return loss, report["loss"]
         if num_tokens:
             loss = loss / batch["labels"].numel()  # also of slices: those of the whole sequence
         return loss / self.case.m, report["loss"]

@@ -44,7 +44,7 @@ class Replicas(Feature):
 
     @staticmethod
     def goes(case: Case) -> Any:
-        is_small = 2 * case.pp <= MAX_RANKS
+        is_small = 2 * case.pp <= MAX_RANKS and not case.of("NumTokens", "per_token", False)
         return is_small and not CANNOT_BE_SHARDED & case.odd and not case.of("Frozen", "changes", False)
 
     @classmethod
@@ -178,8 +178,9 @@ class WarmUp(Feature):
     def before(self, trial: Any, step: int) -> None:
         if step != self.step:
             return
-        case = trial.case
-        received = example_message(case, case.slice_lengths[0] if case.is_cut else case.seq_lengths[0])
+        case, received = trial.case, None
+        if case.of("Shapes", "kind", "") != "config":  # which describes messages by itself
+            received = example_message(case, case.slice_lengths[0] if case.is_cut else case.seq_lengths[0])
         before = everything(trial)
         megapipe.warm_up(
             megapipe.get_forward_backward_func(case.schedule),

@@ -218,11 +218,10 @@ def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> lis
     return all_exchanges
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4, 7])
-def test_equal_to_no_pipelining(ranks: RankPool, num_microbatches: int) -> None:
+def test_equal_to_no_pipelining(ranks: RankPool) -> None:
     """And of two ranks that share out experts, each sends what the other expects, in every exchange: backwards split or
     not, both make the same exchanges in the same order, or one would wait forever for the other."""
-    schedules = ["zbv", "zb1p", "1f1b", "dualpipev"]
+    schedules, num_microbatches = ["zbv", "zb1p", "dualpipev"], 5
     per_rank = ranks.run(4, in_a_pipeline, schedules, num_microbatches)
     for first, second in ((0, 1), (2, 3)):
         for ours, theirs in zip(per_rank[first], per_rank[second]):

@@ -96,10 +96,7 @@ def forward_step(batches: Any, chunk: Stage, call: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "schedule", "call"),
     [
-        (Layer, "1f1b", in_segments),
         (Layer, "zbv", nn.Module.__call__),
-        (Layer, "combined_zb1p", in_segments),
-        (Exchanging, "zbv", in_segments),
         (Exchanging, "combined_zb1p", in_segments),
         (Exchanging, "combined_zb1p", nn.Module.__call__),
     ],

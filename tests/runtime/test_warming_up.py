@@ -9,7 +9,6 @@ from unittest import mock
 
 import numpy
 import pytest
-import test_sliced
 import torch
 import torch.nn.functional as F
 from tools.against import use_groups
@@ -79,35 +78,6 @@ def make_chunks(schedule: str, way: str) -> list[PipelineStage]:
             weight_grad.convert(module)
         chunks.append(PipelineStage(module, info, PipelineConfig()))
     return chunks
-
-
-def train(schedule: str, way: str, warm_up: bool) -> list[Any]:
-    """Everything that two steps leave, gradients added up."""
-    chunks = make_chunks(schedule, way)
-    step = megapipe.get_forward_backward_func(schedule)
-    seed_cpu(7)
-    random.seed(7)
-    numpy.random.seed(7)
-    left: list[Any] = []
-    for number in range(2):
-        if warm_up:
-            example = torch.zeros(BATCH, WIDTH)
-            megapipe.warm_up(step, forward_step, example, chunks, NUM_MICROBATCHES, received=example)
-        generator = torch.Generator().manual_seed(number)
-        data = torch.randn(NUM_MICROBATCHES, BATCH, WIDTH, generator=generator)
-        left += step(forward_step, iter(data), chunks, NUM_MICROBATCHES)
-    for chunk in chunks:
-        left += [*chunk.state_dict().values(), *(p.grad for p in chunk.parameters())]
-    return [*left, torch.get_rng_state(), torch.tensor(random.random()), torch.tensor(numpy.random.rand())]
-
-
-@pytest.mark.parametrize("way", ["eager", "deferred", pytest.param("captured", marks=needs_graphs)])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
-@on_ranks(2)
-def test_training_is_the_same_bit_for_bit(rank: int, schedule: str, way: str) -> None:
-    with_it, without = train(schedule, way, True), train(schedule, way, False)
-    assert len(with_it) == len(without)
-    assert all(map(torch.equal, with_it, without))
 
 
 @pytest.mark.parametrize("compiler", ["dynamo", pytest.param("capture", marks=needs_graphs)])
@@ -206,23 +176,6 @@ def test_what_would_leave_a_trace() -> None:
 
 
 @on_ranks(2)
-def test_sizes_describe_messages_of_sliced_sequences(rank: int) -> None:
-    parallel_state.initialize_model_parallel(2)
-    results = []
-    for warm_up in (True, False):
-        seed_cpu(3)
-        chunks = test_sliced.build("seq1f1b", num_sequence_slices=2)
-        sizes = {"num_microbatches": 2, "seq_length": 6, "micro_batch_size": test_sliced.BATCH}
-        if warm_up:
-            (batch,) = test_sliced.batches(1, 6, seed=1)
-            step = megapipe.get_forward_backward_func("seq1f1b")
-            megapipe.warm_up(step, test_sliced.forward_step, batch, chunks, **sizes)
-        losses = test_sliced.run("seq1f1b", chunks, 2, (3, 3))
-        results.append([*(loss["loss"] for loss in losses), *(p.grad for chunk in chunks for p in chunk.parameters())])
-    assert all(map(torch.equal, *results))
-
-
-@on_ranks(2)
 def test_schedules_without_a_backward(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     chunks = make_chunks("inference", "eager")
@@ -236,65 +189,6 @@ def test_schedules_without_a_backward(rank: int) -> None:
 def test_messages_that_nobody_has_described(ranks: RankPool) -> None:
     for error in ranks.run(2, undescribed, errors=True):
         assert "the message from stage 0 to stage 1 is not described before the first step" in str(error)
-
-
-class ListOfOne(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.kinds: list[type] = []
-
-    def forward(self, received: Any) -> list[Tensor]:
-        self.kinds.append(type(received))
-        return [self.linear(received[0] if isinstance(received, list) else received)]
-
-
-@on_ranks(1)
-def test_a_list_of_one_stays_one(rank: int) -> None:
-    """A module that takes the list of one tensor that the stage before returns got the tensor, in warm-ups alone."""
-    parallel_state.initialize_model_parallel(1)
-    chunks = [PipelineStage(ListOfOne(), info) for info in stages_for_rank("looped_bfs", num_chunks=2)]
-    example = torch.zeros(BATCH, WIDTH)
-    step = megapipe.get_forward_backward_func("looped_bfs")
-
-    def first_output(data_iterator: Iterator[Tensor], chunk: nn.Module) -> Any:
-        return chunk(next(data_iterator)), lambda output: (output[0].sum(), None)
-
-    megapipe.warm_up(step, first_output, example, chunks, 2, received=[example])
-    step(first_output, iter([example] * 2), chunks, 2)
-    assert {*chunks[1].module.kinds} == {list}
-
-
-class Changing(nn.Module):
-    """With a plain number in its messages, and a weight that may be frozen."""
-
-    def __init__(self, info: StageInfo) -> None:
-        super().__init__()
-        self.info, self.number = info, 0
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, received: Any) -> Any:
-        x = received["x"] if isinstance(received, dict) else received
-        return x * self.weight if self.info.is_last else {"number": self.number, "x": x * self.weight}
-
-
-@pytest.mark.parametrize("what", ["a number", "frozen"])
-@on_ranks(2)
-def test_messages_that_have_changed_since_the_first_step(rank: int, what: str) -> None:
-    """Steps allow another number in a message than the first one had, and a stage that is unfrozen. A warm-up between
-    them compared its own messages with those of the first step, and was refused."""
-    parallel_state.initialize_model_parallel(2)
-    (info,) = stages_for_rank("1f1b")
-    chunk, example = PipelineStage(Changing(info), info), torch.ones(BATCH, WIDTH)
-    step = megapipe.get_forward_backward_func("1f1b")
-    if what == "frozen" and info.is_first:
-        chunk.requires_grad_(False)
-    step(forward_step, iter([example] * 2), chunk, 2)
-    chunk.requires_grad_()
-    chunk.module.number += what == "a number"
-    received = {"number": 0, "x": example}
-    megapipe.warm_up(step, forward_step, example, chunk, 2, received=received)
-    step(forward_step, iter([example] * 2), chunk, 2)
 
 
 def test_a_warm_up_on_some_ranks_only(ranks: RankPool) -> None:

@@ -1,7 +1,6 @@
 """Chunks sharded by torch's fully_shard: the same training as in one process, one gather and one reduction per step."""
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +15,8 @@ from tools.ranks import RankPool, on_ranks
 from tools.replicas import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
-    NUM_STEPS,
-    SCHEDULES,
     SPLIT,
     LocalAdamW,
-    adamw,
     average,
     build_replicas,
     train_and_compare,
@@ -74,37 +70,22 @@ def shard(chunks: list[Stage], by_layer: bool = True, **options: Any) -> list[St
     return chunks
 
 
-def full_shard(rank: int) -> None:
-    use_mesh(pp=2, dp=2)
-    for schedule in SCHEDULES:
-        chunks = shard(build_replicas(schedule, 2), by_layer=schedule in BY_LAYER)
-        num_steps, optimizer_of = (NUM_STEPS, adamw) if schedule == "zbv" else (2, LocalAdamW)
-        train_and_compare(schedule, chunks, num_steps=num_steps, optimizer_of=optimizer_of)
-
-
-def hybrid(rank: int) -> None:
+@on_ranks(4)
+def test_training_on_meshes_of_replicas(rank: int) -> None:
     for shape in ({"dp_replicate": 1, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}):
         use_mesh(pp=2, **shape)
-        for schedule in BY_LAYER:  # one of each kind
-            chunks = shard(build_replicas(schedule, 2))
-            num_steps = 4 if schedule == "zbv" else 2
-            train_and_compare(schedule, chunks, num_steps=num_steps, optimizer_of=LocalAdamW)
+        for schedule in ("1f1b", "zbv"):
+            chunks = shard(build_replicas(schedule, 2), by_layer=schedule == "zbv")
+            train_and_compare(schedule, chunks, optimizer_of=LocalAdamW)
     if replicate is not None:
         use_mesh(pp=2, dp=2)
-        for schedule in ("1f1b", "zbv"):
-            chunks = build_replicas(schedule, 2)
-            for chunk in chunks:
-                replicate(chunk, mesh=parallel_state.get_data_parallel_mesh())
-            train_and_compare(schedule, chunks, num_steps=2, optimizer_of=LocalAdamW)
+        chunks = build_replicas("zbv", 2)
+        for chunk in chunks:
+            replicate(chunk, mesh=parallel_state.get_data_parallel_mesh())
+        train_and_compare("zbv", chunks, optimizer_of=LocalAdamW)
     use_mesh(pp=1, dp_replicate=2, dp_shard=2)
-    for schedule in ("1f1b", "zbv"):  # the sum of four depends on their order
-        chunks = shard(build_replicas(schedule, 1))
-        train_and_compare(schedule, chunks, atol=1e-6, num_steps=2, optimizer_of=LocalAdamW)
-
-
-@pytest.mark.parametrize("kind", [full_shard, hybrid])
-def test_training_is_that_of_one_process(ranks: RankPool, kind: Callable[[int], None]) -> None:
-    ranks.run(4, kind)
+    chunks = shard(build_replicas("zbv", 1))
+    train_and_compare("zbv", chunks, atol=1e-6, optimizer_of=LocalAdamW)  # the sum of four depends on their order
 
 
 class Counts:
@@ -168,7 +149,7 @@ def test_few_chunks_are_gathered_at_a_time(rank: int) -> None:
         chunks = shard(build_replicas(schedule, 2, max_gathered_chunks=1))
         chunks[0].config.recompute = recompute
         with gathered_bytes() as found:
-            train_and_compare(schedule, chunks, num_steps=2, optimizer_of=LocalAdamW)
+            train_and_compare(schedule, chunks, optimizer_of=LocalAdamW)
         plan = make_plan(schedule, 2, NUM_MICROBATCHES, 2, settings=Settings(recompute=recompute is not None))
         sizes = [0.0] * 4
         for chunk in chunks:
@@ -211,7 +192,7 @@ def test_mixed_precision(rank: int) -> None:
     """Computed in bfloat16, gradients of microbatches and replicas added in float32."""
     use_mesh(pp=2, dp=2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for schedule in ("1f1b", "interleaved_1f1b", "zb1p", "zbv"):
+    for schedule in ("1f1b", "zbv"):
         chunks = shard(build_replicas(schedule, 2), mp_policy=policy)
         run(schedule, chunks, 3, seed=parallel_state.get_data_parallel_rank())
         model = Stage(StageInfo(0, 1), NUM_LAYERS).bfloat16()
@@ -257,7 +238,7 @@ def replica_gradients(model: nn.Module, replica: int, num_calls: int = 1) -> lis
 def test_recomputed_unused_and_frozen(rank: int) -> None:
     use_mesh(pp=2, dp=2)
     replica = parallel_state.get_data_parallel_rank()
-    for schedule, by_itself in itertools.product(("1f1b", "zb1p", "zbv"), (False, True)):
+    for schedule, by_itself in (("1f1b", True), ("zb1p", False), ("zbv", True)):
         options = {"recompute": not by_itself, "deferred": schedule in SPLIT}
         chunks = [Odd(info, **options) for info in stages_for_rank(schedule)]
         for chunk in chunks:
@@ -292,7 +273,7 @@ def test_chunks_that_share_their_communication(rank: int) -> None:
         with pytest.raises(ValueError, match="do not call share_comm_ctx for the chunks of a pipeline"):
             run("interleaved_1f1b", chunks, 3)
     else:
-        train_and_compare("interleaved_1f1b", chunks, num_steps=2, optimizer_of=LocalAdamW)
+        train_and_compare("interleaved_1f1b", chunks, optimizer_of=LocalAdamW)
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="this torch can do it")
@@ -311,17 +292,16 @@ def test_accumulated_over_calls(rank: int) -> None:
     """Over two calls, reduced in the second: as one call would with the microbatches of both."""
     use_mesh(pp=2, dp=2)
     replica = parallel_state.get_data_parallel_rank()
-    for schedule in ("1f1b", "zbv"):
-        chunks = shard(build_replicas(schedule, 2))
-        for is_last in (False, True):
-            for chunk in chunks:
-                chunk.set_requires_gradient_sync(is_last)
-                chunk.set_reshard_after_backward(is_last)
-            run(schedule, chunks, 4, seed=replica)
-        model = Stage(StageInfo(0, 1), NUM_LAYERS)
-        gradients = [replica_gradients(model, one, num_calls=2) for one in range(2)]
-        expected = dict(zip(dict(model.named_parameters()), average(gradients)))
-        assert_same(chunks, expected, schedule)
+    chunks = shard(build_replicas("zbv", 2))
+    for is_last in (False, True):
+        for chunk in chunks:
+            chunk.set_requires_gradient_sync(is_last)
+            chunk.set_reshard_after_backward(is_last)
+        run("zbv", chunks, 4, seed=replica)
+    model = Stage(StageInfo(0, 1), NUM_LAYERS)
+    gradients = [replica_gradients(model, one, num_calls=2) for one in range(2)]
+    expected = dict(zip(dict(model.named_parameters()), average(gradients)))
+    assert_same(chunks, expected, "accumulated")
 
 
 class Fsdp1(FullyShardedDataParallel):

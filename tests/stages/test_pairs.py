@@ -57,11 +57,7 @@ class InSegments(Stage):
 expect = functools.lru_cache(maxsize=None)(reference)
 
 
-CASES = [
-    *(("dualpipev", num_ranks, 2) for num_ranks in (1, 2, 3, 4)),
-    *(("combined_1f1b", *sizes) for sizes in [(1, 1), (1, 3), (2, 2), (2, 4), (3, 2), (4, 2)]),
-    *(("combined_zb1p", *sizes) for sizes in [(1, 1), (2, 2), (2, 4), (3, 2), (4, 2)]),
-]
+CASES = [("dualpipev", 2, 2), ("combined_1f1b", 1, 3), ("combined_1f1b", 2, 2), ("combined_zb1p", 2, 4)]
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks", "num_chunks"), CASES)
@@ -79,16 +75,7 @@ def test_equal_in_segments(rank: int, schedule: str, num_ranks: int, num_chunks:
         assert_same_losses(reports, losses, chunks)
 
 
-WINDOWS = [
-    ("zbv", 1, 2, 1),
-    ("zbv", 2, 2, 1),
-    ("zbv", 4, 2, 3),
-    ("v_half", 3, 2, 1),
-    ("zb1p", 3, 1, 1),
-    ("interleaved_zb1p", 2, 3, 1),
-    ("combined_zb1p", 3, 2, 1),
-    ("combined_zb1p", 1, 1, 2),
-]
+WINDOWS = [("zbv", 2, 2, 1), ("interleaved_zb1p", 2, 3, 1), ("combined_zb1p", 1, 1, 2)]
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks", "num_chunks", "num_pending"), WINDOWS)

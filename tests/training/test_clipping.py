@@ -24,13 +24,12 @@ from megapipe import PostValidatedOptimizer, TiedWeights, clip_grad_norm_, divid
 NORMS = [2.0, 1.0, 3.0, math.inf]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), [("no_pipelining", 1), ("1f1b", 2), ("zbv", 4)])
-@on_ranks()
-def test_of_the_whole_pipeline(rank: int, schedule: str, num_ranks: int) -> None:
+@on_ranks(2)
+def test_of_the_whole_pipeline(rank: int) -> None:
     """Against torch's function on the unpartitioned model, in float64."""
     for norm_type in NORMS:
-        chunks = build(schedule, num_ranks, 8)
-        run(schedule, chunks, 4)
+        chunks = build("zbv", 2, 8)
+        run("zbv", chunks, 4)
         whole, _ = reference(8, 4)
         grads = {name: p.grad.double() for name, p in whole.named_parameters()}
         expected = torch.nn.utils.get_total_norm(grads.values(), norm_type)
@@ -81,17 +80,16 @@ def test_of_shards_experts_and_tied_weights(ranks: RankPool) -> None:
             assert norm == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("num_ranks", "rank_of_layer_3"), [(1, 0), (2, 1), (4, 3)])
-@on_ranks()
-def test_an_error_names_what_is_not_finite_on_every_rank(rank: int, num_ranks: int, rank_of_layer_3: int) -> None:
-    chunks = build("zbv", num_ranks, 8)
+@on_ranks(2)
+def test_an_error_names_what_is_not_finite_on_every_rank(rank: int) -> None:
+    chunks = build("zbv", 2, 8)
     run("zbv", chunks, 2)
     for norm_type in (2.0, math.inf):
         for value in (math.nan, math.inf):
             for chunk in chunks:
                 if "3" in chunk.layers:
                     chunk.layers["3"].up.weight.grad[1, 2] = value
-            with pytest.raises(RuntimeError, match=rf"gradient of layers\.3\.up\.weight on rank {rank_of_layer_3}\. "):
+            with pytest.raises(RuntimeError, match=r"gradient of layers\.3\.up\.weight on rank 1\. "):
                 clip_grad_norm_(chunks, 1.0, norm_type, error_if_nonfinite=True)
             norm = clip_grad_norm_(chunks, math.inf, norm_type)
             assert not norm.isfinite()

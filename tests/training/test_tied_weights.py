@@ -16,11 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from megapipe import (
-    PipelinedOptimizer,
-    PostValidatedOptimizer,
     StageInfo,
     TiedWeights,
-    clip_grad_norm_,
     divide_by_num_tokens,
     parallel_state,
 )
@@ -29,52 +26,13 @@ NAMES = ["embedding.weight", "head.weight"]
 M = 5
 
 
-def unpartitioned(num_copies: int, double: bool = False) -> Stage:
-    """With its gradients; the weight is one tensor, or two whose gradients are summed."""
+def unpartitioned() -> Stage:
+    """With its gradients, those of the two copies summed."""
     model = Stage(StageInfo(0, 1), 8)
-    if double:
-        model.double()
-    if num_copies == 1:
-        model.head.weight = model.embedding.weight
-    else:
-        model.head.weight.data.copy_(model.embedding.weight.data)
+    model.head.weight.data.copy_(model.embedding.weight.data)
     add_gradients(model, M)
-    if num_copies == 2:
-        total = model.embedding.weight.grad + model.head.weight.grad
-        model.embedding.weight.grad = model.head.weight.grad = total
+    model.embedding.weight.grad = model.head.weight.grad = model.embedding.weight.grad + model.head.weight.grad
     return model
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "cases"),
-    [
-        (1, [("no_pipelining", None, False), ("no_pipelining", None, True)]),
-        (2, [("1f1b", None, False), ("zb2p", None, True), ("zbv", None, False), ("interleaved_1f1b", 2, True)]),
-        (4, [("zb1p", None, False), ("interleaved_zb1p", 2, True), ("zbv", None, True), ("dualpipev", None, True)]),
-    ],
-)
-@on_ranks()
-def test_gradients_of_the_unpartitioned_tied_model(
-    rank: int, num_ranks: int, cases: list[tuple[str, int | None, bool]]
-) -> None:
-    for schedule, num_chunks, deferred in cases:
-        chunks = build(schedule, num_ranks, 8, num_chunks, deferred=deferred)
-        tied = TiedWeights(chunks, NAMES)
-        for chunk in chunks:
-            chunk.config.finalize_model_grads_func = tied.sum_gradients
-        run(schedule, chunks, M)
-        # To the bit where the reference adds up each copy by itself, as ranks must.
-        assert_same_gradients(chunks, unpartitioned(2), schedule)
-        # One tensor's gradient is added up in another order: the same in float64 to its last digits.
-        chunks = [chunk.double() for chunk in build(schedule, num_ranks, 8, num_chunks, deferred=deferred)]
-        tied = TiedWeights(chunks, NAMES)
-        for chunk in chunks:
-            chunk.config.finalize_model_grads_func = tied.sum_gradients
-        run(schedule, chunks, M)
-        expected = unpartitioned(1, double=True)
-        assert_same_gradients(chunks, expected, schedule, atol=1e-13)
-        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.25)
-        torch.testing.assert_close(clip_grad_norm_(chunks, 0.25), norm, rtol=1e-12, atol=0)
 
 
 @on_ranks(2)
@@ -86,18 +44,18 @@ def test_steps_sum_by_themselves(rank: int) -> None:
     called = []
     chunks[0].config.finalize_model_grads_func = lambda *arguments: called.append(rank)
     run("1f1b", chunks, M)
-    assert_same_gradients(chunks, unpartitioned(2), "1f1b")
+    assert_same_gradients(chunks, unpartitioned(), "1f1b")
     for finalize in (tied.sum_gradients, None):
         chunks[0].zero_grad()
         chunks[0].config.finalize_model_grads_func = finalize
         run("1f1b", chunks, M)
-        assert_same_gradients(chunks, unpartitioned(2), "1f1b")
+        assert_same_gradients(chunks, unpartitioned(), "1f1b")
     assert called == [rank]
     chunks[0].zero_grad()
     chunks[0].tied_weights.clear()
     run("1f1b", chunks, M)
     own = chunks[0].head.weight if rank else chunks[0].embedding.weight
-    assert not torch.equal(own.grad, unpartitioned(2).head.weight.grad)
+    assert not torch.equal(own.grad, unpartitioned().head.weight.grad)
 
 
 @needs_fsdp_on_cpu
@@ -109,44 +67,8 @@ def test_sharded_after_they_were_tied(rank: int) -> None:
     fully_shard(chunks[0], mesh=DeviceMesh.from_group(parallel_state.get_data_parallel_group(), "cpu"))
     run("1f1b", chunks, M)
     own = chunks[0].head.weight if rank else chunks[0].embedding.weight
-    assert torch.equal(own.grad.full_tensor(), unpartitioned(2).head.weight.grad)
+    assert torch.equal(own.grad.full_tensor(), unpartitioned().head.weight.grad)
     assert getattr(own, "shared", False) == (rank == 1)
-
-
-def stay_equal(rank: int, schedule: str) -> tuple[Tensor, ...]:
-    """After steps of which some are clipped, the ordinary way and validated afterwards."""
-    found = []
-    for is_post_validated in (False, True):
-        chunks = build(schedule, 2, 8)
-        tied = TiedWeights(chunks, NAMES)
-        chunks[0].config.finalize_model_grads_func = lambda models, num_tokens, tied=tied: tied.sum_gradients()
-
-        def adamw(groups: Any) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(groups, lr=1e-2)
-
-        max_norm = 0.9
-        if is_post_validated:
-            optimizer = PostValidatedOptimizer(chunks, adamw, max_norm)
-            chunks[0].config.post_validated_optimizer = optimizer
-        else:
-            optimizer = PipelinedOptimizer(chunks, adamw)
-        for step in range(8):
-            run(schedule, chunks, 3, seed=step)
-            if not is_post_validated:
-                clip_grad_norm_(chunks, max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.finalize()
-        found += [p.detach() for chunk in chunks for name, p in chunk.named_parameters() if name in NAMES]
-    return tuple(found)
-
-
-@pytest.mark.parametrize("schedule", ["zb2p", "zbv"])
-def test_copies_stay_equal(ranks: RankPool, schedule: str) -> None:
-    copies = [copy for of_rank in ranks.run(2, stay_equal, schedule) for copy in of_rank]
-    assert len(copies) == 4
-    for copy in copies[1:]:
-        assert torch.equal(copy, copies[0])
 
 
 @on_ranks(2)
@@ -162,7 +84,7 @@ def test_one_parameter_under_two_names(rank: int) -> None:
     if rank == 0:
         assert torch.equal(chunks[0].embedding.weight.grad, before)
         assert not hasattr(chunks[0].embedding.weight, "shared")
-        expected = unpartitioned(1)
+        expected = unpartitioned()
         torch.testing.assert_close(before, expected.embedding.weight.grad)
 
 
@@ -176,22 +98,6 @@ def test_one_parameter_under_two_names_of_one_chunk(rank: int) -> None:
     before = chunk.head.weight.grad.clone()
     tied.sum_gradients()
     assert torch.equal(chunk.head.weight.grad, before)
-
-
-def with_replicas(rank: int) -> list[Tensor]:
-    chunks = build("1f1b", 2, 8)
-    tied = TiedWeights(chunks, NAMES)
-    replica = parallel_state.get_data_parallel_rank()
-    run("1f1b", chunks, 3, seed=replica)
-    tied.sum_gradients()
-    return [p.grad for chunk in chunks for name, p in chunk.named_parameters() if name in NAMES]
-
-
-def test_each_pipeline_sums_its_own(ranks: RankPool) -> None:
-    (first,), (second,), (third,), (fourth,) = ranks.run(4, with_replicas)
-    assert torch.equal(first, third)
-    assert torch.equal(second, fourth)
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
