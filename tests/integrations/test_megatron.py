@@ -115,8 +115,8 @@ def train_with_both(
 
 @pytest.mark.parametrize(
     ("pp_size", "vp_size", "num_microbatches", "num_steps", "is_tied"),
-    [(4, None, 6, 4, True), (2, 2, 4, 4, True), (4, 2, 8, 4, True), (4, 2, 8, 4, False)],
-    ids=["pp4-tied", "pp2-vpp2-tied", "pp4-vpp2-tied", "pp4-vpp2"],
+    [(4, None, 6, 3, True), (2, 2, 4, 3, True), (4, 2, 8, 3, False)],
+    ids=["pp4-tied", "pp2-vpp2-tied", "pp4-vpp2"],
 )
 def test_same_training_as_megatron(
     ranks: RankPool, pp_size: int, vp_size: int | None, num_microbatches: int, num_steps: int, is_tied: bool
@@ -140,7 +140,7 @@ def test_same_training_in_a_v(rank: int) -> None:
     for V schedules; with a loss per token, gradients were divided by the last rank's number of tokens, which is 0.
 
     Losses are read where Megatron's trainers read them."""
-    pp_size, schedules = 2, {"zbv": 5, "v_half": 2, "v_min": 2, "dualpipev": 2}  # how many steps of each
+    pp_size, schedules = 2, {"zbv": 3, "v_half": 1, "dualpipev": 1}  # how many steps of each
     num_microbatches = 2 * pp_size + 1
     config = megatron(pp_size, calculate_per_token_loss=True)
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -389,46 +389,6 @@ def test_functions_at_the_stages_of_a_v(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_pp2_vpp2_with_variable_lengths(rank: int) -> None:
-    """Previous and next rank are the same one, and every message has another shape."""
-    config = megatron(2, 2, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
-    chunks = megapipe.integrations.megatron.build_model_chunks(provider(config), "interleaved_1f1b")
-    one_rank = copy_of(chunks)
-    data = batches(5, 1, lengths=[4, 9, 2, 9, 7])
-    losses = step(megapipe.get_forward_backward_func("interleaved_1f1b"), chunks, data)
-    # The same chunks one after the other: each rank sends the whole output on.
-    reports: list[float] = []
-    for tokens in data:
-        hidden: Any = None
-        stages = [None] * 4
-        for index in range(4):
-            owner, chunk = index % 2, one_rank[index // 2]
-            received = [None]
-            if owner == rank:
-                if index:
-                    hidden = hidden.detach().requires_grad_()
-                chunk.set_input_tensor([hidden])
-                stages[index] = (hidden, forward_step(iter([tokens]), chunk)[0])
-                received = [stages[index][1].detach()]
-            dist.broadcast_object_list(received, src=owner)
-            hidden = received[0]
-        reports.append(float(hidden.mean()))
-        grad: Any = torch.full_like(hidden, 1 / hidden.numel() / len(data))
-        for index in reversed(range(4)):
-            received = [None]
-            if index % 2 == rank:
-                received_input, output = stages[index]
-                if output.shape == grad.shape:
-                    output.backward(grad)
-                received = [None if received_input is None else received_input.grad]
-            dist.broadcast_object_list(received, src=index % 2)
-            grad = received[0]
-    assert losses == (reports if rank == 1 else [])
-    for chunk, expected in zip(chunks, one_rank):
-        assert_same_gradients([chunk], expected)
-
-
-@on_ranks(2)
 def test_layers_that_leave_their_weight_gradients_to_w(rank: int) -> None:
     """In B the layers' weights have no gradient yet; after W all have the same as without."""
     plain = provider(megatron(1))()
@@ -655,7 +615,7 @@ def test_gradients_in_their_data_parallelism(rank: int) -> None:
     for number in range(2):
         both = [replicas.replica_gradients(model, one, 2, number, 3) for one in range(2)]
         expected.append(dict(zip(dict(model.named_parameters()), replicas.average(both))))
-    for schedule, by_hooks in itertools.product(["1f1b", *replicas.SPLIT], [True, False]):
+    for schedule, by_hooks in itertools.product(["1f1b", "zb1p", "zbv"], [True, False]):
         chunks = replicas.build_replicas(schedule, 2)
         wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
         config.no_sync_func = [one.no_sync for one in wrapped]

@@ -91,13 +91,12 @@ def check(
     return chunks
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("name", plain_models.MODELS)
 @on_ranks(2)
-def test_gradients_are_those_of_the_whole_module(rank: int, name: str, schedule: str) -> None:
+def test_gradients_are_those_of_the_whole_module(rank: int, name: str) -> None:
     initialise(2)
     model, batches = make(name)
-    chunks = check(model, batches, schedule, tied=("shared.weight", "head.weight"))
+    chunks = check(model, batches, "zbv", tied=("shared.weight", "head.weight"))
     assert all(any(True for _ in chunk.parameters()) for chunk in chunks)
     names = {name for chunk in chunks for name in chunk.state_dict()}
     assert names <= model.state_dict().keys()
@@ -283,10 +282,9 @@ ROWS: dict[str, tuple[Any, ...]] = {  # forward, batch, what is made besides, ti
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "checkpoints" or torch.__version__ >= "2.9"])
 @on_ranks(2)
-def test_rows(rank: int, row: str, schedule: str) -> None:
+def test_rows(rank: int, row: str) -> None:
     """The home-made runner of units did these wrongly without a word, or crashed."""
     initialise(2)
     torch.manual_seed(0)
@@ -294,7 +292,7 @@ def test_rows(rank: int, row: str, schedule: str) -> None:
     model = Net(run, made)
     names = tuple(name for name in dict(model.named_parameters(remove_duplicate=False)) if name.startswith(tied or "-"))
     torch.manual_seed(1)
-    check(model, [batch() for _ in range(4)], schedule, tied=names)
+    check(model, [batch() for _ in range(4)], "zbv", tied=names)
 
 
 def adds_out(net: Net, x: Tensor) -> Tensor:

@@ -98,9 +98,8 @@ def assert_gradients(chunks: list[Stage], expected: dict[str, Tensor]) -> None:
     assert_same_gradients(chunks, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["plain", "deferred"])
 @on_ranks(4)
-def test_gradients_and_norms(rank: int, deferred: bool) -> None:
+def test_gradients_and_norms(rank: int) -> None:
     """Gradients are to the bit those of the model that is tensor-parallel, but in no pipeline.
 
     Torch leaves that of an embedding shared out by rows whole on every rank. So the norm counted it once for each."""
@@ -110,7 +109,7 @@ def test_gradients_and_norms(rank: int, deferred: bool) -> None:
     norm = torch.nn.utils.get_total_norm(list(on_one_rank.values()))
     in_no_pipeline = reference(parallelize(Stage(StageInfo(0, 1), NUM_LAYERS), mesh["tp"]))
     for schedule in SCHEDULES:
-        chunks = build(schedule, mesh, deferred=deferred)
+        chunks = build(schedule, mesh, deferred=schedule != "1f1b")
         step(schedule, chunks)
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -126,7 +125,7 @@ def test_ws_run_while_its_collectives_are_under_way(rank: int) -> None:
     """Without a word in the model. The gradients are those of windows that stay empty."""
     mesh = use_mesh(pp=2, tp=2)
     expected: dict[tuple[str, str], Tensor] = {}
-    for schedule, weights_per_window in itertools.product(SCHEDULES, (0, 1, 100)):
+    for schedule, weights_per_window in itertools.product(("1f1b", "zbv"), (0, 1, 100)):
         chunks = build(schedule, mesh, deferred=True)
         for chunk in chunks:
             chunk.config.weights_per_window = weights_per_window
@@ -148,7 +147,7 @@ def test_a_loss_that_is_shared_out(rank: int) -> None:
     mesh = use_mesh(pp=2, tp=2)
     expected = reference(Stage(StageInfo(0, 1), NUM_LAYERS))
     whole_losses = step_alone(NUM_MICROBATCHES)
-    for schedule in SCHEDULES:
+    for schedule in ("1f1b", "zbv"):
         chunks = build(schedule, mesh, deferred=True, shares_logits=True)
         with loss_parallel():
             losses = step(schedule, chunks)
