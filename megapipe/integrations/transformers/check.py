@@ -19,8 +19,8 @@ from ...plan import StageInfo
 from .config import ChunkConfig
 from .crossing import Crossing, Reached
 from .cut import CannotCutError, Parts, find_parts
-from .decoding import compare_decoding
 from .flow import Course, Flow, Trial, borders_of, watched
+from .generation import compare_decoding
 from .stage import as_stage, is_for_first
 from .step import names_between_stages
 from .whole import initialise, make_meta_model, make_small_config, make_untouched

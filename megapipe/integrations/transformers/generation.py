@@ -2,7 +2,8 @@
 
 The rank of the last stage runs transformers' own `generate` on a model that only looks whole. Its forward tells all
 ranks the new tokens, runs the pipeline, and returns the logits. The other ranks run what they are told. So tokens are
-chosen on one rank, by transformers' own code, and only tokens go back to the first stage.
+chosen on one rank, by transformers' own code, and only tokens go back to the first stage. From token to token each
+stage keeps keys and values, or states, of its own layers.
 """
 
 from __future__ import annotations
@@ -11,24 +12,21 @@ import copy
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ... import parallel_state
 from ...all_ranks import AllRanks
-from ...failures import collective
-from ...runtime import stages_for_rank
 from ...schedules import get_forward_backward_func
-from .decoding import cache_argument, make_cache, whole_forward, without_balance
+from .stage import CACHES, HuggingFaceStage
 
-__all__ = ["generate"]
+__all__ = ["compare_decoding", "generate"]
 
 NAMES = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
-"""What is told: tensors of [sequences, new tokens]."""
+"""What is told: numbers for [sequences, new tokens]."""
 
 REFUSED = {
     "return_dict_in_generate": (False, "tokens are all that travels back to the ranks"),
@@ -79,24 +77,24 @@ def generate(
         raise ValueError("generate keeps keys and values of whole sequences: build chunks with num_sequence_slices=1.")
     pipeline = _Pipeline(chunks, schedule, num_microbatches)
     last = next((chunk for chunk in chunks if chunk.stage.is_last), None)
-    sequences, error = None, None
-    with _evaluating(chunks), torch.no_grad():
+    devices = [pipeline.device] if pipeline.device.type == "cuda" else []
+    with _evaluating(chunks), torch.no_grad(), torch.random.fork_rng(devices, enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         if last is None:
-            while (inputs := pipeline.told(None)) is not None:
-                pipeline.run(inputs)
-        else:
-            cache = _follower(pipeline)
-            options |= {"attention_mask": attention_mask, pipeline.kept: cache, "use_cache": True}
-            try:
-                _check_options(options, options.get("generation_config") or last.generation_config)
-                with _seeded(seed, last.device):
-                    sequences = _as_whole(last, pipeline).generate(input_ids, synced_gpus=False, **options)
-            except Exception as own:
-                if pipeline.is_running:
-                    raise  # which the other ranks know of
-                error = own
-            pipeline.told({})
-        return pipeline.ended(sequences, error)
+            while isinstance(told := pipeline.told(), dict):
+                pipeline.run(told)
+            return torch.tensor(told, device=pipeline.device)
+        options |= {"attention_mask": attention_mask, pipeline.kept: _follower(pipeline), "use_cache": True}
+        try:
+            _check_options(options, options.get("generation_config") or last.generation_config)
+            sequences: Tensor = _as_whole(last, pipeline).generate(input_ids, synced_gpus=False, **options)
+        except Exception as error:
+            if not pipeline.is_running:  # the other ranks know of what fails within a step
+                pipeline.told(error)
+            raise
+        pipeline.told(sequences.tolist())
+        return sequences
 
 
 def _check_options(options: dict[str, Any], defaults: Any) -> None:
@@ -119,47 +117,26 @@ class _Pipeline:
     length = 0
 
     def __init__(self, chunks: Sequence[Any], schedule: Any, num_microbatches: int | None) -> None:
-        self.chunks, self.schedule, self.num_microbatches = chunks, schedule, num_microbatches
+        self.chunks, self.num_microbatches = chunks, num_microbatches
         self.forward = get_forward_backward_func(schedule)
-        self.group = parallel_state.get_pipeline_model_parallel_group() if dist.is_initialized() else None
+        self.ranks = AllRanks("generation", parallel_state.find_pipeline_group())
         self.device = chunks[0].device
         self.kept = cache_argument(whole_forward(chunks[0])) or ""
         self.caches: list[list[Any]] = []
         self.mask: Tensor | None = None
 
-    @property
-    def source(self) -> int:
-        """The rank, in all of torch.distributed, that has the last stage."""
-        assert self.group is not None
-        size, num_chunks = self.group.size(), len(self.chunks)
-        has_last = [
-            any(stage.is_last for stage in stages_for_rank(self.schedule, rank, size, num_chunks))
-            for rank in range(size)
-        ]
-        return dist.get_global_rank(self.group, has_last.index(True))
+    def told(self, own: Any = None) -> Any:
+        """What the rank of the last stage calls it with, on all ranks: the inputs of a step, or the sequences at the
+        end; an error is raised on all."""
+        with self.ranks.together() as phase:
+            if isinstance(own, Exception):
+                raise own
+            phase.own = own
+        return next(one for one in phase.all if one is not None)
 
-    def told(self, inputs: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """What the rank of the last stage tells all, [sequences, new tokens] each; the others pass None. None at the
-        end, which it tells by an empty dict."""
-        if self.group is None or self.group.size() == 1:
-            return inputs or None
-        sizes = next(iter(inputs.values())).shape if inputs else (0, 0)
-        header = torch.tensor([*sizes, *(name in (inputs or {}) for name in NAMES)], device=self.device)
-        with collective("the next tokens of a generation"):
-            dist.broadcast(header, self.source, self.group)
-            num_sequences, num_tokens, *flags = header.tolist()
-            if not num_sequences:
-                return None
-            names = [name for name, is_there in zip(NAMES, flags) if is_there]
-            if inputs:
-                values = torch.stack([inputs[name] for name in names])
-            else:
-                values = torch.empty(len(names), num_sequences, num_tokens, dtype=torch.long, device=self.device)
-            dist.broadcast(values, self.source, self.group)
-        return dict(zip(names, values))
-
-    def run(self, inputs: dict[str, Tensor], **of_last: Any) -> list[Tensor]:
+    def run(self, told: dict[str, Any], **of_last: Any) -> list[Tensor]:
         """One step. Returns the logits of each microbatch, on the rank of the last stage."""
+        inputs = {name: torch.tensor(numbers, device=self.device) for name, numbers in told.items()}
         num_sequences, num_tokens = inputs["input_ids"].shape
         number = self.num_microbatches or _even_number(num_sequences, self.chunks[0].stage.num_stages)
         if not self.caches:
@@ -186,20 +163,6 @@ class _Pipeline:
         self.length += num_tokens
         return outputs
 
-    def ended(self, sequences: Tensor | None, error: Exception | None) -> Tensor:
-        """What the rank of the last stage has, on all ranks: the sequences, or an error."""
-        with AllRanks("generation", self.group).together() as phase:
-            if error is not None:
-                raise error
-            phase.own = None if sequences is None else list(sequences.shape)
-        if sequences is None:
-            shape = next(one for one in phase.all if one is not None)
-            sequences = torch.empty(shape, dtype=torch.long, device=self.device)
-        if self.group is not None:
-            with collective("the end of a generation"):
-                dist.broadcast(sequences, self.source, self.group)
-        return sequences
-
 
 def _as_whole(last: Any, pipeline: _Pipeline) -> Any:
     """The model of the last stage, but that its forward is that of all stages."""
@@ -212,9 +175,8 @@ def _as_whole(last: Any, pipeline: _Pipeline) -> Any:
         number = pipeline.num_microbatches
         if number is not None and (number < 1 or num_sequences % number):
             raise ValueError(f"{num_sequences} sequences cannot be split into {number} microbatches of the same size.")
-        new = {name: value.expand(num_sequences, -1)[:, -num_tokens:] for name, value in tensors.items()}
-        told = pipeline.told({name: value.to(pipeline.device, torch.long) for name, value in new.items()})
-        assert told is not None
+        new = {name: value.expand(num_sequences, -1)[:, -num_tokens:].long() for name, value in tensors.items()}
+        told = pipeline.told({name: value.tolist() for name, value in new.items()})
         of_last = {} if logits_to_keep is None else {"logits_to_keep": logits_to_keep}
         logits = torch.cat(pipeline.run(told, **of_last))
         outputs: Any = importlib.import_module("transformers.modeling_outputs")
@@ -260,10 +222,80 @@ def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
             module.training = was_training
 
 
+def cache_argument(forward: Any) -> str | None:
+    """The name of the argument of a model's forward that holds keys and values; None where it has none."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in CACHES if name in names), None)
+
+
+def make_cache(chunk: Any) -> Any:
+    """An empty cache of transformers, whose numbers of layers are those of the whole model.
+
+    At the number of another stage's layer is the cache of an own one, of the same sort where there is one: models ask
+    the first cache of each sort how many tokens there were, to make masks and positions.
+    """
+    utils: Any = importlib.import_module("transformers.cache_utils")
+    cache = utils.DynamicCache(config=chunk.config.model_config)
+    own = [cache.layers[number] for number in chunk.layers if number < len(cache.layers)]
+    same = {type(one): one for one in reversed(own)}
+    counting = next((one for one in own if isinstance(one, utils.CacheLayerMixin)), None)
+    for number, layer in enumerate(cache.layers):
+        if number not in chunk.layers:
+            others = counting if isinstance(layer, utils.CacheLayerMixin) else None
+            cache.layers[number] = same.get(type(layer), others or layer)
+    return cache
+
+
+def whole_forward(chunk: Any) -> Any:
+    """The forward of the whole model's class, bound to the chunk."""
+    return super(HuggingFaceStage, chunk).forward
+
+
 @contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with nullcontext() if seed is None else torch.random.fork_rng(devices):
-        if seed is not None:
-            torch.manual_seed(seed)
+def without_balance(config: Any) -> Iterator[None]:
+    """No loss balances experts while the block runs: transformers' would need the routers of all tokens before."""
+    before = getattr(config, "output_router_logits", None)
+    if before:
+        config.output_router_logits = False
+    try:
         yield
+    finally:
+        if before:
+            config.output_router_logits = before
+
+
+def compare_decoding(whole: Any, chunks: Sequence[Any], tokens: Tensor, tolerance: float) -> str:
+    """Give a padded prompt and then two tokens to the whole model and to its stages in a row. Returns what differs, or
+    nothing.
+
+    Args:
+        tokens: [2, at least 5].
+    """
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    names = inspect.signature(whole.forward).parameters
+    kept = cache_argument(whole.forward)
+    if kept is None or not whole.can_generate():
+        return "it keeps no keys and values in a cache of transformers"
+    given = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+    given = {name: tensor for name, tensor in given.items() if name in names}
+    cache = importlib.import_module("transformers").DynamicCache(config=whole.config)
+    ends = [tokens.shape[1] - 2, tokens.shape[1] - 1, tokens.shape[1]]
+    try:
+        caches = [make_cache(chunk) for chunk in chunks]
+        for start, end in zip([0, *ends], ends):
+            part = {
+                n: tensor[:, :end] if n == "attention_mask" else tensor[:, start:end] for n, tensor in given.items()
+            }
+            with torch.no_grad(), without_balance(whole.config):
+                wanted = whole(**part, **{kept: cache}, use_cache=True).logits[:, -1]
+                message: Any = None
+                for chunk, own in zip(chunks, caches):
+                    chunk.set_input_tensor(message if isinstance(message, dict) else [message])
+                    message = chunk(**part, **{kept: own})
+            if not torch.allclose(message[:, -1], wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max())):
+                return f"its stages have other logits than the whole model for the token behind {end}"
+    except Exception as error:
+        return f"with kept keys and values it fails with {type(error).__name__}: {error}"
+    return ""
