@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .offload import Offload, storages_of
     from .replay import Replay, recomputing, regions_of
     from .saver import as_it_is, saving
-    from .state import autocasts
+    from .state import autocasts, restores_of
 
 __all__ = [
     "Offload",
@@ -17,6 +17,7 @@ __all__ = [
     "autocasts",
     "recomputing",
     "regions_of",
+    "restores_of",
     "saving",
     "storages_of",
 ]

@@ -1,4 +1,5 @@
-"""What a call of a module reads besides its arguments: random numbers, buffers, other attributes and autocast."""
+"""What a call of a module reads and changes besides its arguments: random numbers, buffers, other attributes and
+autocast."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ..frameworks import frameworks
 
-__all__ = ["State", "autocasts"]
+__all__ = ["State", "autocasts", "restores_of"]
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Functions that return and set the state of a stream of random numbers."""
@@ -88,6 +89,23 @@ def _random_streams(device: torch.device) -> Iterator[Stream]:
         yield numpy.get_state, numpy.set_state
     for framework in frameworks():
         yield from framework.random_streams()
+
+
+def restores_of(device: torch.device, models: Sequence[nn.Module] = ()) -> list[Callable[[], None]]:
+    """Functions that bring random numbers to where they are now, and with them the statistics and counters that a
+    forward of these models moves on, and buffers that it makes or replaces."""
+    restores: list[Callable[[], None]] = [partial(put, get()) for get, put in _random_streams(device)]
+    for module in (module for model in models for module in model.modules()):
+        values = [(buffer, buffer.clone()) for buffer in module._buffers.values() if buffer is not None]
+        restores.append(partial(_restore_buffers, module, dict(module._buffers), values))
+    return restores
+
+
+def _restore_buffers(module: nn.Module, buffers: dict[str, Tensor | None], values: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, value in values:
+            buffer.copy_(value)
+    _set_all(module._buffers, buffers)
 
 
 def _streams_of(value: Any) -> Iterator[Stream]:

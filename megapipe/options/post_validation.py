@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ..activations import restores_of
 from ..plan import Event, Plan
-from ..runtime import BeginAgain, restores_of_buffers, restores_of_random_states
+from ..runtime import BeginAgain
 from ..stages import Call, Extension
 
 __all__ = ["PostValidation", "validation_points"]
@@ -46,29 +47,52 @@ def validation_points(plan: Plan) -> list[int]:
 class PostValidation(Extension):
     """Validates the last optimizer step before the first backward of a rank."""
 
-    _speculation: Speculation | None = None
-    """That of this step; None where its weights are known to stand."""
+    _is_validated = True
+    """Whether the last optimizer step is known to stand, or has been rolled back."""
 
     def begin(self, call: Call) -> None:
         optimizer = self.config.post_validated_optimizer
         assert optimizer is not None
-        self._speculation = None
+        self._is_validated = True
         if call.forward_only or self.watchdog is None:  # a pipeline of one rank waits for no other
             optimizer.finalize_everywhere()
         elif optimizer.has_pending_step:
-            self._speculation = Speculation(self._validate, self.plan(), self.pp_rank, call)
+            self._is_validated = False
+            plan = self.plan()
+            before = [events[:point] for events, point in zip(plan.events, validation_points(plan))]
+            self._num_inputs = sum(event.verb == "recv_forward" for event in before[self.pp_rank])
+            sent = (event.stage for events in before for event in events if event.verb == "send_forward")
+            self._num_sent = Counter(sent)  # by each stage, before the point of its rank
+            recorded = {id(it): _Recorded(it, call.device) for it in call.data_iterators if it is not None}
+            call.data_iterators = [None if it is None else recorded[id(it)] for it in call.data_iterators]
+            self._iterators = list(recorded.values())
+            self._restores = restores_of(call.device, call.models)
 
     def before_receive(self, way: str) -> None:
-        if self._speculation is not None:
-            self._speculation.before_receive(way)
+        """Raises BeginAgain where this message is behind the point, and the optimizer step was rolled back."""
+        if self._is_validated:
+            return
+        is_behind = way == "backward" or self._num_inputs == 0
+        self._num_inputs -= way == "forward"
+        if is_behind:
+            self._is_validated = True
+            if self._validate():
+                raise BeginAgain(self._num_sent)
+            self._forget(again=False)
 
     def may_post_ahead(self) -> bool:
         """After a rollback the message might be another one."""
-        return self._speculation is None or self._speculation.is_validated
+        return self._is_validated
 
     def again(self) -> None:
-        assert self._speculation is not None
-        self._speculation.begin_again()
+        for restore in self._restores:
+            restore()
+        self._forget(again=True)
+
+    def _forget(self, again: bool) -> None:
+        for iterator in self._iterators:
+            iterator.stop(again)
+        self._iterators, self._restores = [], []
 
     def _validate(self) -> bool:
         assert self.watchdog is not None
@@ -79,47 +103,6 @@ class PostValidation(Extension):
         is_rolled_back: bool = self.config.post_validated_optimizer.validate(self.watchdog.check)
         position.awaited = None
         return is_rolled_back
-
-
-class Speculation:
-    """One training step that begins before it is known whether the last optimizer step stands.
-
-    Args:
-        validate: waits until that is known, and returns whether it was rolled back.
-    """
-
-    def __init__(self, validate: Callable[[], bool], plan: Plan, pp_rank: int, step: Call) -> None:
-        self._validate = validate
-        self._step = step
-        before = [events[:point] for events, point in zip(plan.events, validation_points(plan))]
-        self._num_inputs = sum(event.verb == "recv_forward" for event in before[pp_rank])
-        self._num_sent = Counter(event.stage for events in before for event in events if event.verb == "send_forward")
-        """The outputs that each stage sends before the point of its rank."""
-        self.is_validated = False
-        self._iterators = {id(it): _Recorded(it, step.device) for it in step.data_iterators if it is not None}
-        step.data_iterators = [None if it is None else self._iterators[id(it)] for it in step.data_iterators]
-        self._restore = [*restores_of_random_states(step.device), *restores_of_buffers(step.models)]
-
-    def before_receive(self, way: str) -> None:
-        """Raises BeginAgain where this message is behind the point, and the optimizer step was rolled back."""
-        is_behind = way == "backward" or self._num_inputs == 0
-        self._num_inputs -= way == "forward"
-        if is_behind and not self.is_validated:
-            self.is_validated = True
-            if self._validate():
-                raise BeginAgain(self._num_sent)
-            self._forget(again=False)
-
-    def begin_again(self) -> None:
-        """Bring back what the forwards have changed outside of the pipeline."""
-        for restore in self._restore:
-            restore()
-        self._forget(again=True)
-
-    def _forget(self, again: bool) -> None:
-        for iterator in self._iterators.values():
-            iterator.stop(again)
-        self._restore.clear()
 
 
 class _Recorded(Iterator[Any]):
@@ -139,7 +122,7 @@ class _Recorded(Iterator[Any]):
             return item
         item = next(self._iterator)
         if self._seen is not None:
-            self._seen.append((item, [*restores_of_random_states(self._device)]))
+            self._seen.append((item, restores_of(self._device)))
         return item
 
     def __getattr__(self, name: str) -> Any:

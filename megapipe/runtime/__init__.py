@@ -7,7 +7,6 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .grad_sync import GradientSync
     from .pipeline import BeginAgain, Pipeline, runs_of
-    from .restoring import restores_of_buffers, restores_of_random_states
     from .step import run_step, stages_for_rank
     from .warming_up import warm_up
 
@@ -15,8 +14,6 @@ __all__ = ["Pipeline", "run_step", "stages_for_rank", "warm_up"]
 __all__ += [
     "BeginAgain",
     "GradientSync",
-    "restores_of_buffers",
-    "restores_of_random_states",
     "runs_of",
 ]  # between rooms
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from ..activations import restores_of
 from ..chunks import find_attribute, iter_wrapped, named_parameters, parameters_replaced
 from ..frameworks import frameworks
 from ..messages import MessageSpec, TensorSpec, can_have_gradient
@@ -30,7 +31,6 @@ from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
 from ..stages import Call, Unit, as_sent
 from .arguments import check_call, chunks_of, config_of, device_of, pipeline_group
 from .pipeline import checkpoint_arguments, runs_of
-from .restoring import restores_of_buffers, restores_of_random_states
 from .runner import Runner, situation_of
 from .session import Alone, Session, one_step
 from .shapes import message_specs, spec_of
@@ -154,7 +154,7 @@ def _inputs(call: Call, runner: Runner, received: Any) -> list[list[MessageSpec 
 @contextmanager
 def _without_a_trace(call: Call, runner: Runner) -> Iterator[None]:
     with ExitStack() as after:
-        for restore in (*restores_of_random_states(call.device), *restores_of_buffers(call.models)):
+        for restore in restores_of(call.device, call.models):
             after.callback(restore)
         for info, model in zip(runner.stages, call.models):
             for name, parameter in named_parameters(model):

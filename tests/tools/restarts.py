@@ -7,24 +7,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from megapipe import PostValidatedOptimizer
-from megapipe.options.post_validation import Speculation
+from megapipe.options.post_validation import PostValidation
 
 
 @contextmanager
-def counting_restarts() -> Iterator[list[Speculation]]:
+def counting_restarts() -> Iterator[list[PostValidation]]:
     """Gives a list that grows by one whenever a step of this rank begins again."""
-    restarts: list[Speculation] = []
-    begin_again = Speculation.begin_again
+    restarts: list[PostValidation] = []
+    again = PostValidation.again
 
-    def count(self: Speculation, *args: Any) -> None:
+    def count(self: PostValidation, *args: Any) -> None:
         restarts.append(self)
-        begin_again(self, *args)
+        again(self, *args)
 
-    Speculation.begin_again = count
+    PostValidation.again = count
     try:
         yield restarts
     finally:
-        Speculation.begin_again = begin_again
+        PostValidation.again = again
 
 
 def validated(optimizer: PostValidatedOptimizer, chunks: list[Any]) -> PostValidatedOptimizer:
