@@ -1,56 +1,32 @@
-"""The last steps of all ranks, recorded and gathered into one timeline."""
+"""The last steps of all ranks, recorded and gathered into one timeline.
+
+The clocks of several hosts are brought into line by the messages of the very steps that are to be compared. A message
+cannot be used before it was sent. So each one says how far, at least, its receiver's clock is ahead of its sender's;
+messages the other way say how far at most. Of all messages between two clocks the fastest ones count, as in the network
+time protocol: half way between the two bounds the error is at most half the difference of their latencies. That needs
+no exchange of its own, no quiet network, and no clock that keeps its rate from a calibration at the start of a run
+until now. Every pipeline that trains sends messages both ways; where all go one way, the fastest is taken to have taken
+no time. Ranks on one host share a clock: nothing is moved there.
+"""
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..plan import Action, ActionBytes, RankStep, Span, Wait, plan_of
+from ..plan import Plan, RankStep, plan_of
 from ..timing import Clock, HostClock, LiveStorages, StepRecord, clock_of
-from .clocks import align
-from .timeline import Timeline
+from .timeline import Timeline, as_json, measured_messages, read_rank
 
-__all__ = ["TimelineRecorder"]
-
-
-class RankRecord(NamedTuple):
-    """The part of one rank in a timeline that is gathered."""
-
-    clock: str
-    name: str
-    steps: dict[int, RankStep]
-    """Steps by their number."""
-
-    def as_lists(self) -> list[Any]:
-        """The record as it travels."""
-        steps = [[n, s.begin, s.end, s.spans, s.waits, s.pairs, s.memory] for n, s in self.steps.items()]
-        return [self.clock, self.name, steps]
-
-    @classmethod
-    def read(cls, clock: str, name: str, steps: Sequence[Any]) -> RankRecord:
-        """The record that was described by `as_lists`."""
-        return cls(
-            clock,
-            name,
-            {
-                number: RankStep(
-                    begin,
-                    end,
-                    [Span(Action(*action), *times) for action, *times in spans],
-                    [Wait(action and Action(*action), *times) for action, *times in waits],
-                    tuple(pairs),
-                    tuple(ActionBytes(*held) for held in memory),
-                )
-                for number, begin, end, spans, waits, pairs, memory in steps
-            },
-        )
+__all__ = ["TimelineRecorder", "align", "merge"]
 
 
 class TimelineRecorder:
@@ -96,14 +72,15 @@ class TimelineRecorder:
         Raises:
             ValueError: no step was recorded on all ranks.
         """
-        names = [record.name for record in self._records]
         steps = self._clock.read(self._records)
-        own = RankRecord(_clock_name(), names[-1] if names else "", {r.number: s for r, s in zip(self._records, steps)})
-        ranks = [own]
+        name = self._records[-1].name if self._records else ""
+        own = [[record.number, as_json(step)] for record, step in zip(self._records, steps)]
+        ranks: list[Any] = [[name, _clock_name(), own]]
         if dist.is_initialized():
             group = group or parallel_state.get_pipeline_model_parallel_group()
-            ranks = [RankRecord.read(*record) for record in parallel_state.all_gather_json(own.as_lists(), group)]
-        return merge(ranks)
+            ranks = parallel_state.all_gather_json(ranks[0], group)
+        found = [{number: read_rank(step) for number, step in steps} for *_, steps in ranks]
+        return merge(ranks[0][0], [clock for _, clock, _ in ranks], found)
 
     def save(self, path: str | Path, group: dist.ProcessGroup | None = None) -> Timeline:
         """`gather`, and write the timeline to a file on the first rank of the pipeline. Returns it on every rank."""
@@ -113,17 +90,53 @@ class TimelineRecorder:
         return timeline
 
 
-def merge(ranks: Sequence[RankRecord]) -> Timeline:
-    """One timeline of the steps that all ranks have, with the clocks in line, begun at 0."""
-    numbers = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
+def merge(name: str, clocks: Sequence[str], ranks: Sequence[Mapping[int, RankStep]]) -> Timeline:
+    """One timeline of the steps that all ranks have, with the clocks in line, begun at 0.
+
+    Args:
+        clocks: the name of each rank's.
+        ranks: the steps of each by their number.
+    """
+    numbers = sorted(set.intersection(*map(set, ranks)))
     if not numbers:
         raise ValueError("no training step was recorded: set config.record_timeline before the first one.")
-    steps = [[rank.steps[number] for rank in ranks] for number in numbers]
-    name = ranks[0].name
+    steps = [[rank[number] for rank in ranks] for number in numbers]
     plan = plan_of(name, [[span.action for span in rank.spans] for rank in steps[0]])
-    steps = align(plan, steps, [rank.clock for rank in ranks])
+    steps = align(plan, steps, clocks)
     begin = min(rank.begin for rank in steps[0])
     return Timeline(name, [[rank.moved(-begin) for rank in step] for step in steps])
+
+
+def align(plan: Plan, steps: Sequence[Sequence[RankStep]], clocks: Sequence[str]) -> list[list[RankStep]]:
+    """The steps on the clock of rank 0.
+
+    Args:
+        steps: per step and rank, in milliseconds of the rank's own clock.
+        clocks: the name of each rank's clock; ranks with the same name share one.
+    """
+    ahead = _bounds(plan, steps, clocks)
+    offsets = {clocks[0]: 0.0}
+    while len(offsets) < len(set(clocks)):
+        # From what is known to the clock whose bounds are closest to each other.
+        pairs = [(known, new) for known, new in ahead if known in offsets and new not in offsets]
+        known, new = min(pairs, key=lambda pair: -ahead[pair] - ahead[pair[::-1]])
+        least, most = ahead[known, new], -ahead[new, known]
+        bounds = [bound for bound in (least, most) if math.isfinite(bound)]
+        offsets[new] = offsets[known] + sum(bounds) / len(bounds)
+    return [[rank.moved(offsets[clock]) for rank, clock in zip(step, clocks)] for step in steps]
+
+
+def _bounds(plan: Plan, steps: Sequence[Sequence[RankStep]], clocks: Sequence[str]) -> dict[tuple[str, str], float]:
+    """How much, for each pair of clocks that exchange messages, at least is to be added to the second one's times for
+    no message to arrive before it was sent, if nothing is added to the first one's; -inf where none say so."""
+    ahead: dict[tuple[str, str], float] = {}
+    for step in steps:
+        for message in measured_messages(plan, step):
+            pair = clocks[message.sender], clocks[message.receiver]
+            if pair[0] != pair[1]:
+                ahead.setdefault(pair[::-1], -math.inf)
+                ahead[pair] = max(ahead.get(pair, -math.inf), message.sent - message.received)
+    return ahead
 
 
 def _clock_name() -> str:

@@ -35,7 +35,16 @@ from ..plan import (
     simulate,
 )
 
-__all__ = ["MeasuredMessage", "Timeline", "first_start", "load_timeline", "measured_messages", "step_time"]
+__all__ = [
+    "MeasuredMessage",
+    "Timeline",
+    "as_json",
+    "first_start",
+    "load_timeline",
+    "measured_messages",
+    "read_rank",
+    "step_time",
+]
 
 UNEVEN = 0.8
 """The least speed of a rank beside the fastest that may be chance."""
@@ -258,23 +267,7 @@ class Timeline:
 
     def save(self, path: str | Path) -> None:
         """Save as JSON, which `load_timeline` reads."""
-        steps = [
-            [
-                {
-                    "begin": _rounded(rank.begin),
-                    "end": _rounded(rank.end),
-                    "actions": [[*action, _rounded(start), _rounded(end)] for action, start, end in rank.spans],
-                    "waits": [
-                        [*(action or (None, None, None, 0)), _rounded(start), _rounded(end)]
-                        for action, start, end in rank.waits
-                    ],
-                    "pairs": rank.pairs,
-                    "memory": rank.memory,
-                }
-                for rank in step
-            ]
-            for step in self.steps
-        ]
+        steps = [list(map(as_json, step)) for step in self.steps]
         content = {"timeline": self.name, "unit": "ms", "steps": steps}
         Path(path).write_text(json.dumps(content, separators=(",", ":")) + "\n")
 
@@ -295,7 +288,7 @@ def load_timeline(path: str | Path) -> Timeline | None:
     if "timeline" not in content:
         return None
     try:
-        steps = [[_read_rank(rank) for rank in step] for step in content["steps"]]
+        steps = [[read_rank(rank) for rank in step] for step in content["steps"]]
     except (LookupError, TypeError, ValueError, OverflowError):
         raise ValueError(f"{path} does not hold a timeline as it was recorded: record a new one.") from None
     plans = [[[span.action for span in rank.spans] for rank in step] for step in steps]
@@ -306,7 +299,20 @@ def load_timeline(path: str | Path) -> Timeline | None:
     return Timeline(str(content["timeline"]), steps)
 
 
-def _read_rank(rank: dict[str, Any]) -> RankStep:
+def as_json(rank: RankStep) -> dict[str, Any]:
+    """A step of one rank as it is saved, and sent to others."""
+    waits = [(action or (None, None, None, 0), start, end) for action, start, end in rank.waits]
+    return {
+        "begin": _rounded(rank.begin),
+        "end": _rounded(rank.end),
+        "actions": [[*action, _rounded(start), _rounded(end)] for action, start, end in rank.spans],
+        "waits": [[*action, _rounded(start), _rounded(end)] for action, start, end in waits],
+        "pairs": rank.pairs,
+        "memory": rank.memory,
+    }
+
+
+def read_rank(rank: dict[str, Any]) -> RankStep:
     spans = [Span(_read_action(*action), *_read_times(start, end)) for *action, start, end in rank["actions"]]
     waits = [
         Wait(None if action[0] is None else _read_action(*action), *_read_times(start, end))

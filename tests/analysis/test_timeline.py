@@ -19,7 +19,7 @@ from tools.ranks import RankPool, start_again
 
 from megapipe import PipelineError, StageInfo, TimelineRecorder, distribute_layers
 from megapipe.analysis import BubbleSplit, Timeline, load_timeline, split_bubble
-from megapipe.analysis.clocks import align
+from megapipe.analysis.recorder import align
 from megapipe.analysis.timeline import measured_messages
 from megapipe.plan import Action, Costs, RankStep, Span, make_plan, play
 from megapipe.timing import StepRecord

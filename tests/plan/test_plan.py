@@ -14,7 +14,7 @@ import torch.distributed.pipelining.schedules as theirs
 from tools.measured import as_measured
 
 from megapipe.analysis import load_timeline
-from megapipe.analysis.recorder import RankRecord, merge
+from megapipe.analysis.recorder import merge
 from megapipe.plan import (
     Action,
     Event,
@@ -145,7 +145,7 @@ def test_a_placement_of_ones_own_comes_back(placement: Placement, tmp_path: Path
     load_plan(tmp_path / "plan.json").save_json(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
     step = as_measured(plan.simulate(3.0, 3.0, 3.0))
-    timeline = merge([RankRecord("clock", "mine", {1: rank}) for rank in step])
+    timeline = merge("mine", ["clock"] * len(step), [{1: rank} for rank in step])
     assert timeline.plan.num_messages == plan.num_messages
     timeline.save(tmp_path / "timeline.json")
     assert load_timeline(tmp_path / "timeline.json") == timeline
