@@ -63,14 +63,13 @@ def test_what_is_nested_comes_back_as_it_was(message: Any) -> None:
 
 
 def test_flat_messages_keep_their_structures() -> None:
-    assert [pack(one)[0] for one in (X, [X], [X, Y], (X,), {"a": X, 2: Y}, [])] == [
-        "tensor",
-        "tensor",
-        "list",
-        "tuple",
-        ("a", 2),
-        "list",
-    ]
+    structures = [pack(one)[0] for one in (X, [X], [X, Y], (X,), {"a": X, 2: Y}, [])]
+    assert structures == ["tensor", "tensor", "list", "tuple", ("a", 2), "list"]
+    tensors = (TensorSpec((2, 3), torch.bfloat16, True), TensorSpec((), torch.int64, False))
+    for structure in structures:
+        spec = MessageSpec(structure, tensors)
+        assert decode_header(encode_header(spec)) == spec
+        assert spec.gradient() == MessageSpec("list", tensors[:1])
 
 
 def test_a_message_is_shown_with_its_containers() -> None:

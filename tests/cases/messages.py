@@ -81,7 +81,10 @@ OF_X: dict[str, Way] = {  # which hold nothing else
         lambda e: [part.contiguous() for part in e["x"].split([SIDE, 1, HIDDEN - SIDE - 1], -1)],
         lambda m: {"x": torch.cat(m, -1)},
     ),
-    "complex": (lambda e: torch.complex(e["x"], 0.5 * e["x"]), lambda m: {"x": m.conj().imag + 2 * m.real}),
+    "complex": (  # torch keeps a conjugate or a negative as a mark on the numbers it was made from
+        lambda e: (torch.complex(e["x"], 0.5 * e["x"]).conj(), torch._neg_view(1 * e["x"])),
+        lambda m: {"x": m[0].conj().imag + 2 * m[0].real - m[1]},
+    ),
     "strided": (lambda e: (e["x"].transpose(0, 1), e["x"][..., ::2]), lambda m: {"x": m[0].transpose(0, 1)}),
 }
 OF_ENTRIES: dict[str, Way] = {

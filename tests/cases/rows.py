@@ -92,7 +92,7 @@ OF_FEATURES = [
         Case("gpipe", 2, 3, [Companions(), Message(kind), AsPipelineStage(), Recompute()])
         for kind in ("written dict", "written list")
     ),
-    Case("zb1p", 2, 3, [Message("complex"), OddLayers({0: "complex", 2: "complex"}), DEFERRING]),
+    Case("zb1p", 3, 3, [Message("complex"), OddLayers({0: "complex", 2: "complex"}), DEFERRING, Shapes("computed")]),
     Case(
         "gpipe",
         2,
