@@ -102,10 +102,8 @@ def train(
     ("schedule", "change"),
     [
         ("combined_1f1b", id),
-        ("combined_1f1b", delay_weight_gradients),
         ("combined_zb1p", defer_weight_gradients),
         ("dualpipev", delay_weight_gradients),
-        ("zbv", defer_weight_gradients),
     ],
 )
 @on_ranks(4)

@@ -360,10 +360,11 @@ def test_autocast_and_recomputation(rank: int) -> None:
     initialise(2)
     model, batches = make("gpt")
     losses = []
-    for settings in ({}, {"recompute": "all"}, {"enable_autocast": True, "autocast_dtype": torch.bfloat16}):
-        config = megapipe.PipelineConfig(**settings)
-        chunks = split(model, batches[0], "zbv", config=config)
-        train = megapipe.get_forward_backward_func("zbv")
+    config = megapipe.PipelineConfig(enable_autocast=True, autocast_dtype=torch.bfloat16)
+    plain, half = split(model, batches[0], "zbv"), split(model, batches[0], "zbv", config=config)
+    train = megapipe.get_forward_backward_func("zbv")
+    for chunks, recompute in ((plain, None), (plain, "all"), (half, None)):
+        chunks[0].config.recompute = chunks[1].config.recompute = recompute
         losses.append(train(forward_step_func=step, data_iterator=iter(batches), model=chunks, num_microbatches=4))
     assert losses[0] == losses[1]
     assert not losses[0] or losses[0] != losses[2]

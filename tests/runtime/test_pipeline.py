@@ -79,21 +79,6 @@ def test_forward_only_leaves_no_gradient_and_no_activation(rank: int) -> None:
         assert validate(schedule, chunks, 2) == validate(schedule, chunks, 8)
 
 
-@on_ranks(3)
-def test_inference_returns_outputs_in_order(rank: int) -> None:
-    chunks = build("inference", 3, 4)
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        return forward_step(data_iterator, model)[0], None
-
-    outputs = run("inference", chunks, 5, forward_step_func=step)
-    if chunks[0].info.is_last:
-        model = Stage(StageInfo(0, 1), 4)
-        with torch.no_grad():
-            assert all(torch.equal(o, model(b["tokens"], b["seed"])) for o, b in zip(outputs, batches(5)))
-        assert not outputs[0].requires_grad
-
-
 # Memory
 
 

@@ -1,6 +1,5 @@
 """Chunks sharded by torch's fully_shard: the same training as in one process, one gather and one reduction per step."""
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from tools.against import assert_same_gradients, full
 from tools.marks import needs_fsdp_on_cpu, needs_graphs
 from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, add_gradients, batches, loss_of, run, unseeded_step
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks
 from tools.replicas import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
@@ -21,7 +20,6 @@ from tools.replicas import (
     build_replicas,
     train_and_compare,
 )
-from tools.restarts import counting_restarts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -342,33 +340,6 @@ def test_mistakes(rank: int) -> None:
     whole = nn.Sequential(fully_shard(chunk, mesh=mesh), nn.Linear(2, 2))
     fully_shard(whole, mesh=mesh)._get_fsdp_state()._lazy_init()
     assert "FSDPStage is part of another module of fully_shard: call fully_shard on each chunk" in message(chunk)
-
-
-def post_validated(rank: int) -> int:
-    """A step that is taken back, forwards of the next one included, which had gathered its weights."""
-    use_mesh(pp=2, dp=2)
-    weights = []
-    for kind in (megapipe.PipelinedOptimizer, megapipe.PostValidatedOptimizer):
-        chunks = shard(build_replicas("zbv", 2))
-        is_ordinary = kind is megapipe.PipelinedOptimizer
-        make = functools.partial(torch.optim.AdamW, lr=1e-2)
-        optimizer = kind(chunks, make) if is_ordinary else kind(chunks, make, max_norm=0.7)
-        chunks[0].config.post_validated_optimizer = None if is_ordinary else optimizer
-        with counting_restarts() as restarts:
-            for step in range(8):
-                optimizer.zero_grad()
-                run("zbv", chunks, 3, seed=2 * step + parallel_state.get_data_parallel_rank())
-                if is_ordinary:
-                    megapipe.clip_grad_norm_(chunks, 0.7)  # some norms are above that
-                optimizer.step()
-        optimizer.finalize()
-        weights.append([full(parameter) for chunk in chunks for parameter in chunk.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*weights))
-    return len(restarts)
-
-
-def test_a_step_that_is_taken_back(ranks: RankPool) -> None:
-    assert min(ranks.run(4, post_validated)) >= 2
 
 
 @needs_graphs

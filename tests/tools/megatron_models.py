@@ -106,12 +106,10 @@ def forward_step(
     return losses, loss_func
 
 
-def step(
-    function: Any, chunks: list[nn.Module], data: list[Tensor], as_list: bool = True, **options: Any
-) -> list[float]:
+def step(function: Any, chunks: list[nn.Module], data: list[Tensor], **options: Any) -> list[float]:
     reports = function(
         **{"forward_step_func": forward_step, **options},
-        data_iterator=[iter(data) for _ in chunks] if as_list and len(chunks) > 1 else iter(data),
+        data_iterator=[iter(data) for _ in chunks] if len(chunks) > 1 else iter(data),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(data),
         seq_length=SEQUENCE,

@@ -36,7 +36,6 @@ from megapipe.transports.choice import DEVICES
 from megapipe.transports.nccl import NcclTransport
 from megapipe.transports.outbox import Outbox, TaskThread
 
-FORWARD = ChannelName("forward", 0)
 TWO = Lookahead(2)
 SINGLE = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
 
