@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..frameworks import frameworks
+from .saver import as_it_is
 
 __all__ = ["State", "autocasts", "restores_of"]
 
@@ -37,7 +39,7 @@ class State:
         self._autocasts = autocasts({"cpu", device.type})
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for inner in module.modules():
-            self._attributes.append((vars(inner), dict(filter(_is_state, vars(inner).items()))))
+            self._attributes.append((vars(inner), {n: _kept(a) for n, a in vars(inner).items() if _is_state(n, a)}))
             if inner._buffers:
                 self._attributes.append((inner._buffers, {n: _copy(b) for n, b in inner._buffers.items()}))
         values = [value for _, attributes in self._attributes for value in attributes.values()]
@@ -72,9 +74,13 @@ def _set_all(attributes: dict[str, Any], values: dict[str, Any]) -> None:
     attributes.update(values)
 
 
-def _is_state(attribute: tuple[str, Any]) -> bool:
+def _kept(attribute: Any) -> Any:
+    """The same, its containers rebuilt: a call may write into them, as into a message that the hook was given."""
+    return pytree.tree_map(as_it_is, attribute)
+
+
+def _is_state(name: str, value: Any) -> bool:
     """Whether it is put back. Results of an earlier call are not, which would be kept alive."""
-    name, value = attribute
     return name not in _OF_ALL_MODULES and not (isinstance(value, Tensor) and value.grad_fn is not None)
 
 

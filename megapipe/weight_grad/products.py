@@ -26,7 +26,7 @@ def rows(tensor: Tensor) -> Tensor:
     """[..., n] as [tokens, n]; also if there are no tokens or no leading dimensions."""
     if tensor.dim() == 1:
         return tensor.unsqueeze(0)
-    return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

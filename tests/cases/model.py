@@ -461,11 +461,7 @@ class Recompute(Feature):
 
     @staticmethod
     def goes(case: Case) -> Any:
-        is_written = case.kind == "registered class" or case.kind.startswith("written")
-        takes_back = not is_written or case.get("AsPipelineStage")  # an argument is given anew
-        return takes_back and not (
-            CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms
-        )
+        return not (CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms)
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:

@@ -90,8 +90,9 @@ OF_FEATURES = [
     *(Case("1f1b", 2, 3, [Message(kind)]) for kind in ("tuple", "list of one", "nested", "registered class")),
     *(Case("interleaved_1f1b", 2, 3, [Companions(), Message(kind)], chunks=2) for kind in ("dict", "named tuple")),
     *(
-        Case("gpipe", 2, 3, [Companions(), Message(kind), AsPipelineStage(), Recompute()])
+        Case("gpipe", 2, 3, [Companions(), Message(kind), *taken, Recompute()])
         for kind in ("written dict", "written list")
+        for taken in ([AsPipelineStage()], [])  # as an argument, or by set_input_tensor
     ),
     Case("zb1p", 3, 3, [Message("complex"), OddLayers({0: "complex", 2: "complex"}), DEFERRING, Shapes("computed")]),
     Case(

@@ -78,5 +78,8 @@ def test_a_plain_step_is_short(tmp_path: Path) -> None:
     """In processes of its own: what else a process has imported takes part in a step."""
     mp.spawn(plain_step, (str(tmp_path),), nprocs=2)
     found = json.loads((tmp_path / "0").read_text())
-    assert found.keys() == CEILINGS.keys()
+    hidden = (
+        {"send", "recv"} if sys.version_info < (3, 11) else set()
+    )  # no profiler is told of calls of pybind's methods
+    assert found.keys() == CEILINGS.keys() - hidden
     assert {name: value for name, value in found.items() if value > CEILINGS[name]} == {}

@@ -39,6 +39,8 @@ def build(rank: int, kind: str, options: dict[str, Any]) -> None:
 def test_what_would_be_trained_wrong_is_refused_on_every_rank(
     ranks: RankPool, kind: str, options: dict[str, Any], difference: str
 ) -> None:
+    if kind not in hf_kinds.KINDS:
+        pytest.skip(f"this transformers has no {kind}")
     errors = ranks.run(2, build, kind, options, errors=True)
     assert [type(error) for error in errors] == [CannotCutError] * 2
     assert str(errors[0]) == str(errors[1])

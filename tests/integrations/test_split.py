@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tools import plain_models
+from tools.marks import needs_masks_exported
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -416,7 +417,9 @@ class Seq2Seq(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize(
+    "kind", ["t5", *(pytest.param(kind, marks=needs_masks_exported) for kind in ("bart", "whisper"))]
+)
 @on_ranks(2)
 def test_encoder_decoders_of_transformers(rank: int, kind: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -4,7 +4,7 @@ import itertools
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -254,10 +254,13 @@ def test_batch_norm_of_which_only_some_microbatches_are_recomputed(tmp_path: Pat
 class Stored(nn.Module):
     """Counts the microbatches whose activations are alive when a backward begins."""
 
+    hidden: ClassVar[list[StorageWeakRef]] = []
+    """Of the class: what a replay appends to an attribute of the module is taken back."""
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(HIDDEN, HIDDEN)
-        self.hidden: list[StorageWeakRef] = []
+        self.hidden.clear()
         self.most = 0
 
     def forward(self, x: Tensor) -> Tensor:
