@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span
-from .cells import Held, Level, cells_of, held_as_measured, held_by_plan, kinds_in, levels_in_bytes, levels_of
+from .cells import (
+    DARK,
+    LIGHT,
+    Held,
+    Level,
+    cells_of,
+    held_as_measured,
+    held_by_plan,
+    ink_on,
+    kinds_in,
+    levels_in_bytes,
+    levels_of,
+)
 from .memory import bytes_in_words
-from .palette import DARK, LIGHT, ink_on
 
 __all__ = ["save_picture"]
 

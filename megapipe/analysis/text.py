@@ -11,8 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ..plan import KINDS, Action, Plan, Span
-from .cells import Cell, Held, Level, cells_of, kinds_in, levels_in_bytes
-from .palette import ink_on
+from .cells import Cell, Held, Level, cells_of, ink_on, kinds_in, levels_in_bytes
 
 __all__ = ["Form", "as_text", "listed", "print_legend", "print_table", "print_timeline", "say", "text_rows"]
 

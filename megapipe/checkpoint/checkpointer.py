@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import base64
 import os
+import random
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,7 +48,6 @@ from .files import (
 )
 from .folder_lock import lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
-from .random_states import random_states, seed_random, set_random_states
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -318,3 +319,29 @@ class Checkpointer:
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A copy, also of what is there already: of that the stager of torch 2.6 makes none."""
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+
+
+def random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), *rest)
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(states["numpy"])
+
+
+def seed_random(seed: int) -> None:
+    torch.manual_seed(seed % 2**63)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)

@@ -1,11 +1,11 @@
-"""Options of a step that take one file each, as extensions of its runner (`config.OPTIONS` names them)."""
+"""Options of a step, as extensions of its runner (`config.OPTIONS` names them)."""
 
 from typing import TYPE_CHECKING
 
 from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
-    from .autocast import Autocast
+    from .around import Autocast
     from .recompute import Recompute
 
 __all__ = ["Autocast", "Recompute"]

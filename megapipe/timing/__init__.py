@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
-    from .cuda_events import CudaEvents, RecordedEvent
-    from .records import Clock, HostClock, StepRecord, clock_of
+    from .records import Clock, CudaEvents, HostClock, RecordedEvent, StepRecord, clock_of
     from .storages import LiveStorages, uncounted
 
 __all__ = [

@@ -7,9 +7,8 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .batches import data_iterators, split_batch
     from .clipping import clip_grad_norm_
-    from .data_parallel import GradientReducer
+    from .data_parallel import GradientReducer, divide_by_num_tokens
     from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
-    from .per_token import divide_by_num_tokens
     from .post_validation import PostValidatedOptimizer
     from .tied_weights import TiedWeights
 

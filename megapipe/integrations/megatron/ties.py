@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...frameworks import AroundForward, ForwardStep, Framework, StepEnd
 from ...parallel_state import Groups
 from ...plan import Schedule
 from . import segments, settings
-from .finish import finish
-from .loaded import groups, loaded
+from .loaded import groups, is_in_use, loaded
+from .stages import copies_of_embedding, without_embedding, without_embedding_group
 
 __all__ = ["framework"]
+
+
+@contextmanager
+def finish(end: StepEnd) -> Iterator[None]:
+    is_last = end.pp_rank == end.pp_size - 1
+    if end.last_stage == end.pp_size - 1 or not is_in_use(end.step.models):
+        yield
+        return
+    reports, num_tokens = end.share((end.step.results, end.step.num_tokens))
+    if is_last:
+        end.step.results[:] = reports
+    end.step.num_tokens = num_tokens  # Megatron takes it from the last rank, others from any
+    copies = [] if end.step.forward_only else [copy for one in end.step.models for copy in copies_of_embedding(one)]
+    _check_summed(copies, end)
+    end.finalize_keywords["pg_collection"] = without_embedding(end.finalize_keywords["pg_collection"])
+    with without_embedding_group():
+        yield
+    _sum_gradients(copies)
+
+
+def _check_summed(copies: Sequence[nn.Parameter], end: StepEnd) -> None:
+    if end.step.config.finalize_model_grads_func is None and any(hasattr(copy, "main_grad") for copy in copies):
+        raise ValueError(
+            "the gradients of tied embeddings are summed when those of all replicas are there: set "
+            "config.finalize_model_grads_func to Megatron's finalize_model_grads, or untie them by "
+            "share_embeddings_and_output_weights=False."
+        )
+
+
+def _sum_gradients(copies: Sequence[nn.Parameter]) -> None:
+    """Add up as Megatron's all_reduce does between ranks. Buckets that hold the copies are alike, so that their shards
+    are."""
+    grads = [grad for copy in copies if (grad := _gradient(copy)) is not None]
+    if len(grads) < 2:
+        return
+    total = sum(grads[1:], start=grads[0])
+    for grad in grads:
+        grad.copy_(total)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
 
 
 class Megatron(Framework):

@@ -11,12 +11,11 @@ they have in the whole model. See docs/huggingface.md. transformers is imported 
 """
 
 from .build import build_chunks
-from .config import ChunkConfig
 from .cut import CannotCutError
 from .generation import generate
 from .loading import load_weights
 from .saving import save_pretrained
-from .stage import HuggingFaceStage
+from .stage import ChunkConfig, HuggingFaceStage
 from .step import count_items, forward_step, tie_weights
 
 __all__ = [

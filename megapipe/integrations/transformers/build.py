@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...layouts import distribute_layers
 from ...plan import StageInfo
 from ...runtime import stages_for_rank
+from ...weight_grad import let_convert, transposed_linear
 from .check import check_cut
-from .config import ChunkConfig
-from .conv1d import let_convert_conv1d
 from .crossing import Crossing
 from .flow import Flow
 from .sliced import IMPLEMENTATION, register
-from .stage import as_stage
+from .stage import ChunkConfig, as_stage
 from .step import tie_weights
 from .whole import allocate, check_kind, has_towers, initialise, make_meta_model
 
@@ -139,3 +140,15 @@ def _make_chunk(
         recording: Any = importlib.import_module("transformers.utils.output_capturing")
         recording.maybe_install_capturing_hooks(model.parts.decoder_of(model))
     return model.train()
+
+
+@functools.cache
+def let_convert_conv1d() -> None:
+    """Let `weight_grad.convert` know transformers' Conv1D."""
+    original: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return transposed_linear(x, self.weight, self.bias)
+
+    members = {"__module__": original.__module__, "forward": forward}
+    let_convert(original, type(original.__name__, (original,), members))

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ...plan import StageInfo
-from .config import ChunkConfig
 from .crossing import Crossing, Reached
 from .cut import CannotCutError, Parts, find_parts
 from .flow import Course, Flow, Trial, borders_of, watched
 from .generation import compare_decoding
-from .stage import as_stage, is_for_first
+from .stage import ChunkConfig, as_stage, is_for_first
 from .step import names_between_stages
 from .whole import initialise, make_meta_model, make_small_config, make_untouched
 

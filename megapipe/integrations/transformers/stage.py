@@ -6,14 +6,15 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...config import StepConfig
 from ...plan import StageInfo
 from .adapters import WithAdapters
-from .config import ChunkConfig
 from .crossing import Crossing, Reached, let_cross
 from .cut import Absent, Parts, cut, find_parts
 from .flow import Course, Flow
@@ -22,7 +23,7 @@ from .sliced import of_slice
 CACHES = ("cache", "past_key_values")
 """The argument that holds keys and values: the first from transformers 5.24 on, the second before."""
 
-__all__ = ["CACHES", "HuggingFaceStage", "Routers", "as_stage", "find_routers", "is_for_first"]
+__all__ = ["CACHES", "ChunkConfig", "HuggingFaceStage", "Routers", "as_stage", "find_routers", "is_for_first"]
 
 HIDDEN = "hidden_states"
 FOR_FIRST = re.compile(r"^(inputs_embeds$|pixel_values|input_features|image_(?!grid|sizes)|audio_values|video_values)")
@@ -32,6 +33,34 @@ FOR_LAST = ("shift_labels", "logits_to_keep")
 def is_for_first(name: str) -> bool:
     """Whether an argument of the whole model is for embeddings or towers alone."""
     return bool(FOR_FIRST.match(name))
+
+
+class ChunkConfig(StepConfig):
+    """The settings of the pipeline, and behind them the model's own config: what is not a setting is read there, and
+    written there. The model's layers know the latter only, and so does config.json.
+
+    Args:
+        model_config: of transformers.
+        settings: fields of `PipelineConfig`.
+    """
+
+    def __init__(self, model_config: Any, **settings: Any) -> None:
+        self.__dict__["model_config"] = model_config
+        super().__init__(**settings)
+
+    def __getattr__(self, name: str) -> Any:
+        if "model_config" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)  # while it is copied
+        return getattr(self.__dict__["model_config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SETTINGS or not (name.startswith("_") or hasattr(self.model_config, name)):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["model_config"], name, value)
+
+
+_SETTINGS = {field.name for field in fields(StepConfig)}
 
 
 class Routers(NamedTuple):

@@ -1,18 +1,55 @@
-"""`config.record_timeline`: when each action and each wait of a step began and ended."""
+"""What goes around a step and changes no action of it: `config.enable_autocast`; `config.timers`, Megatron's; and
+`config.record_timeline`, when each action and each wait began and ended."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..p2p_communication import Transfer
-from ..plan import Action
-from ..stages import Call, Extension
+from ..plan import Action, Kind
+from ..stages import Call, Extension, Run, Stage, Unit
 from ..timing import StepRecord
 
-__all__ = ["Timeline"]
+__all__ = ["Autocast", "Timeline", "Timers"]
+
+
+class Autocast(Extension):
+    """Forwards under torch.autocast, around the caller's forward_step_func."""
+
+    def forward_step(self, stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
+        dtype = self.config.autocast_dtype or self.config.pipeline_dtype
+        run: Callable[..., Any] = torch.autocast(stage.device.type, dtype=dtype)(function)
+        return run
+
+
+class Timers(Extension):
+    """Timers around the loops of a step, each forward and each backward, stopped where what they time fails, too."""
+
+    def step(self) -> AbstractContextManager[Any]:
+        return self._timed("forward-backward", 1, barrier=self.config.barrier_with_L1_time)
+
+    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+        name = "forward-compute" if kind.is_forward else "backward-compute"
+
+        def timed(unit: Unit, *extra: bool) -> None:
+            with self._timed(name, 2):
+                run(unit, *extra)
+
+        return timed
+
+    @contextmanager
+    def _timed(self, name: str, level: int, **options: bool) -> Iterator[None]:
+        timer = self.config.timers(name, log_level=level)
+        timer.start(**options)
+        try:
+            yield
+        finally:
+            timer.stop()
 
 
 class Timeline(Extension):
