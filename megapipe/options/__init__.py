@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
+    from .activations import Recompute
     from .around import Autocast
-    from .recompute import Recompute
 
 __all__ = ["Autocast", "Recompute"]
 

@@ -1,0 +1,121 @@
+"""What becomes of activations. `config.recompute`: they are computed again before their backward, by an action of its
+own (R). `config.offload_activations`: they lie in host memory, from O to L, while they wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+from torch import nn
+
+from ..activations import Offload, recomputing, regions_of, storages_of
+from ..chunks import tensors_of
+from ..plan import FORWARD, LOAD, OFFLOAD, RECOMPUTE, Action, Kind, StageInfo
+from ..stages import Call, Extension, Run, Stage, Unit
+
+__all__ = ["Offloading", "Recompute"]
+
+
+class Compared(Extension):
+    """Activations that come back are compared with those that were saved, to the last bit: of the first unit of each
+    chunk."""
+
+    compares = True
+    known: ClassVar[WeakSet[nn.Module]]
+    """Chunks for which that has been done."""
+
+    def takes_part(self, call: Call) -> bool:
+        self._first: dict[StageInfo, int] = {}
+        return not call.forward_only
+
+    def is_compared(self, stage: Stage, unit: Unit) -> bool:
+        if self.compares and stage.module not in self.known:
+            self.known.add(stage.module)
+            self._first[stage.info] = unit.microbatch
+        return self._first.get(stage.info) == unit.microbatch
+
+
+class Recompute(Compared):
+    """The F of a unit that has an R keeps nothing, and the R makes what any other F keeps."""
+
+    known: ClassVar[WeakSet[nn.Module]] = WeakSet()
+
+    def takes_part(self, call: Call) -> bool:
+        if not super().takes_part(call):
+            return False
+        self._forwards = self.plan().recomputed[self.pp_rank]
+        self._regions = {info: self._regions_of(model, info) for model, info in zip(call.models, call.stages)}
+        return bool(self._forwards)
+
+    def _regions_of(self, model: nn.Module, info: StageInfo) -> list[nn.Module]:
+        """The modules that are computed again."""
+        return regions_of(model, self.config.recompute_of(info.index), f"stage {info.index}")
+
+    def forward_step(self, stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            unit = stage.unit
+            assert unit is not None
+            if Action(stage.info.index, "F", unit.microbatch, unit.slice) not in self._forwards:
+                return function(*args)
+            regions = self._regions[stage.info]
+            with recomputing(regions, stage.device, self.is_compared(stage, unit)) as unit.of[Recompute]:
+                return function(*args)
+
+        return run
+
+    def kinds(self, stage: Stage) -> Mapping[str, Run]:
+        def replay(unit: Unit) -> None:
+            if unit.received is not None:
+                stage.show(unit)
+            for call in unit.of.get(Recompute, ()):
+                call.run()
+
+        return {RECOMPUTE.name: replay}
+
+
+class Offloading(Compared):
+    """Moves what the Fs save that have an O in the plan."""
+
+    known: ClassVar[WeakSet[nn.Module]] = WeakSet()
+
+    def takes_part(self, call: Call) -> bool:
+        if not super().takes_part(call):
+            return False
+        self._forwards = self.plan().offloaded[self.pp_rank]
+        self._storages: dict[StageInfo, set[int]] = {}
+        return bool(self._forwards)
+
+    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+        if kind is not FORWARD:
+            return run
+
+        def forward(unit: Unit, *extra: bool) -> None:
+            if Action(stage.info.index, "F", unit.microbatch, unit.slice) not in self._forwards:
+                run(unit, *extra)
+                return
+            unit.of[Offloading] = offload = self._begin(stage, unit)
+            # Also where nothing of it is used: memory that is copied to must not be freed.
+            unit.before_backward.append(offload.wait)
+            with offload.saving():
+                run(unit, *extra)
+            offload.begin()
+
+        return forward
+
+    def kinds(self, stage: Stage) -> Mapping[str, Run]:
+        def of(unit: Unit) -> Offload:
+            if Offloading not in unit.of:
+                stage.O(unit)  # which refuses it
+            offload: Offload = unit.of[Offloading]
+            return offload
+
+        return {OFFLOAD.name: lambda unit: of(unit).free(), LOAD.name: lambda unit: of(unit).load()}
+
+    def _begin(self, stage: Stage, unit: Unit) -> Offload:
+        if stage.info not in self._storages:  # those of parameters and buffers, which stay where they are
+            self._storages[stage.info] = storages_of(tensors_of(stage.module))
+        received = [] if unit.received is None else unit.received.tensors
+        what = f"stage {stage.info.index} ({type(stage.module).__name__})"
+        storages = self._storages[stage.info] | storages_of(received)
+        return Offload(stage.device, storages, what, self.is_compared(stage, unit))
