@@ -1,16 +1,16 @@
 """What a run did, beside what its plan says: timelines, bubbles, pictures, and the command."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .bubble import BubbleSplit, split_bubble
-from .charts import save_picture
-from .text import as_text
-from .timeline import Timeline, load_timeline, step_time
+from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
+    from .bubble import BubbleSplit, split_bubble
+    from .charts import save_picture
     from .recorder import TimelineRecorder
     from .stage_bytes import bytes_of_stages
+    from .text import as_text
+    from .timeline import Timeline, load_timeline, step_time
 
 __all__ = [
     "BubbleSplit",
@@ -24,11 +24,4 @@ __all__ = [
     "step_time",
 ]
 
-_WITH_TORCH = {"TimelineRecorder": "recorder", "bytes_of_stages": "stage_bytes"}
-
-
-def __getattr__(name: str) -> Any:
-    """What needs torch is imported where it is asked for: the command does without."""
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -151,13 +151,6 @@ class Estimate:
         """The less, the better."""
         return round(self.step, 9), self.peak
 
-    @property
-    def limit(self) -> str:
-        """What takes most of the step beside the work."""
-        lost = {name: share for name, share in self.shares.items() if name != "work"}
-        name = max(lost, key=lost.__getitem__)
-        return f"{name} {lost[name]:.0%}" if lost[name] > 0.005 else "work"
-
 
 def fit(job: Job, *, top: int = 10, cp: int = 1, may_split: bool = True) -> list[Estimate]:
     """The fastest layouts that fit, best first. Where none does, the one that needs least, which is above `job.room`.
@@ -310,9 +303,7 @@ def _bounds(job: Job, layout: Layout) -> tuple[float, float]:
     return step, max(layout.of_ranks(memory.model)) + min(memory.saved)
 
 
-@functools.lru_cache(maxsize=256)
-def _kept_plan(schedule: str, pp: int, num_microbatches: int, chunks: int) -> Plan:
-    return make_plan(schedule, pp, num_microbatches, chunks)
+_kept_plan = functools.lru_cache(maxsize=256)(make_plan)
 
 
 def _plan(job: Job, layout: Layout, num_microbatches: int, costs: Costs) -> Plan:
@@ -401,7 +392,7 @@ def fit_command(args: argparse.Namespace) -> None:
         "bytes": [bytes_in_words(one.peak) for one in found],
         "step": [f"{one.step:.3g} s" for one in found],
         "TFLOP/s": [f"{one.tflops:.0f}" for one in found],
-        "most of the rest": [one.limit for one in found],
+        "most of the rest": [_most_of_the_rest(one) for one in found],
     }
     print_table(columns, ("schedule", "most of the rest"), may_go=("microbatch", "TFLOP/s", "most of the rest", "ep"))
     shares = " + ".join(f"{share:.0%} {name}" for name, share in best.shares.items() if share > 0.005)
@@ -418,6 +409,11 @@ def _model_of(given: list[str]) -> Transformer:
         return model_of({name: json.loads(text) for name, _, text in (pair.partition("=") for pair in given)}, where)
     except (json.JSONDecodeError, TypeError):
         raise ValueError(f"{where} is no config.json of Hugging Face, and no numbers NAME=NUMBER.") from None
+
+
+def _most_of_the_rest(one: Estimate) -> str:
+    share, name = max((share, name) for name, share in one.shares.items() if name != "work")
+    return f"{name} {share:.0%}" if share > 0.005 else "work"
 
 
 def _parts(one: Estimate) -> str:

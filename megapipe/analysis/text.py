@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..plan import KINDS, Action, Plan, Span
 from .cells import Cell, Held, Level, cells_of, ink_on, kinds_in, levels_in_bytes
 
-__all__ = ["Form", "as_text", "listed", "print_legend", "print_table", "print_timeline", "say", "text_rows"]
+__all__ = ["Form", "as_text", "forms_of", "listed", "print_legend", "print_table", "print_timeline", "say", "text_rows"]
 
 WIDEST = 10_000
 """The most columns of a timeline: far more than a terminal has, and still quick to print."""
@@ -91,28 +91,15 @@ class Form(NamedTuple):
     """Those of odd chunks are small. Names that begin with a letter need no free column between them."""
 
 
-STAGE_AND_UNIT = Form(str, "2F0: of microbatch 0 through stage 2")
-KIND_AND_UNIT = "F0: of microbatch 0"
-
-COLOURED = (
-    STAGE_AND_UNIT,
-    Form(lambda action: f"{action.kind[0]}{action.unit}", KIND_AND_UNIT),
-    Form(lambda action: action.unit, "0: of microbatch 0"),
-    Form(lambda action: str(action.microbatch), "0: of microbatch 0"),
-    Form(lambda action: action.kind[0]),
-)
-"""The longest first, for terminals where colours tell F, B, W and chunks apart."""
-
-
-def _plain_forms(plan: Plan) -> tuple[Form, ...]:
-    """The same without colours: there is a letter in each."""
+def forms_of(plan: Plan) -> tuple[Form, ...]:
+    """The ways to name an action, the longest first. Each has a letter: for terminals without colours."""
 
     def letter(action: Action) -> str:
         return action.kind[0].lower() if plan.chunk_of(action.stage) % 2 else action.kind[0]
 
     return (
-        STAGE_AND_UNIT,
-        Form(lambda action: f"{letter(action)}{action.unit}", KIND_AND_UNIT, small_letters=True),
+        Form(str, "2F0: of microbatch 0 through stage 2"),
+        Form(lambda action: f"{letter(action)}{action.unit}", "F0: of microbatch 0", small_letters=True),
         Form(letter, small_letters=True),
     )
 
@@ -153,23 +140,19 @@ def print_timeline(
     columns = max(20, (width or _width()) - prefix)
     if columns > WIDEST:
         raise ValueError(f"{columns} columns are more than any terminal has: choose a --width of {WIDEST:,} at most.")
-    forms = COLOURED if _has_colours() else _plain_forms(plan)
-    rows, used = text_rows(cells_of(plan, ranks), columns, duration, forms)
+    rows, used = text_rows(cells_of(plan, ranks), columns, duration, forms_of(plan))
     levels = [] if memory is None else _level_rows(levels_in_bytes(ranks, memory), columns, duration)
     for rank, row in enumerate(rows):
-        pieces = [_painted(plan, text, cell) if _has_colours() else _plain(text, cell) for text, cell in row]
-        print(f"rank {rank}".ljust(prefix) + "".join(pieces))
+        print(f"rank {rank}".ljust(prefix) + "".join(_painted(plan, text, cell) for text, cell in row))
         if levels:
             print(" " * prefix + levels[rank])
     return used
 
 
-def _plain(text: str, cell: Cell | None) -> str:
-    return text if cell else "." * len(text)
-
-
 def _painted(plan: Plan, text: str, cell: Cell | None) -> str:
-    """A pair has F's colour on the left and B's on the right."""
+    """A pair has F's colour on the left and B's on the right. Dots for waits, where there are no colours."""
+    if not _has_colours():
+        return text if cell else "." * len(text)
     actions = cell.actions if cell else ()
     share = len(text) / max(1, len(actions))
     pieces = [text[round(index * share) : round((index + 1) * share)] for index in range(len(actions))]
@@ -181,9 +164,7 @@ def print_legend(plan: Plan, used: Sequence[Form]) -> None:
     notes = [form.note for form in used if form.note]
     if plan.num_slices > 1 and notes:
         notes.append(f"{notes[0].partition(':')[0]}.1: of its slice 1")
-    if plan.num_chunks > 1 and _has_colours():
-        notes.append("dark: odd chunks")
-    elif plan.num_chunks > 1 and any(form.small_letters for form in used):
+    if plan.num_chunks > 1 and any(form.small_letters for form in used):
         notes.append("small letters: odd chunks")
     if any(plan.program.pairs):
         notes.append("F+B: an overlapped pair")
@@ -206,7 +187,7 @@ class Segment(NamedTuple):
 
 
 def text_rows(
-    rows: Sequence[Sequence[Cell]], width: int, duration: float, forms: Sequence[Form] = COLOURED
+    rows: Sequence[Sequence[Cell]], width: int, duration: float, forms: Sequence[Form]
 ) -> tuple[list[list[Segment]], list[Form]]:
     """A row of segments per rank, and the forms that their names have. Each action is named as fully as its width
     allows, a pair as `0F4+7B0`.

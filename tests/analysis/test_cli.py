@@ -16,7 +16,7 @@ import megapipe
 from megapipe.analysis import Timeline
 from megapipe.analysis.cells import cells_of
 from megapipe.analysis.cli import main
-from megapipe.analysis.text import text_rows
+from megapipe.analysis.text import forms_of, text_rows
 from megapipe.plan import KINDS, Settings, StageBytes, find_schedule, make_plan, registry
 
 
@@ -95,7 +95,9 @@ def test_the_timeline_fits_its_width(capsys: pytest.CaptureFixture[str], width: 
 def test_actions_are_named_as_fully_as_most_of_them_have_room_for() -> None:
     plan = make_plan("inference", 4, 2)
     simulation = plan.simulate([1.0, 1.0, 1.0, 8.0])
-    rows, _ = text_rows(cells_of(plan, simulation.spans), 57, simulation.makespan)  # three columns for the short ones
+    rows, _ = text_rows(
+        cells_of(plan, simulation.spans), 57, simulation.makespan, forms_of(plan)
+    )  # three columns for the short ones
     named = [[segment.text.strip() for segment in row if segment.cell] for row in rows]
     assert named == [["F0", "F1"]] * 4
 
