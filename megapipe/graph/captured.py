@@ -23,9 +23,8 @@ from .function import Graphs, OfferedForward, offering, run_forward
 from .joint import CaptureError, trace_joint
 from .partitioning import partition
 from .partitioning import recompute as cut_to_recompute
-from .shared_out import SharedOut
 from .side_effects import refusing_side_effects, undoing_changes
-from .state import Mode, State
+from .state import Mode, SharedOut, State
 
 __all__ = ["CapturedStage", "capture"]
 

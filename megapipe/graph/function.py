@@ -25,9 +25,8 @@ from .compile import compile_graph
 from .multiplexing import communicates, multiplex, with_windows
 from .nodes import storage_of
 from .partitioning import Partition
-from .shared_out import SharedOut
 from .split import SplitBackward, WeightGradient, split_di_dw
-from .state import autocast_dtype
+from .state import SharedOut, autocast_dtype
 
 __all__ = ["Graphs", "OfferedForward", "offering", "run_forward"]
 

@@ -12,7 +12,7 @@ than its attribute is seen when it is about to get a gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from ..activations import restores_of
 from ..chunks import find_attribute, iter_wrapped, named_parameters, parameters_replaced
 from ..frameworks import frameworks
-from ..messages import MessageSpec, TensorSpec, can_have_gradient
+from ..messages import MessageSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
 from ..stages import Call, Unit, as_sent
@@ -189,7 +189,7 @@ def _run(
     if session.watchdog is not None:
         session.watchdog.check()
         session.watchdog.progress.action = f"the warm-up of stage {info.index}"
-    kinds = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
+    own = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
     extensions = runner.extensions(call)
     stage = runner.make_stages(call, extensions)[chunk]
     stage.looks_for_none = False  # these gradients say nothing of those to come
@@ -197,35 +197,28 @@ def _run(
         stage.output_specs = None  # what steps have found may change
     runs = runs_of(stage, extensions)
     extra = next(checkpoint_arguments(runner.key, runner.pp_rank, call))
-    backwards: list[Kind | None] = [
-        kind for kind in KINDS.values() if kind.name in kinds and kind.message == "backward"
-    ]
+    backwards: list[Kind | None] = [kind for kind in KINDS.values() if kind.name in own and kind.message == "backward"]
     for backward in backwards or [None]:
         done = []
         for part, spec in enumerate(inputs):
             done.append(unit := Unit(0, part))
-            unit.received = _message(spec, call.device)
+            unit.received = None if spec is None else Transfer(spec, _random(spec, call.device))
             runs[FORWARD.name](unit, *extra)
         while backward is not None and done:  # of slices, the last first
-            _run_backward(runs, done.pop(), backward)
+            unit = done.pop()
+            if unit.output is not None:
+                assert unit.output.spec is not None
+                unit.output_grads = _random(unit.output.spec.gradient(), unit.output.tensors[0].device)
+            runs[backward.name](unit)
+            if unit.deferred is not None:
+                runs[WEIGHTS.name](unit)
     stage.forget_input()
 
 
-def _run_backward(runs: Mapping[str, Callable[[Unit], None]], unit: Unit, kind: Kind) -> None:
-    if unit.output is not None:
-        assert unit.output.spec is not None
-        device = unit.output.tensors[0].device
-        unit.output_grads = [_random(spec, device) for spec in unit.output.spec.gradient().tensors]
-    runs[kind.name](unit)
-    if unit.deferred is not None:
-        runs[WEIGHTS.name](unit)
-
-
-def _message(spec: MessageSpec | None, device: torch.device) -> Transfer | None:
-    return None if spec is None else Transfer(spec, [_random(tensor, device) for tensor in spec.tensors])
-
-
-def _random(spec: TensorSpec, device: torch.device) -> Tensor:
+def _random(message: MessageSpec, device: torch.device) -> list[Tensor]:
     """Normal numbers; zeros where the type has none."""
-    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-    return tensor.normal_() if can_have_gradient(spec.dtype) and spec.dtype.itemsize > 1 else tensor
+    tensors = [torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in message.tensors]
+    for tensor in tensors:
+        if can_have_gradient(tensor.dtype) and tensor.dtype.itemsize > 1:
+            tensor.normal_()
+    return tensors
