@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools.against import normal, step, unlabelled
 from tools.models import BATCH, HIDDEN
 from tools.ranks import on_ranks
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megapipe
-from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, parallel_state, stages_for_rank
+from megapipe import PipelineStage, parallel_state, stages_for_rank
 from megapipe.activations import Offload, storages_of
 from megapipe.plan import (
     Action,
@@ -120,6 +121,10 @@ def test_what_cannot_be_offloaded() -> None:
         plan_of("twice", twice).check()
 
 
+def mean_square(output: Tensor, target: None) -> Tensor:
+    return output.square().mean()
+
+
 class Stored(nn.Module):
     """Notes whose activations are alive."""
 
@@ -175,12 +180,7 @@ def test_freed_when_the_plan_says(rank: int) -> None:
             alive.append(sum(not made.expired() for made in stored.made))
 
         patch.setattr(megapipe.runtime.pipeline.Pipeline, "run", run_and_look)
-        get_forward_backward_func(plan)(
-            forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.mean(), 0)),
-            data_iterator=iter(torch.randn(6, BATCH, HIDDEN)),
-            model=PipelineStage(stored, info, PipelineConfig()),
-            num_microbatches=6,
-        )
+        step(plan, PipelineStage(stored, info), unlabelled(normal(6, BATCH, HIDDEN)), mean_square)
     held, expected = 0, []
     back = 0  # what has come back is other memory
     for action in plan.actions[rank]:
@@ -202,12 +202,7 @@ def train_moved(function: Any, schedule: Any, dtype: torch.dtype = torch.complex
     layers = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
     module = nn.Sequential(layers[0], Function(lambda x: x.to(dtype)), layers[1], Function(function))
     (info,) = stages_for_rank(schedule, 0, 1)
-    get_forward_backward_func(schedule)(
-        forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.square().mean(), 0)),
-        data_iterator=iter(torch.randn(6, BATCH, HIDDEN, generator=torch.Generator().manual_seed(0))),
-        model=PipelineStage(module, info, PipelineConfig()),
-        num_microbatches=6,
-    )
+    step(schedule, PipelineStage(module, info), unlabelled(normal(6, BATCH, HIDDEN)), mean_square)
     return [parameter.grad for parameter in module.parameters()]
 
 

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import numpy
 import pytest
 import torch
+from tools.against import normal, step, unlabelled, use_groups
 from tools.models import BATCH, HIDDEN
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrizations import spectral_norm
 
-from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, parallel_state, stages_for_rank
+from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, stages_for_rank
 from megapipe.overlap import in_segments
 from megapipe.plan import Settings, make_plan
 from megapipe.weight_grad import convert
@@ -38,8 +39,7 @@ class Layer(nn.Module):
 def train(schedule: Any, num_microbatches: int, num_layers: int = 3, autocast: bool = False, **config: Any) -> Any:
     """One step of a model of three layers a stage. Returns its gradients and statistics, the calls of each layer, and
     the state of the random numbers after it."""
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=torch.distributed.get_world_size())
+    use_groups()
     chunks = []
     for info in stages_for_rank(schedule):
         torch.manual_seed(info.index)
@@ -47,18 +47,16 @@ def train(schedule: Any, num_microbatches: int, num_layers: int = 3, autocast: b
         chunks.append(PipelineStage(module, info, PipelineConfig(enable_autocast=autocast, **config)))
         if autocast:
             chunks[-1].config.autocast_dtype = torch.bfloat16
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn(num_microbatches, BATCH, HIDDEN, generator=generator)
+    data = normal(num_microbatches, BATCH, HIDDEN)
     torch.manual_seed(7)
-    get_forward_backward_func(schedule)(
-        forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.float().square().mean(), 0)),
-        data_iterator=iter(data),
-        model=chunks,
-        num_microbatches=num_microbatches,
-    )
+    step(schedule, chunks, unlabelled(data), mean_square)
     tensors = [p.grad for chunk in chunks for p in chunk.parameters()] + [b for c in chunks for b in c.buffers()]
     layers = [layer for chunk in chunks for layer in chunk.module]
     return tensors, [layer.calls.total() for layer in layers], torch.get_rng_state()
+
+
+def mean_square(output: Tensor, target: None) -> Tensor:
+    return output.float().square().mean()
 
 
 def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
@@ -228,13 +226,8 @@ def train_alone(make: Any, recompute: str | int | None, schedule: Any = "looped_
     chunks = [PipelineStage(module, info, config) for module, info in zip(modules, infos)]
     random.seed(5)
     numpy.random.seed(5)
-    for step in range(2):
-        get_forward_backward_func(schedule)(
-            forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.square().mean(), 0)),
-            data_iterator=iter(torch.randn(m, BATCH, HIDDEN, generator=torch.Generator().manual_seed(step))),
-            model=chunks,
-            num_microbatches=m,
-        )
+    for seed in range(2):
+        step(schedule, chunks, unlabelled(normal(m, BATCH, HIDDEN, seed=seed)), mean_square)
     drawn = torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])
     return [
         *(p.grad for c in chunks for p in c.parameters() if p.grad is not None),
@@ -281,16 +274,12 @@ class Stored(nn.Module):
 @on_ranks(2)
 def test_activations_live_from_r_to_w(rank: int, schedule: str) -> None:
     """What `peak_activations` of the plan counts."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    use_groups()
     (info,) = stages_for_rank(schedule)
     for recompute in (None, "all"):
         stored = convert(Stored())
-        get_forward_backward_func(schedule)(
-            forward_step_func=lambda items, chunk: (chunk(next(items)), lambda out: (out.mean(), 0)),
-            data_iterator=iter(torch.randn(6, BATCH, HIDDEN)),
-            model=PipelineStage(stored, info, PipelineConfig(recompute=recompute, max_pending_weights=1)),
-            num_microbatches=6,
-        )
+        chunk = PipelineStage(stored, info, PipelineConfig(recompute=recompute, max_pending_weights=1))
+        step(schedule, chunk, unlabelled(normal(6, BATCH, HIDDEN)), mean_square)
         plan = make_plan(schedule, 2, 6, settings=Settings(recompute=recompute is not None, max_pending_weights=1))
         assert stored.most == plan.simulate().peak_activations[rank], recompute
         assert stored.num_alive() == 0
@@ -374,13 +363,13 @@ def test_mistakes(make: Any, options: dict[str, Any], error: type[Exception], te
     (info,) = stages_for_rank("gpipe", 0, 1)
     chunk = PipelineStage(make(), info, PipelineConfig(recompute=options.get("recompute", "all")))
 
-    def step(items: Any, chunk: nn.Module) -> Any:
+    def forward_step(items: Any, chunk: nn.Module) -> Any:
         batch = next(items)
         return chunk([batch] if make().__class__ is Nested else batch), lambda out: (out.mean(), 0)
 
     with pytest.raises(error, match=text):
         get_forward_backward_func("gpipe")(
-            forward_step_func=options.get("forward_step", step),
+            forward_step_func=options.get("forward_step", forward_step),
             data_iterator=iter(torch.randn(2, BATCH, HIDDEN)),
             model=chunk,
             num_microbatches=2,

@@ -18,9 +18,9 @@ from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
-from megapipe import PipelineConfig, PipelineStage, StageInfo, graph, parallel_state, stages_for_rank, weight_grad
+from megapipe import PipelineStage, StageInfo, graph, parallel_state, stages_for_rank, weight_grad
 
-NUM_MICROBATCHES, BATCH, WIDTH = 4, 6, 8
+BATCH, WIDTH = 6, 8
 
 
 class Layers(nn.Module):
@@ -67,17 +67,9 @@ def forward_step(data_iterator: Iterator[Tensor], chunk: nn.Module) -> Any:
     return chunk(x), loss_func
 
 
-def make_chunks(schedule: str, way: str) -> list[PipelineStage]:
+def make_chunks(schedule: str) -> list[PipelineStage]:
     use_groups()
-    chunks = []
-    for info in stages_for_rank(schedule, num_chunks=2 if schedule == "interleaved_1f1b" else None):
-        module: nn.Module = Layers(info)
-        if way == "captured":
-            module = graph.capture(Graphed(info), (torch.zeros(BATCH, WIDTH, requires_grad=not info.is_first),))
-        elif way == "deferred":
-            weight_grad.convert(module)
-        chunks.append(PipelineStage(module, info, PipelineConfig()))
-    return chunks
+    return [PipelineStage(Layers(info), info) for info in stages_for_rank(schedule)]
 
 
 @pytest.mark.parametrize("compiler", ["dynamo", pytest.param("capture", marks=needs_graphs)])
@@ -119,10 +111,13 @@ def test_gradients_and_their_hooks_are_left_alone() -> None:
     module.linear.weight.main_grad = main_grad = torch.ones(WIDTH, WIDTH)
     module.linear.bias.grad = grad = torch.ones(WIDTH)
     before = {name: (id(parameter), parameter._version) for name, parameter in chunk.named_parameters()}
+    state = {name: tensor.clone() for name, tensor in chunk.state_dict().items()}  # the norm writes to its statistics
     for schedule in ("1f1b", "zb1p"):
         step = megapipe.get_forward_backward_func(schedule)
         megapipe.warm_up(step, forward_step, torch.randn(BATCH, WIDTH), chunk, 3)
     assert module.num_runs == 2
+    assert chunk.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in chunk.state_dict().items())
     assert not called
     assert module.linear.weight.main_grad is main_grad
     assert module.linear.bias.grad is grad
@@ -178,7 +173,7 @@ def test_what_would_leave_a_trace() -> None:
 @on_ranks(2)
 def test_schedules_without_a_backward(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
-    chunks = make_chunks("inference", "eager")
+    chunks = make_chunks("inference")
     example = torch.zeros(BATCH, WIDTH)
     megapipe.warm_up(
         megapipe.get_forward_backward_func("inference"), forward_step, example, chunks, 1, received=example
@@ -197,13 +192,13 @@ def test_a_warm_up_on_some_ranks_only(ranks: RankPool) -> None:
 
 
 def undescribed(rank: int) -> None:
-    chunks = make_chunks("1f1b", "eager")
+    chunks = make_chunks("1f1b")
     example = torch.zeros(BATCH, WIDTH)
     megapipe.warm_up(megapipe.get_forward_backward_func("1f1b"), forward_step, example, chunks, 2)
 
 
 def on_rank_0_only(rank: int) -> None:
-    chunks, data = make_chunks("1f1b", "eager"), torch.zeros(2, BATCH, WIDTH)
+    chunks, data = make_chunks("1f1b"), torch.zeros(2, BATCH, WIDTH)
     step = megapipe.get_forward_backward_func("1f1b")
     if rank == 0:
         megapipe.warm_up(step, forward_step, data[0], chunks, 2)

@@ -15,6 +15,7 @@ from tools.against import (
     chunks_of,
     normal,
     same_as_whole,
+    unlabelled,
     use_groups,
 )
 from tools.models import Window, build, forward_step, reference, run
@@ -55,7 +56,7 @@ def layers(schedule: str, function: Any, **config: Any) -> list[Layer]:
 
 
 def inputs(count: int) -> list[tuple[Tensor, None]]:
-    return [(normal(3, SIZE, seed=100 + k), None) for k in range(count)]
+    return unlabelled(normal(3, SIZE, seed=100 + k) for k in range(count))
 
 
 def loss_of(output: Any, target: None = None) -> Tensor:

@@ -56,8 +56,13 @@ def chunks_of(make: Make, schedule: str, pp_size: int | None = None, **config: A
     return [one if hasattr(one, "set_input_tensor") else PipelineStage(one, info, shared) for one, info in modules]
 
 
+def unlabelled(inputs: Iterable[Any]) -> list[tuple[Any, None]]:
+    """Microbatches whose loss is one of the output alone."""
+    return [(x, None) for x in inputs]
+
+
 def step(
-    schedule: str,
+    schedule: Any,
     chunks: Any,
     data: Sequence[Any],
     loss_func: Loss = loss_of,
@@ -79,7 +84,7 @@ def step(
         return output, lambda output: ((loss := loss_func(output, target)), loss.detach())
 
     arguments = {"forward_step_func": forward_step, "data_iterator": iter(data), "num_microbatches": len(data)}
-    function = megapipe.get_forward_backward_func(schedule) if isinstance(schedule, str) else schedule
+    function = schedule if callable(schedule) else megapipe.get_forward_backward_func(schedule)
     return function(model=chunks, **{**arguments, **options})
 
 
