@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,202 +16,104 @@ from megapipe.integrations.transformers import build_chunks, count_items, load_w
 IMAGE = 5
 """The token that stands for a piece of an image."""
 
-_TEXT = {**BASE, "num_hidden_layers": 4, "vocab_size": 64}
-_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-    "num_channels": 3,
-}
-_CLIP = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16}
-_SIGLIP = {**_VISION, "model_type": "siglip_vision_model"}
-_QWEN = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "in_channels": 3,
-}
-_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-_IDS = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
-_LLAMA = {**_TEXT, "model_type": "llama"}
+_TEXT = BASE | {"num_hidden_layers": 4, "vocab_size": 64}
+_LLAMA = _TEXT | {"model_type": "llama"}
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+_VISION |= {"image_size": 8, "patch_size": 4, "num_channels": 3}
+_CLIP = _VISION | {"model_type": "clip_vision_model", "projection_dim": 16}
+_SIGLIP = _VISION | {"model_type": "siglip_vision_model"}
+_ID, _INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
+_LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 4, "pad_token_id": 0}
+_SIZES4 = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16)
+_SIZES4 |= {"intermediate_size": 64, "pixel_shuffle_ratio": 0.5}
+_QWEN = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_QWEN |= {"in_channels": 3}
+_QWEN3 = _QWEN | {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32}
+_QWEN_TEXT = _TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_QWEN_IDS = _ID | {"video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 
-KINDS: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "llava": (
-        "LlavaConfig",
-        {"text_config": _LLAMA, "vision_config": _CLIP, "image_token_id": IMAGE, "image_token_index": IMAGE},
-        4,
-        "square",
-    ),
-    "vipllava": (
+
+class Kind(NamedTuple):
+    config: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    others: dict[str, Any]
+    num_tokens: int
+    """Of an image."""
+    how: str = "square"
+    """It is given."""
+
+
+def _tokens(**more: Any) -> dict[str, Any]:
+    return _TEXT | more
+
+
+KINDS = {
+    "llava": Kind("LlavaConfig", _LLAMA, _CLIP, _ID | _INDEX, 4),
+    "vipllava": Kind(
         "VipLlavaConfig",
-        {
-            "text_config": _LLAMA,
-            "vision_config": {**_CLIP, "num_hidden_layers": 3},
-            "image_token_index": IMAGE,
-            "vision_feature_layers": [-2, -3],
-        },
+        _LLAMA,
+        _CLIP | {"num_hidden_layers": 3},
+        _INDEX | {"vision_feature_layers": [-2, -3]},
         4,
-        "square",
     ),
-    "aya_vision": (
-        "AyaVisionConfig",
-        {
-            "text_config": {**_TEXT, "model_type": "cohere2", "head_dim": 8},
-            "vision_config": _SIGLIP,
-            "downsample_factor": 2,
-            "image_token_index": IMAGE,
-        },
-        1,
-        "square",
+    "aya_vision": Kind(
+        "AyaVisionConfig", _tokens(model_type="cohere2", head_dim=8), _SIGLIP, _INDEX | {"downsample_factor": 2}, 1
     ),
-    "paligemma": (
+    "paligemma": Kind(
         "PaliGemmaConfig",
-        {
-            "text_config": {**_TEXT, "model_type": "gemma", "head_dim": 8, "tie_word_embeddings": True},
-            "vision_config": {**_SIGLIP, "projection_dim": 32},
-            "projection_dim": 32,
-            "image_token_index": IMAGE,
-        },
+        _tokens(model_type="gemma", head_dim=8, tie_word_embeddings=True),
+        _SIGLIP | {"projection_dim": 32},
+        _INDEX | {"projection_dim": 32},
         4,
         "types",
     ),
-    "gemma3": (
+    "gemma3": Kind(
         "Gemma3Config",
-        {
-            "text_config": {**_TEXT, "head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True},
-            "vision_config": _SIGLIP,
-            "mm_tokens_per_image": 4,
-            "image_token_index": IMAGE,
-            "image_token_id": IMAGE,
-        },
+        _tokens(head_dim=8, sliding_window=4, tie_word_embeddings=True),
+        _SIGLIP,
+        _ID | _INDEX | {"mm_tokens_per_image": 4},
         4,
         "types",
     ),
-    "idefics3": (
-        "Idefics3Config",
-        {
-            "text_config": _LLAMA,
-            "vision_config": {**_VISION, "image_size": 8},
-            "scale_factor": 2,
-            "image_token_id": IMAGE,
-        },
-        1,
-        "several",
-    ),
-    "smolvlm": (
-        "SmolVLMConfig",
-        {
-            "text_config": _LLAMA,
-            "vision_config": {**_VISION, "image_size": 8},
-            "scale_factor": 2,
-            "image_token_id": IMAGE,
-        },
-        1,
-        "several",
-    ),
-    "mistral3": (
+    "idefics3": Kind("Idefics3Config", _LLAMA, _VISION, _ID | {"scale_factor": 2}, 1, "several"),
+    "smolvlm": Kind("SmolVLMConfig", _LLAMA, _VISION, _ID | {"scale_factor": 2}, 1, "several"),
+    "mistral3": Kind(
         "Mistral3Config",
-        {
-            "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 8},
-            "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8},
-            "spatial_merge_size": 2,
-            "image_token_index": IMAGE,
-        },
+        _tokens(model_type="mistral", head_dim=8),
+        _VISION | {"model_type": "pixtral", "head_dim": 8},
+        _INDEX | {"spatial_merge_size": 2},
         1,
         "sizes",
     ),
-    "internvl": (
+    "internvl": Kind(
         "InternVLConfig",
-        {
-            "text_config": {**_TEXT, "model_type": "qwen2"},
-            "vision_config": {**_VISION, "image_size": [8, 8], "patch_size": [4, 4]},
-            "image_token_id": IMAGE,
-            "downsample_ratio": 0.5,
-        },
+        _tokens(model_type="qwen2"),
+        _VISION | {"image_size": [8, 8], "patch_size": [4, 4]},
+        _ID | {"downsample_ratio": 0.5},
         1,
-        "square",
     ),
-    "llama4": (
-        "Llama4Config",
-        {
-            "text_config": {
-                **_TEXT,
-                "head_dim": 8,
-                "num_local_experts": 2,
-                "intermediate_size_mlp": 32,
-                "attention_chunk_size": 4,
-                "pad_token_id": 0,
-            },
-            "vision_config": {
-                **_VISION,
-                "intermediate_size": 64,
-                "vision_output_dim": 16,
-                "projector_input_dim": 16,
-                "projector_output_dim": 16,
-                "pixel_shuffle_ratio": 0.5,
-            },
-            "image_token_index": IMAGE,
-            "image_token_id": IMAGE,
-        },
-        1,
-        "square",
+    "llama4": Kind("Llama4Config", _tokens(head_dim=8, **_LLAMA4), _VISION | _SIZES4, _ID | _INDEX, 1),
+    "qwen2_vl": Kind("Qwen2VLConfig", _QWEN_TEXT, _QWEN | {"embed_dim": 16, "hidden_size": 32}, _QWEN_IDS, 1, "grid"),
+    "qwen2_5_vl": Kind(
+        "Qwen2_5_VLConfig", _QWEN_TEXT, _QWEN3 | {"window_size": 8, "fullatt_block_indexes": [1]}, _QWEN_IDS, 1, "grid"
     ),
-    "qwen2_vl": (
-        "Qwen2VLConfig",
-        {
-            "text_config": {**_TEXT, "rope_parameters": _SECTIONS},
-            "vision_config": {**_QWEN, "embed_dim": 16, "hidden_size": 32},
-            **_IDS,
-        },
-        1,
-        "grid",
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLConfig",
-        {
-            "text_config": {**_TEXT, "rope_parameters": _SECTIONS},
-            "vision_config": {
-                **_QWEN,
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "out_hidden_size": 32,
-                "window_size": 8,
-                "fullatt_block_indexes": [1],
-            },
-            **_IDS,
-        },
-        1,
-        "grid",
-    ),
-    "qwen3_vl": (
+    "qwen3_vl": Kind(
         "Qwen3VLConfig",
-        {
-            "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _SECTIONS},
-            "vision_config": {
-                **_QWEN,
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "out_hidden_size": 32,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0],
-            },
-            **_IDS,
-        },
+        _QWEN_TEXT | {"head_dim": 8},
+        _QWEN3 | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        _QWEN_IDS,
         1,
         "grid",
     ),
 }
-"""The class of the config, its values, how many tokens an image has, and how it is given."""
 
 
 def make_config(kind: str) -> Any:
-    name, options, *_ = KINDS[kind]
-    return getattr(transformers, name)(**options)
+    of_kind = KINDS[kind]
+    return getattr(transformers, of_kind.config)(
+        text_config=of_kind.text, vision_config=of_kind.vision, **of_kind.others
+    )
 
 
 def make_model(kind: str) -> Any:
