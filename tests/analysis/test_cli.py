@@ -25,13 +25,13 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
 
 
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0
+def output_of(capsys: pytest.CaptureFixture[str], command: str = "", *more: str) -> str:
+    assert main([*command.split(), *more]) == 0
     return capsys.readouterr().out
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
-    out = output_of(capsys, "show", "1f1b", "--pp", "3", "--microbatches", "3", "--width", "67")
+    out = output_of(capsys, "show 1f1b --pp 3 --microbatches 3 --width 67")
     assert out.splitlines() == [
         "rank 0 0F0 0F1 0F2 ................0B0     ....0B1     ....0B2     ",
         "rank 1 ....1F0 1F1 ........1B0     1F2 1B1     ....1B2     ........",
@@ -46,10 +46,10 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_overlapped_pairs_are_shown_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    out = output_of(capsys, "show", "dualpipev", "--pp", "2", "--microbatches", "4", "--width", "100")
+    out = output_of(capsys, "show dualpipev --pp 2 --microbatches 4 --width 100")
     assert out.splitlines()[0].count("0F3+3B1") == 1
     assert "F+B: an overlapped pair" in out
-    assert "+" not in output_of(capsys, "show", "zbv", "--pp", "2", "--microbatches", "4", "--width", "150")
+    assert "+" not in output_of(capsys, "show zbv --pp 2 --microbatches 4 --width 150")
 
 
 class Terminal(io.StringIO):
@@ -80,15 +80,15 @@ def test_a_terminal_without_colours_shows_letters(monkeypatch: pytest.MonkeyPatc
 
 
 def test_show_messages(capsys: pytest.CaptureFixture[str]) -> None:
-    out = output_of(capsys, "show", "interleaved_1f1b", "--pp", "1", "--chunks", "2", "--microbatches", "1", "--comms")
+    out = output_of(capsys, "show interleaved_1f1b --pp 1 --chunks 2 --microbatches 1 --comms")
     assert "rank 0: 0F0 1F0 1B0 0B0\n" in out  # nothing travels
-    out = output_of(capsys, "show", "gpipe", "--pp", "2", "--microbatches", "1", "--comms")
+    out = output_of(capsys, "show gpipe --pp 2 --microbatches 1 --comms")
     assert "rank 0: 0F0 0SEND_F0 0RECV_B0 0B0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0\n" in out
 
 
 @pytest.mark.parametrize("width", ["30", "200"])
 def test_the_timeline_fits_its_width(capsys: pytest.CaptureFixture[str], width: str) -> None:
-    out = output_of(capsys, "show", "interleaved_1f1b", "--pp", "4", "--microbatches", "16", "--width", width)
+    out = output_of(capsys, "show interleaved_1f1b --pp 4 --microbatches 16 --width", width)
     assert {len(line) for line in out.splitlines()[:4]} == {int(width)}
 
 
@@ -105,7 +105,7 @@ def test_actions_are_named_as_fully_as_most_of_them_have_room_for() -> None:
 @pytest.mark.parametrize("width", ["60", "80", "100", "120", "240"])
 def test_without_colours_each_name_has_a_letter(capsys: pytest.CaptureFixture[str], width: str) -> None:
     """F, B and W of zbv were the same bare digits from 80 to 120 columns, and its two chunks looked alike."""
-    out = output_of(capsys, "show", "zbv", "--pp", "4", "--microbatches", "8", "--width", width).splitlines()
+    out = output_of(capsys, "show zbv --pp 4 --microbatches 8 --width", width).splitlines()
     names = [re.findall(r"\d*[A-Za-z]\d*|\d+", line.partition(" ")[2][2:]) for line in out[:4]]
     assert all(name[0].isalpha() or name[1:2].isalpha() for row in names for name in row)
     legend = out[4]
@@ -123,7 +123,7 @@ def test_without_colours_each_name_has_a_letter(capsys: pytest.CaptureFixture[st
 def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     table, plan, trace = (str(tmp_path / name) for name in ("plan.csv", "plan.json", "plan.trace.json"))
     sizes = ("--pp", "2", "--microbatches", "3", "--width", "60")
-    out = output_of(capsys, "show", "1f1b", *sizes, "--save", table, plan, trace)
+    out = output_of(capsys, "show 1f1b", *sizes, "--save", table, plan, trace)
     assert Path(table).read_text() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
     assert output_of(capsys, "show", table, "--width", "60") == out
     assert output_of(capsys, "show", plan, "--width", "60") == out
@@ -134,11 +134,11 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
-    out = output_of(capsys, "compare", "--pp", "4", "--microbatches", "8", "--memory-limit", "4")
+    out = output_of(capsys, "compare --pp 4 --microbatches 8 --memory-limit 4")
     assert [line.split()[0] for line in out.splitlines()[1:5]] == ["zbv", "v_half", "v_min", "1f1b"]
     assert "9 more are beaten, in time or memory and in neither better: --all shows them" in out
     assert "step: F on a whole rank takes 1; held: microbatches" in out
-    shown = rows_of(output_of(capsys, "compare", "--pp", "4", "--microbatches", "8", "--memory-limit", "4", "--all"))
+    shown = rows_of(output_of(capsys, "compare --pp 4 --microbatches 8 --memory-limit 4 --all"))
     steps = [step for step, *_ in shown.values()]
     assert steps == sorted(steps)
     assert {name: (row[0], row[5]) for name, row in shown.items() if name in ("zbv", "zb2p", "1f1b")} == {
@@ -195,7 +195,7 @@ def test_pending_weights_are_compared(capsys: pytest.CaptureFixture[str]) -> Non
     assert "step       103.188," in output_of(capsys, *show, "--min-pending-weights", "1")
     steps = []
     for settings in ([], ["--min-pending-weights", "1"], ["--max-pending-weights", "0"]):
-        out = output_of(capsys, "compare", "--pp", "8", "--microbatches", "32", *times, *settings, "--all")
+        out = output_of(capsys, "compare --pp 8 --microbatches 32", *times, *settings, "--all")
         steps.append(rows_of(out)["zbv"][0])
     assert steps[1] < steps[0] < steps[2]
 
@@ -212,8 +212,8 @@ def test_schedules_that_need_layers_that_defer_are_marked(capsys: pytest.Capture
         assert "* its time" not in out
     assert re.search(r"recommended: looped_bfs with 2 chunks per rank \(4 stages\), 139 ms per step$", out, re.M)
     sizes = ("--pp", "4", "--microbatches", "8")
-    assert "step       27," in output_of(capsys, "show", "zb1p", *sizes)
-    assert "step       33," in output_of(capsys, "show", "zb1p", *sizes, "--unsplit")
+    assert "step       27," in output_of(capsys, "show zb1p", *sizes)
+    assert "step       33," in output_of(capsys, "show zb1p", *sizes, "--unsplit")
     assert main(["show", recorded, "--unsplit"]) == 2
     assert "--unsplit is for plans" in capsys.readouterr().err
 
@@ -360,77 +360,49 @@ def test_no_line_is_longer_than_80_columns(
 ) -> None:
     """Tables had up to 134 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    sizes = ["--pp", "4", "--microbatches", "8"]
-    job = [
-        "--devices",
-        "8",
-        "--memory",
-        "80GB",
-        "--sequence",
-        "4096",
-        "--batch",
-        "64",
-        "--flops",
-        "312e12",
-        "--efficiency",
-        ".5",
-    ]
-    model = ["hidden_size=4096", "num_hidden_layers=32", "num_attention_heads=32", "vocab_size=128256"]
-    options = {"show": ["zbv", *sizes], "compare": [*sizes, "--all"], "tune": [recorded], "fit": [*model, *job]}
-    for arguments in (options[command], ["--help"]):
-        assert max(map(len, output_of(capsys, command, *arguments).splitlines())) <= 80
+    sizes = "--pp 4 --microbatches 8"
+    job = "--devices 8 --memory 80GB --sequence 4096 --batch 64 --flops 312e12 --efficiency .5"
+    model = "hidden_size=4096 num_hidden_layers=32 num_attention_heads=32 vocab_size=128256"
+    options = {"show": f"zbv {sizes}", "compare": f"{sizes} --all", "tune": recorded, "fit": f"{model} {job}"}
+    for arguments in (options[command], "--help"):
+        assert max(map(len, output_of(capsys, f"{command} {arguments}").splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "1f2b"], "there is no schedule '1f2b'"),
-        (["show", "1f1b"], "--pp and --microbatches: needed, unless the schedule is a file"),
-        (["show", "1f1b", "--pp", "0"], "argument --pp: a whole number from 1 on, got 0"),
-        (["show", "1f1b", "--pp", "2"], "--microbatches: needed, unless"),
-        (["show", "1f1b", "--microbatchs", "8"], "there is no option --microbatchs: do you mean --microbatches?"),
-        (["compare", "--pp", "2"], "the following arguments are required: --microbatches"),
-        (["compare", "--pp", "2", "--microbatches", "4", "--save", "chart.svg"], "that ends with .csv or .json"),
-        (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--save", "x"], "the ending is one of .csv, .json, .svg"),
-        (["compare", "--pp", "2", "--microbatches", "4", "--speeds", "1"], "speeds has one for each of the 2 ranks"),
-        (["compare", "--pp", "2", "--microbatches", "4", "--exchange", "2"], "exchange is a part of forward, got"),
+        ("show 1f2b", "there is no schedule '1f2b'"),
+        ("show 1f1b", "--pp and --microbatches: needed, unless the schedule is a file"),
+        ("show 1f1b --pp 0", "argument --pp: a whole number from 1 on, got 0"),
+        ("show 1f1b --pp 2", "--microbatches: needed, unless"),
+        ("show 1f1b --microbatchs 8", "there is no option --microbatchs: do you mean --microbatches?"),
+        ("compare --pp 2", "the following arguments are required: --microbatches"),
+        ("compare --pp 2 --microbatches 4 --save chart.svg", "that ends with .csv or .json"),
+        ("show 1f1b --pp 2 --microbatches 4 --save x", "the ending is one of .csv, .json, .svg"),
+        ("compare --pp 2 --microbatches 4 --speeds 1", "speeds has one for each of the 2 ranks"),
+        ("compare --pp 2 --microbatches 4 --exchange 2", "exchange is a part of forward, got"),
         (
-            ["show", "zbv", "--pp", "4", "--microbatches", "8", "--chunks", "3"],
+            "show zbv --pp 4 --microbatches 8 --chunks 3",
             "zbv runs 2 chunk(s) of the model on each rank, got 3: give it 2, one for each stage that stages_for_rank "
             "lists, or choose a schedule that runs 3, such as interleaved_1f1b.",
         ),
-        (["show", "nothing.csv"], "there is no file nothing."),
-        (["show", "nothing.json"], "there is no file nothing."),
-        (["tune", "nothing.json"], "there is no file nothing."),
-        (["compare", "--pp", "2", "--microbatches", "0"], "--microbatches: a whole number from 1 on, got 0"),
-        (
-            ["show", "1f1b", "--pp", "2", "--microbatches", "1000000000"],
-            "2 x 1000000000 x 1 x 1 forwards (ranks, microbatches",
-        ),
-        (
-            ["compare", "--pp", "1000000000", "--microbatches", "1"],
-            "no schedule runs 1 microbatches on 1000000000 ranks",
-        ),
-        (["show", "1f1b", "--pp", "2", "--microbatches", "4", "--width", "1000000000"], "a --width of 10,000 at most"),
-        (
-            ["show", "1f1b", "--pp", "2", "--microbatches", "4", "--times", "inf", "1", "1"],
-            "must be a finite number from 0 on",
-        ),
-        (
-            ["show", "1f1b", "--pp", "2", "--microbatches", "4", "--times", "1e308", "1", "1"],
-            "a step takes inf, which cannot be",
-        ),
-        (
-            ["show", "inference", "--pp", "2", "--microbatches", "4", "--times", "0", "1", "1"],
-            "a step takes 0, which cannot be",
-        ),
-        (["compare", "--pp", "2", "--microbatches", "4", "--memory-limit", "nan"], "a number of microbatches, got nan"),
-        (["compare", "--pp", "2", "--microbatches", "4", "--max-pending-weights", "-1"], "of Ws from 0 on, got -1"),
-        (["tune", __file__], "is no measured timeline: record one with config.record_timeline"),
+        ("show nothing.csv", "there is no file nothing."),
+        ("show nothing.json", "there is no file nothing."),
+        ("tune nothing.json", "there is no file nothing."),
+        ("compare --pp 2 --microbatches 0", "--microbatches: a whole number from 1 on, got 0"),
+        ("show 1f1b --pp 2 --microbatches 1000000000", "2 x 1000000000 x 1 x 1 forwards (ranks, microbatches"),
+        ("compare --pp 1000000000 --microbatches 1", "no schedule runs 1 microbatches on 1000000000 ranks"),
+        ("show 1f1b --pp 2 --microbatches 4 --width 1000000000", "a --width of 10,000 at most"),
+        ("show 1f1b --pp 2 --microbatches 4 --times inf 1 1", "must be a finite number from 0 on"),
+        ("show 1f1b --pp 2 --microbatches 4 --times 1e308 1 1", "a step takes inf, which cannot be"),
+        ("show inference --pp 2 --microbatches 4 --times 0 1 1", "a step takes 0, which cannot be"),
+        ("compare --pp 2 --microbatches 4 --memory-limit nan", "a number of microbatches, got nan"),
+        ("compare --pp 2 --microbatches 4 --max-pending-weights -1", "of Ws from 0 on, got -1"),
+        (f"tune {__file__}", "is no measured timeline: record one with config.record_timeline"),
     ],
 )
-def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert main(arguments) == 2
+def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    assert main(arguments.split()) == 2
     assert message in capsys.readouterr().err
 
 
@@ -471,12 +443,12 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The width is counted in short actions: Ws of no time made it infinite."""
     svg, png = (tmp_path / f"plan.{ending}" for ending in ("svg", "png"))
     sizes = ("--pp", "2", "--microbatches", "3", "--p2p", "0.5")
-    output_of(capsys, "show", "1f1b", *sizes, "--save", str(svg), str(png))
+    output_of(capsys, "show 1f1b", *sizes, "--save", str(svg), str(png))
     texts = re.findall(r">([^<>]+)</text>", svg.read_text())
     assert texts.count("0") >= 4  # forward and backward on two ranks
     assert "rank 0" in texts
     assert png.read_bytes().startswith(b"\x89PNG")
-    output_of(capsys, "show", "zb1p", *sizes, "--times", "1", "1", "0", "--save", str(svg))
+    output_of(capsys, "show zb1p", *sizes, "--times", "1", "1", "0", "--save", str(svg))
     assert ">weight gradient</text>" in svg.read_text()
 
 
@@ -503,11 +475,11 @@ def test_slices_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 def test_offload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ("--pp", "4", "--microbatches", "16")
     path = str(tmp_path / "plan.csv")
-    out = output_of(capsys, "show", "1f1b", *sizes, "--offload", "1", "--save", path)
+    out = output_of(capsys, "show 1f1b", *sizes, "--offload", "1", "--save", path)
     assert "step       57," in out  # as without
     assert "held       2 2 2 1 (" in out
     for forward, held in (("1", "3 4 3 2"), ("0.2", "3 3 3 2")):  # by the times that are given
-        out = output_of(capsys, "show", "zb1p", *sizes, "--offload", "1.5", "--times", forward, "1", "1")
+        out = output_of(capsys, "show zb1p", *sizes, "--offload", "1.5", "--times", forward, "1", "1")
         assert f"held       {held} (" in out
     compared = output_of(capsys, "compare", *sizes, "--offload", "1", "--slices", "4")
     assert "seq1f1b: activations of seq1f1b are not moved" in compared
@@ -520,13 +492,13 @@ def test_offload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_recomputation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ("--pp", "4", "--microbatches", "8")
-    out = output_of(capsys, "show", "1f1b", *sizes, "--recompute", "--save", str(tmp_path / "plan.csv"))
+    out = output_of(capsys, "show 1f1b", *sizes, "--recompute", "--save", str(tmp_path / "plan.csv"))
     assert "R recomputation" in out
     assert "held       1 on every rank" in out
     assert "3R0" not in (tmp_path / "plan.csv").read_text()  # whose B follows its F at once
     assert "2R0" in (tmp_path / "plan.csv").read_text()
     for time, step in (("1", 39), ("0.5", 35.5)):
-        assert f"step       {step:g}," in output_of(capsys, "show", "1f1b", *sizes, "--recompute", time)
+        assert f"step       {step:g}," in output_of(capsys, "show 1f1b", *sizes, "--recompute", time)
     rows = rows_of(output_of(capsys, "compare", *sizes, "--recompute", "--all"))
     assert rows["zb1p"][:5] == [35, "1.045x", "31.4%", "2", "48"]
     plan = make_plan("1f1b", 4, 8, settings=Settings(recompute=True))
