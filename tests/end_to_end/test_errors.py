@@ -21,18 +21,6 @@ from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, p
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 H = 8
 
-MISTAKES: dict[str, Callable[[], object]] = {}
-
-
-def mistake(text: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """Files a function under its text on the page, without the signs of code."""
-
-    def keep(function: Callable[[], object]) -> Callable[[], object]:
-        MISTAKES[text] = function
-        return function
-
-    return keep
-
 
 class Layers(nn.Module):
     """Megatron's protocol."""
@@ -71,6 +59,14 @@ class Returning(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.make(x)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(H, H)
+
+
+def bilinear() -> nn.Module:
+    return nn.Bilinear(H, H, H)
 
 
 def stage(info: megapipe.StageInfo, module: nn.Module | None = None, **config: Any) -> PipelineStage:
@@ -123,228 +119,87 @@ def without_groups(function: Callable[[], object]) -> None:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
 
 
-# Setting up
-
-
-@mistake("stages_for_rank before initialize_model_parallel")
-def _() -> None:
-    without_groups(lambda: stages_for_rank("1f1b"))
-
-
-@mistake("initialize_model_parallel twice")
-def _() -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-
-
-@mistake("3 stages on 2 ranks")
-def _() -> None:
-    without_groups(lambda: parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3))
-
-
-@mistake("ranks with different pipeline sizes")
-def _() -> None:
-    size = 1 + dist.get_rank()
-    without_groups(lambda: parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size))
-
-
-@mistake("a schedule's name nearly right")
-def _() -> None:
-    get_forward_backward_func("zb-v")
-
-
-@mistake("more stages than layers")
-def _() -> None:
-    megapipe.distribute_layers(1, stages_for_rank("1f1b")[0])
-
-
-@mistake("distribute_layers with a number for the stage")
-def _() -> None:
-    megapipe.distribute_layers(4, 2)  # type: ignore[arg-type]
-
-
-@mistake("a negative time limit")
-def _() -> None:
-    train(model=[PipelineStage(nn.Linear(H, H), info, PipelineConfig(timeout=-1)) for info in stages_for_rank("1f1b")])
-
-
-@mistake("PipelineStage with the number of a stage")
-def _() -> None:
-    PipelineStage(nn.Linear(H, H), 0)  # type: ignore[arg-type]
-
-
-# The call
-
-
-@mistake("a tensor as data_iterator")
-def _() -> None:
-    train(data_iterator=torch.randn(2, 3, H))
-
-
-@mistake("a DataLoader as data_iterator")
-def _() -> None:
-    train(data_iterator=DataLoader(torch.randn(6, H), batch_size=3))
-
-
-@mistake("a list of microbatches as data_iterator")
-def _() -> None:
-    train(data_iterator=[torch.randn(3, H) for _ in range(4)])
-
-
-@mistake("fewer batches than microbatches")
-def _() -> None:
-    train(num_microbatches=6)
-
-
-@mistake("an argument's name nearly right")
-def _() -> None:
-    get_forward_backward_func("1f1b")(forward_step, data(), stages(), num_microbatch=2)  # type: ignore[call-overload]
-
-
-@mistake("no microbatch")
-def _() -> None:
-    train(num_microbatches=0)
-
-
-@mistake("one chunk where the schedule runs two")
-def _() -> None:
-    train("zbv", model=stages("zbv")[:1])
-
-
-@mistake("chunks made for another schedule")
-def _() -> None:
-    train("zbv", model=stages("interleaved_1f1b"))
-
-
-@mistake("a dict of chunks")
-def _() -> None:
-    train(model=dict(enumerate(stages())))
-
-
-@mistake("a plain module behind the first stage")
-def _() -> None:
-    train(model=nn.Linear(H, H))
-
-
-@mistake("1f1b with slices")
-def _() -> None:
-    train(model=stages(num_sequence_slices=2))
-
-
-@mistake("max_in_flight below the schedule's need")
-def _() -> None:
-    train(model=stages(max_in_flight=1))
-
-
-@mistake("a schedule called within a step of it")
-def _() -> None:
-    def forward_step(iterator: Any, model: nn.Module) -> Any:
-        train()
-
-    train(forward_step=forward_step)
-
-
-# The model and the loss
-
-
-@mistake("forward_step_func returns the output alone")
-def _() -> None:
-    train(forward_step=lambda iterator, model: model(next(iterator)))
-
-
-@mistake("forward_step_func returns the loss instead of a function")
-def _() -> None:
-    def forward_step(iterator: Any, model: nn.Module) -> Any:
-        output = model(next(iterator))
-        return output, output.mean()
-
-    train(forward_step=forward_step)
-
-
-@mistake("the loss function returns the loss alone")
-def _() -> None:
-    with_loss(lambda output: output.mean())
-
-
-@mistake("a loss that is not a scalar")
-def _() -> None:
-    with_loss(lambda output: (output, {}))
-
-
-@mistake("a loss that is a float")
-def _() -> None:
-    with_loss(lambda output: (output.mean().item(), {}))
-
-
-@mistake("a detached loss")
-def _() -> None:
-    with_loss(lambda output: (output.mean().detach(), {}))
-
-
-@mistake("set_input_tensor keeps the list")
-def _() -> None:
-    train(model=Layers(lambda received: received), seq_length=3, micro_batch_size=1)
-
-
-@mistake("a keyword that the module of a stage does not take")
-def _() -> None:
-    modules: list[Callable[[], nn.Module]] = [Scaled, lambda: nn.Linear(H, H)]
-    of_modules(*modules, forward_step=lambda iterator, model: (model(next(iterator), scale=2.0), mean))
-
-
-@mistake("a module that takes two arguments by position, behind the first stage")
-def _() -> None:
-    modules: list[Callable[[], nn.Module]] = 2 * [lambda: nn.Bilinear(H, H, H)]
-    of_modules(*modules, forward_step=lambda iterator, model: (model(*2 * (next(iterator),)), mean))
-
-
-@mistake("a stage changes its input in place")
-def _() -> None:
-    of_modules(lambda: nn.Linear(H, H), InPlace)
-
-
-@mistake("a recomputed stage that counts its calls outside of itself")
-def _() -> None:
+def counts_outside() -> None:
     calls, weight = itertools.count(), nn.Parameter(torch.ones(H))
     module = Returning(lambda x: x * weight + next(calls))
     train(model=[stage(info, module, recompute="all") for info in stages_for_rank("1f1b")], num_microbatches=4)
 
 
-@mistake("an output that cannot be sent")
-def _() -> None:
-    of_modules(lambda: Returning(lambda x: SimpleNamespace(x=x)), lambda: nn.Linear(H, H))
-
-
-@mistake("a stage that returns nothing")
-def _() -> None:
-    of_modules(lambda: Returning(lambda x: None), lambda: nn.Linear(H, H))
-
-
-@mistake("a text of 1200 letters in a message")
-def _() -> None:
-    of_modules(lambda: Returning(lambda x: {"x": x, "text": "." * 1200}), lambda: nn.Linear(H, H))
-
-
-# Ranks that differ or fail
-
-
-@mistake("another number of microbatches on one rank")
-def _() -> None:
-    train(num_microbatches=2 + dist.get_rank())
-
-
-@mistake("another schedule on one rank")
-def _() -> None:
-    train("gpipe" if dist.get_rank() else "1f1b")
-
-
-@mistake("an error of your own on rank 0")
-def _() -> None:
+def fails_on_rank_0() -> None:
     def forward_step(iterator: Any, model: nn.Module) -> Any:
         if dist.get_rank() == 0:
             raise KeyError("sample 17")
         return model(next(iterator)), mean
 
     train(forward_step=forward_step)
+
+
+MISTAKES: dict[str, Callable[[], object]] = {
+    # Setting up
+    "stages_for_rank before initialize_model_parallel": lambda: without_groups(lambda: stages_for_rank("1f1b")),
+    "initialize_model_parallel twice": lambda: parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2),
+    "3 stages on 2 ranks": lambda: without_groups(
+        lambda: parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    ),
+    "ranks with different pipeline sizes": lambda: without_groups(
+        lambda: parallel_state.initialize_model_parallel(1 + dist.get_rank())
+    ),
+    "a schedule's name nearly right": lambda: get_forward_backward_func("zb-v"),
+    "more stages than layers": lambda: megapipe.distribute_layers(1, stages_for_rank("1f1b")[0]),
+    "distribute_layers with a number for the stage": lambda: megapipe.distribute_layers(4, 2),
+    "a negative time limit": lambda: train(
+        model=[PipelineStage(nn.Linear(H, H), info, PipelineConfig(timeout=-1)) for info in stages_for_rank("1f1b")]
+    ),
+    "PipelineStage with the number of a stage": lambda: PipelineStage(nn.Linear(H, H), 0),
+    # The call
+    "a tensor as data_iterator": lambda: train(data_iterator=torch.randn(2, 3, H)),
+    "a DataLoader as data_iterator": lambda: train(data_iterator=DataLoader(torch.randn(6, H), batch_size=3)),
+    "a list of microbatches as data_iterator": lambda: train(data_iterator=[torch.randn(3, H) for _ in range(4)]),
+    "fewer batches than microbatches": lambda: train(num_microbatches=6),
+    "an argument's name nearly right": lambda: get_forward_backward_func("1f1b")(
+        forward_step, data(), stages(), num_microbatch=2
+    ),
+    "no microbatch": lambda: train(num_microbatches=0),
+    "one chunk where the schedule runs two": lambda: train("zbv", model=stages("zbv")[:1]),
+    "chunks made for another schedule": lambda: train("zbv", model=stages("interleaved_1f1b")),
+    "a dict of chunks": lambda: train(model=dict(enumerate(stages()))),
+    "a plain module behind the first stage": lambda: train(model=nn.Linear(H, H)),
+    "1f1b with slices": lambda: train(model=stages(num_sequence_slices=2)),
+    "max_in_flight below the schedule's need": lambda: train(model=stages(max_in_flight=1)),
+    "a schedule called within a step of it": lambda: train(forward_step=lambda iterator, model: train()),
+    # The model and the loss
+    "forward_step_func returns the output alone": lambda: train(
+        forward_step=lambda iterator, model: model(next(iterator))
+    ),
+    "forward_step_func returns the loss instead of a function": lambda: train(
+        forward_step=lambda iterator, model: (output := model(next(iterator)), output.mean())
+    ),
+    "the loss function returns the loss alone": lambda: with_loss(lambda output: output.mean()),
+    "a loss that is not a scalar": lambda: with_loss(lambda output: (output, {})),
+    "a loss that is a float": lambda: with_loss(lambda output: (output.mean().item(), {})),
+    "a detached loss": lambda: with_loss(lambda output: (output.mean().detach(), {})),
+    "set_input_tensor keeps the list": lambda: train(
+        model=Layers(lambda received: received), seq_length=3, micro_batch_size=1
+    ),
+    "a keyword that the module of a stage does not take": lambda: of_modules(
+        Scaled, linear, forward_step=lambda iterator, model: (model(next(iterator), scale=2.0), mean)
+    ),
+    "a module that takes two arguments by position, behind the first stage": lambda: of_modules(
+        bilinear, bilinear, forward_step=lambda iterator, model: (model(*2 * (next(iterator),)), mean)
+    ),
+    "a stage changes its input in place": lambda: of_modules(linear, InPlace),
+    "a recomputed stage that counts its calls outside of itself": counts_outside,
+    "an output that cannot be sent": lambda: of_modules(lambda: Returning(lambda x: SimpleNamespace(x=x)), linear),
+    "a stage that returns nothing": lambda: of_modules(lambda: Returning(lambda x: None), linear),
+    "a text of 1200 letters in a message": lambda: of_modules(
+        lambda: Returning(lambda x: {"x": x, "text": "." * 1200}), linear
+    ),
+    # Ranks that differ or fail
+    "another number of microbatches on one rank": lambda: train(num_microbatches=2 + dist.get_rank()),
+    "another schedule on one rank": lambda: train("gpipe" if dist.get_rank() else "1f1b"),
+    "an error of your own on rank 0": fails_on_rank_0,
+}
+"""By their texts on the page, without the signs of code."""
 
 
 def told(function: Callable[[], object]) -> list[str]:
