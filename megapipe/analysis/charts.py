@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span
 from .cells import (
@@ -31,33 +31,17 @@ COLUMN, ROW = 0.22, 0.55
 """Inches of a short action, and of a rank."""
 
 MOST_COLUMNS = 112
-"""How many short actions are drawn: of what is longer the middle is left out."""
+"""How many short actions a picture has room for: where there are more, all are narrower, and short ones unnamed."""
 
 CELL, LEVEL = 0.66, 0.24
 """The heights of the actions and, below them, of the microbatches held, as shares of a rank's row."""
-
-
-class Cut(NamedTuple):
-    """A stretch of time that is left out."""
-
-    start: float
-    length: float
-
-    def place(self, time: float) -> float:
-        """The place of a time in the picture."""
-        return min(time, max(self.start, time - self.length))
-
-    def time_at(self, place: float) -> float:
-        """The time at a place in the picture."""
-        return place if place < self.start else place + self.length
 
 
 def save_picture(
     plan: Plan, simulation: Simulation, path: str | Path, measured: Sequence[RankStep] | None = None
 ) -> None:
     """Save a timeline as .svg or .png, by the ending of `path`: a row per rank, each action with its microbatch, and
-    below them how many bytes the rank holds, or microbatches where bytes are not known. A long one is drawn without its
-    middle.
+    below them how many bytes the rank holds, or microbatches where bytes are not known.
 
     Args:
         simulation: of the plan, in milliseconds or abstract units.
@@ -78,22 +62,21 @@ def save_picture(
         held.insert(0, held_as_measured(measured))
     begin = min(spans[0].start for ranks in panels for spans in ranks)
     end = max(spans[-1].end for ranks in panels for spans in ranks)
-    column = _usual_length(simulation.spans)
-    longest = MOST_COLUMNS * column
-    cut = Cut(begin + longest / 2, end - begin - longest) if end - begin > longest else None
-    columns = min(MOST_COLUMNS, (end - begin) / column)
+    columns = (end - begin) / _usual_length(simulation.spans)
+    shortest = 0.7 * (end - begin) / MOST_COLUMNS if columns > MOST_COLUMNS else 0.0  # of those that have a name
+    columns = min(MOST_COLUMNS, columns)
     size = (max(6.0, COLUMN * columns + 1.2), 0.6 + len(panels) * (0.35 + ROW * plan.pp_size))
     figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.page)
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, ranks, memory, title in zip(grid, panels, held, TITLES):
-        _draw_timeline(axes, plan, ranks, memory, cut)
-        axes.set_xlim(begin, end - (cut.length if cut else 0.0))
+        _draw_timeline(axes, plan, ranks, memory, shortest)
+        axes.set_xlim(begin, end)
         if measured is not None:
             axes.set_title(title, loc="left", fontsize=9, color=LIGHT.text)
     if measured is not None:
-        _draw_waits(grid[0], measured, cut)
+        _draw_waits(grid[0], measured)
         grid[-1].set_xlabel("ms", color=LIGHT.text)
-    _draw_legend(figure, plan, cut, "bytes" if any(held) else "microbatches")
+    _draw_legend(figure, plan, "bytes" if any(held) else "microbatches")
     if str(path).endswith(".svg"):
         Path(path).write_text(_svg_of(figure))
     else:
@@ -101,17 +84,18 @@ def save_picture(
 
 
 def _draw_timeline(
-    axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], memory: Sequence[Held] | None, cut: Cut | None
+    axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], memory: Sequence[Held] | None, shortest: float
 ) -> None:
     for rank, cells in enumerate(cells_of(plan, ranks)):
         for cell in cells:
             height = CELL / len(cell.actions)
             for index, action in enumerate(cell.actions):  # a pair: F above B
-                _draw_action(axes, plan, action, cell.start, cell.end, rank - 0.5 + index * height, height, cut)
+                place = (cell.start, rank - 0.5 + index * height), cell.end - cell.start, height
+                _draw_action(axes, plan, action, place, is_named=cell.end - cell.start >= shortest)
     if memory is not None:
-        _draw_levels(axes, levels_in_bytes(ranks, memory), bytes_in_words, cut)
+        _draw_levels(axes, levels_in_bytes(ranks, memory), bytes_in_words)
     elif not plan.forward_only:
-        _draw_levels(axes, levels_of(plan, ranks), "{:g}".format, cut)
+        _draw_levels(axes, levels_of(plan, ranks), "{:g}".format)
     names = [f"rank {rank}" for rank in range(plan.pp_size)]
     axes.set_yticks([rank - 0.5 + CELL / 2 for rank in range(plan.pp_size)], names)
     axes.set_ylim(plan.pp_size - 0.5, -0.5)
@@ -119,27 +103,24 @@ def _draw_timeline(
     axes.set_facecolor(LIGHT.page)
     for side in axes.spines.values():
         side.set_visible(False)
-    if cut is not None:
-        _draw_cut(axes, cut)
 
 
 def _draw_action(
-    axes: Any, plan: Plan, action: Action, start: float, end: float, top: float, height: float, cut: Cut | None
+    axes: Any, plan: Plan, action: Action, place: tuple[tuple[float, float], float, float], is_named: bool
 ) -> None:
     from matplotlib.patches import Rectangle
 
     colour = KINDS[action.kind].colours[plan.chunk_of(action.stage) % 2]
-    for left, right in _pieces(start, end, cut):
-        place = (left, top), right - left, height
-        axes.add_patch(Rectangle(*place, facecolor=colour, edgecolor=LIGHT.page, linewidth=0.8))
-        if right - left > 0.7 * (end - start):  # or there is no room for it
-            axes.text(
-                (left + right) / 2, top + height / 2, action.unit, ha="center", va="center_baseline",
-                fontsize=8 if len(action.unit) < 4 else 6.5, color=ink_on(colour), clip_on=True,
-            )  # fmt: skip
+    axes.add_patch(Rectangle(*place, facecolor=colour, edgecolor=LIGHT.page, linewidth=0.8))
+    (left, top), width, height = place
+    if is_named:
+        axes.text(
+            left + width / 2, top + height / 2, action.unit, ha="center", va="center_baseline",
+            fontsize=8 if len(action.unit) < 4 else 6.5, color=ink_on(colour), clip_on=True,
+        )  # fmt: skip
 
 
-def _draw_levels(axes: Any, rows: Sequence[Sequence[Level]], in_words: Callable[[float], str], cut: Cut | None) -> None:
+def _draw_levels(axes: Any, rows: Sequence[Sequence[Level]], in_words: Callable[[float], str]) -> None:
     """What each rank holds over time, below its actions, and the most of it at the right."""
     most = max(level.held for row in rows for level in row)
     for rank, row in enumerate(rows):
@@ -148,8 +129,7 @@ def _draw_levels(axes: Any, rows: Sequence[Sequence[Level]], in_words: Callable[
         base = rank + 0.45
         edges = [row[0].start, *(level.end for level in row)]
         tops = [base - LEVEL * level.held / most for level in row]
-        places = edges if cut is None else list(map(cut.place, edges))
-        axes.stairs(tops, places, baseline=base, fill=True, color=LIGHT.faint)
+        axes.stairs(tops, edges, baseline=base, fill=True, color=LIGHT.faint)
         axes.annotate(
             in_words(max(level.held for level in row)),
             (1, base),
@@ -161,26 +141,13 @@ def _draw_levels(axes: Any, rows: Sequence[Sequence[Level]], in_words: Callable[
         )
 
 
-def _draw_waits(axes: Any, measured: Sequence[RankStep], cut: Cut | None) -> None:
+def _draw_waits(axes: Any, measured: Sequence[RankStep]) -> None:
     for rank, step in enumerate(measured):
-        for wait in step.waits:
-            for left, right in _pieces(wait.start, wait.end, cut):
-                axes.barh(rank - 0.5 + CELL / 2, right - left, left=left, height=CELL / 2, color=LIGHT.wait)
+        for _, start, end in step.waits:
+            axes.barh(rank - 0.5 + CELL / 2, end - start, left=start, height=CELL / 2, color=LIGHT.wait)
 
 
-def _draw_cut(axes: Any, cut: Cut) -> None:
-    """A line where time is left out."""
-    from matplotlib.ticker import FuncFormatter
-
-    axes.axvline(cut.start, color=LIGHT.text, linewidth=1, linestyle=(0, (3, 2)))
-    axes.annotate(
-        "cut", (cut.start, 1.01), (0, 3), axes.get_xaxis_transform(), "offset points", ha="center",
-        color=LIGHT.text, fontsize=9,
-    )  # fmt: skip
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{cut.time_at(place):g}"))
-
-
-def _draw_legend(figure: Any, plan: Plan, cut: Cut | None, what: str) -> None:
+def _draw_legend(figure: Any, plan: Plan, what: str) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -195,24 +162,12 @@ def _draw_legend(figure: Any, plan: Plan, cut: Cut | None, what: str) -> None:
         )
     if not plan.forward_only:
         entries[f"{what} held, with the most at the right"] = patches(LIGHT.faint)
-    notes = ["dark: odd chunks"] * (plan.num_chunks > 1)
-    if cut is not None:
-        notes.append(f"left out: {cut.length:.4g} of time")
-    entries |= {note: patches("none") for note in notes}
+    if plan.num_chunks > 1:
+        entries["dark: odd chunks"] = patches("none")
     figure.legend(
         list(entries.values()), list(entries), loc="outside upper left", ncols=len(entries), frameon=False, fontsize=8,
         labelcolor=LIGHT.text, handler_map={tuple: HandlerTuple(ndivide=None)}, columnspacing=1.2, handlelength=1.6,
     )  # fmt: skip
-
-
-def _pieces(start: float, end: float, cut: Cut | None) -> Iterator[tuple[float, float]]:
-    """What is to be seen of a stretch of time: two pieces where it goes on beyond the cut."""
-    if cut is None:
-        yield start, end
-        return
-    for first, last in ((start, min(end, cut.start)), (max(start, cut.start + cut.length), end)):
-        if last > first:
-            yield cut.place(first), cut.place(last)
 
 
 def _usual_length(ranks: Sequence[Sequence[Span]]) -> float:
