@@ -11,7 +11,6 @@ from statistics import fmean
 from ..plan import WEIGHTS, Plan, RankStep, Simulation, Span, find_schedule, load_plan, simulate
 from .arguments import check_size, check_time, costs_of, import_schedule, record_plan, settings_of
 from .bubble import split_bubble
-from .cells import held_as_measured, held_by_plan
 from .charts import save_picture
 from .memory import bytes_in_words
 from .text import Form, listed, print_legend, print_timeline, say
@@ -32,7 +31,7 @@ def show(args: argparse.Namespace) -> None:
     for path in args.save:
         _save(plan, simulation, measured, path)
     if measured is None:
-        used = print_timeline(plan, simulation.spans, args.width, simulation.makespan, held_by_plan(simulation))
+        used = print_timeline(plan, simulation.spans, args.width, simulation.makespan)
     else:
         used = _print_both(measured, simulation, args.width)
     print_legend(plan, used)
@@ -78,7 +77,7 @@ def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -
     spans = [rank.spans for rank in measured.typical_step]
     duration = max(*(rank.end for rank in measured.typical_step), simulation.makespan)
     print(f"measured, the median of {len(measured.steps)} steps:")
-    used = print_timeline(measured.plan, spans, width, duration, held_as_measured(measured.typical_step))
+    used = print_timeline(measured.plan, spans, width, duration)
     print("by the plan, with the mean times that were measured:")
     print_timeline(measured.plan, simulation.spans, width, duration)
     return used

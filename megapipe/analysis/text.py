@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ..plan import KINDS, Action, Plan, Span
-from .cells import Cell, Held, Level, cells_of, ink_on, kinds_in, levels_in_bytes
+from .cells import Cell, cells_of, ink_on, kinds_in
 
 __all__ = ["Form", "as_text", "forms_of", "listed", "print_legend", "print_table", "print_timeline", "say", "text_rows"]
 
@@ -121,14 +121,8 @@ def _coloured(text: str, kind: str, chunk: int) -> str:
     return f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
 
 
-def print_timeline(
-    plan: Plan,
-    ranks: Sequence[Sequence[Span]],
-    width: int | None,
-    duration: float,
-    memory: Sequence[Held] | None = None,
-) -> list[Form]:
-    """Print a row for each rank, and one below it for the bytes that it holds, where they are known.
+def print_timeline(plan: Plan, ranks: Sequence[Sequence[Span]], width: int | None, duration: float) -> list[Form]:
+    """Print a row for each rank.
 
     Args:
         duration: the time that a row stands for, from the first action of all ranks on.
@@ -141,11 +135,8 @@ def print_timeline(
     if columns > WIDEST:
         raise ValueError(f"{columns} columns are more than any terminal has: choose a --width of {WIDEST:,} at most.")
     rows, used = text_rows(cells_of(plan, ranks), columns, duration, forms_of(plan))
-    levels = [] if memory is None else _level_rows(levels_in_bytes(ranks, memory), columns, duration)
     for rank, row in enumerate(rows):
         print(f"rank {rank}".ljust(prefix) + "".join(_painted(plan, text, cell) for text, cell in row))
-        if levels:
-            print(" " * prefix + levels[rank])
     return used
 
 
@@ -235,21 +226,3 @@ def _choose_names(cells: list[Cell], scale: float, forms: Sequence[Form]) -> dic
         ]
         names[kinds] = (fitting or forms[-1:])[0]
     return names
-
-
-BLOCKS = " ▁▂▃▄▅▆▇█"
-
-
-def _level_rows(rows: Sequence[Sequence[Level]], width: int, duration: float) -> list[str]:
-    """A row of blocks per rank, as high as what it holds: the highest for the most that any rank does."""
-    begin = min(levels[0].start for levels in rows)
-    most = max(level.held for levels in rows for level in levels) or 1.0
-    texts = []
-    for levels in rows:
-        heights = [0.0] * width
-        for held, start, end in levels:
-            first, last = ((time - begin) * width / duration for time in (start, end))
-            for column in range(int(first), min(width, max(int(first) + 1, round(last)))):
-                heights[column] = max(heights[column], held)
-        texts.append("".join(BLOCKS[round(height / most * (len(BLOCKS) - 1))] for height in heights).rstrip())
-    return texts
