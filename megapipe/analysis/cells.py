@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..plan import KINDS, Action, Kind, Plan, RankStep, Simulation, Span, held_changes
+from ..plan import KINDS, Action, Kind, Plan, Simulation, Span, held_changes
 
 __all__ = [
     "DARK",
@@ -14,7 +14,6 @@ __all__ = [
     "Held",
     "Level",
     "cells_of",
-    "held_as_measured",
     "held_by_plan",
     "ink_on",
     "kinds_in",
@@ -128,13 +127,6 @@ def held_by_plan(simulation: Simulation) -> list[Held] | None:
     if simulation.memory is None:
         return None
     return [((rank.model + rank.during).tolist(), (rank.model + rank.after).tolist()) for rank in simulation.memory]
-
-
-def held_as_measured(step: Sequence[RankStep]) -> list[Held] | None:
-    """Those of a measured step; None where they were not counted."""
-    if not all(rank.memory for rank in step):
-        return None
-    return [([held.peak for held in rank.memory], [held.held for held in rank.memory]) for rank in step]
 
 
 def kinds_in(plan: Plan) -> list[Kind]:

@@ -14,7 +14,6 @@ from .cells import (
     Held,
     Level,
     cells_of,
-    held_as_measured,
     held_by_plan,
     ink_on,
     kinds_in,
@@ -59,7 +58,7 @@ def save_picture(
     held = [held_by_plan(simulation)]
     if measured is not None:
         panels.insert(0, [step.spans for step in measured])
-        held.insert(0, held_as_measured(measured))
+        held.insert(0, None)
     begin = min(spans[0].start for ranks in panels for spans in ranks)
     end = max(spans[-1].end for ranks in panels for spans in ranks)
     columns = (end - begin) / _usual_length(simulation.spans)

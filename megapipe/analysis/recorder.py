@@ -35,7 +35,7 @@ class TimelineRecorder:
     Args:
         num_steps: how many steps are kept. A step takes about 400 bytes for each action: 100 KB for 64 microbatches
             and two chunks, and as many CUDA events as that has starts and ends.
-        memory: also count the bytes of tensors that are made in a step and still there, action by action. Every
+        memory: also count the bytes of tensors that are made in a step and still there, for their peak. Every
             operation takes tens of microseconds longer meanwhile, so these are not the steps to take times from.
 
     Steps with `forward_only` are left out, unless the schedule never does anything else: their plan is another one.

@@ -20,7 +20,6 @@ from ..plan import (
     KINDS,
     RECOMPUTE,
     Action,
-    ActionBytes,
     Costs,
     Event,
     Plan,
@@ -257,8 +256,7 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> list[int]:
         """Most bytes of tensors made in a step that each rank held at once; none where they were not counted."""
-        ranks = zip(*([rank.memory for rank in step] for step in self.steps))
-        peaks = [max((held.peak for memory in steps for held in memory), default=0) for steps in ranks]
+        peaks = [max(rank.peak_bytes for rank in steps) for steps in zip(*self.steps)]
         return peaks if any(peaks) else []
 
     def predict(self) -> Simulation:
@@ -308,7 +306,7 @@ def as_json(rank: RankStep) -> dict[str, Any]:
         "actions": [[*action, _rounded(start), _rounded(end)] for action, start, end in rank.spans],
         "waits": [[*action, _rounded(start), _rounded(end)] for action, start, end in waits],
         "pairs": rank.pairs,
-        "memory": rank.memory,
+        "peak_bytes": rank.peak_bytes,
     }
 
 
@@ -321,10 +319,7 @@ def read_rank(rank: dict[str, Any]) -> RankStep:
     pairs = tuple(rank.get("pairs", ()))  # older files have none
     if not all(isinstance(at, int) and 0 <= at < len(spans) - 1 for at in pairs):
         raise ValueError
-    memory = tuple(ActionBytes(*map(int, held)) for held in rank.get("memory", ()))  # older files have none
-    if len(memory) not in (0, len(spans)):
-        raise ValueError
-    return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits, pairs, memory)
+    return RankStep(*_read_times(rank["begin"], rank["end"]), spans, waits, pairs, int(rank.get("peak_bytes", 0)))
 
 
 def _read_action(stage: Any, kind: Any, microbatch: Any, part: Any = 0) -> Action:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .files import load_plan, load_stage_bytes, parse_json, read_text
     from .kinds import FORWARD, KINDS, LOAD, OFFLOAD, RECOMPUTE, WEIGHTS, Kind
     from .making import make_plan
-    from .measured import ActionBytes, RankStep, Wait
+    from .measured import RankStep, Wait
     from .memory import RankBytes, StageBytes, held_changes
     from .offloading import offload_activations
     from .placement import Placement, StageInfo, loop, v_shape
@@ -52,7 +52,6 @@ __all__ += [  # between rooms
     "OFFLOAD",
     "RECOMPUTE",
     "WEIGHTS",
-    "ActionBytes",
     "AnySchedule",
     "ChannelName",
     "Event",

@@ -1,4 +1,4 @@
-"""A step as it was measured on one rank: the actions of its plan, with the times and the bytes that they took."""
+"""A step as it was measured on one rank: the actions of its plan, with the times that they took."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .simulation import Span
 from .verbs import Action
 
-__all__ = ["ActionBytes", "RankStep", "Wait"]
+__all__ = ["RankStep", "Wait"]
 
 
 class Wait(NamedTuple):
@@ -21,22 +21,13 @@ class Wait(NamedTuple):
     end: float
 
 
-class ActionBytes(NamedTuple):
-    """The bytes of tensors that were made in the step, beside one action."""
-
-    peak: int
-    """The most from the end of the action before until its own end."""
-    held: int
-    """Those at its end."""
-
-
 @dataclass(frozen=True)
 class RankStep:
     """One step on one rank, in milliseconds. `spans` and `waits` are in order; an action starts behind its wait.
 
     `pairs` has the places in `spans` of the forwards that ran at once with the backward behind them: of such a pair
-    only the sum of the two times means anything. `memory` has one entry for each span; none where bytes were not
-    counted.
+    only the sum of the two times means anything. `peak_bytes` are the most bytes of tensors made in the step that were
+    there at once; 0 where they were not counted.
     """
 
     begin: float
@@ -44,7 +35,7 @@ class RankStep:
     spans: list[Span]
     waits: list[Wait]
     pairs: tuple[int, ...] = ()
-    memory: tuple[ActionBytes, ...] = ()
+    peak_bytes: int = 0
 
     @property
     def busy(self) -> float:
@@ -77,4 +68,4 @@ class RankStep:
         """The same step on a clock that shows `offset` more."""
         spans = [Span(action, start + offset, end + offset) for action, start, end in self.spans]
         waits = [Wait(action, start + offset, end + offset) for action, start, end in self.waits]
-        return RankStep(self.begin + offset, self.end + offset, spans, waits, self.pairs, self.memory)
+        return RankStep(self.begin + offset, self.end + offset, spans, waits, self.pairs, self.peak_bytes)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..plan import KINDS, Action, ActionBytes, RankStep, Span, Wait
+from ..plan import KINDS, Action, RankStep, Span, Wait
 from .storages import LiveStorages
 
 __all__ = ["Clock", "CudaEvents", "HostClock", "RecordedEvent", "StepRecord", "clock_of"]
@@ -147,7 +147,6 @@ class StepRecord:
         "begin",
         "end",
         "entries",
-        "memory",
         "name",
         "number",
         "overlapped",
@@ -157,7 +156,6 @@ class StepRecord:
     def __init__(self, name: str, number: int, clock: Clock, storages: LiveStorages | None = None) -> None:
         self.storages = nullcontext() if storages is None else storages
         """The context around the step."""
-        self.memory: list[ActionBytes] = []
         self.name = name
         self.number = number
         self._clock = clock
@@ -184,9 +182,6 @@ class StepRecord:
         self._inner.__exit__(*error)
         self.entries.append((self._action, False, self._start, self._now()))
         self._action = None
-        if isinstance(self.storages, LiveStorages):
-            self.memory.append(ActionBytes(self.storages.peak, self.storages.held))
-            self.storages.restart()
 
     def now(self) -> Any:
         return self._now()
@@ -217,7 +212,7 @@ class StepRecord:
             spans,
             [Wait(action, time_of(start), time_of(end)) for action, is_wait, start, end in self.entries if is_wait],
             tuple(at for at, span in enumerate(spans) if span.action in self.overlapped and _is_forward(span.action)),
-            tuple(self.memory),
+            self.storages.peak if isinstance(self.storages, LiveStorages) else 0,
         )
 
 
