@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..timing import uncounted
-from .fingerprints import Fingerprint, first_difference
-from .saver import Saver, check_version
+from .saver import Fingerprint, Saver, check_version, first_difference
 
 __all__ = ["Offload", "storages_of"]
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..chunks import iter_wrapped, unwrap
-from .fingerprints import Fingerprint, first_difference
-from .saver import Saver, as_it_is, check_version
+from .saver import Fingerprint, Saver, as_it_is, check_version, first_difference
 from .state import State
 
 __all__ = ["Replay", "recomputing", "regions_of"]

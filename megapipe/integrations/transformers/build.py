@@ -17,7 +17,7 @@ from ...plan import StageInfo
 from ...runtime import stages_for_rank
 from ...weight_grad import let_convert, transposed_linear
 from .check import check_cut
-from .crossing import Crossing
+from .cut import Crossing
 from .flow import Flow
 from .sliced import IMPLEMENTATION, register
 from .stage import ChunkConfig, as_stage

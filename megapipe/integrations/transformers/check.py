@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...plan import StageInfo
-from .crossing import Crossing, Reached
-from .cut import CannotCutError, Parts, find_parts
+from .cut import CannotCutError, Crossing, Parts, Reached, find_parts
 from .flow import Course, Flow, Trial, borders_of, watched
 from .generation import compare_decoding
 from .stage import ChunkConfig, as_stage, is_for_first

@@ -20,8 +20,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...plan import StageInfo
-from .crossing import Border, Crossing, Path, Place, Reached, find_at, first_tensor, form_of, replace_at, tensors_in
-from .cut import CannotCutError, Parts
+from .cut import (
+    Border,
+    CannotCutError,
+    Crossing,
+    Parts,
+    Path,
+    Place,
+    Reached,
+    find_at,
+    first_tensor,
+    form_of,
+    replace_at,
+    tensors_in,
+)
 from .step import tied_names
 
 __all__ = ["Course", "Flow", "Trial", "borders_of", "watched"]
@@ -35,7 +47,7 @@ class Course:
     """Which layers were running, or had run last, when a parameter outside them was read: -1 before the first, their
     number behind the last."""
     forms: list[Any]
-    """What each layer returned, see `crossing.form_of`."""
+    """What each layer returned, see `cut.form_of`."""
     calls: list[dict[Path, Tensor]]
     """The tensors that each layer was called with, and those that the last one returned."""
     groups: dict[Place, str]

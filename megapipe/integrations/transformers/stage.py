@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ...config import StepConfig
 from ...plan import StageInfo
 from .adapters import WithAdapters
-from .crossing import Crossing, Reached, let_cross
-from .cut import Absent, Parts, cut, find_parts
+from .cut import Absent, Crossing, Parts, Reached, cut, find_parts, let_cross
 from .flow import Course, Flow
 from .sliced import of_slice
 
