@@ -121,6 +121,8 @@ OF_FEATURES = [
     Case("seq1f1b", 2, 3, [Slices([4, 1, 1]), Double(), NumTokens(1e-12)]),
     Case("seq_zb1p", 2, 3, [Slices([4, 1, 1]), NumTokens(1e-5, per_token=True), DEFERRING]),
     Case("seq1f1b", 2, 3, [Slices(3), KeptSums(1, "stack", "view"), Recompute()]),
+    Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), KeptSums(0, "views"), DEFERRING]),
+    Case("seq1f1b", 2, 2, [Slices(6), KeptSums(2, "stack")]),
     Case("seq_zb1p", 2, 2, [Slices(3), Forms(["recomputed deferring"])]),
     Case("seq1f1b", 2, 3, [Slices([3, 2, 1]), AsPipelineStage()], steps=2),
     Case("1f1b", 4, 8, [Settings(max_in_flight=8.0, overlap_p2p_comm=False)]),

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, get_forward_backward_func, stages_for_rank
 from megapipe.integrations.megatron import framework, global_name
-from megapipe.plan import Verbs, find_schedule, v_shape
-from megapipe.schedules import ForwardBackward
+from megapipe.plan import find_schedule
 from megapipe.weight_grad import DeferredGrads, deferring
 
 # Looked for, not imported: importing takes two seconds in each process that hands out tests.
@@ -124,46 +123,6 @@ def test_same_training_as_megatron(
     """Megatron's replicas fill the 4 ranks up; the last stage's ranks report the losses."""
     losses = ranks.run(4, train_with_both, pp_size, vp_size, num_microbatches, num_steps, is_tied)
     assert losses[-1] > 0
-
-
-def gradient_norm(chunks: list[nn.Module]) -> Tensor:
-    """Of the whole pipeline, on every rank."""
-    own = [p.grad.norm() ** 2 for c in chunks for p in c.parameters() if not getattr(p, "shared", False)]
-    total = torch.stack(own).sum()
-    dist.all_reduce(total, group=megapipe.parallel_state.get_pipeline_model_parallel_group())
-    return total.sqrt()
-
-
-@on_ranks(4)
-def test_same_training_in_a_v(rank: int) -> None:
-    """With tied embeddings, whose copies Megatron looks for on the first and the last rank, `build_model_chunks` hung
-    for V schedules; with a loss per token, gradients were divided by the last rank's number of tokens, which is 0.
-
-    Losses are read where Megatron's trainers read them."""
-    pp_size, schedules = 2, {"zbv": 3, "v_half": 1, "dualpipev": 1}  # how many steps of each
-    num_microbatches = 2 * pp_size + 1
-    config = megatron(pp_size, calculate_per_token_loss=True)
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    build = megapipe.integrations.megatron.build_model_chunks
-    trainer = Trainer(config, build(provider(config, is_tied=True), "1f1b"))
-    expected, norms = [], []
-    for number in range(max(schedules.values())):
-        data = own_batches(num_microbatches, number)
-        expected.append(trainer.gradients(get_forward_backward_func(), data, token_step))
-        norms.append(gradient_norm(trainer.chunks))
-        trainer.optimizer.step()
-    for schedule, num_steps in schedules.items():
-        config = megatron(pp_size, 2, calculate_per_token_loss=True)
-        trainer = Trainer(config, build(provider(config, is_tied=True), schedule))
-        for number in range(num_steps):
-            data = own_batches(num_microbatches, number)
-            losses = trainer.gradients(megapipe.get_forward_backward_func(schedule), data, token_step)
-            assert torch.allclose(gradient_norm(trainer.chunks), norms[number], rtol=1e-5), (schedule, number)
-            trainer.optimizer.step()
-            if megapipe.parallel_state.get_pipeline_model_parallel_rank() == pp_size - 1:
-                found, wanted = torch.tensor(losses), torch.tensor(expected[number])
-                assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5), (schedule, number)
 
 
 class OptimizedTrainer:
@@ -301,37 +260,19 @@ def gathered(chunks: list[nn.Module], value_of: Callable[[nn.Parameter], Any]) -
     return {name: value for part in everybody for name, value in part.items()}
 
 
-def v_placement(pipe: Verbs) -> Any:
-    """All forwards, all backwards, down and up the V."""
-    for chunk in (0, 1):
-        for _ in range(pipe.num_microbatches):
-            pipe.recv_forward(chunk)
-            pipe.forward_step(chunk)
-            pipe.send_forward(chunk)
-    for chunk in (1, 0):
-        for _ in range(pipe.num_microbatches):
-            pipe.recv_backward(chunk)
-            pipe.backward_step(chunk)
-            pipe.send_backward(chunk)
-    return pipe.finish()
-
-
-V = ForwardBackward("v_gpipe", v_placement, v_shape, 2)
-
-
 @on_ranks(2)
 def test_chunks_for_v_placement(rank: int) -> None:
     config = megatron(2, 2)
     build = megapipe.integrations.megatron.build_model_chunks
     loop_chunks = build(provider(config), "interleaved_1f1b")
-    v_chunks = build(provider(config), V)
+    v_chunks = build(provider(config), "zbv")
     layers = [[layer.layer_number for layer in chunk.decoder.layers] for chunk in v_chunks]
     assert layers == [[[1, 2], [7, 8]], [[3, 4], [5, 6]]][rank]
     assert [chunk.pre_process for chunk in v_chunks] == [rank == 0, False]
     assert [chunk.post_process for chunk in v_chunks] == [False, rank == 0]
     data = batches(3, 0)
     expected = step(megapipe.get_forward_backward_func("interleaved_1f1b"), loop_chunks, data)
-    losses = step(V, v_chunks, data)
+    losses = step(megapipe.get_forward_backward_func("zbv"), v_chunks, data)
     assert len(losses) == 3  # the last stage is on the first rank, and Megatron's trainers read them on the last
     assert expected == (losses if rank == 1 else [])
     first, second = (gathered(chunks, lambda p: p.grad) for chunks in (loop_chunks, v_chunks))
@@ -369,13 +310,13 @@ def test_functions_at_the_stages_of_a_v(rank: int) -> None:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     before = vars(groups).copy()
     wrongly = {"pre_process": rank == 1, "post_process": rank == 1}
-    provide = place(build, V)
+    provide = place(build, "zbv")
     chunks = [provide(groups, **wrongly, vp_stage=vp_stage) for vp_stage in (0, 1)]
-    for vp_stage, stage in enumerate(megapipe.stages_for_rank(V)):
+    for vp_stage, stage in enumerate(megapipe.stages_for_rank("zbv")):
         expected = (stage.is_first, stage.is_last)
         assert (chunks[vp_stage].pre_process, chunks[vp_stage].post_process) == expected
-        assert place(datasets, V)(3, vp_stage=vp_stage) == expected
-        assert place(forward, V)(None, chunks[vp_stage]) == expected
+        assert place(datasets, "zbv")(3, vp_stage=vp_stage) == expected
+        assert place(forward, "zbv")(None, chunks[vp_stage]) == expected
         # Elsewhere all is as before, and without a V always.
         assert ends(vp_stage) == (rank == 0 == vp_stage, rank == 1 == vp_stage)
         assert place(datasets, "interleaved_1f1b")(3, vp_stage=vp_stage) == ends(vp_stage)

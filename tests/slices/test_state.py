@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from megapipe import slices
 from megapipe.slices import CarriedState, SequenceSlice
-from megapipe.weight_grad import convert
 
 SEQUENCE, BATCH, HIDDEN = 12, 2, 4
 CUTS = [[12], [6, 6], [5, 4, 3], [1] * 12, [2, 1, 1, 3, 1, 1, 2, 1]]
@@ -65,53 +63,6 @@ def test_a_recurrent_layer_has_the_gradients_of_the_whole_sequence(lengths: list
     sliced = run_by_slices(lambda: step(layers, x, run), lengths)
     torch.testing.assert_close(sliced, loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close([x.grad, *(p.grad for p in layers.parameters())], grads, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("run", [plain, recomputed, recomputed_reentrant])
-def test_weight_gradients_may_be_deferred(run: Run) -> None:
-    x, _, grads = whole_gradients()
-    layers = make_layers()
-    convert(layers)
-    run_by_slices(lambda: step(layers, x, run), [5, 4, 3], deferred=True)
-    torch.testing.assert_close([x.grad, *(p.grad for p in layers.parameters())], grads, rtol=1e-12, atol=1e-12)
-
-
-class Summing(nn.Module):
-    """A layer that adds up the states of all slices before it."""
-
-    def __init__(self, add: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
-        super().__init__()
-        self.add = add
-        self.scale = nn.Parameter(torch.randn(HIDDEN))
-        self.shift = nn.Parameter(torch.randn(BATCH * HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        states = x * self.scale
-        before = self.add(self.shift.view(BATCH, HIDDEN), [state for (state,) in slices.earlier(self)])
-        slices.keep(self, states.sum(0))
-        return torch.tanh(states.cumsum(0) + before)
-
-
-def added_as_views(before: Tensor, states: list[Tensor]) -> Tensor:
-    return sum((state.view(BATCH, HIDDEN) for state in states), before)
-
-
-def added_from_a_stack(before: Tensor, states: list[Tensor]) -> Tensor:
-    return before + torch.stack(states).sum(0) if states else before
-
-
-@pytest.mark.parametrize("lengths", [[5, 4, 3], [1] * 12], ids=str)
-@pytest.mark.parametrize("add", [added_as_views, added_from_a_stack])
-def test_gradients_of_what_is_kept_share_no_memory(
-    add: Callable[[Tensor, list[Tensor]], Tensor], lengths: list[int]
-) -> None:
-    """Autograd may make views of the same memory the gradients of several kept tensors, and of a parameter. The
-    gradients of the slices before were then added to each of them in place: they were several times too large."""
-    torch.manual_seed(0)
-    layer, x = Summing(add).double(), torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64)
-    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
-    run_by_slices(lambda: layer(slices.cut(x, 0)).square().sum(), lengths)
-    torch.testing.assert_close([p.grad for p in layer.parameters()], list(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_whole_sequences_keep_nothing() -> None:
