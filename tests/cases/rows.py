@@ -31,7 +31,7 @@ from .model import (
 from .training import Accumulated, Failure, Optimizer, Replicas, Tied, Validated, WarmUp, Wrapped
 
 DEFERRING = Forms(["deferring"])
-TAKEN_BACK = Optimizer("post-validated", 0.5, (1.0, 256.0, "nan"))
+TAKEN_BACK = Optimizer("post-validated", 5.0, (1.0, 256.0, 1.0, "nan"))
 DROPOUT = OddLayers({0: "dropout", 2: "dropout"})
 FROZEN = ("embedding.", "layers.0.", "layers.1.", "layers.2.")
 OF_SLICES = ["seq1f1b", "seq_zb1p", "seq_interleaved_1f1b"]
@@ -139,7 +139,7 @@ OF_FEATURES = [
     Case("1f1b", 2, 3, [Replicas()], steps=2),
     Case("zbv", 2, 4, [Replicas(), DEFERRING, Optimizer("adamw", 0.5)], steps=2),
     Case("1f1b", 2, 3, [Tied(), Optimizer("adamw", 0.5, (256.0,))], steps=2),
-    Case("1f1b", 2, 3, [TAKEN_BACK], steps=3),
+    Case("1f1b", 2, 3, [TAKEN_BACK], steps=4),
     Case("interleaved_1f1b", 2, 3, [Accumulated(), Validated(), Tied()], steps=2),
     Case("1f1b", 2, 3, [WarmUp(), OddLayers({0: "dropout", 1: "lazy"})]),
     Case("1f1b", 2, 2, [Number(), Frozen([("embedding.", "layers.0.", "layers.1."), ()]), WarmUp(1)], steps=2),
