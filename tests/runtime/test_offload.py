@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tools.against import normal, step, unlabelled
+from tools.against import mean_square, normal, step, unlabelled
+from tools.alive import Stored
 from tools.models import BATCH, HIDDEN
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import megapipe
 from megapipe import PipelineStage, parallel_state, stages_for_rank
@@ -121,24 +121,6 @@ def test_what_cannot_be_offloaded() -> None:
         plan_of("twice", twice).check()
 
 
-def mean_square(output: Tensor, target: None) -> Tensor:
-    return output.square().mean()
-
-
-class Stored(nn.Module):
-    """Notes whose activations are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(HIDDEN, HIDDEN)
-        self.made: list[StorageWeakRef] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.exp(self.inner(x))
-        self.made.append(StorageWeakRef(hidden.untyped_storage()))
-        return self.inner(hidden)
-
-
 @on_ranks(2)
 def test_activations_of_tensor_parallel_layers(rank: int) -> None:
     """Of a DTensor the local part is moved: it has no memory of its own."""
@@ -177,7 +159,7 @@ def test_freed_when_the_plan_says(rank: int) -> None:
 
         def run_and_look(pipe: Any, *args: Any) -> None:
             run_action(pipe, *args)
-            alive.append(sum(not made.expired() for made in stored.made))
+            alive.append(stored.num_alive())
 
         patch.setattr(megapipe.runtime.pipeline.Pipeline, "run", run_and_look)
         step(plan, PipelineStage(stored, info), unlabelled(normal(6, BATCH, HIDDEN)), mean_square)

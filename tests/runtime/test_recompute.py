@@ -4,16 +4,16 @@ import itertools
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy
 import pytest
 import torch
-from tools.against import normal, step, unlabelled, use_groups
+from tools.against import mean_square, normal, step, unlabelled, use_groups
+from tools.alive import Stored
 from tools.models import BATCH, HIDDEN
 from tools.ranks import on_ranks
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrizations import spectral_norm
 
 from megapipe import PipelineConfig, PipelineStage, get_forward_backward_func, stages_for_rank
@@ -53,10 +53,6 @@ def train(schedule: Any, num_microbatches: int, num_layers: int = 3, autocast: b
     tensors = [p.grad for chunk in chunks for p in chunk.parameters()] + [b for c in chunks for b in c.buffers()]
     layers = [layer for chunk in chunks for layer in chunk.module]
     return tensors, [layer.calls.total() for layer in layers], torch.get_rng_state()
-
-
-def mean_square(output: Tensor, target: None) -> Tensor:
-    return output.float().square().mean()
 
 
 def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
@@ -242,32 +238,6 @@ def test_batch_norm_of_which_only_some_microbatches_are_recomputed(tmp_path: Pat
     for name, text in plans.items():
         (tmp_path / f"{name}.txt").write_text(text)
     assert_same(*(train_alone(lambda: [Layer()], None, str(tmp_path / f"{name}.txt"), 2) for name in plans))
-
-
-class Stored(nn.Module):
-    """Counts the microbatches whose activations are alive when a backward begins."""
-
-    hidden: ClassVar[list[StorageWeakRef]] = []
-    """Of the class: what a replay appends to an attribute of the module is taken back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(HIDDEN, HIDDEN)
-        self.hidden.clear()
-        self.most = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.exp(self.inner(x))
-        self.hidden.append(StorageWeakRef(hidden.untyped_storage()))
-        output = self.inner(hidden)
-        output.register_hook(self._watch)
-        return output
-
-    def _watch(self, grad: Tensor) -> None:
-        self.most = max(self.most, self.num_alive())
-
-    def num_alive(self) -> int:
-        return sum(not hidden.expired() for hidden in self.hidden)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
