@@ -150,7 +150,15 @@ def start_again(backend: str = "gloo") -> None:
     megapipe.parallel_state.destroy_model_parallel()
     _shut_down()
     number = store.add(f"starts of {rank}", 1)
-    dist.init_process_group(backend, store=dist.PrefixStore(f"start {number}", store), rank=rank, world_size=num_ranks)
+    _meet(dist.PrefixStore(f"start {number}", store), rank, num_ranks, backend)
+
+
+def _meet(store: Any, rank: int, num_ranks: int, backend: str = "gloo") -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    dist.all_reduce(torch.zeros(1))  # a rank that ended its job now would close connections that others still make
 
 
 def _shut_down() -> None:
@@ -200,8 +208,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             number, rank, num_ranks, function, args = jobs.recv()
         except EOFError:
             os._exit(0)
-        store = dist.PrefixStore(f"job {number}", server)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        _meet(dist.PrefixStore(f"job {number}", server), rank, num_ranks)
         result: Any = None
         text = ""
         try:
