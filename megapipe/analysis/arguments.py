@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import runpy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ..plan import (
     Costs,
@@ -21,14 +23,17 @@ from ..plan import (
     make_plan,
     schedule_names,
 )
-from .memory import Memory, parse_bytes
+from .text import PREFIXES, bytes_in_words
 
 __all__ = [
+    "Memory",
+    "bytes_of",
     "check_size",
     "check_time",
     "costs_of",
     "import_schedule",
     "memory_of",
+    "parse_bytes",
     "recompute_time",
     "record_plan",
     "settings_of",
@@ -92,7 +97,6 @@ def speeds_of(texts: Sequence[str] | None) -> list[float] | None:
 def costs_of(args: argparse.Namespace) -> Costs:
     if not any(args.times):
         raise ValueError("--times are all 0: there is nothing to draw.")
-    memory = None if args.bytes is None else load_stage_bytes(args.bytes)
     forward, inputs, weights = args.times
     costs = Costs(
         forward,
@@ -101,10 +105,15 @@ def costs_of(args: argparse.Namespace) -> Costs:
         args.p2p,
         exchange=args.exchange,
         recompute=recompute_time(args),
-        memory=memory,
+        memory=bytes_of(args),
         speeds=speeds_of(args.speeds),
     )
     return unsplit(costs) if args.unsplit else costs
+
+
+def bytes_of(args: argparse.Namespace) -> StageBytes | None:
+    """Those of the stages; None where they are not given."""
+    return None if args.bytes is None else load_stage_bytes(args.bytes)
 
 
 def unsplit(costs: Costs) -> Costs:
@@ -114,6 +123,36 @@ def unsplit(costs: Costs) -> Costs:
         return replace(costs, backward_input=sum(both), backward_weight=0.0)  # type: ignore[arg-type]
     inputs, weights = (list(cost) for cost in both if isinstance(cost, Sequence))
     return replace(costs, backward_input=[b + w for b, w in zip(inputs, weights)], backward_weight=[0.0] * len(inputs))
+
+
+class Memory(NamedTuple):
+    """What is counted of a simulation, and how much of it a rank may hold.
+
+    Attributes:
+        in_bytes: bytes of the fullest rank; otherwise microbatches of a whole rank, as `Simulation.peak_activations`.
+        limit: one for each rank, or one for all; None for none.
+    """
+
+    in_bytes: bool = False
+    limit: Sequence[float] | None = None
+
+    def of(self, simulation: Simulation) -> float:
+        """The most that a rank holds."""
+        return max(simulation.peak_bytes if self.in_bytes else simulation.peak_activations)
+
+    def fits(self, simulation: Simulation) -> bool:
+        held = simulation.peak_bytes if self.in_bytes else simulation.peak_activations
+        limits = self.limit if self.limit is None or len(self.limit) > 1 else [*self.limit] * len(held)
+        if limits is not None and len(limits) != len(held):
+            raise ValueError(f"a memory limit is one number, or one for each of {len(held)} ranks, got {len(limits)}.")
+        return limits is None or all(own <= most for own, most in zip(held, limits))
+
+    def in_words(self, amount: float) -> str:
+        return bytes_in_words(amount) if self.in_bytes else f"{amount:.3g}"
+
+    @property
+    def limit_in_words(self) -> str:
+        return ", ".join(map(self.in_words, self.limit or ()))
 
 
 def memory_of(args: argparse.Namespace, known: StageBytes | None) -> Memory:
@@ -132,6 +171,23 @@ def memory_of(args: argparse.Namespace, known: StageBytes | None) -> Memory:
     if any(map(math.isnan, numbers)):
         raise ValueError("--memory-limit is a number of microbatches, got nan.")
     return Memory(False, numbers)
+
+
+def parse_bytes(text: str) -> float:
+    """The bytes of a size such as 80GB, 1.5 GiB or 4096.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(rf"\s*([0-9.]+(?:e[0-9]+)?)\s*([{PREFIXES}K]?)(i?)B?\s*", text, flags=re.IGNORECASE)
+    try:
+        number = float(found[1]) if found else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or found is None:
+        raise ValueError(f"{text!r} is no size in bytes: write one such as 80GB, 1.5GiB or 4096.")
+    power = "".join(PREFIXES).upper().index(found[2].upper()) + 1 if found[2] else 0
+    return float(number * (1024 if found[3] else 1000) ** power)
 
 
 def check_size(*sizes: int) -> None:

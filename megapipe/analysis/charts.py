@@ -20,7 +20,7 @@ from .cells import (
     levels_in_bytes,
     levels_of,
 )
-from .memory import bytes_in_words
+from .text import bytes_in_words
 
 __all__ = ["save_picture"]
 

@@ -19,12 +19,13 @@ from ..plan import (
     Settings,
     Simulation,
     find_schedule,
-    load_stage_bytes,
     place_weights,
     schedule_names,
     simulate,
 )
 from .arguments import (
+    Memory,
+    bytes_of,
     check_time,
     costs_of,
     import_schedule,
@@ -35,9 +36,8 @@ from .arguments import (
     unsplit,
 )
 from .bubble import split_bubble
-from .memory import Memory, bytes_in_words, front_of
 from .show import print_hint
-from .text import print_table, say
+from .text import bytes_in_words, print_table, say
 from .timeline import Timeline, load_timeline
 
 __all__ = ["compare", "tune"]
@@ -54,7 +54,8 @@ PLAIN = "1f1b"
 def compare(args: argparse.Namespace) -> None:
     if any(not path.endswith((".csv", ".json")) for path in args.save):
         raise ValueError(f"--save {' '.join(args.save)}: a table is saved to a file that ends with .csv or .json.")
-    costs, memory, own = costs_of(args), memory_of(args, load_bytes(args)), [*map(import_schedule, args.own)]
+    costs, own = costs_of(args), [*map(import_schedule, args.own)]
+    memory = memory_of(args, costs.memory)
     rows = _all_schedules(
         args.pp, args.microbatches, args.chunks or [None], costs, args.slices or [1], settings_of(args)
     )
@@ -62,10 +63,6 @@ def compare(args: argparse.Namespace) -> None:
     for path in args.save:
         _save_table(found, path)
     say(f"step: F on a whole rank takes {args.times[0]:g}; {UNITS}")
-
-
-def load_bytes(args: argparse.Namespace) -> Any:
-    return None if args.bytes is None else load_stage_bytes(args.bytes)
 
 
 def tune(args: argparse.Namespace) -> None:
@@ -78,8 +75,8 @@ def tune(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
         )
-    memory, own = memory_of(args, load_bytes(args)), [*map(import_schedule, args.own)]
-    known = {"memory": load_bytes(args)}
+    known: dict[str, Any] = {"memory": bytes_of(args)}
+    memory, own = memory_of(args, known["memory"]), [*map(import_schedule, args.own)]
     if args.recompute is not None:
         known["recompute"] = recompute_time(args) or measured.rank_costs().recompute
     costs, exact = (replace(costs, **known) for costs in (measured.rank_costs(), measured.costs()))
@@ -253,6 +250,24 @@ def _found(rows: Rows, args: argparse.Namespace, memory: Memory) -> list[dict[st
         }
         for (plan, simulation), winner in zip(rows, front_of(rows, memory))
     ]
+
+
+def front_of(rows: Sequence[tuple[Plan, Simulation]], memory: Memory) -> list[Plan | None]:
+    """The schedule that beats each one: that takes no more time and no more memory, and less of one.
+    None for one that no other beats. One that does not split its backward counts before those that do, which need
+    layers for it."""
+    places = [(simulation.makespan, memory.of(simulation)) for _, simulation in rows]
+    beaten_by: list[Plan | None] = []
+    for own in places:
+        others = [plan for (plan, _), place in zip(rows, places) if _beats(place, own)]
+        beaten_by.append(min(others, key=lambda plan: plan.splits_backward, default=None))
+    return beaten_by
+
+
+def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether it is better, by more than rounding, in one respect and not worse in the other."""
+    shares = [mine / max(theirs, 1e-300) for mine, theirs in zip(one, other)]
+    return max(shares) <= 1 + 1e-9 and min(shares) < 1 - 1e-9
 
 
 def _save_table(found: list[dict[str, Any]], path: str) -> None:

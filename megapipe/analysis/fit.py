@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from ..layouts import distribute_layers
 from ..plan import Costs, Plan, Settings, StageBytes, StageInfo, find_schedule, make_plan, simulate
-from .memory import bytes_in_words, parse_bytes
-from .text import print_table, say
+from .arguments import parse_bytes
+from .text import bytes_in_words, print_table, say
 from .transformer import Transformer, model_of
 
 __all__ = ["Estimate", "Job", "Layout", "Transformer", "estimate", "fit", "fit_command"]

@@ -12,8 +12,7 @@ from ..plan import WEIGHTS, Plan, RankStep, Simulation, Span, find_schedule, loa
 from .arguments import check_size, check_time, costs_of, import_schedule, record_plan, settings_of
 from .bubble import split_bubble
 from .charts import save_picture
-from .memory import bytes_in_words
-from .text import Form, listed, print_legend, print_timeline, say
+from .text import Form, bytes_in_words, listed, print_legend, print_timeline, say
 from .timeline import Timeline, load_timeline
 
 __all__ = ["print_hint", "show"]

@@ -13,7 +13,21 @@ from typing import NamedTuple
 from ..plan import KINDS, Action, Plan, Span
 from .cells import Cell, cells_of, ink_on, kinds_in
 
-__all__ = ["Form", "as_text", "forms_of", "listed", "print_legend", "print_table", "print_timeline", "say", "text_rows"]
+__all__ = [
+    "PREFIXES",
+    "Form",
+    "as_text",
+    "bytes_in_words",
+    "forms_of",
+    "listed",
+    "print_legend",
+    "print_table",
+    "print_timeline",
+    "say",
+    "text_rows",
+]
+
+PREFIXES = "kMGTP"
 
 WIDEST = 10_000
 """The most columns of a timeline: far more than a terminal has, and still quick to print."""
@@ -55,6 +69,14 @@ def _width() -> int:
 def listed(values: Sequence[float] | Sequence[str], form: str, unit: str = "", what: str = "rank") -> str:
     texts = [format(value, form) for value in values]
     return f"{texts[0]}{unit} on every {what}" if len(set(texts)) == 1 else " ".join(texts) + unit
+
+
+def bytes_in_words(number: float) -> str:
+    """Bytes in the largest unit of which there is one at least: 35.3 GB."""
+    power = 0
+    while number >= 999.5 and power < len(PREFIXES):
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {PREFIXES[power - 1] if power else ''}B"
 
 
 def print_table(columns: Mapping[str, Sequence[str]], left: Collection[str], may_go: Sequence[str] = ()) -> None:

@@ -9,7 +9,9 @@ from tools.ranks import RankPool
 
 import megapipe
 from megapipe.analysis import TimelineRecorder, bytes_of_stages
-from megapipe.analysis.memory import Memory, bytes_in_words, front_of, parse_bytes
+from megapipe.analysis.arguments import Memory, parse_bytes
+from megapipe.analysis.choose import front_of
+from megapipe.analysis.text import bytes_in_words
 from megapipe.plan import Plan, Settings, StageBytes, StageInfo, make_plan
 from megapipe.timing import LiveStorages
 from megapipe.weight_grad import convert
