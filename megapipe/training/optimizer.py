@@ -100,6 +100,9 @@ class PipelinedOptimizer(Optimizer):
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: run the schedule again instead.")
         check_failures()
+        self._make_step()
+
+    def _make_step(self) -> None:
         self.optimizer.step()
         self.num_steps += 1
 

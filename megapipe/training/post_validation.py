@@ -67,6 +67,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
     Raises:
         ValueError: for norms that are not positive, and for an optimizer whose `state_dict()` has more than state and
             param_groups.
+        RuntimeError: by `step`, where the step before was not validated.
     """
 
     def __init__(
@@ -105,16 +106,8 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         """Itself, for copies of a chunk that has it in its config: connections cannot be copied."""
         return self
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step at once, to be validated by the next call of the schedule.
-
-        Raises:
-            RuntimeError: where the step before was not validated.
-            TypeError: for a closure: to compute the loss again takes the whole pipeline.
-        """
-        if closure is not None:
-            raise TypeError("a pipeline's optimizer takes no closure: run the schedule again instead.")
-        check_failures()
+    def _make_step(self) -> None:
+        """Step at once, to be validated by the next call of the schedule."""
         if self._pending is not None:
             raise RuntimeError(
                 "the last step of this PostValidatedOptimizer has not been validated: set "
@@ -128,9 +121,8 @@ class PostValidatedOptimizer(PipelinedOptimizer):
                 self._step(gradients(self.models), sums)
             return
         self._pending = _Pending(self.optimizer, sums, work)
-        self.optimizer.step()
+        super()._make_step()
         self._pending.stepped = copy_hyperparameters(self.optimizer)
-        self.num_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
@@ -208,8 +200,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
     def _step(self, grads: list[Tensor], sums: Tensor) -> None:
         """The ordinary step."""
         scale_gradients(grads, norm_of(sums, self.norm_type), self.max_norm)
-        self.optimizer.step()
-        self.num_steps += 1
+        super()._make_step()
 
 
 def _await(work: dist.Work, check: Callable[[], None]) -> None:
