@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..layouts import distribute_layers
 from ..plan import Costs, Plan, Settings, StageBytes, StageInfo, find_schedule, make_plan, simulate
@@ -33,7 +33,9 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", *SPLIT_SCHEDULES)
 
 CHUNKS = (2, 4)
 MICROBATCHES = (1, 2, 4, 8, 16)
-LINKS = ("node_bandwidth", "bandwidth", "host_bandwidth")
+GIVEN = ("sequence", "batch", "devices", "flops", "efficiency", "node", "reserve")
+SIZES = ("memory", "node_bandwidth", "bandwidth", "host_bandwidth")
+"""Of a job, the numbers and the bytes that the command takes."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +222,8 @@ def _sizes(job: Job, layout: Layout) -> list[int]:
     model, num_stages = job.model, layout.pp * layout.chunks
     head = model.head() / (model.products() + model.scores(job.sequence))
     stages = [StageInfo(index, num_stages) for index in range(num_stages)]
-    for post in (min(round(head), model.layers // num_stages - 1), 0):
-        try:
-            return [len(distribute_layers(model.layers, stage, num_virtual_layers_post=post)) for stage in stages]
-        except ValueError:  # a stage would have no layer
-            continue
-    raise AssertionError(f"{model.layers} layers in {num_stages} stages")
+    post = min(round(head), model.layers // num_stages - 1)
+    return [len(distribute_layers(model.layers, stage, num_virtual_layers_post=post)) for stage in stages]
 
 
 def _times(job: Job, layout: Layout, sizes: Sequence[int]) -> list[StageTimes]:
@@ -360,18 +358,9 @@ def _time_of_replicas(job: Job, layout: Layout, sizes: Sequence[int]) -> float:
 
 
 def fit_command(args: argparse.Namespace) -> None:
-    job = Job(
-        _model_of(args.model),
-        args.sequence,
-        args.batch,
-        args.devices,
-        parse_bytes(args.memory),
-        args.flops,
-        args.efficiency,
-        node=args.node,
-        reserve=args.reserve,
-        **{name: parse_bytes(size) for name in LINKS if (size := getattr(args, name))},
-    )
+    given: dict[str, Any] = {name: getattr(args, name) for name in GIVEN}
+    sizes: dict[str, Any] = {name: parse_bytes(size) for name in SIZES if (size := getattr(args, name))}
+    job = Job(_model_of(args.model), **given, **sizes)
     say(
         f"model: {job.model.weights / 1e9:.3g} billion weights; {job.batch * job.sequence:,} tokens a step on "
         f"{job.devices} devices, {1 - job.reserve:.0%} of {args.memory} planned for"
