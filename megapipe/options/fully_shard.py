@@ -76,6 +76,4 @@ class ShardedSync(GradientSync):
 
     def _release(self, chunk: int) -> None:
         self._sharded.reduce(chunk)
-        if self._grad_sync[chunk] is not None:
-            self._sharded.wait()  # both may use the same process group, in the same order on every replica
         super()._release(chunk)

@@ -3,8 +3,8 @@
 By itself FSDP2 gathers parameters for each forward and reduces gradients in each backward, as soon as autograd has
 passed by; in a pipeline that is once per microbatch, and too early where a W is still to come. Here a chunk's
 parameters are gathered once per step, ahead of its first forward, or as often as a plan says that keeps few chunks
-gathered. Gradients are kept whole. Once the chunk's last W is done they are reduced and the parameters sharded again,
-beside what other chunks still compute.
+gathered. Gradients are kept whole. Once the chunk's last W is done they are reduced and the parameters sharded again:
+on a device, beside what other chunks still compute.
 
 `root.py` makes FSDP2 do that by torch 2.15's public functions, `private.py` by the internals of older torch.
 """
@@ -12,8 +12,7 @@ beside what other chunks still compute.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,7 +35,6 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
 
     def __init__(self, models: Sequence[nn.Module], forward_only: bool) -> None:
         self._chunks = [[_make_root(module, forward_only) for module in _roots(model)] for model in models]
-        self._tasks = _Tasks()
         self._planned: Sequence[Sequence[int]] = ()
         self._num_actions = 0
         self._gathered: set[int] = set()
@@ -73,7 +71,6 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
-            self._tasks.wait()
             for root in self._roots():
                 root.end()
 
@@ -101,7 +98,6 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
                 root.reshard()
         for chunk in chunks:
             if chunk not in self._gathered:
-                self.wait()  # the order of collectives is the same on all replicas
                 self._gathered.add(chunk)
                 self.gather(chunk)
         for root in self._chunks[chunks[0]]:
@@ -118,18 +114,10 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
             root.add_up()
 
     def reduce(self, chunk: int) -> None:
-        """Start to reduce the gradients of a chunk, which are complete."""
+        """Reduce the gradients of a chunk, which are complete: on a device beside the rest of the step."""
         self._gathered.discard(chunk)
         for root in self._chunks[chunk]:
-            root.prepare_reduction()
-            if root.holds_thread:
-                self._tasks.add(root.reduce)
-            else:
-                root.reduce()
-
-    def wait(self) -> None:
-        """Wait until the process groups are free for others to use."""
-        self._tasks.wait()
+            root.reduce()
 
     def drop_forwards(self) -> None:
         """The step begins again, with other weights. Nothing but forwards has run."""
@@ -148,36 +136,6 @@ def output_dtype(model: nn.Module) -> torch.dtype | None:
         policy = module._get_fsdp_state()._mp_policy
         return policy.output_dtype or policy.param_dtype  # type: ignore[no-any-return]
     return None
-
-
-class _Tasks:
-    """Functions that run beside the main thread, one after the other, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
-        self._error: BaseException | None = None
-
-    def add(self, task: Callable[[], None]) -> None:
-        before = self._threads[-1] if self._threads else None
-
-        def run() -> None:
-            if before is not None:
-                before.join()
-            if self._error is None:
-                try:
-                    task()
-                except BaseException as error:
-                    self._error = error
-
-        self._threads.append(threading.Thread(target=run, name="megapipe-fsdp", daemon=True))
-        self._threads[-1].start()
-
-    def wait(self) -> None:
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-        if self._error is not None:
-            raise self._error
 
 
 def _is_fsdp(module: nn.Module) -> bool:

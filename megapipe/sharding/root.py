@@ -44,8 +44,6 @@ class Root:
             (group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info) for group in self._groups
         ]
         self._device: torch.device = self._state._device
-        self.holds_thread = self._device.type == "cpu"
-        """Whether a collective holds the thread that calls it."""
         self._communication: Any = self._state._comm_ctx
         self._gathers: list[Any] = []
         self._unused: list[_Unused] = []
@@ -89,16 +87,13 @@ class Root:
     def add_up(self) -> None:
         """Add a W's gradients up in the dtype that they are reduced in: here it is the parameters' `grad_dtype`."""
 
-    def prepare_reduction(self) -> None:
-        """Make gradients ready to be reduced, once they are complete."""
+    def reduce(self) -> None:
+        """Reduce gradients, once they are complete, and shard parameters, as the user has set."""
         self.wait_for_gathers()  # also where a module was never run
         self.add_up()
         self._lay_out_gradients()
         self._restore()
         self._unused = self._fill_up()
-
-    def reduce(self) -> None:
-        """Reduce gradients and shard parameters, as the user has set."""
         with self._beside_the_step(), torch.no_grad():
             for unused in self._unused:
                 unused.exchange_flags()
@@ -152,8 +147,8 @@ class Root:
         return grad
 
     def _lay_out_gradients(self) -> None:
-        """Lay out the gradients of tensor-parallel parameters now: FSDP2 would do so in the reduction, which on CPU is
-        another thread's, so that its sums over tensor-parallel ranks would get mixed up with those of this thread."""
+        """Lay out the gradients of tensor-parallel parameters in the stream that made them: FSDP2 would do so in the
+        reduction's."""
         for parameter in self._parameters():
             if hasattr(parameter, "_unsharded_param"):
                 gradient_like(parameter.unsharded_param)
