@@ -197,19 +197,12 @@ def _by_plan(
         thirds = [(time + more) / 3 for time, more in zip(times, extra)]
         return Costs(thirds, thirds, thirds, memory=StageBytes(saved=saved, model=held), speeds=speeds)
 
-    first = simulate(plan, costs_of([num_layers, *[0] * (len(extra) - 1)]))  # which says what is wrong with speeds
-    ranks = [plan.rank_of(stage) for stage in range(len(extra))]
-    in_flight = tuple(first.peak_activations[rank] for rank in ranks)
-    faster = tuple(1.0 if speeds is None else speeds[rank] for rank in ranks)
+    simulate(plan, costs_of([num_layers, *[0] * (len(extra) - 1)]))  # which says what is wrong with speeds
+    faster = tuple(1.0 if speeds is None else speeds[plan.rank_of(stage)] for stage in range(len(extra)))
     if len(limits) != plan.pp_size:
         raise ValueError(f"with a plan there is one memory_limit, or one for each of {plan.pp_size} ranks.")
-    shares = tuple(limits[rank] / plan.num_chunks for rank in ranks)
-    arguments = (tuple(layers[0]), len(extra), ends, tuple(layers[1]))
-    try:
-        sizes = fastest(*arguments, shares, tuple(layers[2]), in_flight, faster)
-    except ValueError:  # ranks have their limits, and not stages
-        sizes = fastest(*arguments, (math.inf,) * len(extra), speeds=faster)
-    return shortest(plan, sizes, costs_of, limits)
+    unlimited = (0.0,) * num_layers, (math.inf,) * len(extra)
+    return shortest(plan, fastest(tuple(layers[0]), len(extra), ends, *unlimited, faster), costs_of, limits)
 
 
 PLAYS = 100_000
@@ -260,22 +253,19 @@ def fastest(
     ends: tuple[float, float],
     memory: tuple[float, ...],
     limits: tuple[float, ...],
-    activations: tuple[float, ...] | None = None,
-    in_flight: tuple[float, ...] | None = None,
     speeds: tuple[float, ...] | None = None,
 ) -> tuple[int, ...]:
     """The sizes of the stages. First the time of the slowest stage is found, then the most even split that keeps it.
 
     Args:
-        limits, in_flight, speeds: of each stage.
+        limits, speeds: of each stage.
     """
-    nothing = (0.0,) * len(costs)
-    times, held, made = ([0.0, *itertools.accumulate(values)] for values in (costs, memory, activations or nothing))
-    flying, faster = in_flight or (0.0,) * num_stages, speeds or (1.0,) * num_stages
+    times, held = ([0.0, *itertools.accumulate(values)] for values in (costs, memory))
+    faster = speeds or (1.0,) * num_stages
 
     def cost(index: int, start: int, stop: int) -> float:
         """The time of a stage; infinite where it does not fit."""
-        if held[stop] - held[start] + flying[index] * (made[stop] - made[start]) > limits[index]:
+        if held[stop] - held[start] > limits[index]:
             return math.inf
         extra = ends[0] * (index == 0) + ends[1] * (index == num_stages - 1)
         return (times[stop] - times[start] + extra) / faster[index]
