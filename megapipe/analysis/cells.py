@@ -26,7 +26,8 @@ Held = tuple[Sequence[float], Sequence[float]]
 
 
 class Scheme(NamedTuple):
-    """The colours around the actions."""
+    """The colours around the actions. With those of actions (`KINDS`) they are told apart in print, in light and dark
+    pages, and by the colour-blind."""
 
     page: str
     text: str

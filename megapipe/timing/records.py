@@ -44,7 +44,8 @@ class RecordedEvent:
 
 
 class CudaEvents:
-    """Events on the current streams of one device.
+    """Events on the current streams of one device, used again: a message takes up to three, and an action of a recorded
+    step up to four.
 
     Args:
         options: of `torch.cuda.Event`.

@@ -21,6 +21,9 @@ __all__ = ["framework"]
 
 @contextmanager
 def finish(end: StepEnd) -> Iterator[None]:
+    """The end of a step in a V, for Megatron's trainers: they read losses and numbers of tokens on the last rank of the
+    pipeline, and sum tied embeddings over a group of ranks, but the last stage is on the first rank beside the first.
+    """
     is_last = end.pp_rank == end.pp_size - 1
     if end.last_stage == end.pp_size - 1 or not is_in_use(end.step.models):
         yield

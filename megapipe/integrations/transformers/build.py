@@ -144,7 +144,7 @@ def _make_chunk(
 
 @functools.cache
 def let_convert_conv1d() -> None:
-    """Let `weight_grad.convert` know transformers' Conv1D."""
+    """Let `weight_grad.convert` know transformers' Conv1D: GPT-2's linear layer, whose weights are [in, out]."""
     original: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
 
     def forward(self: Any, x: Tensor) -> Tensor:
