@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import megapipe
@@ -156,39 +157,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Its exit status: 2 for wrong arguments, after one sentence about what is wrong; 1 where its output is not read
         to the end, as in `megapipe compare ... | head`; 130 where it was interrupted.
     """
+    parser, name = _parser(), ""
     try:
-        exit_status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        with suppress(SystemExit):  # argparse has printed the help or the version
+            args, unknown = parser.parse_known_args(arguments)
+            name = f" {args.command}" if args.command else ""
+            if unknown:
+                raise ValueError(_unknown(unknown[0], COMMANDS[args.command].options if name else "--help --version"))
+            if name:
+                COMMANDS[args.command].run(args)
+            else:
+                parser.print_help()
         sys.stdout.flush()
+        return 0
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so when it ends
         return 1
     except KeyboardInterrupt:
         return 130
-    return exit_status
-
-
-def _run(arguments: list[str]) -> int:
-    parser, name = _parser(), ""
-    if not arguments:
-        parser.print_help()
-        return 0
-    try:
-        args, unknown = parser.parse_known_args(arguments)
-        name = f" {args.command}"
-        if unknown:
-            raise ValueError(_unknown(unknown[0], COMMANDS[args.command].options))
-        COMMANDS[args.command].run(args)
-    except SystemExit:  # argparse has printed the help or the version
-        return 0
-    except BrokenPipeError:
-        raise
     except FileNotFoundError as error:
         print(f"megapipe{name}: there is no file {error.filename}.", file=sys.stderr)
-        return 2
     except (ValueError, OSError) as error:
         print(f"megapipe{name}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return 2
 
 
 class _Parser(argparse.ArgumentParser):

@@ -35,7 +35,7 @@ CHUNKS = (2, 4)
 MICROBATCHES = (1, 2, 4, 8, 16)
 GIVEN = ("sequence", "batch", "devices", "flops", "efficiency", "node", "reserve")
 SIZES = ("memory", "node_bandwidth", "bandwidth", "host_bandwidth")
-"""Of a job, the numbers and the bytes that the command takes."""
+"""What the command takes of a job: numbers, and bytes."""
 
 
 @dataclass(frozen=True)
