@@ -6,6 +6,7 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .files import load_plan, load_stage_bytes, parse_json, read_text
+    from .finding import AnySchedule, find_schedule
     from .kinds import FORWARD, KINDS, LOAD, OFFLOAD, RECOMPUTE, WEIGHTS, Kind
     from .making import make_plan
     from .measured import RankStep, Wait
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from .offloading import offload_activations
     from .placement import Placement, StageInfo, loop, v_shape
     from .plan import Plan, plan_of
-    from .planned import AnySchedule, find_schedule, loops_of
+    from .planned import loops_of
     from .recorder import ChannelName, Event
     from .registry import Schedule, nearest, register, schedule_names
     from .residency import gathered_chunks

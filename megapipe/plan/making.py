@@ -8,9 +8,9 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
+from .finding import AnySchedule, find_schedule
 from .placement import Placement
 from .plan import Plan
-from .planned import AnySchedule, find_schedule
 from .recorder import record
 from .verbs import Settings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -11,42 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .files import load_plan
 from .kinds import KINDS, is_overlapped, kind_of
 from .plan import Plan
 from .recorder import record
-from .registry import PlanSizes, Schedule, schedule_named
+from .registry import PlanSizes, Schedule
 from .verbs import Verbs
 
-__all__ = ["AnySchedule", "find_schedule", "loops_of"]
+__all__ = ["loops_of", "schedule_of", "schedule_of_file"]
 
 
-AnySchedule = str | os.PathLike[str] | Plan | Schedule
-"""A schedule, its name, a plan, or the path to a file of a plan."""
-
-
-def find_schedule(name: AnySchedule) -> Schedule:
-    """The schedule of that name, or the one that runs a plan.
-
-    The latter makes the calls that the plan has for each rank, and has the sizes of the plan only. Each chunk takes its
-    microbatches in order: the n-th forward of a stage is that of microbatch n, and so are its n-th B and W, whatever
-    their numbers in the plan. The name ends with a number made from all calls, so that ranks which are given different
-    plans do not agree on it. A step with `forward_only` leaves the backwards out.
-
-    Args:
-        name: of a schedule; or a plan, or a path to a file of one (.json, .csv, .txt), which `load_plan` reads. A
-            schedule is returned as it is.
-
-    Raises:
-        ValueError: there is no schedule of that name, or the file does not hold a plan.
-        ScheduleError: the plan cannot run, as `Plan.check` finds.
-    """
-    if isinstance(name, Schedule):
-        return name
-    if isinstance(name, Plan):
-        return _schedule_of(name)
-    path = Path(name)
-    if path.suffix not in (".json", ".csv", ".txt"):
-        return schedule_named(str(name))
+def schedule_of_file(path: Path) -> Schedule:
+    """The schedule that runs the plan in a file. Raises as `find_schedule` does."""
     try:
         return _read(path.absolute(), path.stat().st_mtime_ns)
     except FileNotFoundError:
@@ -56,12 +31,11 @@ def find_schedule(name: AnySchedule) -> Schedule:
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, changed_at: int) -> Schedule:
     """Once: trainers look their schedule up in every step."""
-    from .files import load_plan
-
-    return _schedule_of(load_plan(path))
+    return schedule_of(load_plan(path))
 
 
-def _schedule_of(plan: Plan) -> Schedule:
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule that runs a plan."""
     loops = loops_of(plan)
     num_forwards = Counter(action.stage for row in plan.actions for action in row if KINDS[action.kind].is_forward)
     num_microbatches = max(num_forwards.values(), default=0) // plan.num_slices

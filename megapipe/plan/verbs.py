@@ -339,8 +339,8 @@ class Verbs(ABC):
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
                         f"{expected} {self._units}."
                     )
-        for kind in self._pending:
-            for chunk in range(self.num_chunks):
-                if num_pending := self.num_pending(kind, chunk):
-                    without = f"without the {kind}s of {num_pending} {self._units} of chunk {chunk}"
-                    raise ScheduleError(f"rank {self.pp_rank} ended its step {without}.")
+        for kind, pending in self._pending.items():
+            if pending:
+                chunk, _ = min(pending)
+                without = f"without the {kind}s of {self.num_pending(kind, chunk)} {self._units} of chunk {chunk}"
+                raise ScheduleError(f"rank {self.pp_rank} ended its step {without}.")

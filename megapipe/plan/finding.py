@@ -1,0 +1,42 @@
+"""A schedule by its name, or one that runs a plan."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from .registry import Schedule, schedule_named
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["AnySchedule", "find_schedule"]
+
+AnySchedule: TypeAlias = "str | os.PathLike[str] | Plan | Schedule"
+"""A schedule, its name, a plan, or the path to a file of a plan."""
+
+
+def find_schedule(name: AnySchedule) -> Schedule:
+    """The schedule of that name, or the one that runs a plan.
+
+    The latter makes the calls that the plan has for each rank, and has the sizes of the plan only. Each chunk takes its
+    microbatches in order: the n-th forward of a stage is that of microbatch n, and so are its n-th B and W, whatever
+    their numbers in the plan. The name ends with a number made from all calls, so that ranks which are given different
+    plans do not agree on it. A step with `forward_only` leaves the backwards out.
+
+    Args:
+        name: of a schedule; or a plan, or a path to a file of one (.json, .csv, .txt), which `load_plan` reads. A
+            schedule is returned as it is.
+
+    Raises:
+        ValueError: there is no schedule of that name, or the file does not hold a plan.
+        ScheduleError: the plan cannot run, as `Plan.check` finds.
+    """
+    if isinstance(name, Schedule):
+        return name
+    if isinstance(name, (str, os.PathLike)) and Path(name).suffix not in (".json", ".csv", ".txt"):
+        return schedule_named(str(name))
+    from .planned import schedule_of, schedule_of_file  # with plans, which schedules by name do without
+
+    return schedule_of_file(Path(name)) if isinstance(name, (str, os.PathLike)) else schedule_of(name)
