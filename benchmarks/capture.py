@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from megapipe.graph import capture, partition, split_di_dw, trace_joint
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 from .launching import in_turns, launch
 from .memory import live_bytes, live_tensors
@@ -100,7 +100,7 @@ def backward_in_two(num_layers: int, hidden: int, batch: int, sequence: int, rep
 
 def in_two(stage: nn.Module, x: Tensor, grad: Tensor) -> None:
     output, deferred = stage(x), DeferredGrads()
-    with deferring(deferred):
+    with deferred:
         output.backward(grad)
     deferred.run()
 
@@ -127,7 +127,7 @@ def kept(stage: nn.Module, x: Tensor, grad: Tensor) -> tuple[int, int]:
     before = [t for t in live_tensors() if t is not x]
     output = stage(x)
     saved = live_bytes(before) - output.nbytes
-    with deferring(deferred):
+    with deferred:
         output.backward(grad)
     del output
     held = live_bytes(before) - x.nbytes

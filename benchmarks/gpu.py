@@ -26,7 +26,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from megapipe.runtime import Pipeline
 from megapipe.timing import Clock, clock_of
-from megapipe.weight_grad import DeferredGrads, convert, deferring
+from megapipe.weight_grad import DeferredGrads, convert
 
 from . import gpu_pipelines, gpu_stages
 from .gpu_layers import WARMUP, example, interval, make_layers
@@ -191,7 +191,7 @@ class Pair:
         return output
 
     def backward(self, output: Tensor, deferred: DeferredGrads | None = None) -> None:
-        with deferring(deferred):
+        with deferred:
             output.backward(self.grad)
 
     def difference(self) -> float:

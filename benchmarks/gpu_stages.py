@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megapipe.graph import capture
 from megapipe.timing import Clock, clock_of
-from megapipe.weight_grad import DeferredGrads, convert, deferring
+from megapipe.weight_grad import DeferredGrads, convert
 
 from .gpu_layers import WARMUP, example, interval, make_layers
 from .tables import median_and_spread
@@ -137,7 +137,7 @@ def split_pass(clock: Clock, layers: nn.Module, x: Tensor, grad: Tensor) -> list
     deferred = DeferredGrads()
 
     def backward() -> None:
-        with deferring(deferred):
+        with deferred:
             outputs.pop().backward(grad)
 
     forward = interval(clock, lambda: outputs.append(layers(x.detach().requires_grad_())))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megapipe import get_forward_backward_func, parallel_state, slices, stages_for_rank
 from megapipe.overlap import in_segments
 from megapipe.plan import make_plan
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 MEGAPIPE = [
     "gpipe",
@@ -314,7 +314,7 @@ class ByHand(Runner):
         if deferred is None:
             y.backward(grad)
         else:
-            with deferring(deferred):
+            with deferred:
                 y.backward(grad)
             self._deferred[stage].append(deferred)
         if stage > 0:

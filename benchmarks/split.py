@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from megapipe.weight_grad import DeferredGrads, convert, deferring
+from megapipe.weight_grad import DeferredGrads, convert
 
 from .launching import in_turns, launch
 from .options import options
@@ -61,7 +61,7 @@ def compare(num_layers: int, inner: int, outer: int, tokens: int, repeats: int, 
 
 
 def split_backward(output: Tensor, grad: Tensor, deferred: DeferredGrads) -> None:
-    with deferring(deferred):
+    with deferred:
         output.backward(grad)
 
 

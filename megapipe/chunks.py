@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,6 @@ __all__ = [
     "gradient_like",
     "gradient_of",
     "gradients",
-    "iter_wrapped",
     "laid_out_like",
     "local",
     "named_parameters",
@@ -34,6 +32,7 @@ __all__ = [
     "tensors_of",
     "trained_parameters",
     "unwrap",
+    "wrapped_in",
 ]
 
 Models = nn.Module | Sequence[nn.Module]
@@ -44,19 +43,20 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 """Torch's prefixes for what it wraps inside of a chunk."""
 
 
-def iter_wrapped(chunk: Any) -> Iterator[Any]:
+def wrapped_in(chunk: Any) -> list[Any]:
     """A chunk, and the modules that it wraps as `module`, or torch.compile's as `_orig_mod`, from the outside in."""
-    inner = chunk
+    found, inner = [], chunk
     while isinstance(inner, nn.Module):
-        yield inner
+        found.append(inner)
         modules = inner._modules  # no dict where torch.jit.script made it
         inner = modules["_orig_mod"] if "_orig_mod" in modules else getattr(inner, "module", None)
+    return found
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:
     """The model inside of all wrappers. A wrapper has no parameters and buffers besides those of the module in it: so a
     model with one part called `module` is none."""
-    for inner in itertools.islice(iter_wrapped(chunk), 1, None):
+    for inner in wrapped_in(chunk)[1:]:
         if {*map(id, tensors_of(inner))} != {*map(id, tensors_of(chunk))}:
             break
         chunk = inner
@@ -73,7 +73,7 @@ def find_attribute(chunk: Any, name: str) -> Any:
     """The attribute of `chunk`, or of the first module inside its wrappers that has it, or None."""
     if hasattr(chunk, name):
         return getattr(chunk, name)
-    for inner in iter_wrapped(chunk):
+    for inner in wrapped_in(chunk):
         if hasattr(inner, name):
             return getattr(inner, name)
     return None

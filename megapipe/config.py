@@ -13,7 +13,7 @@ import inspect
 import math
 import operator
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -367,7 +367,7 @@ OPTIONS = (
 """The options, in the order in which they are composed, the last one outermost."""
 
 
-def common_config(configs: Sequence[Any]) -> Any:
+def common_config(configs: Iterable[Any]) -> Any:
     """The config of a rank's first chunk that has one, which is that of all. Raises ValueError where another chunk's
     has a setting of its own."""
     first = None

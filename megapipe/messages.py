@@ -147,6 +147,13 @@ def check_sendable(tensor: torch.Tensor, device: torch.device) -> None:
         raise TypeError(f"a tensor of it is {what}: only plain memory can be sent")
 
 
+def unshared(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy if others hold its memory, and may write to it: autograd, which may make it some parameter's `.grad`, a
+    Function that uses its result again, or a model that keeps its output."""
+    storage = tensor.untyped_storage()
+    return tensor.clone() if torch._C._storage_Use_Count(storage._cdata) > 2 else tensor  # one is `storage`
+
+
 def unpack(structure: Structure, tensors: list[torch.Tensor]) -> Any:
     """The inverse of `pack`."""
     if structure == "tensor":

@@ -111,7 +111,7 @@ HEADERS_AHEAD = Lookahead(2)
 
 
 class Link:
-    """A stage's end of one channel. By itself that of a stage without a neighbour there: data and loss do not travel.
+    """A stage's end of one channel.
 
     Messages wait here, in the order of their units: those received until a computation takes them, those made until
     they are sent. None of the calls waits.
@@ -133,9 +133,9 @@ class Link:
         """Ask for the next message: its receive is posted by now, where the transport needs no order. No other is
         posted in its place: the rank is about to compute, and others wait for the result."""
 
-    def take(self) -> Transfer | None:
-        """The oldest message asked for. It may not have arrived. None where there is no neighbour."""
-        return None
+    def take(self) -> Transfer:
+        """The oldest message asked for. It may not have arrived."""
+        raise NotImplementedError
 
     def post_ahead(self) -> None:
         """Post receives of the next messages. Called after a send: that is, when no rank waits for this one."""
@@ -218,7 +218,7 @@ class Receiver(Link):
 
     def begin(self) -> None:
         self._num_received = 0
-        self._expect_all(self._count)
+        self._expected.extend([*self._specs] * self._count)
         if self._line is not None:
             self.reserve()
         if self._headers is not None:
@@ -272,9 +272,9 @@ class Receiver(Link):
         while self._num_received < num_sent:
             self.post()
         to_come: list[Transfer] = [self.take() for _ in range(self._num_asked)]
-        self._expect_all(num_sent)
-        if self._headers is not None:
-            self._headers._expect_all(num_sent)
+        for receiver in (self, self._headers):
+            if receiver is not None:
+                receiver._expected.extend([*receiver._specs] * num_sent)
         self._num_received = 0
         return to_come
 
@@ -313,10 +313,6 @@ class Receiver(Link):
         if not (self._line and self._is_described and self._expected):
             return False
         return self._expected[0].nbytes > self._line.buffered_bytes
-
-    def _expect_all(self, count: int) -> None:
-        for _ in range(count):
-            self._expected.extend(self._specs)
 
 
 class _Arriving(Transfer):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..chunks import iter_wrapped, unwrap
+from ..chunks import unwrap, wrapped_in
 from .saver import Fingerprint, Saver, as_it_is, check_version, first_difference
 from .state import State
 
@@ -257,7 +257,7 @@ def regions_of(chunk: nn.Module, which: str | int, what: str) -> list[nn.Module]
 def _inside_wrappers(chunk: nn.Module) -> nn.Module:
     """The model in its wrappers, or what runs as graphs of it."""
     inside = unwrap(chunk)
-    for module in iter_wrapped(chunk):
+    for module in wrapped_in(chunk):
         if module is inside or _runs_as_graphs(module):
             break
     return module  # type: ignore[no-any-return]

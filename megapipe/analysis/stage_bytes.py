@@ -172,7 +172,6 @@ def _run(
         runs["B"](unit)
         peak = storages.peak
         unit.input_grads = None
-        unit.release()
         storages.restart()
         kept = storages.held
         found["kept"], found["backward_input"] = kept - before, max(0, peak - max(saved, kept))

@@ -129,9 +129,9 @@ class SlicedStage(Stage):
         if this.index == this.num_slices - 1:
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
 
-    def backward(self, unit: Unit) -> None:
+    def BW(self, unit: Unit) -> None:
         with unit.of[SlicedStage].state.backward(self._step.slices[unit.slice]):
-            super().backward(unit)
+            super().BW(unit)
 
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
         """Also those that later slices have given gradients to."""

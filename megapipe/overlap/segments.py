@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..activations import autocasts
-from ..chunks import iter_wrapped
+from ..chunks import wrapped_in
 from .windows import fill_window, stopped
 
 __all__ = ["Segments", "find_forward_segments", "in_segments", "run_segments"]
@@ -109,7 +109,7 @@ def _devices() -> list[str]:
 
 def find_forward_segments(module: Any) -> Callable[..., Generator[None, None, Any]] | None:
     """The `forward_segments` of a module or of one inside its wrappers; None if it is to be called as a whole."""
-    for inner in iter_wrapped(module):
+    for inner in wrapped_in(module):
         # DistributedDataParallel's forward prepares the reduction of the gradients.
         if _has_hooks(inner) or isinstance(inner, nn.parallel.DistributedDataParallel):
             return None

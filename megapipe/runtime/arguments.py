@@ -60,7 +60,7 @@ def config_of(
     known: Sequence[Framework], schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any
 ) -> StepConfig:
     """The checked settings of the rank's chunks; sizes of groups are those of `pg_collection`."""
-    config = common_config([find_attribute(model, "config") for model in models])
+    config = common_config(map(find_attribute, models, itertools.repeat("config")))
     settings: dict[str, Any] = {}
     for name, short in GROUPS_WITH_SIZES if pg_collection is not None else ():
         group = getattr(pg_collection, short, None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..chunks import iter_wrapped
+from ..chunks import wrapped_in
 from ..config import StepConfig
 from ..weight_grad import visit_gradient_nodes
 from .plans import PlanKey
@@ -29,7 +29,7 @@ def check_replicas(models: Sequence[nn.Module], key: PlanKey) -> None:
     Raises:
         ValueError: a model is wrapped in it, and the plan has anything between a forward and its backward.
     """
-    for inner in itertools.chain.from_iterable(iter_wrapped(model) for model in models):
+    for inner in itertools.chain.from_iterable(wrapped_in(model) for model in models):
         if not isinstance(inner, nn.parallel.DistributedDataParallel) or inner.process_group.size() == 1:
             continue
         is_alone = key.pp_size * key.num_chunks == 1

@@ -70,11 +70,11 @@ def links_around(
             line.add(made, ChannelName(kind, index))
         return made
 
-    def below(chunk: int, stage: StageInfo, received: Sequence[MessageSpec] | None) -> tuple[Link, Link]:
+    def below(chunk: int, stage: StageInfo, received: Sequence[MessageSpec] | None) -> tuple[Link | None, Link | None]:
         """Inputs, and the gradients of inputs."""
         index = stage.index - 1
         if stage.is_first:
-            return Link(), Link()
+            return None, None
         peer = placement.rank(index, key.pp_size)
         if peer == pp_rank:
             return local[index]
@@ -82,10 +82,10 @@ def links_around(
         inputs = receiver("forward", index, peer, received or [HEADER] * num_slices, has_headers)
         return inputs, sender("backward", index, peer)
 
-    def above(chunk: int, stage: StageInfo, sent: Sequence[MessageSpec] | None) -> tuple[Link, Link]:
+    def above(chunk: int, stage: StageInfo, sent: Sequence[MessageSpec] | None) -> tuple[Link | None, Link | None]:
         """Outputs, and the gradients of outputs."""
         if stage.is_last:
-            return Link(), Link()
+            return None, None
         peer = placement.rank(stage.index + 1, key.pp_size)
         if peer == pp_rank:
             return local[stage.index]

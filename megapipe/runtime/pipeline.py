@@ -10,13 +10,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+from ..messages import unshared
 from ..overlap import filling_windows
 from ..p2p_communication import Link
 from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, actions_of, unit_in_words
 from ..stages import Call, Extension, Forward, Run, Stage, Unit, run_pair
-from ..weight_grad import unshared
 from .first_step import FirstStep
 from .grad_sync import GradientSync
 from .monitor import Monitor
@@ -38,12 +39,13 @@ class BeginAgain(Exception):  # noqa: N818  # no error: the step is run again
 
 
 class Links(NamedTuple):
-    """The ends of the channels around a stage: from and to the stage below, to and from the stage above."""
+    """The ends of the channels around a stage: from and to the stage below, to and from the stage above. None where
+    there is no such stage: data and loss do not travel."""
 
-    inputs: Link
-    outputs: Link
-    output_grads: Link
-    input_grads: Link
+    inputs: Link | None
+    outputs: Link | None
+    output_grads: Link | None
+    input_grads: Link | None
 
 
 class Chunk:
@@ -58,9 +60,15 @@ class Chunk:
     def __init__(self, index: int, actions: Mapping[str, Sequence[Action]], links: Links) -> None:
         self.index = index
         self.actions = actions
-        self.links = links
         self.inputs, self.outputs, self.output_grads, self.input_grads = links
-        self.receivers = [link for link in (links.output_grads, links.inputs) if link.peer is not None]
+        self.links = [link for link in links if link is not None]
+        self.receivers = [link for link in (links.output_grads, links.inputs) if link and link.peer is not None]
+        self.waiting = {
+            name
+            for name, kind in KINDS.items()
+            if kind.message is not None and (self.inputs if kind.is_forward else self.output_grads) in self.receivers
+        }
+        """Kinds of action that wait for another rank."""
         self.may_wait = {name for name, kind in KINDS.items() if kind.message is not None}
         """Kinds of action that may have overlap windows: all, but those that had none in an earlier step."""
         self._had_windows: dict[str, bool] = {}
@@ -75,7 +83,8 @@ class Chunk:
         if not again:
             for link in self.links:
                 link.begin()
-            self.inputs.post_ahead()
+            if self.inputs is not None:
+                self.inputs.post_ahead()
 
     def end(self) -> None:
         """The step has succeeded. No model is held until the next one."""
@@ -88,17 +97,15 @@ class Chunk:
         self.stage.forget_input()
         del self.stage, self.runs, self.first_step
 
-    def waits_for(self, kind: Kind) -> bool:
-        """Whether an action waits for another rank."""
-        return kind.message is not None and (self.inputs if kind.is_forward else self.output_grads).peer is not None
-
     def note_windows(self, kind: str, unit: Unit) -> None:
         """After an action that may have had some."""
         self._had_windows[kind] = self._had_windows.get(kind, False) or unit.has_windows
 
     def send(self, kind: Kind, number: int) -> None:
         """What an action of this number has made, unless others are to be sent before it."""
-        (self.outputs if kind.is_forward else self.input_grads).send(number)
+        link = self.outputs if kind.is_forward else self.input_grads
+        if link is not None:
+            link.send(number)
 
 
 class Pipeline(Verbs):
@@ -154,7 +161,7 @@ class Pipeline(Verbs):
         self._checkpoint_arguments = checkpoint_arguments
         self._weights_per_window = 0 if self.forward_only else call.config.weights_per_window
         self._has_waited = False
-        self._looking = [one for one in extensions if type(one).before_receive is not Extension.before_receive]
+        self._looking = list(filter(Extension.looks_at_messages, extensions))
         self._pending_units.clear()
         for chunk, stage, look in zip(self._chunks, stages, looks):
             chunk.begin(stage, self._runs(chunk, stage, extensions), look, again)
@@ -165,12 +172,15 @@ class Pipeline(Verbs):
         for extension in self._looking:
             extension.before_receive("forward")
         self._advance("recv_forward", chunk)
-        self._chunks[chunk].inputs.post()
+        inputs = self._chunks[chunk].inputs
+        if inputs is not None:
+            inputs.post()
 
     def send_forward(self, chunk: int = 0) -> None:
         number = self._advance("send_forward", chunk)
         this = self._chunks[chunk]
-        this.outputs.send(number)
+        if this.outputs is not None:
+            this.outputs.send(number)
         for receiver in this.receivers:
             receiver.post_ahead()
 
@@ -179,14 +189,18 @@ class Pipeline(Verbs):
             for extension in self._looking:
                 extension.before_receive("backward")
             self._advance("recv_backward", chunk)
-            self._chunks[chunk].output_grads.post()
+            output_grads = self._chunks[chunk].output_grads
+            if output_grads is not None:
+                output_grads.post()
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
             number = self._advance("send_backward", chunk)
             this = self._chunks[chunk]
-            this.input_grads.send(number)
-            this.output_grads.post_ahead()
+            if this.input_grads is not None:
+                this.input_grads.send(number)
+            if this.output_grads is not None:
+                this.output_grads.post_ahead()
 
     # Computations
 
@@ -208,7 +222,7 @@ class Pipeline(Verbs):
         this = self._chunks[chunk]
         action = this.actions[kind][number]
         with self._monitor.at(action):
-            if not self._has_waited and this.waits_for(row):
+            if not self._has_waited and kind in this.waiting:
                 self._post_all()
             unit = self._await(row, chunk, number, action)
             if self._posted_ahead:
@@ -241,9 +255,11 @@ class Pipeline(Verbs):
             num_sent: how many outputs each stage sends until then.
         """
         for chunk in self._chunks:
-            for message in chunk.inputs.drop(num_sent.get(chunk.index - 1, 0)):
-                self._monitor.wait(message, "an input to be discarded", chunk.inputs.peer)
-            chunk.outputs.drop(0)
+            if chunk.inputs is not None:
+                for message in chunk.inputs.drop(num_sent.get(chunk.index - 1, 0)):
+                    self._monitor.wait(message, "an input to be discarded", chunk.inputs.peer)
+            if chunk.outputs is not None:
+                chunk.outputs.drop(0)
 
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
@@ -265,17 +281,15 @@ class Pipeline(Verbs):
             if self._sync is not None:
                 self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
             this.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
-            unit.received = this.inputs.take()
-            if unit.received is not None:
+            if this.inputs is not None:
+                unit.received = this.inputs.take()
                 what = f"the forward input of {self._in_words[action.microbatch, action.slice]}"
                 self._monitor.wait(unit.received, what, this.inputs.peer)
             return unit
         unit = this.units[action.microbatch, action.slice]
-        if kind.message is not None:
-            gradient = this.output_grads.take()
-            if gradient is not None:
-                what = f"the output gradient of {self._in_words[action.microbatch, action.slice]}"
-                unit.output_grads = self._monitor.wait(gradient, what, this.output_grads.peer)
+        if kind.message is not None and this.output_grads is not None:
+            what = f"the output gradient of {self._in_words[action.microbatch, action.slice]}"
+            unit.output_grads = self._monitor.wait(this.output_grads.take(), what, this.output_grads.peer)
         return unit
 
     def _post_all(self) -> None:
@@ -291,7 +305,9 @@ class Pipeline(Verbs):
             return
         for behind in self._posted_ahead.get(action, ()):
             chunk = self._chunks[behind.stage // self.pp_size]
-            (chunk.inputs if KINDS[behind.kind].is_forward else chunk.output_grads).post_next()
+            link = chunk.inputs if KINDS[behind.kind].is_forward else chunk.output_grads
+            if link is not None:
+                link.post_next()
 
     def _end(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
         """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
@@ -301,15 +317,14 @@ class Pipeline(Verbs):
             this.first_step.look(unit)
         if kind.is_forward:
             output, unit.output = unit.output, None
-            if output is not None:
+            if output is not None and this.outputs is not None:
                 for index, tensor in enumerate(output.tensors):
                     output.tensors[index] = unshared(tensor)  # which nothing else holds any longer
                 this.outputs.put(output)
         elif kind.message is not None:
             grads, unit.input_grads = unit.input_grads, None
-            assert grads is not None
-            unit.release()
-            this.input_grads.put(grads)
+            if grads is not None and this.input_grads is not None:
+                this.input_grads.put(grads)
             self._pending_units[unit] = None
         if kind.completes_weights:
             if unit.deferred is not None:
@@ -377,9 +392,12 @@ class Pipeline(Verbs):
         self._monitor.are_overlapped(action, other)
 
 
+_methods = attrgetter(*KINDS)
+
+
 def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
     """What each kind of action runs on a stage: its method of that name, with what options put around it."""
-    runs: dict[str, Run] = {name: getattr(stage, name) for name in KINDS}
+    runs: dict[str, Run] = dict(zip(KINDS, _methods(stage)))
     for extension in extensions:
         runs |= extension.kinds(stage)
         stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)

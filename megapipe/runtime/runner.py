@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -35,6 +35,9 @@ __all__ = ["Runner", "Situation", "situation_of"]
 
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
 
+MODULES = {option.module for option in OPTIONS}
+"""Those that bring an option along where they are imported."""
+
 _read_all = attrgetter(*DEFAULTS)
 
 
@@ -54,7 +57,7 @@ class Situation(NamedTuple):
 
 def situation_of(schedule: Schedule, call: Call) -> Situation:
     settings = [value if type(value) in PLAIN else _outline(value) for value in _read_all(call.config)]
-    chunks: list[Any] = [option.module in sys.modules for option in OPTIONS if option.module]
+    chunks: list[Any] = [MODULES & sys.modules.keys()]
     for model in call.models:
         parameter = next(model.parameters(), None)
         chunks += [ref(model), type(model), None if parameter is None else parameter.dtype]
@@ -215,7 +218,14 @@ class Runner:
             monitor = extension.monitor(monitor)
         arguments = checkpoint_arguments(self.key, self.pp_rank, call)
         pipeline.begin_step(call, stages, looks, extensions, monitor, sync, arguments, again)
-        with _around_loops(call, extensions, sync):
+        with ExitStack() as around:
+            if sync is not None:
+                around.enter_context(sync)
+            elif call.forward_only:
+                around.enter_context(torch.no_grad())
+            for extension in extensions:
+                if (context := extension.step()) is not None:
+                    around.enter_context(context)
             reports = self._loops(pipeline)
         if reports is not call.results:
             raise ScheduleError(f"{self.key.schedule.name} did not end with `return pipe.finish()`.")
@@ -274,16 +284,3 @@ class Runner:
             info, (_, sent), *rest = of_chunk
             stages.append(kind(info, chunk, call, sent, *rest))
         return stages
-
-
-@contextmanager
-def _around_loops(call: Call, extensions: Sequence[Extension], sync: GradientSync | None) -> Iterator[None]:
-    with ExitStack() as around:
-        if sync is not None:
-            around.enter_context(sync)
-        elif call.forward_only:
-            around.enter_context(torch.no_grad())
-        for extension in extensions:
-            if (context := extension.step()) is not None:
-                around.enter_context(context)
-        yield

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..activations import restores_of
-from ..chunks import find_attribute, iter_wrapped, named_parameters, parameters_replaced
+from ..chunks import find_attribute, named_parameters, parameters_replaced, wrapped_in
 from ..frameworks import frameworks
 from ..messages import MessageSpec, can_have_gradient
 from ..p2p_communication import Transfer
@@ -121,7 +121,7 @@ def _refuse_what_cannot_be_left_alone(call: Call, runner: Runner) -> None:
                     f"stage {info.index} holds a {type(module).__name__}, whose parameters its first forward makes, "
                     "but warm_up leaves nothing behind: give it its sizes, run it once before, or leave warm_up out."
                 )
-    is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in models for m in iter_wrapped(model))
+    is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in models for m in wrapped_in(model))
     if is_ddp or any(extension.has_gradients for extension in runner.extensions(call)):
         by = "DistributedDataParallel" if is_ddp else "fully_shard"
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..weight_grad import unshared
+from ..messages import unshared
 
 __all__ = ["CarriedState", "SequenceSlice", "current", "cut", "earlier", "keep", "positions"]
 

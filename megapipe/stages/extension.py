@@ -70,6 +70,10 @@ class Extension:
     def before_receive(self, way: str) -> None:
         """Called before a message is asked for, "forward" or "backward". May raise `BeginAgain`."""
 
+    def looks_at_messages(self) -> bool:
+        """Whether it acts before receives."""
+        return type(self).before_receive is not Extension.before_receive
+
     def may_post_ahead(self) -> bool:
         """Whether receives may be posted before they are asked for."""
         return True

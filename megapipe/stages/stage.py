@@ -27,12 +27,13 @@ from ..messages import (
     no_gradient,
     pack,
     unpack,
+    unshared,
     zeros_if_none,
 )
 from ..overlap import Segments, find_forward_segments
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
-from ..weight_grad import DeferredGrads, deferring, unshared
+from ..weight_grad import AT_ONCE, DeferredGrads
 from .call import Call
 from .delayed import DelayedGrads, find_delayed
 from .loss import Loss, compute_loss, describe, scale_loss
@@ -96,11 +97,10 @@ class Stage:
         self._is_on_cpu = step.device.type == "cpu"
         self.looks_for_none = self._is_on_cpu or self.module not in _all_given
         """Whether an output may have no gradient, which is no gradient of zeros."""
-        self._around = [
-            around
-            for framework in step.frameworks
-            if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None
-        ]
+        self._around = []
+        for framework in step.frameworks:
+            if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None:
+                self._around.append(around)
         self._delayed = find_delayed(self.module) if delays and not step.forward_only else []
 
     @cached_property
@@ -116,7 +116,7 @@ class Stage:
         Args:
             extra: the third argument of forward_step_func, where the config asks for one.
         """
-        self._prepare(unit)
+        self._take_input(unit)
         try:
             returned = self.forward_step_func(self._data_iterator, self.module, *extra)
         except EXPLAINED as error:
@@ -137,15 +137,43 @@ class Stage:
     L = O
 
     def B(self, unit: Unit) -> None:
-        """Needs `output_grads`. Makes `input_grads` and `deferred`."""
+        """Needs `output_grads`. Makes `input_grads` and `deferred`, the W that is left."""
         unit.deferred = DeferredGrads()
-        self.backward(unit)
+        self.BW(unit)
 
     def BW(self, unit: Unit) -> None:
         """B and W in one. Where F ran in segments W is left as after B, to fill overlap windows."""
-        if unit.has_windows:
+        if unit.has_windows and unit.deferred is None:
             unit.deferred = DeferredGrads()
-        self.backward(unit)
+        if unit.received is not None:  # for parts that are computed again
+            self.show(unit)
+        for wait in unit.before_backward:
+            wait()
+        delayed = DelayedGrads(self._delayed) if self._delayed else None
+        roots = self.roots(unit)
+        if roots:
+            unit.has_run_backward = True
+            with unit.deferred or AT_ONCE:
+                # `torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the
+                # engine's own are made against the graph, which knows the shapes of the outputs.
+                torch.autograd.Variable._execution_engine.run_backward(
+                    *zip(*roots),
+                    keep_graph=False,
+                    create_graph=False,
+                    inputs=(),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+        if delayed is not None:
+            delayed.end_backward(bool(roots))
+            if unit.deferred is None:
+                delayed.compute()
+            else:
+                unit.delayed = delayed
+        if not self.info.is_first:
+            self._take_input_grads(unit)
+        unit.received = unit.output_grads = None  # what is left is for W
+        unit.inputs, unit.edges, unit.of, unit.before_backward = [], [], {}, []
 
     def W(self, unit: Unit) -> None:
         """Needs `deferred`."""
@@ -159,7 +187,7 @@ class Stage:
 
     def begin(self, unit: Unit, *extra: bool) -> tuple[Any, Any]:
         """The first part of F, as far as `Segments` go by themselves. Returns what `end` takes."""
-        self._prepare(unit)
+        self._take_input(unit)
         try:
             returned = self.forward_step_func(self._data_iterator, self.module, *extra)
         except EXPLAINED as error:
@@ -177,10 +205,20 @@ class Stage:
             )
         return returned[0], returned[1]
 
-    def _prepare(self, unit: Unit) -> None:
-        """Show the input to the model."""
+    def _take_input(self, unit: Unit) -> None:
+        """Hand the input of a forward to the model, and keep the tensors of it that want a gradient."""
         self.unit = unit
-        self.take_input(unit)
+        received = unit.received
+        if received is not None and not self._step.forward_only:
+            assert received.spec is not None
+            tensors = received.tensors
+            for index, spec in enumerate(received.spec.tensors):
+                if spec.differentiable:
+                    # As a view: of other leaves autocast would keep the cast, and add up gradients in its dtype.
+                    tensors[index] = tensors[index].view_as(tensors[index]).requires_grad_()
+                    unit.inputs.append(tensors[index])
+        self._shown = None
+        self.show(unit)
         is_validated = self._step.forward_only and self._step.first_val_step is False
         if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
             self._set_is_first_microbatch()
@@ -249,35 +287,6 @@ class Stage:
 
     # Backward
 
-    def backward(self, unit: Unit) -> None:
-        """B, and W unless the unit has `deferred` to leave that to."""
-        if unit.received is not None:  # for parts that are computed again
-            self.show(unit)
-        for wait in unit.before_backward:
-            wait()
-        delayed = DelayedGrads(self._delayed) if self._delayed else None
-        roots = self.roots(unit)
-        if roots:
-            unit.has_run_backward = True
-            with deferring(unit.deferred):
-                # `torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the
-                # engine's own are made against the graph, which knows the shapes of the outputs.
-                torch.autograd.Variable._execution_engine.run_backward(
-                    *zip(*roots),
-                    keep_graph=False,
-                    create_graph=False,
-                    inputs=(),
-                    allow_unreachable=True,
-                    accumulate_grad=True,
-                )
-        if delayed is not None:
-            delayed.end_backward(bool(roots))
-            if unit.deferred is None:
-                delayed.compute()
-            else:
-                unit.delayed = delayed
-        self._take_input_grads(unit)
-
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
         """The edges at which backward begins, and their gradients."""
         assert unit.output_grads is not None
@@ -316,20 +325,6 @@ class Stage:
         unit.input_grads = Transfer(None, grads)
 
     # Input
-
-    def take_input(self, unit: Unit) -> None:
-        """Hand the input of a forward to the model, and keep the tensors of it that want a gradient."""
-        received = unit.received
-        if received is not None and not self._step.forward_only:
-            assert received.spec is not None
-            tensors = received.tensors
-            for index, spec in enumerate(received.spec.tensors):
-                if spec.differentiable:
-                    # As a view: of other leaves autocast would keep the cast, and add up gradients in its dtype.
-                    tensors[index] = tensors[index].view_as(tensors[index]).requires_grad_()
-                    unit.inputs.append(tensors[index])
-        self._shown = None
-        self.show(unit)
 
     def show(self, unit: Unit) -> None:
         """Let the model have the input of a unit, unless it has that already: as a list, also where that holds one

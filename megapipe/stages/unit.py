@@ -69,11 +69,6 @@ class Unit:
         self.delayed: DelayedGrads | None = None
         """Those that modules defer by themselves."""
 
-    def release(self) -> None:
-        """After a backward: only what W needs is left."""
-        self.received = self.output_grads = None
-        self.inputs, self.edges, self.of, self.before_backward = [], [], {}, []
-
 
 def edge_of(tensor: Tensor) -> GradientEdge | None:
     """All that a backward needs of a tensor: None where that has no gradient."""

@@ -13,7 +13,7 @@ from ..messages import MessageSpec
 from ..p2p_communication import Channel, ConnectionLostError, Transfer
 from .outbox import Outbox
 
-__all__ = ["BackendChannel", "Members", "ReceiveBufferPool", "resolved"]
+__all__ = ["BackendChannel", "Members", "ReceiveBufferPool"]
 
 
 class Members(NamedTuple):
@@ -61,12 +61,17 @@ class BackendChannel(Channel):
         self._reserved: list[torch.Tensor] = []
 
     def send(self, tensors: list[torch.Tensor]) -> None:
-        tensors = resolved(tensors)
+        # As plain memory, without the graph behind it: torch keeps a conjugate or a negative as a flag on other
+        # numbers, which a transport does not see.
+        plain = []
+        for tensor in tensors:
+            detached = tensor.detach() if tensor.requires_grad else tensor
+            plain.append(detached.resolve_conj().resolve_neg().contiguous())
         try:
             if self._outbox is not None:
-                self._outbox.send(self._backend, self._peer, self._tag, tensors)
+                self._outbox.send(self._backend, self._peer, self._tag, plain)
                 return
-            for tensor in tensors:
+            for tensor in plain:
                 carried = tensor if self._as_carried is None else self._as_carried(tensor)
                 self._backend.send([carried], self._peer, self._tag)
         except RuntimeError as error:
@@ -89,15 +94,6 @@ class BackendChannel(Channel):
             self._reserved.append(self._allocate(shape, dtype))
 
 
-def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors as plain memory, without the graph behind them: torch keeps a conjugate or a negative as a flag on
-    other numbers, which a transport does not see."""
-    plain = []
-    for tensor in tensors:
-        plain.append((tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg().contiguous())
-    return plain
-
-
 class ReceiveBufferPool:
     """Buffers of one channel. A large one is used again once nothing refers to it: fresh host memory comes from the
     system page by page, which may take longer than the message. (A device's allocator keeps memory by itself.)"""
@@ -109,7 +105,7 @@ class ReceiveBufferPool:
     """Unused buffers that are kept: as many as a channel has receives posted ahead."""
 
     def __init__(self) -> None:
-        self._buffers: list[torch.UntypedStorage] = []
+        self.buffers: list[torch.UntypedStorage] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A fresh tensor each time: it becomes a leaf of the stage's graph and must not remember an earlier one."""
@@ -119,14 +115,12 @@ class ReceiveBufferPool:
         buffer = next((buffer for buffer in self.release() if buffer.nbytes() == num_bytes), None)
         if buffer is None:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
-            self._buffers.append(buffer)
+            self.buffers.append(buffer)
         return torch.empty(0, dtype=dtype, device="cpu").set_(buffer).view(shape)
 
     def release(self) -> list[torch.UntypedStorage]:
         """Free all but `NUM_KEPT` of the unused buffers. Returns those."""
-        if not self._buffers:
-            return []
-        unused = [buffer for buffer in self._buffers if torch._C._storage_Use_Count(buffer._cdata) == 1]
+        unused = [buffer for buffer in self.buffers if torch._C._storage_Use_Count(buffer._cdata) == 1]
         surplus = {id(buffer) for buffer in unused[self.NUM_KEPT :]}
-        self._buffers = [buffer for buffer in self._buffers if id(buffer) not in surplus]
+        self.buffers = [buffer for buffer in self.buffers if id(buffer) not in surplus]
         return unused[: self.NUM_KEPT]

@@ -67,7 +67,8 @@ class GlooTransport(Transport):
     def drain(self) -> None:
         self.outbox.drain()
         for pool in self._pools:
-            pool.release()
+            if pool.buffers:
+                pool.release()
 
     def abort(self) -> None:
         if not self._backend.cancel() and self._backend.exception() is None:

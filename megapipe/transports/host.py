@@ -12,7 +12,7 @@ from torch import Tensor
 from ..messages import MessageSpec
 from ..p2p_communication import Channel, Transfer
 from ..plan import ChannelName
-from .channel import Members, resolved
+from .channel import Members
 from .gloo import GlooTransport
 
 __all__ = ["HostTransport"]
@@ -36,7 +36,7 @@ class HostChannel(Channel):
         self._device = device
 
     def send(self, tensors: list[Tensor]) -> None:
-        self._channel.send([tensor.cpu() for tensor in resolved(tensors)])
+        self._channel.send([tensor.detach().cpu() for tensor in tensors])
 
     def receive(self, spec: MessageSpec) -> Transfer:
         return HostTransfer(self._channel.receive(spec), self._device)

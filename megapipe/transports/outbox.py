@@ -69,8 +69,9 @@ class Outbox:
         self._waits = TaskThread("megapipe-sends")
         self._num_handed_over = 0
         self._num_started = 0  # of these
-        self._under_way: list[Transfer] = []  # small ones, that are not waited for yet
-        self._num_bytes = 0  # of these
+        self._under_way: list[torch.Tensor] = []  # small ones, that are not waited for yet
+        self._works: list[Any] = []  # of these
+        self._num_bytes = 0
 
     def send(self, backend: Any, peer: int, tag: int, tensors: list[torch.Tensor]) -> None:
         """Send a message over a backend of torch.distributed, without waiting."""
@@ -80,14 +81,12 @@ class Outbox:
         if num_bytes >= self.MIN_THREAD_BYTES or self._num_started < self._num_handed_over:  # it overtakes no other
             self.hand_over(partial(_start, backend, peer, tag, tensors))
             return
-        works = []
         for tensor in tensors:
-            works.append(backend.send([tensor], peer, tag))
-        self._under_way.append(Transfer(None, tensors, works))
+            self._works.append(backend.send([tensor], peer, tag))
+            self._under_way.append(tensor)
         self._num_bytes += num_bytes
         if self._num_bytes >= self.MIN_THREAD_BYTES:
-            self._waits.put(partial(_wait_for, self._under_way))
-            self._under_way, self._num_bytes = [], 0
+            self._waits.put(self._small_ones().wait)
 
     def hand_over(self, start: Callable[[], Transfer]) -> None:
         """Let the thread call `start`, which may wait before it sends."""
@@ -105,8 +104,13 @@ class Outbox:
         """Wait until all sends have completed. Raises the error of one that failed."""
         self._starts.drain()
         self._waits.drain()
-        _wait_for(self._under_way)
-        self._num_bytes = 0
+        self._small_ones().wait()
+
+    def _small_ones(self) -> Transfer:
+        """Those under way, as one: they are freed together."""
+        small_ones = Transfer(None, self._under_way, self._works)
+        self._under_way, self._works, self._num_bytes = [], [], 0
+        return small_ones
 
     def close(self) -> None:
         self._starts.put(self._waits.close)
@@ -119,10 +123,3 @@ def _start(backend: Any, peer: int, tag: int, tensors: list[torch.Tensor]) -> Tr
         return Transfer(None, tensors, [backend.send([tensor], peer, tag) for tensor in tensors])
     except RuntimeError as error:
         raise ConnectionLostError.of(error) from error
-
-
-def _wait_for(transfers: list[Transfer]) -> None:
-    """Empties the list: each is freed once it has completed."""
-    transfers.reverse()
-    while transfers:
-        transfers.pop().wait()

@@ -10,14 +10,14 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .accumulation import add_gradient
-    from .aliasing import SavedTensor, save_for_w, unshared
+    from .aliasing import SavedTensor, save_for_w
     from .context import backward_context
     from .convolution import conv1d, conv2d
     from .deferred import (
+        AT_ONCE,
         DeferredGrads,
         capturing,
         defer,
-        deferring,
         deferring_to,
         is_capturing,
         visit_gradient_nodes,
@@ -43,15 +43,14 @@ __all__ = [
     "transposed_linear",
 ]
 __all__ += [  # between rooms
+    "AT_ONCE",
     "DeferredGrads",
     "SavedTensor",
     "add_gradient",
     "backward_context",
     "capturing",
-    "deferring",
     "deferring_to",
     "save_for_w",
-    "unshared",
     "visit_gradient_nodes",
 ]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .context import backward_context
 
-__all__ = ["SavedTensor", "copy_shared", "save_for_w", "unshared"]
+__all__ = ["SavedTensor", "copy_shared", "save_for_w"]
 
 
 class SavedTensor:
@@ -52,25 +52,13 @@ def copy_shared(saved: Iterable[weakref[SavedTensor]]) -> None:
     """Copy those of the tensors still in use whose memory others hold too."""
     by_storage: dict[int, tuple[torch.UntypedStorage, list[SavedTensor]]] = {}
     for tensor in filter(None, [reference() for reference in saved]):
-        if _may_be_shared(tensor.get()):
-            storage = tensor.get().untyped_storage()
+        storage = tensor.get().untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > 2:  # one is `storage`; the base of a view may be another
             by_storage.setdefault(storage._cdata, (storage, []))[1].append(tensor)
     for storage, tensors in by_storage.values():
         if _is_shared(storage, [tensor.get() for tensor in tensors]):
             for tensor in tensors:
                 tensor.copy()
-
-
-def unshared(tensor: Tensor) -> Tensor:
-    """A copy if others hold its memory, and may write to it: autograd (see `save_for_w`), a Function that uses its
-    result again, or a model that keeps its output."""
-    return tensor.clone() if _may_be_shared(tensor) else tensor
-
-
-def _may_be_shared(tensor: Tensor) -> bool:
-    """Whether others hold its memory. One of them is the base of a view."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # one is `storage`
 
 
 def _is_shared(storage: torch.UntypedStorage, tensors: list[Tensor]) -> bool:

@@ -42,6 +42,8 @@ class BackwardContext:
         """Takes the weight gradients; None where they are computed at once."""
         self.dummy_grads: dict[Tensor, Tensor] | None = None
         """Zeros that take the place of `.grad` until the backward ends. None outside of a backward."""
+        self.outer: list[tuple[Deferring | None, dict[Tensor, Tensor] | None]] = []
+        """Both, of the backwards around this one."""
         self.hooks_to_call: WeakValueDictionary[int, Hooked] = WeakValueDictionary()
         """Weights whose hooks are to be called at the end of a backward, by autograd's number of it."""
         self.overlap_callback: Callable[[], object] | None = None

@@ -27,18 +27,44 @@ from .grad_hooks import (
 )
 
 __all__ = [
+    "AT_ONCE",
     "DeferredGrads",
     "capturing",
     "defer",
-    "deferring",
     "deferring_to",
     "is_capturing",
     "visit_gradient_nodes",
 ]
 
 
-class DeferredGrads:
-    """The weight gradients that one B leaves to its W.
+class Backward:
+    """The context of one backward, whose weight gradients are computed at once.
+
+    Two pipelines in one process take turns, so neither finds its gradients in the other's list.
+    """
+
+    def __enter__(self) -> None:
+        context = backward_context
+        context.lock.acquire()
+        context.outer.append((context.deferred, context.dummy_grads))
+        context.deferred, context.dummy_grads = None, {}
+
+    def __exit__(self, *error: object) -> None:
+        context = backward_context
+        try:
+            if context.dummy_grads:
+                remove_dummy_grads(context.dummy_grads)
+            context.deferred, context.dummy_grads = context.outer.pop()
+        finally:
+            context.lock.release()
+
+
+AT_ONCE = Backward()
+"""That of all backwards that leave nothing to a W."""
+
+
+class DeferredGrads(Backward):
+    """The weight gradients that one B leaves to its W: the context of B, to which it hands them by `defer`.
 
     On CPU they are equal to torch's: the contributions of a backward to a weight are added up first, in autograd's
     order, and then added to the gradient. On other devices each is added in place, as it comes.
@@ -54,6 +80,19 @@ class DeferredGrads:
         self._running: dict[int, dict[int, Contributions]] = {}
         self._ended: dict[int, dict[int, Contributions]] = {}
         self._silenced = SilencedHooks()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        backward_context.deferred = self
+        self._thread = _this_thread()
+        self._before_on_thread, self._thread.deferred = self._thread.deferred, self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.deferred = self._before_on_thread
+        try:
+            self._end_backward()
+        finally:
+            super().__exit__(*error)
 
     def is_empty(self) -> bool:
         """Whether nothing has been left to W."""
@@ -98,7 +137,7 @@ class DeferredGrads:
         for contribution in contributions.values():
             contribution.end()
 
-    def end_backward(self) -> None:
+    def _end_backward(self) -> None:
         """End B: give the hooks back, and copy saved tensors whose memory others hold too."""
         for number in list(self._running):  # that did not end, because of an error
             self._finalize(number)
@@ -138,37 +177,6 @@ def _this_thread() -> _Thread:
 
 
 _KEY = "megapipe.weight_grad"
-
-
-class deferring:  # noqa: N801  # a context; a generator would take longer than a small backward
-    """Around one backward: everything that it hands to `defer` goes to `deferred`; with None it runs at once.
-
-    Two pipelines in one process take turns, so neither finds its gradients in the other's list.
-    """
-
-    def __init__(self, deferred: DeferredGrads | None) -> None:
-        self._deferred = deferred
-
-    def __enter__(self) -> None:
-        context = backward_context
-        context.lock.acquire()
-        self._before = context.deferred, context.dummy_grads
-        context.deferred, context.dummy_grads = self._deferred, {}
-        if self._deferred is not None:
-            self._thread = _this_thread()
-            self._before_on_thread, self._thread.deferred = self._thread.deferred, self._deferred
-
-    def __exit__(self, *error: object) -> None:
-        context = backward_context
-        try:
-            if context.dummy_grads:
-                remove_dummy_grads(context.dummy_grads)
-            context.deferred, context.dummy_grads = self._before
-            if self._deferred is not None:
-                self._thread.deferred = self._before_on_thread
-                self._deferred.end_backward()
-        finally:
-            context.lock.release()
 
 
 def deferring_to() -> Deferring | None:
@@ -253,7 +261,7 @@ def visit_gradient_nodes(weights: list[Tensor]) -> None:
         return
     silenced = SilencedHooks()
     added = {weight: weight.grad_added_to_main_grad for weight in weights if hasattr(weight, "grad_added_to_main_grad")}
-    with deferring(None):
+    with AT_ONCE:
         try:
             for weight in weights:
                 add_dummy_grad(weight)

@@ -40,7 +40,7 @@ from megapipe import (
 )
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 IS_GPU = torch.cuda.is_available()
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
@@ -179,7 +179,7 @@ def test_captured_attention_in_bfloat16() -> None:
         mine, deferred = x.clone().requires_grad_(), DeferredGrads()
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(mine).float().square().mean()
-        with deferring(deferred):
+        with deferred:
             loss.backward()
         assert (model.qkv.weight.grad is None) == (model is captured)  # W is to come
         deferred.run()

@@ -11,7 +11,7 @@ from tools.graphs import skip_without_tracer
 from torch import Tensor, nn
 
 from megapipe.graph import capture
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 LIBRARY = torch.library.Library("like_cuda", "DEF")
 RESULTS = "Tensor logsumexp, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state"
@@ -76,7 +76,7 @@ def test_equal_to_eager(recompute: bool) -> None:
     for model in (eager, captured):
         mine, deferred = x.clone().requires_grad_(), DeferredGrads()
         loss = model(mine).square().sum()
-        with deferring(deferred):
+        with deferred:
             loss.backward()
         assert deferred.is_empty() == (model is eager)
         deferred.run()

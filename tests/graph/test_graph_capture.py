@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import live_bytes, live_tensors
 from megapipe import graph, weight_grad
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import AT_ONCE, DeferredGrads
 
 skip_without_tracer()
 
@@ -267,7 +267,7 @@ def test_what_a_backward_keeps_for_the_weights() -> None:
     output = stage(x)
     saved = live_bytes(before)
     grad = torch.randn_like(output)
-    with deferring(deferred):
+    with deferred:
         output.backward(grad)
     between = live_bytes(before)
     del output, grad
@@ -413,7 +413,7 @@ def assert_same_as_eager(module: nn.Module, num_microbatches: int = 1, **options
         for x in inputs:
             deferred = DeferredGrads() if is_split else None
             y = one(x.clone().requires_grad_())
-            with deferring(deferred):
+            with deferred or AT_ONCE:
                 y.sin().sum().backward()
             all_deferred.append(deferred)
         for deferred in filter(None, all_deferred):
@@ -545,7 +545,7 @@ def test_an_input_changed_between_b_and_w() -> None:
     """Autograd watches what a stage saved until B, and nobody watched it from there to W: the gradient was wrong."""
     stage, x, deferred = graph.capture(Plain(), (sequence(),)), sequence(), DeferredGrads()
     output = stage(x)
-    with deferring(deferred):
+    with deferred:
         output.sum().backward()
     x.detach().zero_()
     with pytest.raises(RuntimeError, match="was changed in place between its B and its W"):

@@ -35,7 +35,7 @@ import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, get_forward_backward_func, stages_for_rank
 from megapipe.integrations.megatron import framework, global_name
 from megapipe.plan import find_schedule
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 # Looked for, not imported: importing takes two seconds in each process that hands out tests.
 pytestmark = pytest.mark.skipif(
@@ -339,7 +339,7 @@ def test_layers_that_leave_their_weight_gradients_to_w(rank: int) -> None:
     assert torch.equal(*losses)
     losses[0].backward()
     later = DeferredGrads()
-    with deferring(later):
+    with later:
         losses[1].backward()
     waiting = {name for name, p in model.named_parameters() if p.grad is None}
     assert waiting == {name for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megapipe.slices import CarriedState, SequenceSlice
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import AT_ONCE, DeferredGrads
 
 Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
@@ -52,7 +52,7 @@ def run_by_slices(
             roots = state.roots(this.index)
             edges, grads = zip((loss, torch.ones_like(loss)), *roots)
             later = DeferredGrads() if deferred else None
-            with deferring(later):
+            with later or AT_ONCE:
                 torch.autograd.backward(edges, grads)
             if later is not None:
                 later.run()

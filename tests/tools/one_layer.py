@@ -11,7 +11,7 @@ from tools.against import gradients
 from torch import Tensor, nn
 
 from megapipe import weight_grad
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 TOKENS, IN, OUT = 6, 8, 12
 
@@ -22,7 +22,7 @@ def backward(output: Tensor, grad: Tensor | None = None, split: bool = True) -> 
         output.backward(grad)
         return
     deferred = DeferredGrads()
-    with deferring(deferred):
+    with deferred:
         output.backward(grad)
     deferred.run()
 

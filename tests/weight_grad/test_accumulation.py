@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megapipe import weight_grad
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 600])
@@ -171,7 +171,7 @@ def test_nothing_as_large_as_the_weight_is_made_to_accumulate(
         monkeypatch.setattr(Tensor, "is_cpu", False)
     backward(layer(*arguments).sum())
     deferred = DeferredGrads()
-    with deferring(deferred):
+    with deferred:
         layer(*arguments).sum().backward()
     with Largest() as largest:
         deferred.run()

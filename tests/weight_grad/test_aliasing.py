@@ -11,7 +11,7 @@ from tools.one_layer import IN, OUT, TOKENS, Scale, backward
 from torch import Tensor, nn
 
 from megapipe import weight_grad
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import AT_ONCE, DeferredGrads
 
 
 @pytest.mark.parametrize("expand", [False, True])
@@ -41,7 +41,7 @@ def test_output_gradients_that_others_go_on_using(shape: tuple[int, ...]) -> Non
         bias = torch.zeros(shape, requires_grad=True)
         deferred = [DeferredGrads() if split else None for _ in x]
         for microbatch, deferred_here in zip(x, deferred):
-            with deferring(deferred_here):
+            with deferred_here or AT_ONCE:
                 (
                     (bias.view(2, 3, OUT) + layer(microbatch) + other(microbatch.view(6, IN)).view(2, 3, OUT)) * 2
                 ).sum().backward()
@@ -88,7 +88,7 @@ def test_an_input_changed_between_b_and_w(layer: nn.Module, arguments: tuple[Any
     for _ in range(num_before):  # then there is a gradient to add to
         backward(layer(*arguments).sum())
     deferred = DeferredGrads()
-    with deferring(deferred):
+    with deferred:
         layer(*arguments).sum().backward()
     arguments[0].zero_()
     with pytest.raises(RuntimeError, match="was changed in place between its B and its W"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megapipe import weight_grad
-from megapipe.weight_grad import DeferredGrads, SavedTensor, deferring
+from megapipe.weight_grad import AT_ONCE, DeferredGrads, SavedTensor
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_only_gradients_of_parameters_are_deferred(shape: tuple[int, ...], use: 
     """What a stage has received, or an earlier slice has kept, may be a layer's weight: a leaf whose gradient travels
     on when B ends. It was left to W, and what the leaf was made from got none of it."""
     x, leaves = torch.randn(TOKENS, IN), [torch.ones(shape, requires_grad=True) for _ in range(2)]
-    for leaf, deferred in zip(leaves, (DeferredGrads(), None)):
-        with deferring(deferred):
+    for leaf, deferred in zip(leaves, (DeferredGrads(), AT_ONCE)):
+        with deferred:
             use(x, leaf).square().sum().backward()
     assert torch.equal(leaves[0].grad, leaves[1].grad)
 
@@ -64,7 +64,7 @@ def test_only_inputs_and_output_gradients_are_held_between_b_and_w() -> None:
     deferred = DeferredGrads()
     x = torch.randn(TOKENS, IN)
     loss = model(x).square().sum()
-    with pytest.MonkeyPatch.context() as patch, deferring(deferred):
+    with pytest.MonkeyPatch.context() as patch, deferred:
         patch.setattr(DeferredGrads, "add", watch)
         loss.backward()
     assert sorted(tuple(tensor.shape) for tensor in held) == sorted([(TOKENS, OUT)] * 2 + [(TOKENS, IN)] * 2)
@@ -159,7 +159,7 @@ class Nodes(torch.autograd.Function):
 def test_a_backward_within_b_that_leaves_its_weight_gradients() -> None:
     layer, x, deferred = weight_grad.Linear(IN, IN), torch.randn(TOKENS, IN, requires_grad=True), DeferredGrads()
     output = Nodes.apply(x, layer)
-    with deferring(deferred):
+    with deferred:
         output.sum().backward()
     assert layer.weight.grad is None
     deferred.run()
@@ -184,7 +184,7 @@ def test_a_backward_of_another_thread_puts_nothing_off() -> None:
     y = layer(x)
     y.register_hook(in_b)
     output = y.sum()
-    with deferring(deferred):
+    with deferred:
         output.backward()
     assert layer.weight.grad is None
     assert found[0] is not None
@@ -203,7 +203,7 @@ def test_threads_do_not_mix() -> None:
         for _ in range(20):
             x, deferred = torch.randn(TOKENS, IN), DeferredGrads()
             output = layers[2](layers[1](layers[0](x))).sum()
-            with deferring(deferred):
+            with deferred:
                 output.backward()
             deferred_here = {id(one.weight) for ended in deferred._ended.values() for one in ended.values()}
             if deferred_here != {id(layer.weight) for layer in layers}:
@@ -241,7 +241,7 @@ def test_w_holds_no_graph() -> None:
     layer = weight_grad.Linear(4, 4)
     deferred = DeferredGrads()
     output = layer(Watched.apply(torch.ones(2, 4, requires_grad=True)))
-    with deferring(deferred):
+    with deferred:
         output.sum().backward()
     del output
     assert Watched.alive[0]() is None

@@ -15,7 +15,7 @@ from tools.one_layer import IN, OUT, TOKENS, assert_same, backward, compare, tra
 from torch import Tensor, nn
 
 from megapipe import weight_grad
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -106,7 +106,7 @@ def test_embeddings_of_32_bit_tokens_and_complex_layers() -> None:
         for _ in range(2):
             layer(data).abs().square().sum().backward()
             deferred = DeferredGrads()
-            with deferring(deferred):
+            with deferred:
                 converted(data).abs().square().sum().backward()
             deferred.run()
         for ours, torchs in zip(converted.parameters(), layer.parameters()):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from megapipe import weight_grad
-from megapipe.weight_grad import DeferredGrads, deferring
+from megapipe.weight_grad import DeferredGrads
 
 
 class Block(nn.Module):
@@ -80,7 +80,7 @@ def test_checkpoints_are_recomputed_once_and_in_b(use_reentrant: bool) -> None:
     model, deferred = weight_grad.convert(Model(use_reentrant)), DeferredGrads()
     output = model(tokens())
     assert model.block.num_runs == 1
-    with deferring(deferred):
+    with deferred:
         output.sum().backward()
     assert model.block.num_runs == 2
     assert model.block.up.weight.grad is None

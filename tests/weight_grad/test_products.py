@@ -12,7 +12,7 @@ from tools.one_layer import IN, OUT, backward
 from torch import Tensor
 
 from megapipe import weight_grad
-from megapipe.weight_grad import DeferredGrads, deferring, products
+from megapipe.weight_grad import DeferredGrads, products
 
 
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float64])
@@ -101,7 +101,7 @@ def test_layers_on_cuda() -> None:
     layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
     x = torch.randn(5, 32, 64, device="cuda", dtype=torch.bfloat16)
     deferred = DeferredGrads()
-    with deferring(deferred):
+    with deferred:
         layer(x).sum().backward()
     assert not layer.weight.main_grad.any()
     deferred.run()

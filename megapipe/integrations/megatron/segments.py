@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...chunks import iter_wrapped
+from ...chunks import wrapped_in
 from ...frameworks import ForwardStep
 from ...overlap import fill_window, in_segments
 from ...stages import edge_of
@@ -29,7 +29,7 @@ __all__ = ["find_cut"]
 def find_cut(chunk: nn.Module) -> Callable[[ForwardStep], ForwardStep] | None:
     if not getattr(megatrons_config(chunk), "overlap_moe_expert_parallel_comm", False):
         return None
-    model = next((inner for inner in iter_wrapped(chunk) if hasattr(inner, "build_schedule_plan")), None)
+    model = next((inner for inner in wrapped_in(chunk) if hasattr(inner, "build_schedule_plan")), None)
     if model is None:
         raise ValueError(
             "config.overlap_moe_expert_parallel_comm takes a model with build_schedule_plan, such as Megatron's "
