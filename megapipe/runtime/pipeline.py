@@ -392,12 +392,9 @@ class Pipeline(Verbs):
         self._monitor.are_overlapped(action, other)
 
 
-_methods = attrgetter(*KINDS)
-
-
 def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
     """What each kind of action runs on a stage: its method of that name, with what options put around it."""
-    runs: dict[str, Run] = dict(zip(KINDS, _methods(stage)))
+    runs: dict[str, Run] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
     for extension in extensions:
         runs |= extension.kinds(stage)
         stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)

@@ -259,7 +259,7 @@ def test_stages_below_one_that_detaches_get_no_gradient(rank: int) -> None:
 
 def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
     arguments = Call(forward_step, [None], [module], 1, StepConfig(**config), torch.device(device), torch.zeros(()))
-    return Stage(StageInfo(0, 2), 0, arguments, None)
+    return Stage(StageInfo(1, 3), 0, arguments, None)
 
 
 def test_a_device_is_waited_for_once_where_all_have_gradients() -> None:
