@@ -61,7 +61,7 @@ def fill(plan: Plan, costs: Costs, max_held: float, share: float) -> Plan:
     held = [held_changes(row).tolist() for row in actions]
     closed = [set(pairs.values()) for pairs in program.pairs]  # no W runs between the halves of an overlapped pair
     deadlines = [_deadlines(*row) for row in zip(actions, program.pairs)]
-    counts = [[0] * (len(row) + 1) for row in actions]  # how many Ws run before each F and B, and after the last
+    counts = [[0] * len(row) for row in actions]  # how many Ws run before each F and B
     num_done, num_deferred, num_held = ([0] * plan.pp_size for _ in range(3))
 
     def begin(rank: int, index: int, clock: float, arrival: float) -> float:
@@ -87,26 +87,17 @@ def fill(plan: Plan, costs: Costs, max_held: float, share: float) -> Plan:
 
     durations, tails = costs.hidden(unweighted)
     run(program, durations, [0.0] * plan.pp_size, begin, tails, **costs.of_messages(plan))
-    for row, own, done in zip(counts, weights, num_done):
-        row[-1] = len(own) - done
-    return _move_weights(plan, counts)
+    return replace(plan, events=[list(_merge(*row)) for row in zip(unweighted.events, counts)])
 
 
-def _move_weights(plan: Plan, counts: Sequence[Sequence[int]]) -> Plan:
-    """`plan` with its Ws in other places, in the order of the Bs."""
-    moved = []
-    for events, row in zip(plan.events, counts):
-        others = [event for event in events if event.verb != WEIGHTS.verb]
-        weights = iter([e._replace(verb=WEIGHTS.verb) for e in others if e.action and e.action.kind == WEIGHTS.after])
-        moved.append(list(_merge(others, weights, row)))
-    return replace(plan, events=moved)
-
-
-def _merge(others: list[Event], weights: Iterator[Event], row: Sequence[int]) -> Iterator[Event]:
-    counts = iter(row)
-    for event in others:
+def _merge(events: Sequence[Event], counts: Sequence[int]) -> Iterator[Event]:
+    """The events of a rank and its Ws, in the order of the Bs: so many before each F and B, and the others at the
+    end."""
+    weights = iter([e._replace(verb=WEIGHTS.verb) for e in events if e.action and e.action.kind == WEIGHTS.after])
+    num_before = iter(counts)
+    for event in events:
         if event.action is not None:
-            yield from (next(weights) for _ in range(next(counts)))
+            yield from (next(weights) for _ in range(next(num_before)))
         yield event
     yield from weights
 
