@@ -21,7 +21,7 @@ from ...chunks import wrapped_in
 from ...frameworks import ForwardStep
 from ...overlap import fill_window, in_segments
 from ...stages import edge_of
-from .loaded import loaded, megatrons_config
+from .settings import loaded, megatrons_config
 
 __all__ = ["find_cut"]
 

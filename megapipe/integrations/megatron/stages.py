@@ -20,7 +20,7 @@ from torch import nn
 from ... import parallel_state as own_parallel_state
 from ...chunks import find_attribute
 from ...plan import AnySchedule, StageInfo, find_schedule
-from .loaded import loaded
+from .settings import loaded
 
 __all__ = ["at_its_stage", "build_model_chunks", "copies_of_embedding", "without_embedding_group"]
 

@@ -13,7 +13,7 @@ from ...frameworks import AroundForward, ForwardStep, Framework, StepEnd
 from ...parallel_state import Groups
 from ...plan import Schedule
 from . import segments, settings
-from .loaded import groups, is_in_use, loaded
+from .settings import groups, is_in_use, loaded
 from .stages import copies_of_embedding, without_embedding, without_embedding_group
 
 __all__ = ["framework"]
