@@ -30,6 +30,7 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
             "IS_GPU": True,
             "device_of": lambda rank: lazy.device.DEVICE,
             "TRANSPORT": {"p2p_transport": "host" if num_devices == 1 else "nccl"},
+            "KINDS": ["interleaved_1f1b", "dualpipev"],
         }
         with (
             mock.patch.multiple(test_gpu, **on_device),
