@@ -5,8 +5,9 @@ They are torch's functional collectives, so a graph of a captured stage has both
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from torch.autograd.function import once_differentiable
 from .windows import fill_window, num_stops
 
 __all__ = ["Pending", "start_all_gather", "start_all_reduce", "start_all_to_all", "start_reduce_scatter"]
+
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Any]
+"""Starts to exchange a contiguous tensor. What it returns has to be waited for."""
 
 
 def start_all_to_all(
@@ -40,7 +45,8 @@ def start_all_to_all(
     Returns:
         The exchange under way; its `wait` gives [sum of output_splits, ...].
     """
-    return Pending(x, None if group is None else _AllToAll(group, list(output_splits), list(input_splits)))
+    received, sent = list(output_splits), list(input_splits)
+    return Pending(x, group, partial(_to_all, received, sent), partial(_to_all, sent, received))
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
@@ -54,7 +60,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     Returns:
         The communication under way; its `wait` gives [ranks * rows, ...], those of rank 0 first.
     """
-    return Pending(x, None if group is None else _AllGather(group))
+    return Pending(x, group, _gather, _reduce_scatter)
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
@@ -73,7 +79,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """
     if group is not None and len(x) % group.size():
         raise ValueError(f"{len(x)} rows cannot be shared out evenly among {group.size()} ranks: pad them.")
-    return Pending(x, None if group is None else _ReduceScatter(group))
+    return Pending(x, group, _reduce_scatter, _gather)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
@@ -87,17 +93,17 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     Returns:
         The communication under way; its `wait` gives the sum.
     """
-    return Pending(x, None if group is None else _AllReduce(group))
+    return Pending(x, group, _reduce, _reduce)
 
 
 class Pending:
     """A communication that has started."""
 
-    def __init__(self, x: Tensor, collective: _Collective | None) -> None:
-        self._alone = x if collective is None else None
-        if collective is not None:
+    def __init__(self, x: Tensor, group: dist.ProcessGroup | None, there: Collective, back: Collective) -> None:
+        self._alone = x if group is None else None
+        if group is not None:
             self._num_stops = num_stops()
-            self._exchange = _Exchange(collective)
+            self._exchange = _Exchange(group, there, back)
             self._token: Tensor = _Start.apply(x, self._exchange)  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
@@ -110,72 +116,36 @@ class Pending:
         return _Finish.apply(self._token, self._exchange)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Collective(Protocol):
-    def start(self, x: Tensor) -> Tensor:
-        """`x` is contiguous. What comes back has to be waited for."""
-
-    def back(self) -> _Collective:
-        """That of the gradients."""
+def _to_all(output_splits: list[int], input_splits: list[int], x: Tensor, group: dist.ProcessGroup) -> Any:
+    return _functional.all_to_all_single(x, output_splits, input_splits, group.group_name)
 
 
-class _AllToAll(NamedTuple):
-    group: dist.ProcessGroup
-    output_splits: list[int]
-    input_splits: list[int]
-
-    def start(self, x: Tensor) -> Tensor:
-        splits = self.output_splits, self.input_splits
-        return _functional.all_to_all_single(x, *splits, self.group.group_name)  # type: ignore[no-any-return]
-
-    def back(self) -> _Collective:
-        return _AllToAll(self.group, self.input_splits, self.output_splits)
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Any:
+    return _functional.all_gather_into_tensor(x, group.size(), group.group_name)
 
 
-class _AllGather(NamedTuple):
-    group: dist.ProcessGroup
-
-    def start(self, x: Tensor) -> Tensor:
-        group = self.group
-        return _functional.all_gather_into_tensor(x, group.size(), group.group_name)  # type: ignore[no-any-return]
-
-    def back(self) -> _Collective:
-        return _ReduceScatter(self.group)
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Any:
+    return _functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
 
 
-class _ReduceScatter(NamedTuple):
-    group: dist.ProcessGroup
-
-    def start(self, x: Tensor) -> Tensor:
-        group = self.group
-        return _functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
-
-    def back(self) -> _Collective:
-        return _AllGather(self.group)
-
-
-class _AllReduce(NamedTuple):
-    group: dist.ProcessGroup
-
-    def start(self, x: Tensor) -> Tensor:
-        return _functional.all_reduce(x, "sum", self.group.group_name)  # type: ignore[no-any-return]
-
-    def back(self) -> _Collective:
-        return self
+def _reduce(x: Tensor, group: dist.ProcessGroup) -> Any:
+    return _functional.all_reduce(x, "sum", group.group_name)
 
 
 _functional = torch.ops._c10d_functional
 
 
 class _Exchange:
-    """There and back. Holds the tensors of the communication under way."""
+    """There, and back for the gradients. Holds the tensors of the communication under way."""
 
-    def __init__(self, collective: _Collective) -> None:
-        self.collective = collective
+    def __init__(self, group: dist.ProcessGroup, there: Collective, back: Collective) -> None:
+        self.there, self.back = there, back
+        self._group = group
         self._under_way: tuple[Tensor, Tensor] | None = None
 
-    def start(self, collective: _Collective, x: Tensor) -> None:
+    def start(self, collective: Collective, x: Tensor) -> None:
         x = x.contiguous()
-        self._under_way = (x, collective.start(x))
+        self._under_way = (x, collective(x, self._group))
 
     def wait(self) -> Tensor:
         assert self._under_way is not None, "a communication is waited for once"
@@ -189,7 +159,7 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.start(exchange.collective, x)
+        exchange.start(exchange.there, x)
         return x.new_empty(0)
 
     @staticmethod
@@ -209,5 +179,5 @@ class _Finish(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
-        exchange.start(exchange.collective.back(), grad)
+        exchange.start(exchange.back, grad)
         return grad.new_empty(0), None
