@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,62 +96,45 @@ def data_iterators(
         )
     specs = {name: spec[name] for name in names} if isinstance(spec, Mapping) else spec
 
-    def cut(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    source: list[Iterator[Mapping[str, Any]]] = []
+
+    def read() -> list[dict[str, Any]]:
+        if not source:  # which may begin to read
+            source.append(iter(batches))
+        batch = next(source[0])
         return split_batch({name: _look_up(batch, name) for name in names}, num_microbatches, specs, uneven=uneven)
 
-    reader = _Reader(batches, cut)  # the two ends of a V read the same batch
-    return [_Microbatches(reader, own) if own else None for own in wanted]
+    left: list[deque[dict[str, Any]]] = []
+    return [_Microbatches(read, left, own) if own else None for own in wanted]
 
 
-class _Reader:
-    """The batches of one rank. All iterators over its microbatches go through one before any goes on to the next."""
+class _Microbatches(Iterator[dict[str, Any]]):
+    """The part of each microbatch that one chunk needs. The two ends of a V go through one batch before either goes on
+    to the next.
 
-    def __init__(self, batches: Iterable[Mapping[str, Any]], cut: Callable[[Any], list[dict[str, Any]]]) -> None:
-        self.iterators: list[_Microbatches] = []
-        self._batches = batches
-        self._cut = cut
-        self._source: Iterator[Any] | None = None
-        self._number = -1  # of the batch read last
-        self._microbatches: list[dict[str, Any]] = []
+    Args:
+        read: the microbatches of the next batch.
+        everyone: what is left of the batch for each end.
+    """
 
-    def batch(self, number: int) -> list[dict[str, Any]]:
-        """Its microbatches."""
-        if number > self._number:
-            if any(iterator.batch < number for iterator in self.iterators):
+    def __init__(
+        self, read: Callable[[], list[dict[str, Any]]], everyone: list[deque[dict[str, Any]]], names: Sequence[str]
+    ) -> None:
+        self._read, self._everyone, self._names = read, everyone, names
+        self._left: deque[dict[str, Any]] = deque()
+        everyone.append(self._left)
+
+    def __next__(self) -> dict[str, Any]:
+        if not self._left:
+            if any(self._everyone):
                 raise ValueError(
                     "the last step failed within its batch, of which the two ends of the pipeline have taken different "
                     "parts: make new data_iterators."
                 )
-            if self._source is None:
-                self._source = iter(self._batches)
-            self._microbatches = self._cut(next(self._source))
-            self._number = number
-        return self._microbatches
-
-    def forget(self) -> None:
-        """Drop a batch that all iterators are past."""
-        if all(iterator.batch > self._number for iterator in self.iterators):
-            self._microbatches = []
-
-
-class _Microbatches(Iterator[dict[str, Any]]):
-    """The part of each microbatch that one chunk needs."""
-
-    def __init__(self, reader: _Reader, names: Sequence[str]) -> None:
-        self.batch = 0
-        """The number of the batch that comes next, or that it is in."""
-        self._num_taken = 0  # of its microbatches
-        self._reader = reader
-        self._names = names
-        reader.iterators.append(self)
-
-    def __next__(self) -> dict[str, Any]:
-        microbatches = self._reader.batch(self.batch)
-        microbatch = microbatches[self._num_taken]
-        self._num_taken += 1
-        if self._num_taken == len(microbatches):
-            self.batch, self._num_taken = self.batch + 1, 0
-            self._reader.forget()
+            microbatches = self._read()
+            for left in self._everyone:
+                left.extend(microbatches)
+        microbatch = self._left.popleft()
         return {name: microbatch[name] for name in self._names}
 
 
