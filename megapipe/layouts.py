@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from .plan import Costs, Plan, StageBytes, StageInfo, simulate
 
-__all__ = ["distribute_layers"]
+__all__ = ["distribute_layers", "fastest", "shortest"]
 
 
 def distribute_layers(

@@ -10,10 +10,12 @@ over s tokens; a backward takes twice as many.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["Transformer", "model_of"]
+__all__ = ["Transformer", "model_of", "read_config"]
 
 PLAIN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
 """Kinds of models of transformers whose MLP has two matrices; those of the others are gated, and have three."""
@@ -58,26 +60,29 @@ class Transformer:
         """The size of keys, and of values."""
         return self.query_size * (self.kv_heads or self.heads) // self.heads
 
-    def units(self, experts: int) -> int:
-        """Those between the matrices of so many experts of a layer, and of those that every token goes through; of the
-        MLP where there are no experts."""
-        own = self.ffn or 4 * self.hidden
-        return self.shared_ffn + experts * own if self.experts else own
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn or 4 * self.hidden
 
-    def layer_weights(self, experts: int) -> int:
-        """Those of a layer with so many of its experts."""
-        attention = 2 * self.hidden * (self.query_size + self.kv_size)
-        return attention + (3 if self.gated else 2) * self.hidden * self.units(experts) + self.hidden * self.experts
+    # Parameters
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * (self.query_size + self.kv_size)
+
+    def mlp_weights(self, ffn: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * ffn
 
     @property
     def expert_weights(self) -> int:
         """All experts of a layer, those left out that every token goes through."""
-        return self.layer_weights(self.experts) - self.layer_weights(0)
+        return self.experts * self.mlp_weights(self.ffn_size)
 
     @property
     def other_weights(self) -> int:
-        """All of a layer that is not in `expert_weights`: also two norms."""
-        return self.layer_weights(0) + 2 * self.hidden
+        """All of a layer that is not in `expert_weights`."""
+        mlp = self.mlp_weights(self.shared_ffn if self.experts else self.ffn_size)
+        return self.attention_weights + mlp + self.hidden * (2 + self.experts)
 
     @property
     def table_weights(self) -> int:
@@ -86,13 +91,17 @@ class Transformer:
 
     @property
     def weights(self) -> int:
-        return self.layers * (self.expert_weights + self.other_weights) + (2 - self.tied) * self.table_weights
+        tables = 1 if self.tied else 2
+        return self.layers * (self.expert_weights + self.other_weights) + tables * self.table_weights
 
     # Operations, for a token
 
     def products(self) -> float:
         """Those of a layer's F with its weights: as many again in B, and in W."""
-        return 2.0 * self.layer_weights(self.experts_per_token)
+        active = self.mlp_weights(
+            self.shared_ffn + self.experts_per_token * self.ffn_size if self.experts else self.ffn_size
+        )
+        return 2.0 * (self.attention_weights + active + self.hidden * self.experts)
 
     def scores(self, sequence: int) -> float:
         """Those of attention in a layer's F: twice as many in its B, none in its W."""
@@ -109,12 +118,13 @@ class Transformer:
 
     def saved(self) -> float:
         """What a layer's F leaves."""
-        hidden = self.hidden
-        attention = 2 * hidden + 4 * self.query_size + 4 * self.kv_size  # input, Q, output; K and V
+        hidden, query, kv = self.hidden, self.query_size, self.kv_size
+        attention = 2 * hidden + 4 * query + 4 * kv + self.dropout * hidden  # input, Q, output; K and V; mask
+        tokens = self.experts_per_token if self.experts else 1
         inner = 6 if self.gated else 4  # the inputs of the activation, and what the last matrix multiplies
-        mlp = inner * self.units(self.experts_per_token) + 2 * hidden
-        dispatched = 4 * self.experts_per_token * hidden  # the inputs and the outputs of experts
-        return attention + mlp + dispatched + 2 * self.dropout * hidden + 4 * hidden  # masks; the inputs of two norms
+        mlp = inner * (tokens * self.ffn_size + self.shared_ffn) + 2 * hidden + self.dropout * hidden
+        dispatched = 4 * tokens * hidden if self.experts else 0  # the inputs and the outputs of experts
+        return attention + mlp + dispatched + 4 * hidden  # the inputs of two norms
 
     def boundary(self) -> float:
         """The hidden states between two layers: what recomputation keeps of a layer, and what is sent to the next
@@ -126,15 +136,28 @@ class Transformer:
         return 4.0 * self.vocabulary + 4.0 * self.hidden
 
 
+def read_config(path: str | Path) -> Transformer:
+    """The sizes in a config.json of Hugging Face.
+
+    Raises:
+        ValueError: the file is none, or its layers are not of a kind that is known here.
+    """
+    try:
+        config: dict[str, Any] = json.loads(Path(path).read_text())
+        config = {**config, **config.get("text_config", {})}
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is no config.json of Hugging Face.") from None
+    return model_of(config, str(path))
+
+
 def model_of(config: dict[str, Any], where: str) -> Transformer:
     """The sizes in a config of Hugging Face.
 
     Raises:
         ValueError: some are missing, or its layers are not of a kind that is known here.
     """
-    config = {**config, **config.get("text_config", {})}
     try:
-        sizes = {
+        found = {
             "layers": config.get("num_hidden_layers") or config["n_layer"],
             "hidden": config.get("hidden_size") or config["n_embd"],
             "heads": config.get("num_attention_heads") or config["n_head"],
@@ -149,14 +172,15 @@ def model_of(config: dict[str, Any], where: str) -> Transformer:
         raise ValueError(f"{where} has latent attention (kv_lora_rank), whose sizes are not known here.")
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     ffn = config.get("moe_intermediate_size") if experts else None
+    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * (ffn or 0)
     return Transformer(
-        **sizes,
+        **found,
         kv_heads=config.get("num_key_value_heads"),
         head_size=config.get("head_dim"),
         ffn=ffn or config.get("intermediate_size") or config.get("n_inner"),
         gated=config.get("model_type") not in PLAIN,
         experts=experts,
-        experts_per_token=(config.get("num_experts_per_tok") or 0) if experts else 0,
-        shared_ffn=config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * (ffn or 0),
+        experts_per_token=config.get("num_experts_per_tok") or 0,
+        shared_ffn=shared if experts else 0,
         tied=bool(config.get("tie_word_embeddings", config.get("model_type") == "gpt2")),
     )
