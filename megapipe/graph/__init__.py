@@ -7,6 +7,7 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .captured import CapturedStage, capture
     from .compile import compile_graph
+    from .fsdp_collectives import ShardedJoint, split_fsdp_collectives
     from .joint import CaptureError, Joint, trace_joint
     from .multiplexing import multiplex
     from .partitioning import Partition, partition, recompute
@@ -17,6 +18,7 @@ __all__ = [
     "CapturedStage",
     "Joint",
     "Partition",
+    "ShardedJoint",
     "SplitBackward",
     "WeightGradient",
     "capture",
@@ -25,6 +27,7 @@ __all__ = [
     "partition",
     "recompute",
     "split_di_dw",
+    "split_fsdp_collectives",
     "trace_joint",
 ]
 
