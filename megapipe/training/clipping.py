@@ -35,7 +35,7 @@ __all__ = ["clip_grad_norm_"]
 def clip_grad_norm_(
     model: Models,
     max_norm: float,
-    *,
+    norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -49,6 +49,7 @@ def clip_grad_norm_(
     Args:
         model: this rank's chunks, or the only one.
         max_norm: the largest norm there is afterwards; `math.inf` only measures.
+        norm_type: the order p of the norm, positive, or `math.inf` for the largest absolute value.
         error_if_nonfinite: raise where the norm is NaN or infinite. Otherwise gradients are scaled by max_norm / norm
             where that is below 1, so not at all by a NaN.
         group: the pipeline's ranks. None: those of `parallel_state`.
@@ -57,43 +58,46 @@ def clip_grad_norm_(
         The norm before clipping, a float64 tensor without dimensions, the same on every rank.
 
     Raises:
-        ValueError: for a norm that is not positive, and for gradients kept as `main_grad`.
+        ValueError: for norms that are not positive, and for gradients kept as `main_grad`.
         RuntimeError: with `error_if_nonfinite`, on every rank; it names the parameters and the ranks that hold them.
         PipelineError: where another rank has failed.
     """
-    check_norm(max_norm)
+    check_norm(max_norm, norm_type)
     models = as_list(model)
     with collective("the norm of the gradients"):
-        norm = norm_of(gather_square_sums(square_sum(models), group)[0])
+        norm = norm_of(gather_power_sums(power_sum(models, norm_type), group)[0], norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(_describe_nonfinite(models, norm, group))
     scale_gradients(gradients(models), norm, max_norm)
     return norm
 
 
-def check_norm(max_norm: float) -> None:
+def check_norm(max_norm: float, norm_type: float) -> None:
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}: use math.inf to measure without clipping.")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}: use 2.0, or math.inf for the largest value.")
 
 
-def square_sum(models: Sequence[nn.Module]) -> Tensor:
-    """The sum of squares over the stages of this rank: float64, without dimensions. Collective over the ranks that hold
-    the same stages, where parameters are sharded or experts distributed over them."""
-    total = torch.zeros((), dtype=torch.float64, device=device_of(models))
+def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
+    """The sum of |g|^p over the stages of this rank, or the largest |g|: float64, without dimensions. Collective over
+    the ranks that hold the same stages, where parameters are sharded or experts distributed over them."""
+    device = device_of(models)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, parameters in _by_holders(models).items():
-        grads = [local(grad) for name, p in parameters if (grad := gradient_of(name, p)) is not None]
-        part = torch.zeros_like(total)
-        for of_dtype in by_dtype([grad for grad in grads if grad.numel()]).values():
-            part += torch.stack(torch._foreach_norm(of_dtype, 2.0, dtype=torch.float64)).square().sum()
+        grads = [grad for name, p in parameters if (grad := gradient_of(name, p)) is not None]
+        part = _power_sum([local(grad) for grad in grads], norm_type, device)
+        if math.isinf(norm_type):
+            part = part.nan_to_num(math.inf, math.inf)  # a maximum over ranks may pass over a NaN
         for group in groups:
-            dist.all_reduce(part, group=group)
-        total += part
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            dist.all_reduce(part, op, group=group)
+        total = _combine(torch.stack([total, part]), norm_type)
     return total
 
 
-def gather_square_sums(own: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, Any]:
-    """The sums of squares of all stages, by pipeline rank, and with `async_op` the collective to wait for.
-    Collective."""
+def gather_power_sums(own: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, Any]:
+    """The power sums of all stages, by pipeline rank, and with `async_op` the collective to wait for. Collective."""
     group = group or parallel_state.find_pipeline_group()
     if group is None or group.size() == 1:
         return own.reshape(1), None
@@ -102,8 +106,11 @@ def gather_square_sums(own: Tensor, group: dist.ProcessGroup | None, async_op: b
     return sums, gather(sums, own.reshape(1), group=group, async_op=async_op)
 
 
-def norm_of(square_sums: Tensor) -> Tensor:
-    return square_sums.sum().sqrt()
+def norm_of(power_sums: Tensor, norm_type: float) -> Tensor:
+    total = _combine(power_sums, norm_type)
+    if math.isinf(norm_type):
+        return total
+    return total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
 
 
 def scale_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -130,6 +137,20 @@ def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ..
             groups.append(experts)
         held.setdefault(tuple(groups), []).append((name, parameter))
     return held
+
+
+def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    grads = [grad for grad in grads if grad.numel()]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.cat(
+        [torch.stack(torch._foreach_norm(g, norm_type, dtype=torch.float64)) for g in by_dtype(grads).values()]
+    )
+    return _combine(norms if math.isinf(norm_type) else norms.pow(norm_type), norm_type)
+
+
+def _combine(parts: Tensor, norm_type: float) -> Tensor:
+    return parts.max() if math.isinf(norm_type) else parts.sum()
 
 
 def _describe_nonfinite(models: Sequence[nn.Module], norm: Tensor, group: dist.ProcessGroup | None) -> str:

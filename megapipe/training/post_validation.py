@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..chunks import device_of, gradients, local
 from ..failures import check_failures
-from .clipping import check_norm, gather_square_sums, norm_of, scale_gradients, square_sum
+from .clipping import check_norm, gather_power_sums, norm_of, power_sum, scale_gradients
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
 
 __all__ = ["PostValidatedOptimizer"]
@@ -62,10 +62,10 @@ class PostValidatedOptimizer(PipelinedOptimizer):
 
     Args:
         model, make, group_of: see `PipelinedOptimizer`.
-        max_norm, group: see `clip_grad_norm_`.
+        max_norm, norm_type, group: see `clip_grad_norm_`.
 
     Raises:
-        ValueError: for a norm that is not positive, and for an optimizer whose `state_dict()` has more than state and
+        ValueError: for norms that are not positive, and for an optimizer whose `state_dict()` has more than state and
             param_groups.
         RuntimeError: by `step`, where the step before was not validated.
     """
@@ -76,10 +76,10 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         make: Callable[[list[dict[str, Any]]], Optimizer],
         max_norm: float,
         group_of: Callable[[str, nn.Parameter], Hyperparameters] | None = None,
-        *,
+        norm_type: float = 2.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_norm(max_norm)
+        check_norm(max_norm, norm_type)
         super().__init__(model, make, group_of)
         if extra := self.optimizer.state_dict().keys() - {"state", "param_groups"}:
             raise ValueError(
@@ -87,6 +87,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
                 "rolled back: use a PipelinedOptimizer and clip_grad_norm_ with it."
             )
         self.max_norm = max_norm
+        self.norm_type = norm_type
         self.grad_norm: float | None = None
         """The norm of the last step that is final, before clipping."""
         self._group = group
@@ -113,7 +114,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
                 "config.post_validated_optimizer to it on every rank, or call finalize() before each further step."
             )
         self._was_rolled_back = False
-        sums, work = gather_square_sums(square_sum(self.models), self._group, async_op=True)
+        sums, work = gather_power_sums(power_sum(self.models, self.norm_type), self._group, async_op=True)
         if work is None or self._waits:
             self._conclude(sums, work, check_failures)
             if self._is_finite:
@@ -179,13 +180,13 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         It is read in a stream of its own: the current one has the warmup of the next step by now, and to wait for its
         end would leave the device without work."""
         if work is None:
-            self.grad_norm = norm_of(sums).item()
+            self.grad_norm = norm_of(sums, self.norm_type).item()
         else:
             _await(work, check)
             module, stream = self._side_stream
             with module.stream(stream):
                 work.wait()
-                self.grad_norm = norm_of(sums).item()
+                self.grad_norm = norm_of(sums, self.norm_type).item()
         self._is_finite = math.isfinite(self.grad_norm)
         self._waits = not self._is_finite or self.grad_norm > self.max_norm
 
@@ -198,7 +199,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
 
     def _step(self, grads: list[Tensor], sums: Tensor) -> None:
         """The ordinary step."""
-        scale_gradients(grads, norm_of(sums), self.max_norm)
+        scale_gradients(grads, norm_of(sums, self.norm_type), self.max_norm)
         super()._make_step()
 
 

@@ -21,23 +21,26 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megapipe import PostValidatedOptimizer, TiedWeights, clip_grad_norm_, divide_by_num_tokens, parallel_state
 
+NORMS = [2.0, 1.0, 3.0, math.inf]
+
 
 @on_ranks(2)
 def test_of_the_whole_pipeline(rank: int) -> None:
     """Against torch's function on the unpartitioned model, in float64."""
-    chunks = build("zbv", 2, 8)
-    run("zbv", chunks, 4)
-    whole, _ = reference(8, 4)
-    grads = {name: p.grad.double() for name, p in whole.named_parameters()}
-    expected = torch.nn.utils.get_total_norm(grads.values())
-    for max_norm, coefficient in ((2 * expected.item(), 1.0), (0.3, 0.3 / expected.item())):
-        norm = clip_grad_norm_(chunks, max_norm)
-        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-        clipped = {name: p.grad * coefficient for name, p in whole.named_parameters()}
-        assert_same_gradients(chunks, clipped)
+    for norm_type in NORMS:
+        chunks = build("zbv", 2, 8)
+        run("zbv", chunks, 4)
+        whole, _ = reference(8, 4)
+        grads = {name: p.grad.double() for name, p in whole.named_parameters()}
+        expected = torch.nn.utils.get_total_norm(grads.values(), norm_type)
+        for max_norm, coefficient in ((2 * expected.item(), 1.0), (0.3, 0.3 / expected.item())):
+            norm = clip_grad_norm_(chunks, max_norm, norm_type)
+            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+            clipped = {name: p.grad * coefficient for name, p in whole.named_parameters()}
+            assert_same_gradients(chunks, clipped)
 
 
-def norms_with_shards(rank: int) -> tuple[float, float]:
+def norms_with_shards(rank: int) -> list[tuple[float, float]]:
     """2 stages, each shared out over 2 ranks; and a tied weight and experts besides."""
     parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
     stage, shard = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
@@ -62,7 +65,9 @@ def norms_with_shards(rank: int) -> tuple[float, float]:
     everything = [*values, torch.full((3,), 2.0)]
     everything += [torch.full((3,), 1.0 + r) for r in range(4)] + [torch.full((3,), 7.0 + k) for k in range(2)]
     flat = torch.cat([one.flatten() for one in everything]).double()
-    found = clip_grad_norm_([module, rest], math.inf).item(), flat.norm().item()
+    found = []
+    for norm_type in NORMS:
+        found.append((clip_grad_norm_([module, rest], math.inf, norm_type).item(), flat.norm(norm_type).item()))
     clip_grad_norm_([module, rest], flat.norm().item() / 2)
     for grad, before in ((module.weight.grad.to_local(), rows), (tied.grad, torch.full((3,), 2.0))):
         torch.testing.assert_close(grad, before / 2)
@@ -70,21 +75,24 @@ def norms_with_shards(rank: int) -> tuple[float, float]:
 
 
 def test_of_shards_experts_and_tied_weights(ranks: RankPool) -> None:
-    for norm, expected in ranks.run(4, norms_with_shards):
-        assert norm == pytest.approx(expected, rel=1e-12)
+    for pairs in ranks.run(4, norms_with_shards):
+        for norm, expected in pairs:
+            assert norm == pytest.approx(expected, rel=1e-12)
 
 
 @on_ranks(2)
 def test_an_error_names_what_is_not_finite_on_every_rank(rank: int) -> None:
     chunks = build("zbv", 2, 8)
     run("zbv", chunks, 2)
-    for value in (math.nan, math.inf):
-        for chunk in chunks:
-            if "3" in chunk.layers:
-                chunk.layers["3"].up.weight.grad[1, 2] = value
-        with pytest.raises(RuntimeError, match=r"gradient of layers\.3\.up\.weight on rank 1\. "):
-            clip_grad_norm_(chunks, 1.0, error_if_nonfinite=True)
-        assert not clip_grad_norm_(chunks, math.inf).isfinite()
+    for norm_type in (2.0, math.inf):
+        for value in (math.nan, math.inf):
+            for chunk in chunks:
+                if "3" in chunk.layers:
+                    chunk.layers["3"].up.weight.grad[1, 2] = value
+            with pytest.raises(RuntimeError, match=r"gradient of layers\.3\.up\.weight on rank 1\. "):
+                clip_grad_norm_(chunks, 1.0, norm_type, error_if_nonfinite=True)
+            norm = clip_grad_norm_(chunks, math.inf, norm_type)
+            assert not norm.isfinite()
 
 
 @on_ranks(2)
@@ -92,13 +100,14 @@ def test_an_error_names_a_shard(rank: int) -> None:
     parallel_state.initialize_model_parallel(1)
     module = nn.Linear(4, 4, bias=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    module.weight.grad = module.weight.detach().clone()
-    module.weight.grad.to_local().fill_(math.nan if rank == 1 else 1.0)
-    with pytest.raises(RuntimeError, match=r"gradient of weight on rank 1\. "):
-        clip_grad_norm_(module, 1.0, error_if_nonfinite=True)
+    for norm_type in (2.0, math.inf):
+        module.weight.grad = module.weight.detach().clone()
+        module.weight.grad.to_local().fill_(math.nan if rank == 1 else 1.0)
+        with pytest.raises(RuntimeError, match=r"gradient of weight on rank 1\. "):
+            clip_grad_norm_(module, 1.0, norm_type, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("arguments", [{"max_norm": 0.0}, {"max_norm": math.nan}])
+@pytest.mark.parametrize("arguments", [{"max_norm": 0.0}, {"max_norm": math.nan}, {"norm_type": 0.0}])
 def test_sizes_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         clip_grad_norm_(nn.Linear(2, 2), **{"max_norm": 1.0, **arguments})

@@ -621,7 +621,7 @@ def test_a_norm_is_read_while_the_device_has_other_work(rank: int) -> None:
         for parameter in chunks[0].parameters():
             parameter.grad = lazy.device.to_device(torch.full(parameter.shape, 0.01, dtype=torch.float64))
         optimizer = megapipe.PostValidatedOptimizer(chunks, sgd, 1.0)
-        gather = "megapipe.training.post_validation.gather_square_sums"
+        gather = "megapipe.training.post_validation.gather_power_sums"
         with mock.patch(gather, lambda own, group, async_op: (own.reshape(1), Gathered())):
             optimizer.step()
         lazy.device.synchronize()
