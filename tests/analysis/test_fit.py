@@ -133,8 +133,8 @@ def test_what_holds_less_and_what_takes_longer() -> None:
 
 def test_unequal_devices_get_unequal_layers() -> None:
     """`--memory 24GB,24GB,12GB,8GB` was "no size in bytes"."""
-    model = Transformer(24, 1024, 16, 32000, gated=True)
-    job = Job(model, 2048, 32, 4, [24e9, 24e9, 12e9, 8e9], 100e12, 0.5, speeds=[1, 1, 0.5, 0.5])
+    model = Transformer(12, 1024, 16, 32000, gated=True)
+    job = Job(model, 2048, 8, 4, [24e9, 24e9, 12e9, 8e9], 100e12, 0.5, speeds=[1, 1, 0.5, 0.5])
     found, _ = fit(job, top=20, may_split=False)
     (one,) = [one for one in found if one.layout.pp == 4 and one.layout.schedule == "1f1b"][:1] or [found[0]]
     for each in found:
