@@ -1,15 +1,14 @@
 """What ranks must have alike: values of which rank 0's are saved for all, and whatever has the same name.
 
 One name on two stages is a tied parameter, or both count their layers from 0. Tied parameters have the same value
-wherever they are; layers that were taken for one another do not. So names are told apart by sums over the bits of their
-values.
+wherever they are; layers that were taken for one another do not. So names that several stages use are found by
+gathering names, and told apart by sums over the bits of their values.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +20,13 @@ from ..chunks import local
 from ..training import OF_EACH_GROUP
 from .full_state import FullState
 
-__all__ = ["check_names", "check_same", "check_steps", "fingerprint", "uses_of"]
+__all__ = ["check_same", "check_steps", "check_tied", "find_shared", "fingerprint", "fingerprints_of", "uses_of"]
 
 OWN = {*OF_EACH_GROUP, "_last_lr", "lr_lambdas"}
 """What a scheduler says of each parameter group: ranks have groups of their own, and `load_scheduler` minds that."""
+
+Uses = Iterable[Sequence[Any]]
+"""Names with who uses them, and what is to be compared: the shape or the sum."""
 
 
 def check_steps(steps: Sequence[int]) -> None:
@@ -37,6 +39,14 @@ def check_steps(steps: Sequence[int]) -> None:
 def fingerprint(value: Any) -> int:
     """A checksum of a value."""
     return zlib.crc32(repr(_plain(value)).encode())
+
+
+def fingerprints_of(others: Mapping[str, Any], extras: Sequence[Any]) -> dict[str, int]:
+    """Digests of all of which rank 0's is loaded on every rank."""
+    values = {f"the state of others[{name!r}]": state for name, state in others.items()}
+    what = "what optimizer {} has besides the state of its parameters"
+    values |= {what.format(number): extra for number, extra in enumerate(extras)}
+    return {name: fingerprint(value) for name, value in values.items()}
 
 
 def check_same(ranks: Sequence[Mapping[str, int]]) -> None:
@@ -64,39 +74,45 @@ def _plain(value: Any) -> Any:
     return re.sub(r" at 0x\w+", "", repr(value))  # without where in memory it is
 
 
-def uses_of(state: FullState, rank: int) -> list[tuple[str, str, list[int], int]]:
-    """Names, each with who uses it, the shape, and the sum over the bits."""
-    uses = []
+def uses_of(state: FullState, rank: int, names: set[str] | None = None) -> list[tuple[str, str, Any]]:
+    """Names, each with who uses it and the shape; of `names`, with the sum over the bits."""
+    uses: list[tuple[str, str, Any]] = []
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     for held, name, tensor in state.named_tensors():
         user = f"chunk {held.chunk} on pipeline rank {pp_rank}"
         if not getattr(held.value, "allreduce", True):  # Megatron's mark of what is no replica, as a rank's experts
             user += f" (rank {rank})"
-        uses.append((name, user, list(tensor.shape), int(_bytes_of(tensor).sum(dtype=torch.int64))))
+        if names is None:
+            uses.append((name, user, list(tensor.shape)))
+        elif name in names:
+            uses.append((name, user, int(_bytes_of(tensor).sum(dtype=torch.int64))))
     return uses
 
 
-def check_names(uses: Iterable[Sequence[Any]]) -> None:
-    """Raises ValueError where several use one name for different parameters. The sums of shards and replicas are summed
-    up over their ranks."""
-    first: dict[str, tuple[str, list[int]]] = {}
-    sums: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for name, user, shape, value in uses:
-        other, expected = first.setdefault(name, (user, shape))
-        if shape != expected:
-            raise _of_different(name, other, user, "shapes")
-        sums[name, user] += value
-    for (name, user), value in sums.items():
-        if value != sums[name, first[name][0]]:
-            raise _of_different(name, first[name][0], user, "values")
+def find_shared(uses: Uses, what: str = "shapes") -> set[str]:
+    """The names that several use. Raises ValueError where what is compared differs."""
+    first: dict[str, Sequence[Any]] = {}
+    shared = set()
+    for use in uses:
+        name, user, value = use
+        _, other, expected = first.setdefault(name, use)
+        if value != expected:
+            raise ValueError(
+                f"{name} is the name of different parameters, of {other} and of {user}: their {what} differ. Name "
+                "parameters as in the whole model, layers by their number there, or pass global_name (or parts, for "
+                "experts that are distributed)."
+            )
+        if user != other:
+            shared.add(name)
+    return shared
 
 
-def _of_different(name: str, one: str, other: str, what: str) -> ValueError:
-    return ValueError(
-        f"{name} is the name of different parameters, of {one} and of {other}: their {what} differ. Name parameters as "
-        "in the whole model, layers by their number there, or pass global_name (or parts, for experts that are "
-        "distributed)."
-    )
+def check_tied(uses: Uses) -> None:
+    """Raises ValueError where sums differ. Those of shards and replicas are summed up over their ranks."""
+    sums: dict[tuple[str, str], int] = {}
+    for name, user, value in uses:
+        sums[name, user] = sums.get((name, user), 0) + value
+    find_shared([(*use, value) for use, value in sums.items()], "values")
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

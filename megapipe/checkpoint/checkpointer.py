@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..all_ranks import AllRanks
 from ..chunks import as_list, find_attribute
 from ..training import PostValidatedOptimizer, load_scheduler
-from .alike import check_names, check_same, check_steps, fingerprint, uses_of
+from .alike import check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
 from .files import (
     EXCHANGE,
     DamagedError,
@@ -143,15 +143,19 @@ class Checkpointer:
         with self._ranks.together() as phase:
             check_steps([rank["step"] for rank in ranks])
             check_same([rank["fingerprints"] for rank in ranks])
-            check_names(use for rank in ranks for use in rank["uses"])
-            self._names_are_checked = True
+            shared = find_shared(use for rank in ranks for use in rank["uses"])
+            sums = uses_of(state, self._ranks.rank, shared) if shared else []
+            name = ""
             if self._ranks.rank == 0:
                 what = "what is passed to save, or the state of others or of the optimizer,"
                 tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
                 remove_incomplete(self._folder)
-                phase.own = begin_checkpoint(self._folder, step).name
-        name = phase.all[0]
+                name = begin_checkpoint(self._folder, step).name
+            phase.own = name, sums
+        (name, _), *_ = phase.all
         with self._ranks.together():
+            check_tied(use for _, sums in phase.all for use in sums)
+            self._names_are_checked = True
             writer = Writer(self._folder / name, self._keep_last)
             if self._asynchronous:
                 tensors = _on_host(tensors)
@@ -270,17 +274,14 @@ class Checkpointer:
 
     def _own(self, step: int, state: FullState, common: dict[str, Any]) -> dict[str, Any]:
         """What other ranks need from this rank to save."""
-        values = {f"the state of others[{name!r}]": value for name, value in common["others"].items()}
-        what = "what optimizer {} has besides the state of its parameters"
-        values |= {what.format(number): extra for number, extra in enumerate(common["extras"])}
-        is_alone = self._ranks.num_ranks == 1
+        rank, is_alone = self._ranks.rank, self._ranks.num_ranks == 1
         packed = serialise(state.settings(), "what the optimizer has in its groups and state").numpy().data
         return {
             "step": self._claim(step),
-            "fingerprints": {} if is_alone else {name: fingerprint(value) for name, value in values.items()},
+            "fingerprints": {} if is_alone else fingerprints_of(**common),
             "optimizers": base64.b64encode(packed).decode(),
             "aliases": state.aliases,
-            "uses": [] if self._names_are_checked else uses_of(state, self._ranks.rank),
+            "uses": [] if self._names_are_checked else uses_of(state, rank),
         }
 
     def _run_of(self, step: int, data: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
