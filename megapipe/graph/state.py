@@ -18,6 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from ..chunks import as_sharded
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
 __all__ = ["Mode", "SharedOut", "State", "autocast_dtype"]
 
 
@@ -99,12 +102,6 @@ def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     return owner._parameters if last in owner._parameters else owner._buffers, last
-
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor, Placement
-
-__all__ = ["SharedOut"]
 
 
 class SharedOut:

@@ -43,9 +43,7 @@ class Trace:
         self.outputs: list[Any] = pytree.tree_leaves(next(iter(reversed(graph.nodes))).args)
         values = {n: operator.attrgetter(str(n.target))(self.module) for n in graph.nodes if n.op == "get_attr"}
         own = {id(one): one for one in (*model.parameters(), *model.buffers())}
-        known = {
-            _memory(one): one for one in own.values()
-        }  # a weight in a list or a closure is a constant to torch.export
+        known = {_memory(one): one for one in own.values()}  # constants to torch.export, if in a list or a closure
         self.values = {
             n: known.get(_memory(one), one) if torch.is_tensor(one) and id(one) not in own else one
             for n, one in values.items()
