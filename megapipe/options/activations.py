@@ -24,10 +24,16 @@ class Compared(Extension):
     compares = True
     known: ClassVar[WeakSet[nn.Module]]
     """Chunks for which that has been done."""
+    _forwards: frozenset[Action]
+    """Those of this rank whose activations go and come back."""
 
     def takes_part(self, call: Call) -> bool:
         self._first: dict[StageInfo, int] = {}
         return not call.forward_only
+
+    def is_of(self, stage: Stage, unit: Unit) -> bool:
+        """Whether the unit's F is one of these."""
+        return Action(stage.info.index, FORWARD.name, unit.microbatch, unit.slice) in self._forwards
 
     def is_compared(self, stage: Stage, unit: Unit) -> bool:
         if self.compares and stage.module not in self.known:
@@ -56,7 +62,7 @@ class Recompute(Compared):
         def run(*args: Any) -> Any:
             unit = stage.unit
             assert unit is not None
-            if Action(stage.info.index, "F", unit.microbatch, unit.slice) not in self._forwards:
+            if not self.is_of(stage, unit):
                 return function(*args)
             regions = self._regions[stage.info]
             with recomputing(regions, stage.device, self.is_compared(stage, unit)) as unit.of[Recompute]:
@@ -91,7 +97,7 @@ class Offloading(Compared):
             return run
 
         def forward(unit: Unit, *extra: bool) -> None:
-            if Action(stage.info.index, "F", unit.microbatch, unit.slice) not in self._forwards:
+            if not self.is_of(stage, unit):
                 run(unit, *extra)
                 return
             unit.of[Offloading] = offload = self._begin(stage, unit)
