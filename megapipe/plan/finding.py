@@ -35,8 +35,13 @@ def find_schedule(name: AnySchedule) -> Schedule:
     """
     if isinstance(name, Schedule):
         return name
-    if isinstance(name, (str, os.PathLike)) and Path(name).suffix not in (".json", ".csv", ".txt"):
-        return schedule_named(str(name))
-    from .planned import schedule_of, schedule_of_file  # with plans, which schedules by name do without
+    if not isinstance(name, (str, os.PathLike)):
+        from .planned import schedule_of  # with plans, which schedules by name do without
 
-    return schedule_of_file(Path(name)) if isinstance(name, (str, os.PathLike)) else schedule_of(name)
+        return schedule_of(name)
+    path = Path(name)
+    if path.suffix not in (".json", ".csv", ".txt"):
+        return schedule_named(str(name))
+    from .planned import schedule_of_file
+
+    return schedule_of_file(path)

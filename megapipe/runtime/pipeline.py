@@ -317,13 +317,15 @@ class Pipeline(Verbs):
             this.first_step.look(unit)
         if kind.is_forward:
             output, unit.output = unit.output, None
-            if output is not None and this.outputs is not None:
+            if this.outputs is not None:
+                assert output is not None
                 for index, tensor in enumerate(output.tensors):
                     output.tensors[index] = unshared(tensor)  # which nothing else holds any longer
                 this.outputs.put(output)
         elif kind.message is not None:
             grads, unit.input_grads = unit.input_grads, None
-            if grads is not None and this.input_grads is not None:
+            if this.input_grads is not None:
+                assert grads is not None
                 this.input_grads.put(grads)
             self._pending_units[unit] = None
         if kind.completes_weights:

@@ -35,7 +35,7 @@ __all__ = ["Runner", "Situation", "situation_of"]
 
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
 
-MODULES = {option.module for option in OPTIONS}
+MODULES = {option.module for option in OPTIONS if option.module}
 """Those that bring an option along where they are imported."""
 
 _read_all = attrgetter(*DEFAULTS)
