@@ -97,7 +97,7 @@ def levels_of(plan: Plan, ranks: Sequence[Sequence[Span]]) -> list[list[Level]]:
     rows = []
     share = 1 / (plan.num_chunks * plan.num_slices)
     for spans, actions in zip(ranks, plan.actions):
-        held_by = held_changes(actions).tolist()
+        held_by = held_changes(actions)
         holds = [(held_by[index % len(held_by)], start, end) for index, (_, start, end) in enumerate(spans)]
         changes = [(start if change > 0 else end, change) for change, start, end in holds if change]
         row: list[Level] = []
@@ -132,6 +132,5 @@ def held_by_plan(simulation: Simulation) -> list[Held] | None:
 
 def kinds_in(plan: Plan) -> list[Kind]:
     """The kinds of action that a plan has."""
-    names = {kind for row in plan.actions for _, kind in row.words}
-    drawn = [kind for name, kind in KINDS.items() if name in names and kind.costs]
-    return [kind for kind in drawn if any(action.kind == kind.name for action in plan.actions[0])]
+    names = {action.kind for action in plan.actions[0]}
+    return [kind for name, kind in KINDS.items() if name in names and kind.costs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,7 +9,6 @@ from .facts import PlanFacts
 from .kinds import KINDS, kind_of
 from .program import run
 from .recorder import ChannelName, PlanRecorder
-from .rows import Row
 from .verbs import ScheduleError, unit_in_words, unit_name
 
 __all__ = ["check_channels", "check_ended"]
@@ -25,13 +23,10 @@ def check_channels(plan: PlanFacts) -> None:
 
 
 def _check_messages(plan: PlanFacts) -> None:
-    """A channel's messages are received in the order in which they are sent: that of the microbatches, where a recorder
-    found both ends right."""
-    if plan.is_recorded:
-        return
+    """A channel's messages are received in the order in which they are sent."""
     sent: defaultdict[ChannelName, list[tuple[int, int]]] = defaultdict(list)
     received: defaultdict[ChannelName, list[tuple[int, int]]] = defaultdict(list)
-    for event in (event for events in plan.events for event in events if event.action is None):
+    for event in (event for events in plan.events for event in events if kind_of(event.verb) is None):
         (sent if event.sends else received)[event.channel].append((event.microbatch, event.slice))
     for kind in ("forward", "backward"):
         for boundary in range(plan.pp_size * plan.num_chunks - 1):
@@ -57,7 +52,7 @@ def _check_hand_overs(plan: PlanFacts) -> None:
         for event in events:
             if event.sends:
                 sent.add(event.message)
-            elif event.action is None and event.message not in sent:
+            elif kind_of(event.verb) is None and event.message not in sent:
                 stage = event.stage + (-1 if event.is_forward else 1)
                 if plan.has_stage(stage) and plan.rank_of(stage) == rank:
                     needed = event._replace(verb=f"send_{event.channel.kind}", stage=stage)
@@ -69,11 +64,9 @@ def _check_hand_overs(plan: PlanFacts) -> None:
 def _check_order(plan: PlanFacts) -> None:
     """Each rank does everything once, each step after the one before it, and one microbatch after the other: a slice
     goes forward after those before it, whose keys and values it needs, and backward after those behind it, which have
-    added to the gradients of its own. A schedule that was recorded does; a file may not."""
+    added to the gradients of its own."""
     sizes = (plan.pp_size, plan.num_microbatches, plan.num_chunks, plan.forward_only)
     for rank, events in enumerate(plan.events):
-        if isinstance(events, Row):
-            continue
         recorder = PlanRecorder(plan.placement, rank, *sizes, None, plan.num_slices)
         try:
             for event in events:
@@ -91,7 +84,7 @@ def _check_order(plan: PlanFacts) -> None:
 
 def _check_waits(plan: PlanFacts) -> None:
     """No rank waits for ever. An overlapped pair begins when both of its messages are there."""
-    no_time = [array("d", [0.0]) * len(actions) for actions in plan.actions]
+    no_time = [[0.0] * len(actions) for actions in plan.actions]
     _, ends = run(plan.program, no_time, [0.0] * plan.pp_size, tails=no_time)
     check_ended(plan, ends)
 

@@ -7,7 +7,6 @@ layers but the last are under way, half of them on average, some are there.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from .kinds import KINDS, WEIGHTS
@@ -22,7 +21,7 @@ def hide(
     durations: Sequence[float],
     exchange: Callable[[Action], float],
     weights: Callable[[Action], float],
-) -> tuple[array[float], array[float]]:
+) -> tuple[list[float], list[float]]:
     """
     Args:
         actions, pairs, durations: of one rank.
@@ -33,7 +32,7 @@ def hide(
         What is left of the durations, and how long before an action's end what it makes has left: while the Ws of a
         backward run.
     """
-    left, tails = array("d", durations), array("d", [0.0]) * len(durations)
+    left, tails = list(durations), [0.0] * len(durations)
     in_pairs = {index for pair in pairs.items() for index in pair}
     deferred = {_unit(action): index for index, action in enumerate(actions) if action.kind == WEIGHTS.name}
     pending: list[int] = []

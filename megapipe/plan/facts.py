@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from .kinds import FORWARD, OFFLOAD, RECOMPUTE, WEIGHTS, Kind, kind_of
 from .placement import Placement
-from .program import Program, compile_rows
+from .program import Program, compile_events
 from .recorder import ChannelName, Event
-from .rows import Row, column
 from .verbs import Action
 
 __all__ = ["PlanFacts"]
@@ -29,23 +26,13 @@ class PlanFacts:
     num_chunks: int
     forward_only: bool
     events: Sequence[Sequence[Event]]
-    """Per rank, every call of a verb: a `Row` where they were recorded, in an order that the recorder found right."""
+    """Per rank, every call of a verb."""
     num_slices: int = 1
 
-    @property
-    def is_recorded(self) -> bool:
-        """Each rank does what a recorder found right: everything once, each step after the one before it."""
-        return all(isinstance(row, Row) for row in self.events)
-
     @cached_property
-    def rows(self) -> list[Row[Event]]:
-        """The events, as rows."""
-        return [row if isinstance(row, Row) else Row.of(row, self.num_slices) for row in self.events]
-
-    @cached_property
-    def actions(self) -> list[Row[Action]]:
+    def actions(self) -> list[list[Action]]:
         """Per rank, the computations in order; each prints like `2F0`."""
-        return list(map(_computations, self.rows))
+        return [[action for event in row if (action := event.action) is not None] for row in self.events]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -59,21 +46,18 @@ class PlanFacts:
 
     def messages(self, rank: int) -> list[Event]:
         """The sends and receives of a rank that go to, or come from, another one."""
-        row = self.rows[rank]
-        travels = [self.peer(rank, event) is not None for event in row.first_of_words()]
-        return [row.at(index) for index, code in enumerate(row.codes) if travels[code]]
+        return [event for event in self.events[rank] if self.peer(rank, event) is not None]
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], list[ChannelName]]:
         """The channels of the messages that travel in one step, by sender and receiver, in the order in which they are
         sent."""
         traffic: dict[tuple[int, int], list[ChannelName]] = {}
-        for rank, row in enumerate(self.rows):
-            words = row.first_of_words()
-            peers = [self.peer(rank, event) if event.sends else None for event in words]
-            for code in row.codes:
-                if (peer := peers[code]) is not None:
-                    traffic.setdefault((rank, peer), []).append(words[code].channel)
+        for rank in range(self.pp_size):
+            for event in filter(lambda event: event.sends, self.messages(rank)):
+                peer = self.peer(rank, event)
+                assert peer is not None
+                traffic.setdefault((rank, peer), []).append(event.channel)
         return traffic
 
     def peer(self, rank: int, event: Event) -> int | None:
@@ -139,13 +123,4 @@ class PlanFacts:
     @cached_property
     def program(self) -> Program:
         """The plan compiled for the player."""
-        ranks = list(map(self.rank_of, range(self.pp_size * self.num_chunks)))
-        return compile_rows(self.rows, ranks, self.num_microbatches * self.num_slices, self.is_recorded, self.needs)
-
-
-def _computations(row: Row[Event]) -> Row[Action]:
-    kinds = [kind_of(verb) for verb, _ in row.words]
-    words = [(stage, "" if kind is None else kind.name) for kind, (_, stage) in zip(kinds, row.words)]
-    computes = row.look_up([kind is not None for kind in kinds], bool)
-    codes, units = (column(values.typecode, np.asarray(values)[computes]) for values in (row.codes, row.units))
-    return Row(Action, words, codes, units, row.num_slices)
+        return compile_events(self.events, list(map(self.rank_of, range(self.pp_size * self.num_chunks))), self.needs)

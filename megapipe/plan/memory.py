@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .facts import PlanFacts
-from .kinds import KINDS
+from .kinds import KINDS, Kind
 from .residency import gathered_chunks
-from .rows import Row
 from .verbs import Action
 
 __all__ = ["RankBytes", "StageBytes", "held_changes", "peak_activations", "peak_held", "rank_bytes"]
@@ -178,14 +177,15 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     of = {field.name: stages.per_stage(field.name, plan) for field in fields(stages)[:-4]}
     own = [stage for stage in range(len(of["saved"])) if plan.rank_of(stage) == rank]
     model = sum(of["model"][stage] for stage in own)
-    words = [(stage, KINDS[kind]) if kind else None for stage, kind in row.words]
+    done = [(action.stage, KINDS[action.kind]) for action in row]
 
-    def look_up(fact: Any) -> Numbers:
-        return row.look_up([0.0 if word is None else fact(*word) for word in words], float) / plan.num_slices
+    def look_up(fact: Callable[[int, Kind], float]) -> Numbers:
+        return np.array([fact(*each) for each in done], float) / plan.num_slices
 
     of["input"] = [0.0, *of["message"][:-1]]
     left = look_up(lambda stage, kind: sum(of[component][stage] for component in kind.keeps))
-    has_r = _is_taken_over(row)
+    taken_over = _taken_over(row)
+    has_r = np.array([action in taken_over for action in row], bool)
     left += has_r * look_up(lambda stage, _: of["replayed"][stage] - of["recomputed"][stage] - of["saved"][stage])
     extra = look_up(lambda stage, kind: of[kind.needs][stage] if kind.needs else 0.0)
     extra += has_r * look_up(lambda stage, _: of["replayed_forward"][stage] - of["forward"][stage])
@@ -210,17 +210,16 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
 
 
 def _of_sharded(
-    plan: PlanFacts, row: Row[Action], gathered: Sequence[Sequence[int]], of: Mapping[str, Sequence[float]]
+    plan: PlanFacts, row: Sequence[Action], gathered: Sequence[Sequence[int]], of: Mapping[str, Sequence[float]]
 ) -> tuple[Numbers, Numbers]:
     """The bytes of gathered weights and whole gradients during each action, and after it. A chunk's first backward
     makes the gradients, and after its last action they are sharded."""
-    stages = {plan.chunk_of(stage): stage for stage, _ in row.words}
+    stages = {plan.chunk_of(action.stage): action.stage for action in row}
     sizes = [sum(of["gathered"][stages[chunk]] for chunk in chunks) for chunks in gathered] or [0.0] * len(row)
     held, after = np.array(sizes, float), np.array([*sizes[1:], 0.0], float)
     for stage in stages.values():
-        adds = [number == stage and bool(kind) and KINDS[kind].completes_weights for number, kind in row.words]
-        at = np.flatnonzero(row.look_up(adds, bool))
-        if len(at):
+        at = [n for n, action in enumerate(row) if action.stage == stage and KINDS[action.kind].completes_weights]
+        if at:
             held[at[0] + 1 : at[-1] + 1] += of["gradients"][stage]
             after[at[0] : at[-1]] += of["gradients"][stage]
     return held, after
@@ -231,60 +230,50 @@ def peak_activations(plan: PlanFacts) -> list[float]:
     return [peak_held(actions, "held") / (plan.num_chunks * plan.num_slices) for actions in plan.actions]
 
 
-def peak_held(actions: Row[Action], what: str) -> int:
+def peak_held(actions: Sequence[Action], what: str) -> int:
     """Most microbatches, or slices of them, that a rank holds at once, each chunk counted by itself.
 
     Args:
         what: as which field of `Kind` counts them, "in_flight" or "held".
     """
-    return int(held_changes(actions, what).cumsum().max(initial=0))
+    return max(0, *accumulate(held_changes(actions, what)))
 
 
-def held_changes(actions: Row[Action], what: str = "held") -> Numbers:
+def held_changes(actions: Sequence[Action], what: str = "held") -> list[int]:
     """Changes of what a rank holds by each of its actions, in microbatches or slices of them; see `peak_held`."""
-    changes = actions.look_up([getattr(KINDS[kind], what) if kind else 0 for _, kind in actions.words], int)
-    return np.where(_is_taken_over(actions), 0, changes) if what == "held" else changes
+    taken_over = _taken_over(actions) if what == "held" else ()
+    return [0 if action in taken_over else getattr(KINDS[action.kind], what) for action in actions]
 
 
-def _is_taken_over(actions: Row[Action]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Whether another action of the same unit makes what this one does not keep (`Kind.takes_over`)."""
-    units, found = np.asarray(actions.units), np.zeros(len(actions), bool)
-    for stage, name in set(actions.words):
-        other = KINDS[name].takes_over if name else None
-        if other is not None:
-            own, theirs = (
-                np.flatnonzero(actions.look_up([word == (stage, kind) for word in actions.words], bool))
-                for kind in (name, other)
-            )
-            found[theirs[np.isin(units[theirs], units[own])]] = True
-    return found
+def _taken_over(actions: Sequence[Action]) -> set[Action]:
+    """Those for which another action of the same unit makes what they do not keep (`Kind.takes_over`)."""
+    others = ((action, KINDS[action.kind].takes_over) for action in actions)
+    return {action._replace(kind=kind) for action, kind in others if kind is not None}
 
 
-def _of_the_action_before(row: Row[Action], values: Numbers) -> Numbers:
+def _of_the_action_before(row: Sequence[Action], values: Numbers) -> Numbers:
     """The value of the action before of the same unit on the same stage; 0 for its first one."""
-    units = np.asarray(row.units)
-    keys = row.look_up([stage for stage, _ in row.words], int) * (units.max(initial=0) + 1) + units
-    order = np.argsort(keys, kind="stable")
-    follows = keys[order][1:] == keys[order][:-1]
+    last: dict[Action, float] = {}
     found = np.zeros(len(values))
-    found[order[1:][follows]] = values[order[:-1][follows]]
+    for at, (action, value) in enumerate(zip(row, values)):
+        unit = action._replace(kind="")
+        found[at] = last.get(unit, 0.0)
+        last[unit] = value
     return found
 
 
 def _posted(
-    plan: PlanFacts, row: Row[Action], message: Sequence[float], stages: StageBytes, rank: int
+    plan: PlanFacts, row: Sequence[Action], message: Sequence[float], stages: StageBytes, rank: int
 ) -> tuple[Numbers, Numbers]:
     """The bytes of the receives that are posted during each action, and after it: no more than are still to come. One
     that an action takes is posted anew after it, once no more than `stages.posted` are."""
     during, after = np.zeros(len(row)), np.zeros(len(row))
     for way, offset in (("forward", -1), ("backward", 0)):
-        for stage in {stage for stage, _ in row.words}:
+        for stage in {action.stage for action in row}:
             sender = stage + (1 if way == "backward" else -1)
             if not plan.has_stage(sender) or plan.rank_of(sender) == rank:
                 continue
-            takes = row.look_up(
-                [of == stage and bool(kind) and KINDS[kind].message == way for of, kind in row.words], bool
-            )
+            takes = np.array([action.stage == stage and KINDS[action.kind].message == way for action in row])
             size = message[stage + offset] / plan.num_slices
             taken = takes.cumsum()
             first = stages.posted_bytes // size if size else 0

@@ -131,4 +131,4 @@ def _launches(program: Program, rank: int) -> Iterator[_Launch]:
 
 
 def _travels(program: Program, message: int) -> bool:
-    return message >= 0 and program.channels[message] >= 0
+    return message >= 0 and program.channels[message] is not None

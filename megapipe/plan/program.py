@@ -1,4 +1,4 @@
-"""A plan compiled for playing: messages, channels and actions are numbers, looked up once. And the player.
+"""A plan compiled for playing: messages and actions are numbers, looked up once. And the player.
 
 Checks, simulations, the split of a measured bubble, and the search for places of deferred weight-gradient passes (W)
 all play plans here, so they judge by the same rules.
@@ -6,22 +6,19 @@ all play plans here, so they judge by the same rules.
 
 from __future__ import annotations
 
-from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, repeat
 from math import inf
 from sys import float_info
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from .kinds import is_overlapped, kind_of
-from .recorder import Event
-from .rows import Row, column
+from .recorder import ChannelName, Event
 
-__all__ = ["Program", "compile_rows", "run"]
+__all__ = ["Program", "compile_events", "run"]
 
 NOT_SENT = -float_info.max
 """Stands for the time at which a message arrives. That may be inf, where the times given are."""
@@ -31,17 +28,16 @@ NOT_SENT = -float_info.max
 class Program:
     """Columns by rank have one entry per action of the plan, in its order."""
 
-    sources: list[array[int]]
+    sources: list[list[int]]
     """The message that each action waits for, by rank; -1 for none."""
-    sent: list[array[int]]
+    sent: list[list[int]]
     """The messages that each rank sends, in their order."""
-    sent_until: list[array[int]]
+    sent_until: list[list[int]]
     """How many of those are sent before the action that follows, by rank."""
     pairs: list[dict[int, int]]
     """The positions of overlapped pairs, by rank: that of the second action by that of the first."""
-    channels: array[int]
-    """The channel that each message occupies; -1 between two stages of the same rank."""
-    num_channels: int
+    channels: list[ChannelName | None]
+    """The channel that each message occupies; None between two stages of the same rank."""
 
     @cached_property
     def senders(self) -> list[tuple[int, int]]:
@@ -54,51 +50,49 @@ class Program:
         return senders
 
 
-def compile_rows(
-    rows: Sequence[Row[Event]],
-    ranks: Sequence[int],
-    num_units: int,
-    is_recorded: bool,
-    needs: Callable[[Event], Event | None],
+def compile_events(
+    rows: Sequence[Sequence[Event]], ranks: Sequence[int], needs: Callable[[Event], Event | None]
 ) -> Program:
     """
     Args:
+        rows: the calls of each rank.
         ranks: those of the stages.
-        is_recorded: units are numbered from 0 on. A file may have few with large numbers.
         needs: the send that a computation waits for, if any.
     """
-    units = [np.asarray(row.units) for row in rows]
-    if not is_recorded:
-        distinct = np.unique(np.concatenate(units))
-        units, num_units = [np.searchsorted(distinct, row) for row in units], len(distinct)
+    numbers: dict[tuple[ChannelName, int, int], int] = {}
 
-    def channel_of(event: Event) -> int:
-        """The number of the channel that a computation waits for, or that a message is sent on; -1 for none."""
+    def number_of(event: Event) -> int:
+        """That of the message that is sent or needed; -1 for none, and at the ends of the pipeline."""
         send = event if event.sends else needs(event)
         if send is None:
             return -1
-        kind, boundary = send.channel
-        return 2 * boundary + (kind == "forward") if 0 <= boundary < len(ranks) - 1 else -1
+        message = send.message
+        exists = 0 <= message[0].boundary < len(ranks) - 1
+        return numbers.setdefault(message, len(numbers)) if exists else -1
 
-    columns = [_compile_row(*row, num_units, channel_of) for row in zip(rows, units)]
-    crosses = [below != above for below, above in pairwise(ranks) for _ in range(2)]
-    channels = [channel if crosses[channel] else -1 for channel in range(len(crosses))]
-    sources, sent, sent_until, pairs = map(list, zip(*columns))
-    return Program(sources, sent, sent_until, pairs, column("i", np.repeat(channels, num_units)), len(channels))
+    sources, sent, sent_until, pairs = map(list, zip(*(_compile_row(row, number_of) for row in rows)))
+    channels = [
+        channel if ranks[channel.boundary] != ranks[channel.boundary + 1] else None for channel, _, _ in numbers
+    ]
+    return Program(sources, sent, sent_until, pairs, channels)
 
 
 def _compile_row(
-    row: Row[Event], units: np.ndarray[Any, Any], num_units: int, channel_of: Callable[[Event], int]
-) -> tuple[array[int], array[int], array[int], dict[int, int]]:
-    """The columns of a rank. Messages are numbered channel by channel, and in each by their units."""
-    channels = row.look_up([channel_of(Event(*word, 0)) for word in row.words], int)
-    messages = np.where(channels < 0, -1, channels * num_units + units)
-    computes = row.look_up([kind_of(verb) is not None for verb, _ in row.words], bool)
-    sends = (messages >= 0) & ~computes
-    sent_before = np.append(sends.cumsum()[computes], sends.sum())
-    halves = np.flatnonzero(row.look_up([is_overlapped(verb) for verb, _ in row.words], bool)[computes]).tolist()
-    pairs = dict(zip(halves[::2], halves[1::2]))
-    return column("q", messages[computes]), column("q", messages[sends]), column("q", sent_before[1:]), pairs
+    row: Sequence[Event], number_of: Callable[[Event], int]
+) -> tuple[list[int], list[int], list[int], dict[int, int]]:
+    sources: list[int] = []
+    sent: list[int] = []
+    sent_before: list[int] = []
+    halves: list[int] = []
+    for event in row:
+        if kind_of(event.verb) is not None:
+            if is_overlapped(event.verb):
+                halves.append(len(sources))
+            sources.append(number_of(event))
+            sent_before.append(len(sent))
+        elif event.sends and (number := number_of(event)) >= 0:
+            sent.append(number)
+    return sources, sent, [*sent_before[1:], len(sent)], dict(zip(halves[::2], halves[1::2]))
 
 
 def run(
@@ -110,7 +104,7 @@ def run(
     *,
     p2p: float = 0.0,
     message: float = 0.0,
-) -> tuple[list[array[float]], list[array[float]]]:
+) -> tuple[list[list[float]], list[list[float]]]:
     """Run all ranks side by side from the times in `clocks`, which are moved on.
 
     Args:
@@ -126,10 +120,10 @@ def run(
         By rank, the starts and the ends of the actions that it gets through: all, unless the plan hangs.
     """
     never = len(program.channels)  # the message that a rank waits for at its end
-    arrivals = array("d", [NOT_SENT]) * (never + 1)
-    arrivals.append(-inf)  # at -1: for an action that needs no message
-    transfers = _Transfers(program.channels, arrivals, [0.0] * program.num_channels, p2p, message)
-    starts, ends = ([array("d") for _ in clocks] for _ in range(2))
+    arrivals = [NOT_SENT] * (never + 1) + [-inf]  # at -1: for an action that needs no message
+    transfers = _Transfers(program.channels, arrivals, defaultdict(float), p2p, message)
+    starts: list[list[float]] = [[] for _ in clocks]
+    ends: list[list[float]] = [[] for _ in clocks]
     ranks = []
     for rank, (clock, sources, times) in enumerate(zip(clocks, program.sources, durations)):
         actions: Iterable[tuple[int, int, float, float, int]]
@@ -149,10 +143,10 @@ def run(
 class _Transfers(NamedTuple):
     """The messages of a plan that is played."""
 
-    channels: array[int]
-    arrivals: array[float]
+    channels: list[ChannelName | None]
+    arrivals: list[float]
     """When each message arrives; NOT_SENT for those that are still to be sent."""
-    busy_until: list[float]
+    busy_until: defaultdict[ChannelName, float]
     """Until when each channel is busy."""
     p2p: float
     message: float
@@ -162,10 +156,10 @@ def _run_rank(
     rank: int,
     clock: float,
     actions: Iterable[tuple[int, int, float, float, int]],
-    sent: array[int],
+    sent: list[int],
     begin: Callable[[int, int, float, float], float] | None,
-    starts: array[float],
-    ends: array[float],
+    starts: list[float],
+    ends: list[float],
     transfers: _Transfers,
 ) -> Iterator[int]:
     """Run a rank to its end. Yields each message that it has to wait for; to be resumed once that is sent."""
@@ -192,7 +186,7 @@ def _run_rank(
             num_sent += 1
             channel = channels[number]
             sent_at = clock - tail
-            if channel < 0:
+            if channel is None:
                 arrivals[number] = sent_at
             else:
                 busy = busy_until[channel]
@@ -206,7 +200,7 @@ def _in_pairs(
     """The actions of a rank whose pairs are overlapped: the first of a pair waits for the second's message as well, and
     the second sends what the first has made."""
     sources, sent_until = program.sources[rank], program.sent_until[rank][:]
-    others = array("q", [-1]) * len(sources)
+    others = [-1] * len(sources)
     for first, second in program.pairs[rank].items():
         others[first] = sources[second]
         sent_until[first] = sent_until[first - 1] if first else 0

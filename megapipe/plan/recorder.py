@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from .kinds import KINDS, LOAD, OFFLOAD, RECOMPUTE, Kind, kind_of, overlapped
+from .kinds import KINDS, LOAD, OFFLOAD, RECOMPUTE, Kind, is_overlapped, kind_of, overlapped
 from .placement import Placement
-from .rows import Row, column
 from .verbs import Action, ScheduleError, Verbs, unit_name
 
 __all__ = ["ChannelName", "Event", "PlanRecorder", "record"]
@@ -77,67 +73,23 @@ class Event(NamedTuple):
 
 
 class PlanRecorder(Verbs):
-    """Writes down the calls of a schedule on one rank: only which they are, since mostly their order tells their
-    units."""
+    """Writes down the calls of a schedule on one rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `Verbs`."""
         super().__init__(*args, **kwargs)
-        self._codes = array("H")
-        self._numbers_of_followers = array("i")
-        """The units of calls whose kind follows another one, which take them in an order of their own."""
-        messages = {f"{verb}_{way}": f"{verb}_{way}" for way in TAKEN for verb in ("recv", "send")}
-        counted = {kind.verb: self._steps.get(kind.name) for kind in KINDS.values()}
-        halves = {overlapped(kind): counted[kind.verb] for kind in KINDS.values()}
-        self._counted_as: dict[str, str | None] = {**messages, **counted, **halves}
-        """The verb that each verb counts as, since a microbatch's forward or backward is one or the other; None where
-        its kind follows another one."""
-        self._first_code = {verb: k * self.num_chunks for k, verb in enumerate(self._counted_as)}
-        self._books = {
-            verb: (*self._before_and_own[counted_as], self._first_code[verb])
-            for verb, counted_as in self._counted_as.items()
-            if counted_as is not None and not (self.forward_only and "backward" in counted_as)
-        }
+        self.events: list[Event] = []
+        """The calls so far."""
         self._away: set[tuple[int, int]] = set()
         """Units whose activations are in host memory: their chunks, and their places among its backwards."""
         self._recomputed = [self.settings.recomputes_stage(info.index) for info in self.stages]
-        self._pair_ends: list[int] = []
-        """How many calls had been written down after each overlapped pair."""
-
-    @property
-    def events(self) -> Row[Event]:
-        """The calls so far."""
-        codes = self._codes
-        words = [(verb, info.index) for verb in self._counted_as for info in self.stages]
-        for end in self._pair_ends:  # what the first of a pair made is sent as soon as it is there
-            verb, stage = words[codes[end - 2]]
-            kind = kind_of(verb)
-            if kind is not None and end < len(codes) and words[codes[end]] == (f"send_{kind.message}", stage):
-                codes[end - 1], codes[end] = codes[end], codes[end - 1]
-        return Row(Event, words, codes, self._number(words), self.num_slices)
-
-    def _number(self, words: Sequence[tuple[str, int]]) -> array[int]:
-        """The units of all calls."""
-        codes = np.asarray(self._codes)
-        first, chunks = self._first_code, range(self.num_chunks)
-        counted_as = [first[own or verb] + chunk for verb, own in self._counted_as.items() for chunk in chunks]
-        numbers = _num_equal_before(np.array(counted_as)[codes])
-        follows = np.array([own is None for own in self._counted_as.values() for _ in chunks])
-        numbers[follows[codes]] = self._numbers_of_followers
-        if self.num_slices > 1:
-            for code, (verb, _) in enumerate(words):
-                microbatches, parts = self._unit(self._counted_as[verb] or "backward", numbers[codes == code])
-                numbers[codes == code] = microbatches * self.num_slices + parts
-        return column("i", numbers)
 
     def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
         self._run(KINDS[kind], KINDS[kind].verb, chunk, number)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
-        for name, chunk in (first, second):
-            self._run(KINDS[name], overlapped(KINDS[name]), chunk)
-        if not self.forward_only:
-            self._pair_ends.append(len(self._codes))
+        for kind, chunk in ((KINDS[name], chunk) for name, chunk in (first, second)):
+            self._run(kind, kind.verb if self.forward_only else overlapped(kind), chunk)
 
     def recompute_step(self, chunk: int = 0) -> None:
         if self._recomputed[chunk] and self.num_backwards_left(chunk):
@@ -148,75 +100,62 @@ class PlanRecorder(Verbs):
     def _was_last_forward(self, chunk: int) -> bool:
         """Whether the rank's last action is the F of the unit that goes backward next."""
         forward, backward = (self._counts[f"{way}_step"][chunk] for way in ("forward", "backward"))
-        if self._unit("forward", forward - 1) != self._unit("backward", backward):
-            return False
-        first = [self._first_code[verb] + chunk for verb in ("forward_step", "send_forward")]
-        return list(self._codes[-2:]) == first
+        stage, last_two = self.stages[chunk].index, [event[:2] for event in self.events[-2:]]
+        is_last = last_two == [("forward_step", stage), ("send_forward", stage)]
+        return is_last and self._unit("forward", forward - 1) == self._unit("backward", backward)
 
     def recv_forward(self, chunk: int = 0) -> None:
-        self._write("recv_forward", chunk)
+        self._transfer("recv_forward", chunk)
 
     def send_forward(self, chunk: int = 0) -> None:
-        self._write("send_forward", chunk)
+        self._transfer("send_forward", chunk)
 
     def recv_backward(self, chunk: int = 0) -> None:
-        self._write("recv_backward", chunk)
+        self._transfer("recv_backward", chunk)
 
     def send_backward(self, chunk: int = 0) -> None:
-        self._write("send_backward", chunk)
+        self._transfer("send_backward", chunk)
 
     def finish(self) -> None:
         self._check_finished()
 
     def _run(self, kind: Kind, verb: str, chunk: int | None, number: int | None = None) -> None:
-        if kind.message is not None:
-            assert chunk is not None
-            number = self._write(verb, chunk)
-            if self._away and not kind.is_forward:
-                self._check_here(verb, chunk, number)
-        elif not self.forward_only:
-            chunk, number = self._take_pending(kind, chunk, number)
-            self._move(kind, chunk, number)
-            self._codes.append(self._first_code[verb] + chunk)
-            self._numbers_of_followers.append(number)
-        else:
+        if self.forward_only and not kind.is_forward:
             return
-        if number is not None and self._followers[kind.name]:
-            self._note_ready(kind.name, chunk, number)
+        chunk, number = self._begin(kind.name, chunk, number)
+        self._move(kind, chunk, number)
+        self.events.append(self._event(verb, chunk, number, kind.is_forward))
+
+    def _transfer(self, verb: str, chunk: int) -> None:
+        is_forward = verb.endswith("forward")
+        if self.forward_only and not is_forward:
+            return
+        event = self._event(verb, chunk, self._advance(verb, chunk), is_forward)
+        # What the first of a pair made is sent as soon as it is there.
+        halves = [half for half in self.events[-2:] if is_overlapped(half.verb)]
+        is_made = len(halves) == 2 and (halves[0].stage, halves[0].is_forward) == (event.stage, is_forward)
+        self.events.insert(len(self.events) - (event.sends and is_made), event)
+
+    def _event(self, verb: str, chunk: int, number: int, is_forward: bool) -> Event:
+        return Event(verb, self.stages[chunk].index, *self._unit("forward" if is_forward else "backward", number))
 
     def _move(self, kind: Kind, chunk: int, number: int) -> None:
         """Follow the activations of a unit, in the order of the chunk's backwards, to host memory and back."""
+        is_away = (chunk, number) in self._away
         if kind is OFFLOAD:
             self._away.add((chunk, number))
         elif kind is LOAD:
-            if (chunk, number) not in self._away:
+            if not is_away:
                 raise ScheduleError(f"rank {self.pp_rank} calls load_step({chunk}) for what is not in host memory.")
             self._away.remove((chunk, number))
-        elif self._away:
-            self._check_here(kind.verb, chunk, number)
-
-    def _check_here(self, verb: str, chunk: int, number: int | None) -> None:
-        if (chunk, number) in self._away:
+        elif is_away and not kind.is_forward:
             raise ScheduleError(
-                f"rank {self.pp_rank} calls {verb}({chunk}) for activations that are in host memory: call "
+                f"rank {self.pp_rank} calls {kind.verb}({chunk}) for activations that are in host memory: call "
                 f"load_step({chunk}) first."
             )
 
-    def _write(self, verb: str, chunk: int) -> int | None:
-        """Write down a call. Returns its number; None where the step has no backward."""
-        book = self._books.get(verb)
-        if book is None:
-            return None
-        before, own, first_code = book
-        number = own[chunk]
-        if before[chunk] - number < self.num_slices:
-            self._check_ready(self._counted_as[verb] or verb, chunk)
-        own[chunk] = number + 1
-        self._codes.append(first_code + chunk)
-        return number
 
-
-def record(loops: Callable[[Verbs], Any], placement: Placement, pp_size: int, *sizes: Any) -> list[Row[Event]]:
+def record(loops: Callable[[Verbs], Any], placement: Placement, pp_size: int, *sizes: Any) -> list[list[Event]]:
     """The calls of a schedule's loops on each rank.
 
     Args:
@@ -227,12 +166,3 @@ def record(loops: Callable[[Verbs], Any], placement: Placement, pp_size: int, *s
         loops(recorder)
         recorder.finish()  # again, for loops that do not
     return [recorder.events for recorder in recorders]
-
-
-def _num_equal_before(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """How many of those before each item are equal to it."""
-    order = np.argsort(values, kind="stable")
-    sizes = np.bincount(values)
-    numbers = np.empty_like(order)
-    numbers[order] = np.arange(len(order)) - np.repeat(sizes.cumsum() - sizes, sizes)
-    return numbers

@@ -7,13 +7,9 @@ can hold it up: a channel carries one kind of message one way, in order.
 from __future__ import annotations
 
 import math
-import operator
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
-
-import numpy as np
 
 from .check import check_ended
 from .exchanges import hide
@@ -21,7 +17,6 @@ from .facts import PlanFacts
 from .kinds import KINDS, RECOMPUTE
 from .memory import RankBytes, StageBytes, peak_activations, rank_bytes
 from .program import run
-from .rows import LazySequence, column
 from .verbs import Action
 
 __all__ = ["Costs", "Simulation", "Span", "play", "simulate"]
@@ -86,23 +81,14 @@ class Costs:
         times, shares = self.by_kind(plan), self.shares(plan.num_slices)
         return lambda action: times[action.kind][action.stage] * shares[action.slice]
 
-    def durations(self, plan: PlanFacts) -> list[array[float]]:
-        """The time of each action, by rank."""
-        times, shares = self.by_kind(plan), np.array(self.shares(plan.num_slices))
-        durations = []
-        for row in plan.actions:
-            of_words = [times[kind][stage] if kind else 0.0 for stage, kind in row.words]
-            of_slices = shares[np.asarray(row.units) % plan.num_slices]
-            durations.append(column("d", row.look_up(of_words, float) * of_slices))
-        return durations
-
-    def hidden(self, plan: PlanFacts) -> tuple[list[array[float]], list[array[float]] | None]:
+    def hidden(self, plan: PlanFacts) -> tuple[list[list[float]], list[list[float]] | None]:
         """The times of the actions less what is hidden of exchanges, by rank, and the `tails` of the player.
 
         Raises:
             ValueError: a stage's exchange takes longer than its F or B, of which it is a part.
         """
-        durations = self.durations(plan)
+        time_of = self.of_actions(plan)
+        durations = [list(map(time_of, row)) for row in plan.actions]
         exchange, weights = (self.per_stage(cost, plan) for cost in ("exchange", "backward_weight"))
         if not any(exchange):
             return durations, None
@@ -155,31 +141,11 @@ class Span(NamedTuple):
     end: float
 
 
-class Spans(LazySequence[Span]):
-    """The actions of a rank with their starts and ends, over one step or several."""
-
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self.actions = actions
-        """The actions of one step."""
-        self.starts, self.ends = array("d"), array("d")
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def at(self, index: int) -> Span:
-        return Span(self.actions[index % len(self.actions)], self.starts[index], self.ends[index])
-
-    @property
-    def busy(self) -> float:
-        """How long all actions take together."""
-        return float(sum(map(operator.sub, self.ends, self.starts)))
-
-
 @dataclass
 class Simulation:
     """Lists have one entry per rank. With several steps, `spans` holds all of them, one after the other."""
 
-    spans: list[Spans]
+    spans: list[list[Span]]
     peak_activations: list[float]
     """Most microbatches in flight at once, from F to W, in those of a whole rank: on one of v chunks each is 1 / v, and
     one of n slices is 1 / n."""
@@ -234,14 +200,13 @@ def simulate(plan: PlanFacts, costs: Costs, num_steps: int = 1, synchronize: boo
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
     (durations, tails), of_messages = costs.hidden(plan), costs.of_messages(plan)
     clocks = [0.0] * plan.pp_size
-    spans = list(map(Spans, plan.actions))
+    spans: list[list[Span]] = [[] for _ in clocks]
     step_ends = []
     for _ in range(num_steps):
         starts, ends = run(plan.program, durations, clocks, None, tails, **of_messages)
         check_ended(plan, ends)
-        for rank, starts_of, ends_of in zip(spans, starts, ends):
-            rank.starts += starts_of
-            rank.ends += ends_of
+        for rank, actions in enumerate(plan.actions):
+            spans[rank] += map(Span, actions, starts[rank], ends[rank])
         if synchronize:
             clocks = [max(clocks)] * plan.pp_size
         clocks = [clock + costs.optimizer for clock in clocks]
@@ -313,5 +278,5 @@ def _recompute_times(plan: PlanFacts, costs: Costs) -> list[float]:
     return [sum(time(action._replace(kind=RECOMPUTE.name)) for action in actions) for actions in plan.recomputed]
 
 
-def _idle_share(spans: Spans, duration: float) -> float:
-    return 1 - spans.busy / duration if duration else 0.0
+def _idle_share(spans: Sequence[Span], duration: float) -> float:
+    return 1 - sum(end - start for _, start, end in spans) / duration if duration else 0.0

@@ -58,7 +58,7 @@ def fill(plan: Plan, costs: Costs, max_held: float, share: float) -> Plan:
     most = int(max_held * plan.num_chunks * plan.num_slices + 1e-9)
     duration, actions, program = costs.of_actions(plan), unweighted.actions, unweighted.program
     weights = [[duration(a._replace(kind=WEIGHTS.name)) for a in row if a.kind == WEIGHTS.after] for row in actions]
-    held = [held_changes(row).tolist() for row in actions]
+    held = [held_changes(row) for row in actions]
     closed = [set(pairs.values()) for pairs in program.pairs]  # no W runs between the halves of an overlapped pair
     deadlines = [_deadlines(*row) for row in zip(actions, program.pairs)]
     counts = [[0] * len(row) for row in actions]  # how many Ws run before each F and B

@@ -442,3 +442,13 @@ def test_a_plan_says_by_itself_what_its_actions_need() -> None:
     cut = CutPlan(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
     assert plan.simulate(1.0, 1.0, 1.0).makespan == 9.0
     assert cut.simulate(1.0, 1.0, 1.0).makespan == 6.0
+
+
+@pytest.mark.parametrize("name", ["combined_1f1b", "dualpipev"])
+def test_forwards_of_pairs_are_no_pairs(name: str) -> None:
+    """A step of forwards only, of a schedule with pairs, was written down with halves of pairs, and each was taken for
+    the partner of the next. Such plans of dualpipev's calls were said to hang."""
+    schedule = find_schedule(make_plan(name, 2, 6))
+    plan = make_plan(schedule, 2, 6, forward_only=True)
+    assert not any(plan.program.pairs)
+    plan.check()
