@@ -106,6 +106,7 @@ class Case:
     num_layers = property(lambda self: self.layers or self.num_stages + 1)
     num_stages = property(lambda self: self.pp * self.num_chunks)
     num_replicas = property(lambda self: self.of("Replicas", "num_replicas", 1))
+    mesh = property(lambda self: (self.pp, *self.of("Replicas", "sizes", (1,))))
     kills = property(lambda self: self.of("Failure", "kills", False))
     num_ranks = property(lambda self: self.pp * self.num_replicas)
     can_cut = property(lambda self: bool(find_schedule(self.schedule).slices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
 import torch.nn.functional as F
-from tools.models import BATCH, HIDDEN, seed_cpu
+from tools.models import BATCH, HIDDEN, Block, seed_cpu
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -187,6 +189,7 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "complex": lambda odd, x: x + conjugated(torch.complex(odd.linear(x), x)),
     "weight in list": lambda odd, x: x + torch.tanh(x @ odd.in_list[0]),
     "weight in closure": lambda odd, x: x + torch.tanh(odd.closure(x)),
+    "used twice": lambda odd, x: odd.bend(odd.bend(x)),
     "lazy": Odd.bend,
     "late buffer": with_statistics,
     "new buffer": with_statistics,
@@ -371,6 +374,90 @@ class Forms(Feature):
                 received = example[0] if stage.case.kind == "list of one" else example
         capture(stage, (first,), input_tensor=received, recompute="recomputed" in form)
         return chunk
+
+
+class Delayed(nn.Linear):
+    """Puts its weight gradient off by itself, as transformer-engine's layers do, of which some show their queue."""
+
+    def __init__(self, plain: nn.Linear, way: str) -> None:
+        super().__init__(plain.in_features, plain.out_features)
+        self.weight, self.bias, self.way = plain.weight, plain.bias, way
+        self.put_off: queue.Queue[tuple[Tensor, Tensor]] = queue.Queue()
+        if way in ("assigned", "with its bias"):
+            self.wgrad_store = SimpleNamespace(context=self.put_off)
+        if "main_grad" in way:
+            self.weight.main_grad = torch.zeros_like(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.detach() if self.way == "with its bias" else self.bias
+        out = F.linear(x, self.weight.detach(), bias)
+        if out.requires_grad and self.weight.requires_grad:
+            out.register_hook(lambda grad: self.put_off.put((x.detach(), grad)))
+        return out
+
+    def backward_dw(self) -> None:
+        x, grad = (part.flatten(0, 1) for part in self.put_off.get_nowait())
+        if self.way == "to main_grad":
+            self.weight.main_grad += grad.t() @ x
+        elif self.way == "added" and self.weight.grad is not None:
+            self.weight.grad += grad.t() @ x
+        elif self.way != "kept" or self.weight.grad is None:
+            self.weight.grad = grad.t() @ x
+        if hasattr(self, "wgrad_store") and self.bias.grad is None and self.bias.requires_grad:
+            assert self.way == "with its bias", "that came with B, as in fp8"
+            self.bias.grad = grad.sum(0)
+
+
+class Used(nn.Module):
+    """A linear layer that is used in every microbatch, in every second one, or twice."""
+
+    def __init__(self, linear: nn.Linear, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.num_calls = linear, how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.how == "every second" and self.num_calls % 2:
+            return x[..., : self.linear.out_features]
+        once = self.linear(x)
+        padded = (0, self.linear.in_features - self.linear.out_features)
+        return self.linear(F.pad(once, padded)) if self.how == "twice" else once
+
+
+@dataclass(frozen=True)
+class Delays(Feature):
+    """The last products of blocks put their weight gradients off by themselves."""
+
+    way: str
+    """What W does with one: "assigned", "with its bias", "added", "kept" where there was one before; "to main_grad", or
+    "assigned beside main_grad"."""
+    how: str = "always"
+
+    chance = 0.0  # of rows only
+    tolerance = property(lambda self: 1e-5 if self.how == "twice" else 0.0)
+
+    def layer(self, layer: nn.Module, number: int) -> nn.Module:
+        for block in [module for module in layer.modules() if isinstance(module, Block)]:
+            block.down = Used(block.down, self.how)
+        return layer
+
+    def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
+        for used in stage.modules():
+            if isinstance(used, Used):
+                used.linear = Delayed(used.linear, self.way)
+        return chunk
+
+    def made(self, trial: Any) -> None:
+        layers = [module for stage in trial.stages for module in stage.modules() if isinstance(module, Delayed)]
+
+        def finalize(*_: Any) -> None:
+            for layer in layers:
+                assert layer.put_off.empty()
+                if "main_grad" in self.way:
+                    assert layer.weight.grad is None
+                    layer.weight.grad, layer.weight.main_grad = layer.weight.main_grad, torch.zeros_like(layer.weight)
+
+        trial.finalizers.append(finalize)
 
 
 @dataclass(frozen=True)

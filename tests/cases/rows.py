@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import torch
 from tools.marks import needs_fsdp_on_cpu
 
 from .case import SCHEDULES, Case, draw_case
@@ -12,6 +13,7 @@ from .model import (
     AsPipelineStage,
     Auxiliary,
     Companions,
+    Delays,
     Double,
     Forms,
     Frozen,
@@ -33,6 +35,10 @@ from .training import Accumulated, Failure, Optimizer, Replicas, Tied, Validated
 DEFERRING = Forms(["deferring"])
 TAKEN_BACK = Optimizer("post-validated", 5.0, (1.0, 256.0, 1.0, "nan"))
 DROPOUT = OddLayers({0: "dropout", 2: "dropout"})
+ADAMW = Optimizer("adamw", 0.5)
+FEW_GATHERED = Settings(max_gathered_chunks=1)
+GATHERED = (("interleaved_1f1b", None), ("zbv", "all"), ("dualpipev", None))
+DOWN_FROZEN = Frozen([("layers.1.down.",)])
 FROZEN = ("embedding.", "layers.0.", "layers.1.", "layers.2.")
 OF_SLICES = ["seq1f1b", "seq_zb1p", "seq_interleaved_1f1b"]
 PLAIN = [name for name in SCHEDULES if name not in ("no_pipelining", *OF_SLICES)]
@@ -137,7 +143,8 @@ OF_FEATURES = [
     Case("zb1p", 2, 6, [Planned([1.0, 0.5, 2.0]), DEFERRING]),
     Case("zbv", 4, 6, [Planned([1.0, 3.0, 0.5], "plan.csv"), DEFERRING]),
     Case("1f1b", 2, 3, [Replicas()], steps=2),
-    Case("zbv", 2, 4, [Replicas(), DEFERRING, Optimizer("adamw", 0.5)], steps=2),
+    Case("no_pipelining", 1, 2, [Replicas("reducer", (3,))]),
+    Case("zbv", 2, 4, [Replicas(), DEFERRING, ADAMW], steps=2),
     Case("1f1b", 2, 3, [Tied(), Optimizer("adamw", 0.5, (256.0,))], steps=2),
     Case("1f1b", 2, 3, [TAKEN_BACK], steps=4),
     Case("interleaved_1f1b", 2, 3, [Accumulated(), Validated(), Tied()], steps=2),
@@ -148,18 +155,28 @@ OF_FEATURES = [
     Case("zb1p", 2, 3, [WarmUp(1), Wrapped("_orig_mod"), DEFERRING], steps=2),
     Case("1f1b", 2, 3, [OddLayers({0: "late buffer", 2: "weight in closure"})], steps=2),
     Case("zb1p", 2, 3, [OddLayers({0: "idle", 1: "strided", 2: "weight in list"}), DEFERRING]),
+    Case("zb1p", 2, 5, [OddLayers({0: "used twice", 2: "Python's random numbers"}), DEFERRING], steps=2),
+    Case(
+        "zbv", 2, 5, [OddLayers({1: "used twice", 3: "used twice"}), DEFERRING, Frozen([("layers.1.",), ()])], steps=2
+    ),
+    *(Case(name, 2, 5, [Delays("assigned", "every second"), DOWN_FROZEN]) for name in ("1f1b", "zb1p", "zbv")),
+    *(Case(name, 2, 5, [Delays("with its bias", "twice"), Accumulated()]) for name in ("1f1b", "zb1p", "zbv")),
+    Case("zbv", 2, 5, [Delays("kept"), Accumulated()]),
+    Case("interleaved_zb1p", 2, 5, [Delays("added"), Accumulated()], chunks=2),
+    *(Case(name, 2, 5, [Delays("to main_grad"), Accumulated()]) for name in ("1f1b", "zb1p")),
+    *(Case(name, 2, 5, [Delays("assigned beside main_grad"), Accumulated()]) for name in ("1f1b", "zbv")),
     Case("1f1b", 3, 4, [Failure(1, 3)]),
     Case("zbv", 2, 4, [Failure(0, 9), DEFERRING]),
 ]
 for name in PLAIN:
     OF_FEATURES += [
-        Case(name, 2, 5, [Planned([1.0, 1.0, 1.0], "plan.json"), DEFERRING]),
+        Case(name, 2, 5, [Planned([1.0, 3.0, 0.5], "plan.json"), DEFERRING]),
         Case(name, 2, 3, [DROPOUT, DEFERRING, Recompute()]),
         Case(name, 2, 5, [DROPOUT, DEFERRING, Offload(1.0)]),
-        Case(name, 2, 3, [DEFERRING, Replicas(), Tied(), Optimizer("adamw", 0.5)], steps=2),
+        Case(name, 2, 3, [DEFERRING, Replicas(), Tied(), ADAMW], steps=2),
     ]
     if not needs_fsdp_on_cpu.args[0]:
-        OF_FEATURES += [Case(name, 2, 3, [DEFERRING, Replicas("fully_shard"), Optimizer("adamw", 0.5)], steps=2)]
+        OF_FEATURES += [Case(name, 2, 3, [DEFERRING, Replicas("fully_shard"), ADAMW], steps=2)]
 for name in OF_SLICES:
     OF_FEATURES += [
         Case(name, 2, 3, [Slices([3, 2, 1]), Double(), DEFERRING]),
@@ -171,9 +188,14 @@ for name in ("zb1p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half"):
     OF_FEATURES += [Case(name, 3, 7, [DEFERRING, Settings(max_pending_weights=most)]) for most in (0, 1)]
 if not needs_fsdp_on_cpu.args[0]:
     OF_FEATURES += [
+        *(Case("1f1b", 2, 2, [Replicas("fully_shard", sizes), ADAMW]) for sizes in ((1, 2), (2, 1))),
+        Case("zbv", 1, 2, [Replicas("fully_shard", (2, 2)), DEFERRING]),
+        *(Case(name, 2, 2, [Replicas("fully_shard"), FEW_GATHERED, Recompute(what)]) for name, what in GATHERED),
         Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), DEFERRING, Replicas("fully_shard")]),
         Case("zbv", 2, 3, [DEFERRING, Replicas("fully_shard"), TAKEN_BACK], steps=4),
     ]
+if torch.__version__ >= "2.13":
+    OF_FEATURES += [Case("zbv", 2, 3, [DEFERRING, Replicas("replicate"), ADAMW], steps=2)]
 if CAN_CAPTURE:
     OF_FEATURES += [
         Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"]), WarmUp(1)], steps=2),

@@ -37,10 +37,14 @@ PATIENCE = 60  # seconds until each rank has heard of a failure
 
 @dataclass(frozen=True)
 class Replicas(Feature):
+    """By a "reducer", "fully_shard" or "replicate". With two sizes, as many replicas of so many shards."""
+
     kind: str = "reducer"
+    sizes: Sequence[int] = (2,)
 
     chance = 0.4
-    num_replicas = 2  # the sum of more depends on their order
+    num_replicas = property(lambda self: math.prod(self.sizes))
+    tolerance = property(lambda self: 1e-6 if self.num_replicas > 2 else 0.0)  # the sum of more depends on their order
 
     @staticmethod
     def goes(case: Case) -> Any:
@@ -55,6 +59,10 @@ class Replicas(Feature):
     def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
         for module in (*stage.layers.values(), chunk) if self.kind == "fully_shard" else ():
             fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+        if self.kind == "replicate":
+            from torch.distributed._composable.replicate_with_fsdp import replicate  # from torch 2.13 on
+
+            replicate(chunk, mesh=parallel_state.get_data_parallel_mesh())
         return chunk
 
     def made(self, trial: Any) -> None:

@@ -32,9 +32,7 @@ class Trial:
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.step = case, rank, 0
-        if not parallel_state.model_parallel_is_initialized():
-            sizes = (case.pp, case.num_replicas)
-            parallel_state.initialize_from_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp")))
+        use_mesh(case.mesh)
         self.replica = parallel_state.get_data_parallel_rank()
         infos = stages_for_rank(case.schedule, num_chunks=case.num_chunks)
         self.stages = [Stage(case, info) for info in infos]
@@ -121,6 +119,17 @@ class Trial:
             dist.all_gather_object(texts, wrong)
         if any(texts):
             raise AssertionError(wrong or "another rank is wrong")
+
+
+def use_mesh(sizes: Sequence[int]) -> None:
+    """Rows of one mesh have their process groups and channels in common."""
+    names = ("pp", "dp") if len(sizes) == 2 else ("pp", "dp_replicate", "dp_shard")
+    if parallel_state.model_parallel_is_initialized():
+        data = parallel_state.get_data_parallel_mesh()
+        if (parallel_state.get_pipeline_model_parallel_world_size(), *data.shape) == tuple(sizes):
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_from_mesh(init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names))
 
 
 def difference(found: Tensor | None, want: Tensor | None, limit: float) -> str:
