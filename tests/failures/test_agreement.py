@@ -1,6 +1,7 @@
 """Ranks that are called with different arguments."""
 
 import datetime
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -10,14 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tools.failing import wait_for_failure
 from tools.models import SEQUENCE, assert_same_gradients, build, reference, run
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks, start_again
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelineError
 from megapipe.failures import TIMING, Agreement, Board, InterruptibleStore, Mailbox, Watchdog, helper_thread
-from megapipe.runtime.session import _sessions
 
 PP = 4
 
@@ -47,7 +48,10 @@ def test_the_watchdog_does_not_answer_before_the_arguments_are_known(rank: int) 
     run("1f1b", chunks, 3)
 
 
-def early_leaver(rank: int) -> str:
+@on_ranks(3)
+def test_a_rank_that_has_left_its_step_still_answers(rank: int) -> None:
+    """Asked for its arguments in a step, a rank answered only as long as it was in that step. One that had left it
+    before the question came was then reported as never having begun it, and the disagreement was not."""
     chunks = build("1f1b", 3, 6)
     store = _get_default_store()
     for _ in range(2):
@@ -58,20 +62,11 @@ def early_leaver(rank: int) -> str:
     def two_steps() -> None:
         run("1f1b", chunks, 2 if rank == 2 else 1, forward_only=True)
         store.set("left", "1")  # rank 0 has sent its only microbatch and is gone
-        (session,) = _sessions.values()
-        while session.watchdog.board.failure is None:
-            time.sleep(0.01)
+        wait_for_failure()
         run("1f1b", chunks, 1, forward_only=True)  # it raises here
 
-    with pytest.raises(ValueError, match="disagree on num_microbatches: 1 on ranks 0, 1; 2 on rank 2") as caught:
+    with pytest.raises(ValueError, match="disagree on num_microbatches: 1 on ranks 0, 1; 2 on rank 2"):
         two_steps()
-    return str(caught.value)
-
-
-def test_a_rank_that_has_left_its_step_still_answers(ranks: RankPool) -> None:
-    """Asked for its arguments in a step, a rank answered only as long as it was in that step. One that had left it
-    before the question came was then reported as never having begun it, and the disagreement was not."""
-    ranks.run(3, early_leaver)
 
 
 def watchdog_of(own: InterruptibleStore, board: Board) -> Watchdog:
@@ -81,7 +76,10 @@ def watchdog_of(own: InterruptibleStore, board: Board) -> Watchdog:
     )
 
 
-def keys_after_exchanges(rank: int) -> list[int]:
+@on_ranks(3)
+def test_exchanged_arguments_do_not_stay_in_the_store(rank: int) -> None:
+    """Each exchange of arguments left its requests in the store, and what ranks had answered whose own arguments had
+    stayed the same. Runs whose arguments change from step to step filled the store."""
     store = _get_default_store()
     own = InterruptibleStore(dist.PrefixStore("exchanges", store), rank, 3, check_failure=lambda: None)
     watching = watchdog_of(own, Board.current())
@@ -90,58 +88,45 @@ def keys_after_exchanges(rank: int) -> list[int]:
     for step in range(12):
         with watching.step():
             agreement.agree({} if rank == 2 else {"the message from stage 0 to stage 1": str(step)})
+        dist.barrier()
         num_keys.append(store.num_keys())
-    dist.barrier()
+        dist.barrier()
     watching.close()
-    return num_keys
-
-
-def test_exchanged_arguments_do_not_stay_in_the_store(ranks: RankPool) -> None:
-    """Each exchange of arguments left its requests in the store, and what ranks had answered whose own arguments had
-    stayed the same. Runs whose arguments change from step to step filled the store."""
-    num_keys = ranks.run(3, keys_after_exchanges)[0]
     assert num_keys[-1] <= num_keys[3] + 3
 
 
-def ranks_disagree(rank: int, what: str) -> str:
-    odd = rank == 2
-    schedule, arguments, options = "1f1b", {}, {}
-    num_microbatches = 4
-    if what == "num_microbatches":
-        num_microbatches = 8 if odd else 4
-    elif what == "the schedule":
-        schedule = "gpipe" if odd else "1f1b"
-    elif what == "the message from stage 1 to stage 2":
-        arguments = {"seq_length": SEQUENCE + odd}
-    elif what == "dtype":
-        options = {"pipeline_dtype": torch.bfloat16 if odd else torch.float32}
-    elif what == "forward_only":
-        arguments = {"forward_only": odd}
-    chunks = build(schedule, PP, 4, **options)
-    with pytest.raises(ValueError, match="disagree") as caught:
-        run(schedule, chunks, num_microbatches, **arguments)
-    chunks = build("1f1b", PP, 4)
-    run("1f1b", chunks, 4)
-    assert_same_gradients(chunks, reference(4, 4)[0])
-    return str(caught.value)
+DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("1f1b", {}, {"num_microbatches": 8}, "num_microbatches: 4 on ranks 0, 1, 3; 8 on rank 2. Make them the same."),
+    ("gpipe", {}, {}, "disagree on the schedule: 1f1b on ranks 0, 1, 3; gpipe on rank 2."),
+    ("1f1b", {}, {"forward_only": True}, "disagree on forward_only: False on ranks 0, 1, 3; True on rank 2."),
+    (
+        "1f1b",
+        {},
+        {"seq_length": SEQUENCE + 1},
+        "from stage 1 to stage 2: float32[5, 2, 16] on rank 1; float32[6, 2, 16] on rank 2.",
+    ),
+    (
+        "1f1b",
+        {"pipeline_dtype": torch.bfloat16},
+        {},
+        "from stage 1 to stage 2: float32[5, 2, 16] on rank 1; bfloat16[5, 2, 16] on rank 2.",
+    ),
+]
+"""The schedule, the settings and the arguments of rank 2, and what is said of them."""
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("num_microbatches", "disagree on num_microbatches: 4 on ranks 0, 1, 3; 8 on rank 2. Make them the same."),
-        ("the schedule", "disagree on the schedule: 1f1b on ranks 0, 1, 3; gpipe on rank 2."),
-        ("forward_only", "disagree on forward_only: False on ranks 0, 1, 3; True on rank 2."),
-        (
-            "the message from stage 1 to stage 2",
-            "from stage 1 to stage 2: float32[5, 2, 16] on rank 1; float32[6, 2, 16] on rank 2.",
-        ),
-        ("dtype", "from stage 1 to stage 2: float32[5, 2, 16] on rank 1; bfloat16[5, 2, 16] on rank 2."),
-    ],
-)
-def test_ranks_that_disagree_at_the_first_step(ranks: RankPool, what: str, text: str) -> None:
-    for message in ranks.run(PP, ranks_disagree, what):
-        assert text in message
+@on_ranks(PP)
+def test_ranks_that_disagree_at_the_first_step(rank: int) -> None:
+    """Nothing has been computed, and they may go on."""
+    for schedule, config, arguments, text in DISAGREEMENTS:
+        odd, chunks = rank == 2, build("1f1b", PP, 4, pipeline_dtype=torch.float32)
+        vars(chunks[0].config).update(config if odd else {})
+        with pytest.raises(ValueError, match=re.escape(text)):
+            run(schedule if odd else "1f1b", chunks, **{"num_microbatches": 4, **(arguments if odd else {})})
+        chunks = build("1f1b", PP, 4)
+        run("1f1b", chunks, 4)
+        assert_same_gradients(chunks, reference(4, 4)[0])
+        start_again()
 
 
 @pytest.mark.parametrize("num_steps", [0, 2])
@@ -170,32 +155,22 @@ def test_a_mistake_before_anything_is_computed(rank: int, wrong_ranks: list[int]
         assert_same_gradients(chunks, reference(4, 4)[0])
 
 
-def one_rank_changes_its_mind(rank: int) -> str:
+@on_ranks(PP)
+def test_ranks_that_disagree_later(rank: int) -> None:
+    """Only the rank whose arguments changed knows that something changed."""
     chunks = build("1f1b", PP, 4)
     for _ in range(2):
         run("1f1b", chunks, 4)
-    with pytest.raises(ValueError, match="disagree") as caught:
+    with pytest.raises(ValueError, match="disagree on num_microbatches: 4 on ranks 0, 2, 3; 5 on rank 1"):
         run("1f1b", chunks, 5 if rank == 1 else 4)
     with pytest.raises(PipelineError, match=r"has ended with a failure .*disagree.*start all processes again"):
         run("1f1b", chunks, 4)
-    return str(caught.value)
 
 
-def test_ranks_that_disagree_later(ranks: RankPool) -> None:
-    """Only the rank whose arguments changed knows that something changed."""
-    for message in ranks.run(PP, one_rank_changes_its_mind):
-        assert "disagree on num_microbatches: 4 on ranks 0, 2, 3; 5 on rank 1" in message
-
-
-def sizes_disagree(rank: int) -> str:
-    with pytest.raises(ValueError, match="disagree") as caught:
+@on_ranks(PP)
+def test_pipeline_sizes_that_disagree(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"disagree.*rank 0: 2, None and 1, rank 1: 4, None and 1"):
         build("1f1b", 2 if rank == 0 else 4, 4)
-    return str(caught.value)
-
-
-def test_pipeline_sizes_that_disagree(ranks: RankPool) -> None:
-    for message in ranks.run(PP, sizes_disagree):
-        assert "rank 0: 2, None and 1, rank 1: 4, None and 1" in message
 
 
 class CountingStore:

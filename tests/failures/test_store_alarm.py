@@ -22,7 +22,7 @@ from megapipe import PipelineError, clip_grad_norm_, parallel_state
 from megapipe.failures import TIMING, board, helper_thread, positions
 from megapipe.failures.store_alarm import StoreAlarm
 
-LIMIT = 4.0
+LIMIT = 3.0
 """In place of a minute. A busy machine may let a rank stand still for a second or two."""
 
 

@@ -1,5 +1,6 @@
 """One failure anywhere becomes one clear error everywhere, within seconds, and ends the pipeline."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -9,16 +10,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tools.failing import killed, raising
+from tools.failing import calling, heard, raising, wait_for_failure
 from tools.models import SEQUENCE, Stage, batches, build, forward_step, run
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks, start_again
 from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, clip_grad_norm_
+from megapipe import PipelinedGradScaler, PipelinedOptimizer, PipelineError, StageInfo, clip_grad_norm_
 from megapipe.failures import TIMING, Board, InterruptibleStore, Watchdog, helper_thread
-from megapipe.runtime.session import Session, _sessions
+from megapipe.runtime.session import Session
 from megapipe.training import GradientReducer, TiedWeights
 
 PP = 4
@@ -31,44 +32,23 @@ def test_an_exception_on_one_rank_reaches_all(rank: int, schedule: str, failing_
     chunks = build(schedule, PP, 4)
     run(schedule, chunks, 4)
     step = raising(KeyError("no such thing"), at) if rank == failing_rank else forward_step
-    with pytest.raises((PipelineError, KeyError)) as caught:
+    with pytest.raises(KeyError if rank == failing_rank else PipelineError) as caught:
         run(schedule, chunks, 6, forward_step_func=step)
     message = f"rank {failing_rank} failed at {failing_rank}F{at}: KeyError: 'no such thing'"
-    if rank == failing_rank:
-        assert caught.type is KeyError
-    else:
-        assert caught.type is PipelineError
-        assert str(caught.value) == message
+    assert rank == failing_rank or str(caught.value) == message
     for _ in range(2):
-        with pytest.raises(PipelineError) as again:
-            run(schedule, chunks, 4)
-        assert str(again.value) == (
+        assert heard(lambda: run(schedule, chunks, 4)) == (
             f"the pipeline has ended with a failure ({message}): start all processes again, as torchrun does, and go "
             "on from the last checkpoint."
         )
 
 
-def one_rank_sleeps(rank: int, stuck: int) -> str:
+@on_ranks(PP)
+def test_a_wait_that_runs_out_says_where_every_rank_is(rank: int) -> None:
     chunks = build("1f1b", PP, 4, timeout=4.0)  # time enough for the first step on a busy machine
     run("1f1b", chunks, 4)
-    num_calls = 0
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if rank == stuck and num_calls == 2:
-            wait_for_failure()
-        return forward_step(data_iterator, model)
-
-    with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 4, forward_step_func=step)
-    return str(caught.value)
-
-
-def test_a_wait_that_runs_out_says_where_every_rank_is(ranks: RankPool) -> None:
-    messages = ranks.run(PP, one_rank_sleeps, 1)
-    assert len(set(messages)) == 1, messages
-    message = messages[0]
+    step = calling(wait_for_failure, 1) if rank == 1 else forward_step
+    message = heard(lambda: run("1f1b", chunks, 4, forward_step_func=step))
     assert "waited longer than 4 s for a message" in message
     assert "rank 1 is at 1F1" in message
     assert "rank 2 waits for the forward input of microbatch 1 from rank 1, which is at 1F1" in message
@@ -76,89 +56,61 @@ def test_a_wait_that_runs_out_says_where_every_rank_is(ranks: RankPool) -> None:
     assert "rank 3 waits for the forward input of microbatch 1 from rank 2, which is at 2F1" in message
 
 
-def one_rank_does_not_come(rank: int) -> str:
-    chunks = build("1f1b", PP, 4, timeout=1.0)
-    message = ""
-    if rank != 3:
-        with pytest.raises(PipelineError) as caught:
-            run("1f1b", chunks, 4)
-        message = str(caught.value)
+@on_ranks(3)
+def test_a_rank_that_does_not_call_the_schedule(rank: int) -> None:
+    chunks = build("1f1b", 3, 6, timeout=1.0)
+    if rank != 2:
+        message = heard(lambda: run("1f1b", chunks, 4))
+        assert "waited 1 s for rank 2 to do so too" in message
+        assert "rank 2 is still to begin any step. Does every rank call the schedule equally often?" in message
     dist.barrier()
-    return message
 
 
-def test_a_rank_that_does_not_call_the_schedule(ranks: RankPool) -> None:
-    messages = ranks.run(PP, one_rank_does_not_come)
-    for message in messages[:3]:
-        assert "waited 1 s for rank 3 to do so too" in message
-        assert "rank 3 is still to begin any step. Does every rank call the schedule equally often?" in message
+def returning(make: Any) -> dict[str, Any]:
+    """A forward_step_func that returns what is made of the output."""
+    return {"forward_step_func": lambda it, model: make(forward_step(it, model)[0])}
 
 
-def bad_input(rank: int, what: str) -> str:
-    """Rank 1 does something wrong, in a way that it alone can see."""
-    chunks = build("1f1b", 2, 4)
-    model: Any = chunks
-    arguments: dict[str, Any] = {}
-    if rank == 1:
-        if what == "iterator":
-            arguments["data_iterator"] = batches(2)
-        elif what == "hook":
-            model = torch.nn.Linear(2, 2)
-        elif what == "chunks":
-            model = chunks * 2
-        elif what == "not a pair":
-            arguments["forward_step_func"] = lambda it, model: forward_step(it, model)[0]
-        elif what == "loss func":
-            arguments["forward_step_func"] = lambda it, model: (forward_step(it, model)[0], None)
-        elif what == "loss":
-            arguments["forward_step_func"] = lambda it, model: (forward_step(it, model)[0], lambda output: output)
-        elif what == "loss shape":
-            arguments["forward_step_func"] = lambda it, model: (forward_step(it, model)[0], lambda out: (out, {}))
-        elif what == "tokens":
-            counts = torch.ones(3)
-            arguments["forward_step_func"] = lambda it, model: (
-                forward_step(it, model)[0],
-                lambda out: (out.sum(), counts, {}),
-            )
-        elif what == "scaled loss":
-            chunks[0].config.grad_scale_func = float
-        elif what == "num_microbatches":
-            return error_of(lambda: run("1f1b", model, 4, num_microbatches=0), model)
-    elif what == "shape":
-        arguments["data_iterator"] = batches(4, seq_lengths=[SEQUENCE, SEQUENCE, SEQUENCE + 2, SEQUENCE])
-    elif what == "type":
-        arguments["forward_step_func"] = lambda it, model: ([forward_step(it, model)[0], set()], None)
-    return error_of(lambda: run("1f1b", model, 4, **arguments), model)
+BAD_INPUT: list[tuple[int, Any, str]] = [
+    (1, {"data_iterator": [*batches(2)]}, "data_iterator ended at microbatch 2 of 4 (stage 1)"),
+    (1, {"model": torch.nn.Linear(2, 2)}, "the model of stage 1 (Linear) has no set_input_tensor(input)"),
+    (1, {"model": [Stage(StageInfo(1, 2), 4) for _ in range(2)]}, "runs 1 chunk(s) of the model on each rank, got 2"),
+    (1, returning(lambda out: out), "must return (output, loss_func), but on stage 1 it returned a tensor"),
+    (1, returning(lambda out: (out, None)), "on the last stage its loss_func is None, which cannot be called"),
+    (1, returning(lambda out: (out, lambda out: out)), "or (loss, num_tokens, report), but it returned a tensor"),
+    (1, returning(lambda out: (out, lambda out: (out, {}))), "but it is a tensor of shape [5, 2, 11]"),
+    (
+        1,
+        returning(lambda out: (out, lambda out: (out.sum(), torch.ones(3), {}))),
+        "loss_func must return one number of tokens, but it is a tensor of shape [3]",
+    ),
+    (1, {"scale": float}, "config.grad_scale_func must return the scaled loss, but it is a float"),
+    (
+        0,
+        {"data_iterator": [*batches(4, seq_lengths=[SEQUENCE, SEQUENCE, SEQUENCE + 2, SEQUENCE])]},
+        "stage 0 returned float32[7, 2, 16] for microbatch 2, but stage 1 expects float32[5, 2, 16]",
+    ),
+    (
+        0,
+        returning(lambda out: ([out, set()], None)),
+        "the output of stage 0 for microbatch 0 cannot be sent on: it is a list that holds a set",
+    ),
+]
+"""The rank that does something wrong, in a way that it alone can see; what; and what is said of it."""
 
 
-def error_of(function: Any, model: Any) -> str:
-    with pytest.raises((ValueError, TypeError, PipelineError)) as caught:
-        function()
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize(
-    ("what", "by", "text"),
-    [
-        ("iterator", 1, "data_iterator ended at microbatch 2 of 4 (stage 1)"),
-        ("hook", 1, "the model of stage 1 (Linear) has no set_input_tensor(input)"),
-        ("chunks", 1, "1f1b runs 1 chunk(s) of the model on each rank, got 2"),
-        ("not a pair", 1, "forward_step_func must return (output, loss_func), but on stage 1 it returned a tensor"),
-        ("loss func", 1, "on the last stage its loss_func is None, which cannot be called"),
-        ("loss", 1, "loss_func must return (loss, report) or (loss, num_tokens, report), but it returned a tensor"),
-        ("loss shape", 1, "must be a real tensor of one element, but it is a tensor of shape [5, 2, 11]"),
-        ("tokens", 1, "loss_func must return one number of tokens, but it is a tensor of shape [3]"),
-        ("scaled loss", 1, "config.grad_scale_func must return the scaled loss, but it is a float"),
-        ("shape", 0, "stage 0 returned float32[7, 2, 16] for microbatch 2, but stage 1 expects float32[5, 2, 16]"),
-        ("type", 0, "the output of stage 0 for microbatch 0 cannot be sent on: it is a list that holds a set"),
-    ],
-)
-def test_bad_input(ranks: RankPool, what: str, by: int, text: str) -> None:
-    messages = ranks.run(2, bad_input, what)
-    assert text in messages[by]
-    assert messages[by].startswith(("ValueError", "TypeError"))
-    assert messages[1 - by].startswith(f"PipelineError: rank {by} failed at")
-    assert text in messages[1 - by]
+@on_ranks(2)
+def test_bad_input(rank: int) -> None:
+    for by, arguments, text in BAD_INPUT:
+        chunks = build("1f1b", 2, 4)
+        given = {"model": chunks, "data_iterator": batches(4), **(arguments if rank == by else {})}
+        given["data_iterator"] = iter(given["data_iterator"])
+        chunks[0].config.grad_scale_func = given.pop("scale", None)
+        with pytest.raises((ValueError, TypeError, PipelineError), match=re.escape(text)) as caught:
+            run("1f1b", num_microbatches=4, **given)
+        assert (caught.type is PipelineError) == (rank != by)
+        assert rank == by or str(caught.value).startswith(f"rank {by} failed at")
+        start_again()
 
 
 @on_ranks(2)
@@ -174,31 +126,10 @@ def test_nothing_is_lost(rank: int) -> None:
     dist.barrier()
 
 
-def one_rank_is_killed(rank: int) -> str:
-    chunks = build("1f1b", PP, 4)
-    run("1f1b", chunks, 4)
-    with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 4, forward_step_func=killed if rank == 1 else forward_step)
-    return str(caught.value)
-
-
-def test_a_killed_rank_reaches_all(ranks: RankPool) -> None:
-    messages = ranks.run(PP, one_rank_is_killed, errors=True)
-    assert messages[1] is None
-    for rank in (0, 2, 3):
-        assert "lost its connection" in messages[rank]
-        assert "rank 1 is silent: its process ended without a word (killed, or out of memory?)" in messages[rank]
-        assert "rank 2 is at" in messages[rank] or "rank 2 waits for" in messages[rank]
-
-
-def wait_for_failure() -> None:
-    """Until this rank's helper thread has heard of one."""
-    (session,) = _sessions.values()
-    while session.watchdog.board.failure is None:
-        time.sleep(0.01)
-
-
-def one_rank_dies_while_connecting(rank: int) -> str:
+@on_ranks(2)
+def test_a_rank_that_dies_while_connecting(rank: int) -> None:
+    """The others waited for it inside the transport, which gave up a minute after `config.timeout`, in words of its
+    own: nothing could end that wait, and meanwhile nobody else got at the store."""
     chunks = build("1f1b", 2, 4)
     run("1f1b", chunks, 2)  # which takes its time on a busy machine
     chunks[0].config.timeout = 2.0  # with which ranks connect anew
@@ -209,21 +140,11 @@ def one_rank_dies_while_connecting(rank: int) -> str:
         store.wait(["told"])
         raise KeyboardInterrupt
 
-    with (
-        mock.patch.object(Session, "communicator", dead if rank == 1 else Session.communicator),
-        pytest.raises((PipelineError, KeyboardInterrupt)) as caught,
-    ):
-        run("1f1b", chunks, 2)
+    with mock.patch.object(Session, "communicator", dead if rank == 1 else Session.communicator):
+        message = heard(lambda: run("1f1b", chunks, 2), KeyboardInterrupt)
     store.set("told", "1")
-    return str(caught.value)
-
-
-def test_a_rank_that_dies_while_connecting(ranks: RankPool) -> None:
-    """The others waited for it inside the transport, which gave up a minute after `config.timeout`, in words of its
-    own: nothing could end that wait, and meanwhile nobody else got at the store."""
-    message = ranks.run(2, one_rank_dies_while_connecting)[0]
-    assert message.startswith("rank 0 waited longer than 2 s for the others to connect: ")
-    assert "rank 1 is silent: its process ended without a word" in message
+    assert rank == 1 or message.startswith("rank 0 waited longer than 2 s for the others to connect: ")
+    assert rank == 1 or "rank 1 is silent: its process ended without a word" in message
 
 
 @pytest.mark.parametrize("failing_rank", range(2))
@@ -252,59 +173,48 @@ class SilentError(Exception):
         raise RuntimeError("no text")
 
 
-def an_error_has_no_text(rank: int) -> str:
-    step = raising(SilentError())
-    with pytest.raises((SilentError, PipelineError)) as caught:
-        run("1f1b", build("1f1b", 2, 4), 2, forward_step_func=step if rank == 0 else forward_step)
-    return "" if rank == 0 else str(caught.value)
+@on_ranks(2)
+def test_the_text_of_an_error_is_told(rank: int) -> None:
+    """Where asking for the text raised, nobody was told. And the watchdog wrote its own time-out into the store under
+    the name of Python's TimeoutError: when the caller's code raised one, the other ranks reported a message that had
+    not come."""
+    for error, text in (
+        (SilentError(), "SilentError: (no text: its __str__ raises RuntimeError)"),
+        (TimeoutError("storage does not answer"), "TimeoutError: storage does not answer"),
+    ):
+        with pytest.raises(PipelineError if rank else type(error)) as caught:
+            run("1f1b", build("1f1b", 2, 4), 2, forward_step_func=forward_step if rank else raising(error))
+        assert rank == 0 or str(caught.value) == f"rank 0 failed at 0F0: {text}"
+        start_again()
 
 
-def test_an_error_without_a_text_is_told(ranks: RankPool) -> None:
-    """What a rank tells of its exception has the exception's text. Where asking for that raised, nobody was told."""
-    assert ranks.run(2, an_error_has_no_text)[1] == (
-        "rank 0 failed at 0F0: SilentError: (no text: its __str__ raises RuntimeError)"
-    )
-
-
-def one_rank_skips_a_step(rank: int) -> str:
+@on_ranks(2)
+def test_a_rank_that_skips_a_step(rank: int) -> None:
+    """It was reported as being at the end of its step, as if that were still under way."""
     chunks = build("1f1b", 2, 4, timeout=3.0)  # time enough for the first step on a busy machine
     run("1f1b", chunks, 2)
-    if rank == 1:
-        dist.barrier()
-        return ""
-    with pytest.raises(PipelineError) as caught:
-        run("1f1b", chunks, 2)
+    if rank == 0:
+        message = heard(lambda: run("1f1b", chunks, 2))
+        assert message.startswith("rank 0 waited longer than 3 s for a message: rank 0 waits for ")
+        assert "rank 1 is outside any step, after 1 of them. Does every rank call the schedule equally" in message
     dist.barrier()
-    return str(caught.value)
 
 
-def test_a_rank_that_skips_a_step(ranks: RankPool) -> None:
-    """It was reported as being at the end of its step, as if that were still under way."""
-    message = ranks.run(2, one_rank_skips_a_step)[0]
-    assert message.startswith("rank 0 waited longer than 3 s for a message: rank 0 waits for ")
-    assert "rank 1 is outside any step, after 1 of them. Does every rank call the schedule equally often?" in message
-
-
-def no_more_forwards(rank: int) -> int:
-    num_forwards = 0
+@on_ranks(2)
+def test_a_rank_that_has_heard_of_a_failure_computes_no_further(rank: int) -> None:
+    """Failures were looked at in waits only. A rank that had nothing to wait for went on with what was in vain."""
+    forwards: list[int] = []
 
     def step(data_iterator: Any, model: Any) -> Any:
-        nonlocal num_forwards
-        num_forwards += 1
+        forwards.append(rank)
         if rank == 1:
             raise KeyError("no such thing")
-        if num_forwards == 2:
+        if len(forwards) == 2:
             wait_for_failure()
         return forward_step(data_iterator, model)
 
-    with pytest.raises((KeyError, PipelineError)):
-        run("gpipe", build("gpipe", 2, 4), 8, forward_step_func=step)
-    return num_forwards
-
-
-def test_a_rank_that_has_heard_of_a_failure_computes_no_further(ranks: RankPool) -> None:
-    """Failures were looked at in waits only. A rank that had nothing to wait for went on with what was in vain."""
-    assert ranks.run(2, no_more_forwards) == [2, 1]
+    heard(lambda: run("gpipe", build("gpipe", 2, 4), 8, forward_step_func=step), KeyError)
+    assert len(forwards) == (1 if rank else 2)
 
 
 def behind_the_step(chunks: list[Stage]) -> list[Callable[[], Any]]:
@@ -345,20 +255,6 @@ def test_no_optimizer_step_after_a_failure_elsewhere(rank: int, number: int) -> 
         with pytest.raises(PipelineError, match="rank 0 failed at the end of its step: KeyError: 'no such thing'"):
             call()
     assert all(torch.equal(p, q) for p, q in zip(weights, [p for chunk in chunks for p in chunk.parameters()]))
-
-
-def user_times_out(rank: int) -> str:
-    step = raising(TimeoutError("storage does not answer")) if rank == 0 else forward_step
-    with pytest.raises((PipelineError, TimeoutError)) as caught:
-        run("1f1b", build("1f1b", 2, 4), 2, forward_step_func=step)
-    return str(caught.value)
-
-
-def test_a_time_out_of_the_caller_is_the_callers(ranks: RankPool) -> None:
-    """The watchdog wrote its own time-out into the store under the name of Python's TimeoutError. When the caller's
-    code raised one, the other ranks reported a message that had not come, and not what had really happened."""
-    messages = ranks.run(2, user_times_out)
-    assert messages == ["storage does not answer", "rank 0 failed at 0F0: TimeoutError: storage does not answer"]
 
 
 @on_ranks(2)
