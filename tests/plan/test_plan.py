@@ -4,14 +4,13 @@ import dataclasses
 import random
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.pipelining.schedules as theirs
 from tools.measured import as_measured
+from tools.torchs import torch_order, torchs_schedule
 
 from megapipe.analysis import load_timeline
 from megapipe.analysis.recorder import merge
@@ -234,31 +233,6 @@ def test_a_plan_that_hangs_has_no_time(tmp_path: Path) -> None:
 # torch.distributed.pipelining
 
 
-def torch_stages(plan: Plan) -> list[Any]:
-    return [
-        SimpleNamespace(
-            num_stages=plan.pp_size * plan.num_chunks,
-            group_size=plan.pp_size,
-            group_rank=0,
-            stage_index=chunk * plan.pp_size,
-            is_first=chunk == 0,
-            is_last=plan.pp_size == 1 and chunk == plan.num_chunks - 1,
-            has_backward=True,
-            group=None,
-            device="cpu",
-            submod=None,
-        )
-        for chunk in range(plan.num_chunks)
-    ]
-
-
-def torch_order(schedule: Any) -> list[list[str]]:
-    """Per rank, its actions as text, without idle steps and the reduction of gradients."""
-    order = getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
-    texts = [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
-    return [[text for text in rank if "REDUCE_GRAD" not in text] for rank in texts]
-
-
 # The peer's own orders are written down only by newer versions of it.
 newer_torch = pytest.mark.skipif(not hasattr(theirs.Schedule1F1B, "_get_pipeline_order"), reason="torch is too old")
 
@@ -267,9 +241,9 @@ newer_torch = pytest.mark.skipif(not hasattr(theirs.Schedule1F1B, "_get_pipeline
 @pytest.mark.parametrize(("pp_size", "m"), [(2, 2), (2, 4), (3, 6), (4, 4), (4, 8)])
 def test_same_orders_as_torch(pp_size: int, m: int) -> None:
     plan = make_plan("gpipe", pp_size, m)
-    assert torch_order(theirs.ScheduleGPipe(torch_stages(plan)[0], m)) == plan_order(plan)
+    assert torch_order(torchs_schedule("ScheduleGPipe", pp_size, m)) == plan_order(plan)
     plan = make_plan("1f1b", pp_size, m)
-    order = torch_order(theirs.Schedule1F1B(torch_stages(plan)[0], m))
+    order = torch_order(torchs_schedule("Schedule1F1B", pp_size, m))
     assert order[:-1] == plan_order(plan)[:-1]
     # On the last rank torch 2.13 writes the forwards down as 1, 2, ..., m, one more than it runs: there is no
     # microbatch m. Its letters are ours.
@@ -277,11 +251,11 @@ def test_same_orders_as_torch(pp_size: int, m: int) -> None:
     assert order[-1] == [text for k in range(m) for text in (f"{last}F{k + 1}", f"{last}B{k}")]
     assert plan_order(plan)[-1] == [text for k in range(m) for text in (f"{last}F{k}", f"{last}B{k}")]
     plan = make_plan("interleaved_1f1b", pp_size, m, 2)
-    assert torch_order(theirs.ScheduleInterleaved1F1B(torch_stages(plan), m)) == plan_order(plan)
+    assert torch_order(torchs_schedule("ScheduleInterleaved1F1B", pp_size, m)) == plan_order(plan)
     # torch's breadth-first schedule runs the backwards of a chunk from the last microbatch to the first. Both are
     # right; ours adds gradients up in the order of the microbatches, as every other schedule does.
     plan = make_plan("looped_bfs", pp_size, m, 2)
-    order = torch_order(theirs.ScheduleLoopedBFS(torch_stages(plan), m))
+    order = torch_order(torchs_schedule("ScheduleLoopedBFS", pp_size, m))
     for ours, other in zip(plan_order(plan), order):
         assert ours[: 2 * m] == other[: 2 * m]
         assert [ours[2 * m + k] for k in range(m)] == other[2 * m : 3 * m][::-1]
@@ -294,9 +268,7 @@ def test_same_order_as_torchs_zbv(pp_size: int, m: int) -> None:
     """Every F and B at the same place. torch calls our B, the input's part, I; a W that it cannot fit into the loops it
     runs at the end chunk by chunk, as we do."""
     plan = make_plan("zbv", pp_size, m)
-    stages = torch_stages(plan)
-    stages[1].stage_index = 2 * pp_size - 1
-    order = torch_order(theirs.ScheduleZBVZeroBubble(stages, m))
+    order = torch_order(torchs_schedule("ScheduleZBVZeroBubble", pp_size, m))
     assert [[text.replace("B", "I") for text in rank] for rank in plan_order(plan)] == order
 
 
@@ -305,9 +277,7 @@ def test_same_order_as_torchs_zbv(pp_size: int, m: int) -> None:
 @pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 4), (2, 5), (3, 6), (4, 8), (4, 13), (8, 16)])
 def test_same_order_as_torchs_dualpipev(pp_size: int, m: int) -> None:
     plan = make_plan("dualpipev", pp_size, m)
-    stages = torch_stages(plan)
-    stages[1].stage_index = 2 * pp_size - 1
-    schedule = theirs.ScheduleDualPipeV(stages, m)
+    schedule = torchs_schedule("ScheduleDualPipeV", pp_size, m)
     for ours, other in zip(plan.events, (schedule.pipeline_order[rank] for rank in range(pp_size))):
         pairs = [(str(e.action), str(nth_action(ours, i + 1))) for i, e in enumerate(ours) if is_pair(e)]
         assert pairs == [tuple(map(str, action.sub_actions)) for action in other if action.sub_actions]
@@ -333,7 +303,7 @@ def plan_order(plan: Plan) -> list[list[str]]:
 def test_torch_reads_our_files(name: str, tmp_path: Path) -> None:
     plan = make_plan(name, 2, 4, 2)
     plan.save_csv(tmp_path / "plan.csv")
-    schedule = theirs.ScheduleInterleaved1F1B(torch_stages(plan), 4)
+    schedule = torchs_schedule("ScheduleInterleaved1F1B", 2, 4)
     theirs.PipelineScheduleMulti._load_csv(schedule, str(tmp_path / "plan.csv"))
     assert torch_order(schedule) == plan_order(plan)
 

@@ -2,13 +2,13 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed.pipelining.schedules as theirs
 from tools.models import assert_same_gradients, assert_same_losses, build, reference, run
 from tools.ranks import on_ranks
+from tools.torchs import OF_ONE_CHUNK, torch_order, torchs_schedule
 
 from megapipe import PipelineError, get_forward_backward_func, stages_for_rank
 from megapipe.plan import ScheduleError, load_plan, make_plan
@@ -97,41 +97,20 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 # torch.distributed.pipelining
 
-TORCHS = {
-    "ScheduleGPipe": 1,
-    "Schedule1F1B": 1,
-    "ScheduleLoopedBFS": 2,
-    "ScheduleInterleaved1F1B": 2,
-    "ScheduleInterleavedZeroBubble": 2,
-    "ScheduleZBVZeroBubble": 2,
-    "ScheduleDualPipeV": 2,
-}
-
-
-def torchs_schedule(name: str, pp_size: int, num_microbatches: int) -> Any:
-    def stage(index: int) -> Any:
-        sizes = {"num_stages": pp_size * TORCHS[name], "group_size": pp_size, "group_rank": 0, "stage_index": index}
-        ends = {"is_first": index == 0, "is_last": index == pp_size * TORCHS[name] - 1, "has_backward": True}
-        return SimpleNamespace(**sizes, **ends, group=None, device="cpu", submod=None)
-
-    last = 2 * pp_size - 1 if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else pp_size
-    stages = [stage(0), stage(last)]
-    return getattr(theirs, name)(stages if TORCHS[name] == 2 else stages[0], num_microbatches)
-
 
 def save_torchs(name: str, pp_size: int, num_microbatches: int, path: Path) -> None:
     schedule = torchs_schedule(name, pp_size, num_microbatches)
-    if TORCHS[name] == 2:
+    if name in OF_ONE_CHUNK:  # it writes no file for these
+        path.write_text("\n".join(map(",".join, torch_order(schedule))))
+    else:
         schedule._dump_csv(str(path))
-        return
-    order = schedule._get_pipeline_order()  # it writes no file for these
-    path.write_text("\n".join(",".join(str(one or "") for one in order[rank]) for rank in range(pp_size)))
 
 
 @pytest.mark.skipif(not hasattr(theirs, "ScheduleDualPipeV"), reason="this torch writes down fewer orders")
 @on_ranks(4)
 def test_plans_that_torch_wrote(rank: int, tmp_path: Path) -> None:
-    for name in TORCHS:
+    names = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    for name in (*OF_ONE_CHUNK, *(f"Schedule{name}" for name in names)):
         path = write(tmp_path, rank, "", f"{name}.csv")
         save_torchs(name, 4, 8, path)
         pairs = [cell for row in load_plan(path).cells() for cell in row if "OVERLAP" in cell]

@@ -73,9 +73,7 @@ def test_a_header_that_is_too_long() -> None:
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
 
 
-@on_ranks(2)
-def test_tensors_of_every_kind_travel(rank: int) -> None:
-    channels = communicator(rank, 2)
+def kinds_of_tensors(rank: int, channels: Communicator) -> None:
     shapes = [(), (0, 4), (3, 5), (2, 3, 4)]
     for repeat in range(3):
         tensors = [torch.full(shape, repeat) for shape in shapes]
@@ -84,29 +82,25 @@ def test_tensors_of_every_kind_travel(rank: int) -> None:
         spec = MessageSpec("list", tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors))
         if rank == 0:
             channels.channel("forward", 0).send(tensors)
-            channels.transport.drain()
         else:
             inbox = receiving(channels.channel("forward", 0), [spec])
             received = taken(inbox)
             assert all(torch.equal(a, b) for a, b in zip(received, tensors))
             assert inbox.is_empty()
-    channels.transport.close()
-    dist.barrier()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-@on_ranks(2)
-def test_receives_are_posted_ahead(rank: int, lookahead: int) -> None:
+FOUR = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
+
+
+def receives_ahead(rank: int, channels: Communicator) -> None:
     """No more than `lookahead` buffers wait, whatever the number of messages."""
-    channels = communicator(rank, 2)
     channel = channels.channel("forward", 0)
-    spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
-    if rank == 0:
-        for i in range(5):
-            channel.send([torch.full((4,), float(i))])
-        channels.transport.drain()
-    else:
-        inbox = receiving(channel, [spec], 5, Lookahead(lookahead))
+    for lookahead in (0, 1, 2):
+        if rank == 0:
+            for i in range(5):
+                channel.send([torch.full((4,), float(i))])
+            continue
+        inbox = receiving(channel, [FOUR], 5, Lookahead(lookahead))
         inbox.post_ahead()
         for i in range(5):
             assert len(inbox._posted) == min(lookahead, 5 - i)
@@ -114,47 +108,80 @@ def test_receives_are_posted_ahead(rank: int, lookahead: int) -> None:
             assert torch.equal(tensor, torch.full((4,), float(i)))
             assert len(inbox._posted) == max(min(lookahead, 5 - i) - 1, 0)  # whoever takes one is about to use it
             inbox.post_ahead()
-    channels.transport.close()
 
 
-@on_ranks(2)
-def test_more_receives_are_posted_while_a_rank_is_idle(rank: int) -> None:
-    channels = communicator(rank, 2)
-    spec = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
+def more_receives_where_a_rank_is_idle(rank: int, channels: Communicator) -> None:
     if rank == 0:
         for i in range(8):
             channels.channel("forward", 0).send([torch.full((4,), float(i))])
-        channels.transport.drain()
-    else:
-        inbox = receiving(channels.channel("forward", 0), [spec], 8, Lookahead(2, idle_bytes=5 * spec.nbytes))
-        inbox.post_ahead()
-        assert len(inbox._posted) == 2
-        inbox.post_all()
-        assert len(inbox._posted) == 5
-        assert [taken(inbox)[0][0].item() for _ in range(8)] == list(range(8))
-        assert inbox.is_empty()
-    channels.transport.close()
+        return
+    inbox = receiving(channels.channel("forward", 0), [FOUR], 8, Lookahead(2, idle_bytes=5 * FOUR.nbytes))
+    inbox.post_ahead()
+    assert len(inbox._posted) == 2
+    inbox.post_all()
+    assert len(inbox._posted) == 5
+    assert [taken(inbox)[0][0].item() for _ in range(8)] == list(range(8))
+    assert inbox.is_empty()
 
 
 LARGE = Outbox.MIN_THREAD_BYTES
 SIZES = [4, 4 * LARGE, 4, 8, LARGE, 4, LARGE, LARGE, 4, 8]
 
 
-@on_ranks(2)
-def test_messages_of_all_sizes_arrive_in_order(rank: int) -> None:
+def sizes_in_order(rank: int, channels: Communicator) -> None:
     """A thread starts the large ones: small ones must not overtake them."""
-    channels = communicator(rank, 2)
     for _ in range(5):
         if rank == 0:
             for number, size in enumerate(SIZES):
                 channels.channel("forward", 0).send([torch.full((size,), number, dtype=torch.uint8)])
-            channels.transport.drain()
-        else:
-            specs = [MessageSpec("tensor", (TensorSpec((size,), torch.uint8, False),)) for size in SIZES]
-            inbox = receiving(channels.channel("forward", 0), specs)
-            for number, size in enumerate(SIZES):
-                (tensor,) = taken(inbox)
-                assert torch.equal(tensor, torch.full((size,), number, dtype=torch.uint8))
+            continue
+        specs = [MessageSpec("tensor", (TensorSpec((size,), torch.uint8, False),)) for size in SIZES]
+        inbox = receiving(channels.channel("forward", 0), specs)
+        for number, size in enumerate(SIZES):
+            (tensor,) = taken(inbox)
+            assert torch.equal(tensor, torch.full((size,), number, dtype=torch.uint8))
+
+
+def large_blocks_again(rank: int, channels: Communicator) -> None:
+    """A large block is used again once nobody holds it: neither a tensor, nor a view of it, nor a graph."""
+    channel = channels.channel("forward", 0)
+    num_messages, size = 12, ReceiveBufferPool.MIN_REUSED_BYTES // 4
+    if rank == 0:
+        for i in range(num_messages):
+            channel.send([torch.full((size,), float(i))])
+        return
+    inbox = receiving(channel, [MessageSpec("tensor", (TensorSpec((size,), torch.float32, True),))], num_messages)
+    blocks, in_flight = set(), []
+    for i in range(num_messages):
+        (tensor,) = taken(inbox)
+        blocks.add(tensor.data_ptr())
+        assert not tensor.requires_grad  # it does not remember what it was
+        in_flight.append((tensor[:1], (tensor.requires_grad_() * tensor).sum()))
+        del tensor
+        if len(in_flight) == 3:
+            view, squares = in_flight.pop(0)
+            assert view.item() == i - 2
+            squares.backward()  # of what the graph has kept
+    assert len(blocks) <= 3 + 2 + 1  # in flight, posted ahead, and one to come back
+    del in_flight, view, squares
+    channels.transport.drain()
+    (pool,) = (pool for pool in channels.transport._pools if pool.buffers)
+    assert len(pool.buffers) == pool.NUM_KEPT
+
+
+@on_ranks(2)
+def test_messages(rank: int) -> None:
+    channels = communicator(rank, 2)
+    for story in (
+        large_blocks_again,
+        kinds_of_tensors,
+        receives_ahead,
+        more_receives_where_a_rank_is_idle,
+        sizes_in_order,
+    ):
+        story(rank, channels)
+        channels.transport.drain()
+        dist.barrier()
     channels.transport.close()
 
 
@@ -195,37 +222,6 @@ def test_the_threads_of_an_outbox_end_with_it() -> None:
     for thread in ours:
         thread.join(20)
         assert not thread.is_alive()
-
-
-@on_ranks(2)
-def test_large_blocks_are_used_again(rank: int) -> None:
-    """A large block is used again once nobody holds it: neither a tensor, nor a view of it, nor a graph."""
-    channels = communicator(rank, 2)
-    channel = channels.channel("forward", 0)
-    num_messages, size = 12, ReceiveBufferPool.MIN_REUSED_BYTES // 4
-    if rank == 0:
-        for i in range(num_messages):
-            channel.send([torch.full((size,), float(i))])
-        channels.transport.drain()
-    else:
-        inbox = receiving(channel, [MessageSpec("tensor", (TensorSpec((size,), torch.float32, True),))], num_messages)
-        blocks, in_flight = set(), []
-        for i in range(num_messages):
-            (tensor,) = taken(inbox)
-            blocks.add(tensor.data_ptr())
-            assert not tensor.requires_grad  # it does not remember what it was
-            in_flight.append((tensor[:1], (tensor.requires_grad_() * tensor).sum()))
-            del tensor
-            if len(in_flight) == 3:
-                view, squares = in_flight.pop(0)
-                assert view.item() == i - 2
-                squares.backward()  # of what the graph has kept
-        assert len(blocks) <= 3 + 2 + 1  # in flight, posted ahead, and one to come back
-        del in_flight, view, squares
-        channels.transport.drain()
-        (pool,) = (pool for pool in channels.transport._pools if pool.buffers)
-        assert len(pool.buffers) == pool.NUM_KEPT
-    channels.transport.close()
 
 
 def test_host_memory_is_on_the_host() -> None:
@@ -344,10 +340,11 @@ def test_at_most_one_message_is_received_early(schedule: str) -> None:
     """On NCCL a receive occupies multiprocessors until its message has come. Neighbours share one communicator for each
     direction, which receives one message at a time, in the order in which they are sent. So what comes before it is
     needed takes memory, but nothing else."""
-    for pp_size, num_chunks in itertools.product((2, 3, 8), (1, 2, 4)):
+    for pp_size, num_chunks, num_slices in itertools.product((2, 3, 8), (1, 2, 4), (1, 3)):
         for num_microbatches in (1, pp_size, 2 * pp_size + 1, 4 * pp_size):
             with contextlib.suppress(ValueError):  # the schedule does not exist for these sizes
-                assert most_received_early(make_plan(schedule, pp_size, num_microbatches, num_chunks)) <= 1
+                plan = make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices)
+                assert most_received_early(plan) <= 1
 
 
 @pytest.mark.parametrize(
