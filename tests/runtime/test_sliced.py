@@ -1,4 +1,4 @@
-"""Sequences cut into slices: the model's gradients, its losses, data and messages, and what is refused."""
+"""Sequences cut into slices: reports, data and messages, and what is refused. tests/cases has their gradients."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,96 +7,42 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tools.against import Received, assert_same_gradients, use_groups
+import torch.distributed as dist
+from cases import Case, Slices
+from cases.stages import Stage, Unpartitioned, loss_and_report
+from tools.against import assert_same_gradients, use_groups
 from tools.marks import needs_graphs
-from tools.models import seed_cpu
+from tools.models import BATCH, HIDDEN, batches
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
-from megapipe import StageInfo, distribute_layers, parallel_state, slices, stages_for_rank
+from megapipe import StageInfo, parallel_state, slices, stages_for_rank
 from megapipe.analysis import load_timeline
 from megapipe.plan import Action
 
-HIDDEN, HEADS, VOCABULARY, BATCH = 8, 2, 11, 2
-
-
-class Layer(nn.Module):
-    """A recurrent state, which a slice hands to the next, and causal attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.step = nn.Linear(HIDDEN, HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
-        self.out = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = self.step(x)
-        before = [last for (last,) in slices.earlier((self, "state"))][-1:]
-        state = torch.cat([*before, state]).cumsum(0)[len(before) :]
-        slices.keep((self, "state"), state[-1:])
-        x = x + torch.tanh(state)
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 1, 3, 0, 4)
-        seen = slices.attention(q, k, v, owner=self)
-        return x + self.out(seen.permute(2, 0, 1, 3).flatten(2))
-
-
-class Chunk(Received):
-    """The layers of a stage. The whole model is the only stage of one."""
-
-    def __init__(self, info: StageInfo, num_layers: int = 4, **config: Any) -> None:
-        super().__init__(info, hidden_size=HIDDEN, **config)
-        self.num_first = 0
-        self.layers = nn.ModuleDict()
-        for number in distribute_layers(num_layers, info):
-            seed_cpu(number)
-            self.layers[str(number)] = Layer()
-        seed_cpu(99)
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if info.is_first else None
-        seed_cpu(98)
-        self.head = nn.Linear(HIDDEN, VOCABULARY) if info.is_last else None
-
-    def set_is_first_microbatch(self) -> None:
-        self.num_first += 1
-
-    def forward(self, given: Tensor) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(slices.cut(given, 0))
-        else:
-            x = given if self.input_tensor is None else self.input_tensor
-        for layer in self.layers.values():
-            x = layer(x)
-        return x if self.head is None else self.head(x)
-
-
-def batches(num_microbatches: int, seq_length: int, seed: int = 1) -> Iterator[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(num_microbatches):
-        text = torch.randint(VOCABULARY, (seq_length + 1, BATCH), generator=generator)
-        yield {"tokens": text[:-1], "labels": text[1:]}
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of a slice its part of the mean over the microbatch."""
-    part = slices.cut(labels, 0)
-    return F.cross_entropy(logits.flatten(0, 1), part.flatten(), reduction="sum") / labels.numel()
+CUT = Case("seq1f1b", 2, 3, [Slices([3, 2, 1])])
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
     batch = next(data_iterator)
 
     def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        loss = loss_of(output, batch["labels"])
-        return loss, {"loss": loss.detach(), "count": 1, "at": slices.current(), "parts": (loss.detach(),)}
+        loss, report = loss_and_report(CUT, output, batch)
+        return loss, {**report, "count": 1, "at": slices.current(), "parts": (loss.detach(),)}
 
     return model(batch["tokens"]), loss_func
 
 
-def build(schedule: str, **config: Any) -> list[Chunk]:
+def stage_of(info: StageInfo, **config: Any) -> Stage:
+    stage = Stage(CUT, info)
+    vars(stage.config).update({"hidden_size": HIDDEN, "sequence_slice_lengths": None, **config})
+    return stage
+
+
+def build(schedule: str, **config: Any) -> list[Stage]:
     use_groups()
-    return [Chunk(info, **config) for info in stages_for_rank(schedule)]
+    return [stage_of(info, **config) for info in stages_for_rank(schedule)]
 
 
 def run(schedule: str, model: Any, m: int, lengths: Sequence[int], **options: Any) -> list[Any]:
@@ -104,19 +50,16 @@ def run(schedule: str, model: Any, m: int, lengths: Sequence[int], **options: An
     chunks[0].config.num_sequence_slices = len(lengths)
     chunks[0].config.sequence_slice_lengths = lengths
     seq_length = sum(lengths)
-    arguments = {"forward_step_func": forward_step, "data_iterator": batches(m, seq_length), **options}
+    data = batches(m, 1, [seq_length] * m)
+    arguments = {"forward_step_func": forward_step, "data_iterator": data, **options}
     sizes = {"num_microbatches": m, "seq_length": seq_length, "micro_batch_size": BATCH}
     return megapipe.get_forward_backward_func(schedule)(model=model, **sizes, **arguments)
 
 
-def assert_right(chunk: nn.Module, m: int, seq_length: int, tolerance: float) -> None:
-    """Gradients are those of whole sequences, within `tolerance` of the norm of all of them. In float32 that of a
-    single bias, where much cancels out, is off by up to 2.4e-6 of its own norm."""
-    model = Chunk(StageInfo(0, 1))
-    for batch in batches(m, seq_length):
-        (loss_of(model(batch["tokens"]), batch["labels"]) / m).backward()
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    assert_same_gradients([chunk], model, atol=tolerance * norm.item())
+def whole(m: int, lengths: Sequence[int]) -> tuple[Unpartitioned, list[Tensor]]:
+    """The model by itself, slice by slice, and its losses."""
+    model = Unpartitioned(Case("seq1f1b", dist.get_world_size(), m, [Slices(lengths)]))
+    return model, model.step(1, 0, False)
 
 
 @on_ranks(2)
@@ -128,7 +71,7 @@ def test_shapes_of_other_slices_are_found(rank: int) -> None:
     for lengths in ((3, 2, 1), (2, 2, 2)):
         stage.zero_grad()
         run("seq1f1b", [stage], 3, lengths)
-        assert_right(chunk, 3, 6, 1e-6)
+        assert_same_gradients([chunk], whole(3, lengths)[0].stages)
 
 
 @on_ranks(2)
@@ -136,26 +79,26 @@ def test_slices_in_autocast(rank: int) -> None:
     options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16, "pipeline_dtype": torch.float32}
     (chunk,) = build("seq1f1b", **options)
     run("seq1f1b", chunk, 2, (3, 3))
-    assert_right(chunk, 2, 6, 0.05)
+    model, _ = whole(2, (3, 3))
+    largest = max(p.grad.norm() for p in model.parameters)
+    assert_same_gradients([chunk], model.stages, atol=0.05 * largest.item())
 
 
 @on_ranks(2)
 def test_each_microbatch_has_one_report_and_one_item_of_data(rank: int) -> None:
     (chunk,) = build("seq1f1b")
-    data = batches(4, 7)
-    reports = run("seq1f1b", chunk, 3, (4, 2, 1), data_iterator=data)
+    firsts: list[int] = []
+    chunk.set_is_first_microbatch = lambda: firsts.append(rank)
+    data = batches(4, 1, [6] * 4)
+    reports = run("seq1f1b", chunk, 3, (3, 2, 1), data_iterator=data)
     assert len(list(data)) == 1  # each chunk has read three items
-    assert chunk.num_first == 1
-    if not chunk.info.is_last:
-        assert reports == []
-        return
-    model = Chunk(StageInfo(0, 1))
-    losses = [loss_of(model(batch["tokens"]), batch["labels"]) for batch in batches(3, 7)]
+    assert firsts == [rank]
+    losses = whole(3, (3, 2, 1))[1] if chunk.info.is_last else []
     for report, loss in zip(reports, losses, strict=True):
-        torch.testing.assert_close(report["loss"], loss.detach())
+        assert torch.equal(report["loss"], loss)
         assert torch.equal(report["parts"][0], report["loss"])
         assert report["count"] == 3
-        assert report["at"] == slices.SequenceSlice(2, 3, 6, 1)
+        assert report["at"] == slices.SequenceSlice(2, 3, 5, 1)
     assert slices.current() is None
 
 
@@ -195,13 +138,9 @@ def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None
     lengths = run("seq1f1b", chunk, 3, (4, 2), forward_only=True, forward_step_func=with_reports_only)
     assert lengths == ([6, 6, 6] if chunk.info.is_last else [])
     assert all(parameter.grad is None for parameter in chunk.parameters())
-    if chunk.info.is_last:
-        model = Chunk(StageInfo(0, 1))
-        for batch, report, output in zip(batches(3, 6), reports, outputs, strict=True):
-            logits = model(batch["tokens"]).detach()
-            torch.testing.assert_close(report["loss"], loss_of(logits, batch["labels"]))
-            assert [part.shape[0] for part in output] == [4, 2]
-            torch.testing.assert_close(torch.cat(output), logits)
+    for report, loss, output in zip(reports, whole(3, (4, 2))[1] if chunk.info.is_last else [], outputs, strict=True):
+        assert torch.equal(report["loss"], loss)
+        assert [part.shape[0] for part in output] == [4, 2]
 
 
 @on_ranks(2)
@@ -268,10 +207,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "arguments", "text"), REFUSED)
 def test_what_does_not_go_with_slices_is_refused(config: Any, arguments: Any, text: str) -> None:
-    model = Chunk(StageInfo(0, 1), **{"num_sequence_slices": 2, **config})
+    model = stage_of(StageInfo(0, 1), **{"num_sequence_slices": 2, **config})
     arguments = {"schedule": "seq1f1b", "seq_length": 6, "micro_batch_size": BATCH, **arguments}
     function = megapipe.get_forward_backward_func(arguments.pop("schedule"))
-    data = {"data_iterator": batches(2, 6), "num_microbatches": 2}
+    data = {"data_iterator": batches(2, 1, [6] * 2), "num_microbatches": 2}
     with pytest.raises(ValueError, match=text):
         function(forward_step_func=forward_step, model=model, **data, **arguments)
 
@@ -293,7 +232,7 @@ def test_a_captured_stage_is_refused() -> None:
     """Its graph was made of one sequence, and would leave out what earlier slices kept."""
     from megapipe.graph import capture
 
-    model = Chunk(StageInfo(0, 1), num_sequence_slices=2)
+    model = stage_of(StageInfo(0, 1), num_sequence_slices=2)
     capture(model, (torch.zeros(3, BATCH, dtype=torch.long),))
     with pytest.raises(ValueError, match="does not go with a captured stage: its graph hands on no state"):
         run("seq1f1b", model, 2, (3, 3))
@@ -313,8 +252,8 @@ def test_slices_are_as_equal_as_can_be() -> None:
         ({"num_sequence_slices": 1}, [None]),
     ):
         lengths.clear()
-        model = Chunk(StageInfo(0, 1), **options)
+        model = stage_of(StageInfo(0, 1), **options)
         megapipe.get_forward_backward_func("seq1f1b")(
-            forward_step_func=step, data_iterator=batches(1, 10), model=model, num_microbatches=1, seq_length=10
+            forward_step_func=step, data_iterator=batches(1, 1, [10]), model=model, num_microbatches=1, seq_length=10
         )
         assert lengths == expected
