@@ -1,7 +1,7 @@
 """The tests for GPUs on the asynchronous device, which counts as CUDA: so that the first GPU finds tests that work.
 
 Tests of replicas, clipping and checkpoints are left out, whose collectives are not emulated, and autocast, which knows
-no such device.
+no such device. What tests/transports/test_devices.py asks for, too, is a soak.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
             "IS_GPU": True,
             "device_of": lambda rank: lazy.device.DEVICE,
             "TRANSPORT": {"p2p_transport": "host" if num_devices == 1 else "nccl"},
-            "KINDS": ["interleaved_1f1b", "dualpipev"],
+            "KINDS": ["dualpipev"],
         }
         with (
             mock.patch.multiple(test_gpu, **on_device),
@@ -45,12 +45,13 @@ NAMES = [
     "test_a_wait_for_the_whole_device_within_a_step",
     "test_a_failure_reaches_both_ranks",
     "test_a_wait_runs_out",
-    "test_a_step_leaves_nothing_in_memory",
     "test_timeline",
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["test_a_step_leaves_nothing_in_memory", *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES)]
+)
 @on_ranks(2)
 def test_as_on_a_gpu(rank: int, name: str) -> None:
     with emulated():
@@ -83,6 +84,7 @@ def test_activations_in_host_memory(rank: int) -> None:
         assert 0.9 * taken <= -freed <= taken
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("schedule", "num_devices"), [("1f1b", 2), ("zbv", 1)])
 @on_ranks(2)
 def test_gradients_as_on_a_gpu(rank: int, schedule: str, num_devices: int) -> None:
@@ -93,10 +95,7 @@ def test_gradients_as_on_a_gpu(rank: int, schedule: str, num_devices: int) -> No
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        name if name in ("zb2p", "interleaved_1f1b") else pytest.param(name, marks=pytest.mark.soak)
-        for name in test_gpu.SCHEDULES
-    ],
+    [name if name == "zb2p" else pytest.param(name, marks=pytest.mark.soak) for name in test_gpu.SCHEDULES],
 )
 @on_ranks(2)
 def test_large_messages_as_on_a_gpu(rank: int, schedule: str) -> None:
