@@ -11,15 +11,14 @@ ranks are one pipeline, and each has its stages of both models.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hf_data import read_rows
 from running import make_parser
 from torch import Tensor, nn
 from transformers import AutoTokenizer
@@ -30,7 +29,6 @@ from megapipe.integrations.transformers import build_chunks, load_weights, save_
 
 Batch = dict[str, Tensor]
 
-
 OPTIONS = {
     "model": (..., "a folder with config, tokenizer and weights"),
     "data": (..., "a .jsonl file of preferences"),
@@ -38,7 +36,7 @@ OPTIONS = {
     "schedule": ("1f1b", f"one of {', '.join(megapipe.schedule_names())}"),
     "pairs_per_microbatch": (1, ""),
     "pairs_per_step": (16, ""),
-    "train_steps": (100, ""),
+    "train_iters": (100, ""),
     "max_length": (1024, "tokens that are looked at of prompt and answer"),
     "beta": (0.1, "how much it costs to leave the reference"),
     "lr": (1e-6, ""),
@@ -49,10 +47,8 @@ OPTIONS = {
 
 def read_pairs(path: str, tokenizer: Any, max_length: int) -> list[list[tuple[Tensor, Tensor]]]:
     """Of each pair the tokens and labels of what was chosen, and of what was rejected."""
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    return [
-        [encode(row["prompt"], row[name], tokenizer, max_length) for name in ("chosen", "rejected")] for row in rows
-    ]
+    names = ("chosen", "rejected")
+    return [[encode(row["prompt"], row[name], tokenizer, max_length) for name in names] for row in read_rows(path)]
 
 
 def encode(prompt: str, answer: str, tokenizer: Any, max_length: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +135,7 @@ def train(args: argparse.Namespace) -> None:
     pairs = read_pairs(args.data, tokenizer, args.max_length)
     trainer = Trainer(args.model, args.schedule, args.beta, args.lr)
     size, generator = args.pairs_per_microbatch, torch.Generator().manual_seed(args.seed)
-    for step in range(args.train_steps):
+    for step in range(args.train_iters):
         drawn = torch.randint(len(pairs), (args.pairs_per_step,), generator=generator).tolist()  # on all ranks the same
         parts = [drawn[start : start + size] for start in range(0, len(drawn), size)]
         reports = trainer.compute_gradients([collate([pairs[number] for number in part]) for part in parts])
@@ -148,14 +144,14 @@ def train(args: argparse.Namespace) -> None:
         trainer.optimizer.zero_grad()
         if reports:
             loss, right = (sum(report[name].item() for report in reports) / len(reports) for name in ("loss", "right"))
-            print(f"step {step + 1}/{args.train_steps}: loss {loss:.4f}, {right:.0%} of the pairs in the right order")
+            print(f"step {step + 1}/{args.train_iters}: loss {loss:.4f}, {right:.0%} of the pairs in the right order")
     save_pretrained(trainer.policy, args.output)
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(args.output)
 
 
 if __name__ == "__main__":
-    args = make_parser(__doc__, options=OPTIONS).parse_args()
+    args = make_parser(__doc__, {"options": OPTIONS}).parse_args()
     dist.init_process_group("gloo")  # on GPUs "nccl", with microbatches on the device
     train(args)
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPTConfig, GPTStage
 from moe import whole_names
-from running import DEVICE, make_parser, run
+from running import DEVICE, count, make_parser, run
 from torch import Tensor, nn
 
 import megapipe
@@ -28,17 +28,15 @@ from megapipe.checkpoint import Checkpointer, read_position
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     options = {
         "load": ("checkpoints/pretrain", "what pretrain_gpt.py was told to --save to"),
-        "max_new_bytes": (100, ""),
+        "max_new_bytes": (100, "", count),
         "temperature": (0.8, "0 takes the likeliest byte each time"),
-        "top_k": (int, "choose among this many likeliest bytes; default: all"),
+        "top_k": (count, "choose among this many likeliest bytes; default: all"),
         "num_virtual_stages_per_pipeline_rank": (1, ""),
         **DEVICE,
     }
-    parser = make_parser(__doc__, options=options)
+    parser = make_parser(__doc__, {"options": options})
     parser.add_argument("prompts", nargs="*", default=["def __init__(self", "import ", "    return "], metavar="TEXT")
     args = parser.parse_args(argv)
-    if args.temperature < 0 or (args.top_k is not None and args.top_k < 1) or args.max_new_bytes < 0:
-        parser.error("--temperature and --max-new-bytes must not be negative, --top-k must be at least 1")
     if not all(args.prompts):
         parser.error("a TEXT must have at least one byte to go on from")
     return args
@@ -48,48 +46,38 @@ def forward_step(tokens: Iterator[Tensor], chunk: nn.Module) -> tuple[Tensor, No
     return chunk(next(tokens)), None  # without a loss function the outputs themselves are returned
 
 
-class Generator:
-    """All ranks are one pipeline, and every rank calls `__call__` alike."""
+def generate(args: argparse.Namespace, device: torch.device) -> list[bytes]:
+    """The texts with what follows. All ranks are one pipeline, and all have them."""
+    config = GPTConfig(**read_position(args.load).data["model"])
+    parallel_state.initialize_model_parallel(dist.get_world_size(), args.num_virtual_stages_per_pipeline_rank)
+    chunks = [GPTStage(config, stage).to(device).eval() for stage in megapipe.stages_for_rank("inference")]
+    Checkpointer(args.load, chunks, parts=whole_names).load()
+    random = torch.Generator(device).manual_seed(args.seed)  # drawn from by the last rank only
+    texts = [prompt.encode() for prompt in args.prompts]
+    for _ in range(args.max_new_bytes):
+        logits = next_logits(chunks, [text[-config.max_position_embeddings :] for text in texts], device)
+        chosen = torch.zeros(len(texts), dtype=torch.long, device=device)
+        if logits:
+            chosen = torch.stack([choose(one, args.temperature, args.top_k, random) for one in logits])
+        dist.broadcast(chosen, src=dist.get_world_size() - 1)
+        texts = [text + bytes([byte]) for text, byte in zip(texts, chosen.tolist())]
+    return texts
 
-    def __init__(self, folder: str, num_virtual_stages: int, device: torch.device) -> None:
-        self.device = device
-        self.config = GPTConfig(**read_position(folder).data["model"])
-        parallel_state.initialize_model_parallel(dist.get_world_size(), num_virtual_stages)
-        self.schedule = megapipe.get_forward_backward_func("inference")
-        self.chunks = [
-            GPTStage(self.config, stage).to(device).eval() for stage in megapipe.stages_for_rank("inference")
-        ]
-        Checkpointer(folder, self.chunks, parts=whole_names).load()
 
-    def __call__(
-        self, texts: list[bytes], max_new_bytes: int, temperature: float, top_k: int | None, seed: int
-    ) -> list[bytes]:
-        """The texts with `max_new_bytes` more each."""
-        random = torch.Generator(self.device).manual_seed(seed)  # drawn from by the last rank only
-        for _ in range(max_new_bytes):
-            seen = [text[-self.config.max_position_embeddings :] for text in texts]
-            logits = self.next_logits(seen)
-            chosen = torch.zeros(len(texts), dtype=torch.long, device=self.device)
-            if logits:
-                chosen = torch.stack([choose(one, temperature, top_k, random) for one in logits])
-            dist.broadcast(chosen, src=dist.get_world_size() - 1)
-            texts = [text + bytes([byte]) for text, byte in zip(texts, chosen.tolist())]
-        return texts
-
-    def next_logits(self, texts: list[bytes]) -> list[Tensor]:
-        """Of the byte after each text. Empty but on the last rank."""
-        longest = max(len(text) for text in texts)
-        # What follows a byte does not change what is computed for it.
-        tokens = [torch.tensor([*text.ljust(longest, b" ")], device=self.device).unsqueeze(1) for text in texts]
-        outputs = self.schedule(
-            forward_step_func=forward_step,
-            data_iterator=iter(tokens),
-            model=self.chunks,
-            num_microbatches=len(texts),
-            seq_length=longest,
-            micro_batch_size=1,
-        )
-        return [output[len(text) - 1, 0].float() for text, output in zip(texts, outputs)]
+def next_logits(chunks: list[GPTStage], texts: list[bytes], device: torch.device) -> list[Tensor]:
+    """Of the byte after each text. Empty but on the last rank."""
+    longest = max(len(text) for text in texts)
+    # What follows a byte does not change what is computed for it.
+    tokens = [torch.tensor([*text.ljust(longest, b" ")], device=device).unsqueeze(1) for text in texts]
+    outputs = megapipe.get_forward_backward_func("inference")(
+        forward_step_func=forward_step,
+        data_iterator=iter(tokens),
+        model=chunks,
+        num_microbatches=len(texts),
+        seq_length=longest,
+        micro_batch_size=1,
+    )
+    return [output[len(text) - 1, 0].float() for text, output in zip(texts, outputs)]
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, random: torch.Generator) -> Tensor:
@@ -98,12 +86,6 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, random: torch.
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random).squeeze()
-
-
-def generate(args: argparse.Namespace, device: torch.device) -> list[bytes]:
-    generator = Generator(args.load, args.num_virtual_stages_per_pipeline_rank, device)
-    texts = [prompt.encode() for prompt in args.prompts]
-    return generator(texts, args.max_new_bytes, args.temperature, args.top_k, args.seed)
 
 
 def write(args: argparse.Namespace, device: torch.device) -> None:

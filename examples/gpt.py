@@ -6,10 +6,8 @@ model is the same however it is cut.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +29,12 @@ class GPTConfig(PipelineConfig):
     max_position_embeddings: int = 128
     dropout: float = 0.0
     seed: int = 1234
-    transformer_impl: str = "local"
-    """"transformer_engine" takes the layers of NVIDIA's package of this name, which needs a GPU."""
 
     # Experts
     num_experts: int | None = None
-    """Per layer; None for an MLP instead."""
+    """Per layer, in all; None for an MLP instead."""
     moe_topk: int = 2
+    """Experts of each token, besides the shared one."""
     moe_aux_loss_coeff: float = 1e-2
     moe_aux_loss_scale: float = 1.0
     """1 / num_microbatches, as the loss itself is scaled."""
@@ -45,6 +42,8 @@ class GPTConfig(PipelineConfig):
 
 
 class Attention(nn.Module):
+    """Causal, from slice to slice."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if config.hidden_size % config.num_attention_heads:
@@ -58,100 +57,37 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        return self.proj(attend(self.qkv(x), self.num_heads, dropout, self))
-
-
-def attend(qkv: Tensor, num_heads: int, dropout: float, layer: nn.Module) -> Tensor:
-    """Causal attention: [sequence, batch, 3 hidden] to [sequence, batch, hidden]. It goes on from slice to slice."""
-    seq_length, batch_size, _ = qkv.shape
-    heads = qkv.view(seq_length, batch_size, 3, num_heads, -1)
-    q, k, v = heads.permute(2, 1, 3, 0, 4)  # each [batch, heads, sequence, hidden of a head]
-    mixed = slices.attention(q, k, v, owner=layer, dropout_p=dropout)
-    return mixed.permute(2, 0, 1, 3).reshape(seq_length, batch_size, -1)
+        heads = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1)
+        q, k, v = heads.permute(2, 1, 3, 0, 4)  # each [batch, heads, sequence, hidden of a head]
+        mixed = slices.attention(q, k, v, owner=self, dropout_p=self.dropout if self.training else 0.0)
+        return self.proj(mixed.permute(2, 0, 1, 3).reshape(x.shape))
 
 
 class Layer(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden_size)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size)
-        self.up = nn.Linear(config.hidden_size, 4 * config.hidden_size)
-        self.down = nn.Linear(4 * config.hidden_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
-
-
-class MoELayer(nn.Module):
-    """A layer with a mixture of experts for its MLP."""
+    """With an MLP, or a mixture of experts in its place."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.hidden_size)
-        self.moe = MoE(
-            config.hidden_size,
-            4 * config.hidden_size,
-            config.num_experts,
-            config.moe_topk,
-            config.moe_aux_loss_coeff,
-            config.moe_aux_loss_scale,
-            config.expert_model_parallel_group,
-        )
+        self.moe = None
+        if config.num_experts is None:
+            self.up = nn.Linear(config.hidden_size, 4 * config.hidden_size)
+            self.down = nn.Linear(4 * config.hidden_size, config.hidden_size)
+        else:
+            self.moe = MoE(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return run_segments(self.forward_segments(x))
 
     def forward_segments(self, x: Tensor) -> Generator[None, None, Tensor]:
+        """It stops where its experts wait."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        y = yield from in_segments(self.moe, self.mlp_norm(x))
+        y = self.mlp_norm(x)
+        y = self.down(F.gelu(self.up(y))) if self.moe is None else (yield from in_segments(self.moe, y))
         return x + self.dropout(y)
-
-
-class TransformerEngineLayer(nn.Module):
-    """Of NVIDIA's fused layers, which defer their weight gradients themselves: W calls their `backward_dw()`."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        te = _transformer_engine()
-        hidden_size = config.hidden_size
-        self.num_heads = config.num_attention_heads
-        self.attention_dropout = config.dropout
-        self.qkv = te.LayerNormLinear(hidden_size, 3 * hidden_size, delay_wgrad_compute=True)
-        self.proj = te.Linear(hidden_size, hidden_size, delay_wgrad_compute=True)
-        self.mlp = te.LayerNormMLP(hidden_size, 4 * hidden_size, delay_wgrad_compute=True)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropout = self.attention_dropout if self.training else 0.0
-        x = x + self.dropout(self.proj(attend(self.qkv(x), self.num_heads, dropout, self)))
-        return x + self.dropout(self.mlp(x))
-
-
-def _transformer_engine() -> Any:
-    try:
-        return importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
-        raise ImportError(
-            f"transformer_impl 'transformer_engine' needs NVIDIA's package of this name, which cannot be imported "
-            f"({error}): install transformer-engine[pytorch] on a machine with a GPU, or use 'local'."
-        ) from error
-
-
-def make_layer(config: GPTConfig) -> nn.Module:
-    if config.transformer_impl not in ("local", "transformer_engine"):
-        raise ValueError(f"transformer_impl must be 'local' or 'transformer_engine', got {config.transformer_impl!r}.")
-    if config.transformer_impl == "transformer_engine":
-        if config.num_experts is not None:
-            raise ValueError(f"num_experts={config.num_experts} needs transformer_impl 'local'.")
-        return TransformerEngineLayer(config)
-    return Layer(config) if config.num_experts is None else MoELayer(config)
 
 
 class Embedding(nn.Module):
@@ -184,7 +120,7 @@ class GPTStage(nn.Module):
         self.config = config
         self.stage = stage
         self.embedding = Embedding(config) if stage.is_first else None
-        self.layers = nn.ModuleDict({str(n): make_layer(config) for n in distribute_layers(config.num_layers, stage)})
+        self.layers = nn.ModuleDict({str(n): Layer(config) for n in distribute_layers(config.num_layers, stage)})
         self.head = Head(config) if stage.is_last else None
         self.input_tensor: Tensor | None = None
         convert(self)
@@ -214,11 +150,10 @@ class GPTStage(nn.Module):
             for named in whole_names(name, parameter, parameter.data)
         )
         for name, matrix in matrices:
-            generator = torch.Generator().manual_seed(
-                config.seed + sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
-            )
+            number = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
+            generator = torch.Generator().manual_seed(config.seed + number)
             std = 0.02
-            if any(last in name for last in ("proj.weight", "down.weight", "fc2_weight")):
+            if any(last in name for last in ("proj.weight", "down.weight")):
                 std /= (2 * config.num_layers) ** 0.5  # so that the sum over all layers keeps its size
             matrix.copy_(torch.empty(matrix.shape).normal_(0.0, std, generator=generator))
         for module in self.modules():

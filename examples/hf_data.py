@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +33,16 @@ class Sequences(NamedTuple):
 
 
 def read_data(path: str, tokenizer: Any, seq_length: int, is_packed: bool) -> Sequences:
-    rows = read_rows(path)
-    rows = rows.map(partial(tokenize, tokenizer=tokenizer), remove_columns=rows.column_names)
     tokens, labels = [], []
-    for row in rows.with_format("torch"):
-        tokens.append(row["tokens"])
-        labels.append(torch.where(row["learnt"], row["tokens"], -100))
+    for row in read_rows(path):
+        found, learnt = map(torch.tensor, tokenize(row, tokenizer))
+        tokens.append(found)
+        labels.append(torch.where(learnt, found, -100))
         labels[-1][:1] = -100  # which would be predicted from the document before
-    found = pack(tokens, labels, seq_length) if is_packed else pad(tokens, labels, seq_length, tokenizer)
-    if len(found.tokens) < 2:
+    sequences = pack(tokens, labels, seq_length) if is_packed else pad(tokens, labels, seq_length, tokenizer)
+    if len(sequences.tokens) < 2:
         raise ValueError(f"--data {path} is too short for two sequences of {seq_length} tokens.")
-    return found
+    return sequences
 
 
 def pad(tokens: list[Tensor], labels: list[Tensor], seq_length: int, tokenizer: Any) -> Sequences:
@@ -74,26 +73,19 @@ def pack(tokens: list[Tensor], labels: list[Tensor], seq_length: int) -> Sequenc
     return found._replace(positions=numbers - starts)
 
 
-def read_rows(path: str) -> Any:
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise SystemExit("Reading --data takes datasets: pip install -e '.[models]' in megapipe's folder.") from None
-    datasets.disable_progress_bars()
-    try:
-        return datasets.load_dataset("json", data_files=path, split="train")
-    except Exception as error:
-        with open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    json.loads(line.strip() or "{}")
-                except ValueError as broken:
-                    raise ValueError(f"line {number} of --data {path} is no JSON ({broken}): {line[:60]!r}.") from None
-        raise ValueError(f"--data {path} cannot be read, or is empty ({error!r}).") from error
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """Of lines of JSON."""
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"line {number} of --data {path} is no JSON ({error}): {line[:60]!r}.") from None
+    return rows
 
 
-def tokenize(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Token by token whether it is to be learnt."""
+def tokenize(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """The tokens, and for each whether it is to be learnt."""
     if row.get("messages"):
         # As transformers looks for it: without it, it has no marks.
         marks = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
@@ -108,6 +100,5 @@ def tokenize(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
             tokens = [*tokens, tokenizer.eos_token_id]
         learnt = [True] * len(tokens)
     else:
-        found = {name: value for name, value in row.items() if value is not None}
-        raise ValueError(f'each line of the data needs "text" or at least one of "messages", but one is {found}.')
-    return {"tokens": tokens, "learnt": learnt}
+        raise ValueError(f'each line of the data needs "text" or at least one of "messages", but one is {row}.')
+    return tokens, learnt

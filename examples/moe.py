@@ -28,22 +28,18 @@ class Router(nn.Module):
     where experts are chosen, and nowhere else (https://arxiv.org/abs/2408.15664): `balance_loads` changes it.
 
     Args:
-        aux_loss_coeff: weight of the auxiliary loss that evens out the load of the experts
-            (https://arxiv.org/abs/2101.03961, equation 4).
-        aux_loss_scale: what the loss is multiplied with before it is differentiated, so that the auxiliary loss is too:
-            1 / num_microbatches.
+        config: with `moe_aux_loss_coeff`, the weight of the auxiliary loss (https://arxiv.org/abs/2101.03961, equation
+            4), and `moe_aux_loss_scale`, what it is multiplied with before it is differentiated, as the loss is.
     """
 
-    def __init__(
-        self, hidden_size: int, num_experts: int, topk: int, aux_loss_coeff: float, aux_loss_scale: float
-    ) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        if not 1 <= topk <= num_experts:
-            raise ValueError(f"topk={topk} of {num_experts} experts cannot be chosen: use 1 to {num_experts}.")
-        self.topk = topk
-        self.aux_loss_coeff = aux_loss_coeff
-        self.aux_loss_scale = aux_loss_scale
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.topk, num_experts = config.moe_topk, config.num_experts
+        if not 1 <= self.topk <= num_experts:
+            raise ValueError(f"topk={self.topk} of {num_experts} experts cannot be chosen: use 1 to {num_experts}.")
+        self.aux_loss_coeff = config.moe_aux_loss_coeff
+        self.aux_loss_scale = config.moe_aux_loss_scale
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
         nn.init.normal_(self.weight, std=0.02)
         self.register_buffer("bias", torch.zeros(num_experts))
         self.register_buffer("load", torch.zeros(num_experts), persistent=False)
@@ -145,39 +141,27 @@ class MoE(nn.Module):
     """[..., hidden] to [..., hidden].
 
     Args:
-        num_experts: in all; each rank of `group` holds an equal share, in the order of the ranks.
-        topk: experts of a token, besides the shared one.
-        ffn_size: of an expert and of the shared one.
-        aux_loss_coeff, aux_loss_scale: see `Router`.
-        group: the ranks that share out the experts; None where this rank has them all. All of them run the same
-            forwards and backwards in the same order, each on its own tokens.
+        config: a GPTConfig. The ranks of its `expert_model_parallel_group` share out the experts, in their order; None
+            where this rank has them all. All of them run the same forwards and backwards in the same order, each on
+            its own tokens.
 
     The experts' parameters are marked with `allreduce = False`, as in Megatron: the other ranks of the group have
     other experts, so their gradients are not to be summed up with theirs. And with `first_expert`, the number of their
     first one among all.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_size: int,
-        num_experts: int,
-        topk: int,
-        aux_loss_coeff: float = 0.0,
-        aux_loss_scale: float = 1.0,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        group_size, group_rank = (1, 0) if group is None else (group.size(), group.rank())
-        if num_experts % group_size:
+        self.group = group = config.expert_model_parallel_group
+        self.group_size, group_rank = (1, 0) if group is None else (group.size(), group.rank())
+        if config.num_experts % self.group_size:
             raise ValueError(
-                f"{num_experts} experts cannot be shared out evenly among {group_size} ranks: use a multiple of "
-                f"{group_size}."
+                f"{config.num_experts} experts cannot be shared out evenly among {self.group_size} ranks: use a "
+                f"multiple of {self.group_size}."
             )
-        self.group = group
-        self.group_size = group_size
-        self.num_local_experts = num_experts // group_size
-        self.router = Router(hidden_size, num_experts, topk, aux_loss_coeff, aux_loss_scale)
+        self.num_local_experts = config.num_experts // self.group_size
+        hidden_size, ffn_size = config.hidden_size, 4 * config.hidden_size
+        self.router = Router(config)
         self.experts = Experts(self.num_local_experts, hidden_size, ffn_size)
         self.shared = SharedExpert(hidden_size, ffn_size)
         for parameter in self.experts.parameters():

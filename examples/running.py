@@ -15,25 +15,34 @@ import torch.distributed as dist
 DEVICE = {"device": ((None, "cuda", "cpu"), "default: GPUs, if there are any"), "seed": (1234, "")}
 
 
-def make_parser(doc: str, **groups: dict[str, tuple[Any, str]]) -> argparse.ArgumentParser:
-    """Each option has a default and a text. In place of a default a type says that there is none, `...` that the option
-    must be given; False is a switch, and the first one of a tuple is the default of a choice."""
+def count(text: str) -> int:
+    """The type of an option that cannot be 0."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def make_parser(doc: str, groups: dict[str, dict[str, Any]], **defaults: Any) -> argparse.ArgumentParser:
+    """Each option has a default and a text, and its type where that is not the default's. In place of a default a type
+    says that there is none, `...` that the option must be given; False is a switch, and the first one of a tuple is the
+    default of a choice. `defaults` are others than those of the tables."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     for title, options in groups.items():
         group = parser.add_argument_group(title)
-        for name, (default, text) in options.items():
-            kind: dict[str, Any] = {"type": type(default), "default": default}
+        for name, (default, text, *types) in options.items():
+            kind: dict[str, Any] = {"type": types[0] if types else type(default), "default": default}
             if default is ...:
                 kind = {"required": True}
             elif default is bool:
                 kind = {"action": argparse.BooleanOptionalAction}
             elif default is False:
                 kind = {"action": "store_true"}
-            elif isinstance(default, type):
-                kind = {"type": default}
             elif isinstance(default, tuple):
                 kind = {"choices": [one for one in default if one], "default": default[0]}
+            elif callable(default):
+                kind = {"type": default}
             group.add_argument("--" + name.replace("_", "-"), help=text or None, **kind)
+    parser.set_defaults(**defaults)
     return parser
 
 

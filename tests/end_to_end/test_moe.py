@@ -1,7 +1,6 @@
 """The example's mixture of experts, alone and in a pipeline."""
 
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from tools.against import add_gradients, assert_same_gradients, step
 from tools.collectives import watching
 from tools.ranks import RankPool, on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 import megapipe
 from megapipe import StageInfo, parallel_state
@@ -23,13 +22,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPTConfig, GPTStage
 from moe import MoE, balance_loads, load_balancing_loss
 
-HIDDEN, FFN, EXPERTS, TOPK = 8, 12, 4, 2
-AUX = {"aux_loss_coeff": 0.1, "aux_loss_scale": 0.5}
+HIDDEN, EXPERTS, TOPK = 8, 4, 2
+AUX = {"moe_aux_loss_coeff": 0.1, "moe_aux_loss_scale": 0.5}
+NO_AUX = {"moe_aux_loss_coeff": 0.0}
 
 
-def make_moe(**options: Any) -> MoE:
+def make_moe(group: Any = None, aux: dict[str, float] = NO_AUX) -> MoE:
     torch.manual_seed(1)
-    return MoE(HIDDEN, FFN, EXPERTS, TOPK, **options).double()
+    config = GPTConfig(hidden_size=HIDDEN, num_experts=EXPERTS, expert_model_parallel_group=group, **aux)
+    return MoE(config).double()
 
 
 def tokens_of(replica: int) -> Tensor:
@@ -68,12 +69,12 @@ def test_equal_to_every_token_by_itself(routing: str) -> None:
 
 def test_gradient_of_the_auxiliary_loss() -> None:
     """As if it had been added to the loss."""
-    moe, plain = make_moe(**AUX), make_moe()
+    moe, plain = make_moe(aux=AUX), make_moe()
     x, y = tokens_of(0).requires_grad_(), tokens_of(0).requires_grad_()
     moe(x).square().sum().backward()
     probabilities = F.linear(y.flatten(0, 1).float(), plain.router.weight.float()).softmax(-1)
     aux_loss = load_balancing_loss(probabilities, probabilities.topk(TOPK).indices)
-    (plain(y).square().sum() + AUX["aux_loss_coeff"] * AUX["aux_loss_scale"] * aux_loss).backward()
+    (plain(y).square().sum() + AUX["moe_aux_loss_coeff"] * AUX["moe_aux_loss_scale"] * aux_loss).backward()
     assert not torch.allclose(moe.router.weight.grad, make_gradient(plain), atol=1e-9)
     torch.testing.assert_close(moe.router.weight.grad, plain.router.weight.grad, rtol=0, atol=1e-6)
     torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-6)
@@ -123,14 +124,14 @@ def test_loads_of_all_replicas_count(rank: int) -> None:
 
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="topk=5 of 4 experts"):
-        MoE(HIDDEN, FFN, 4, 5)
+        MoE(GPTConfig(num_experts=4, moe_topk=5))
 
 
 @pytest.mark.parametrize("routing", ["even", "few"])
 @on_ranks(2)
 def test_shared_out_is_the_same(rank: int, routing: str) -> None:
     """Two ranks with half of the experts each, against one rank with all experts and both ranks' tokens."""
-    moe, whole = make_moe(group=dist.group.WORLD, **AUX), make_moe(**AUX)
+    moe, whole = make_moe(dist.group.WORLD, AUX), make_moe(aux=AUX)
     set_routing(whole, routing)
     moe.router.load_state_dict(whole.router.state_dict())
     moe.shared.load_state_dict(whole.shared.state_dict())
@@ -160,7 +161,7 @@ def test_shared_out_is_the_same(rank: int, routing: str) -> None:
 @on_ranks(3)
 def test_experts_that_cannot_be_shared_out(rank: int) -> None:
     with pytest.raises(ValueError, match="4 experts cannot be shared out evenly among 3 ranks"):
-        make_moe(group=dist.group.WORLD)
+        make_moe(dist.group.WORLD)
 
 
 # In a pipeline
@@ -304,39 +305,3 @@ def test_groups(rank: int) -> None:
     assert parallel_state.get_expert_model_parallel_world_size() == 1
     assert parallel_state.get_expert_model_parallel_rank() == 0
     assert parallel_state.get_expert_data_parallel_group() is parallel_state.get_data_parallel_group()
-
-
-# transformer-engine
-
-
-def test_transformer_engine_is_asked_for_deferred_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in with its names and signatures."""
-
-    class Norm(nn.Sequential):
-        def __init__(self, norm_size: int, *layers: nn.Module, delay_wgrad_compute: bool = False) -> None:
-            super().__init__(nn.LayerNorm(norm_size), *layers)
-            assert delay_wgrad_compute
-
-    class Linear(nn.Linear):
-        def __init__(self, in_features: int, out_features: int, delay_wgrad_compute: bool = False) -> None:
-            super().__init__(in_features, out_features)
-            assert delay_wgrad_compute
-
-    fake = types.ModuleType("transformer_engine.pytorch")
-    fake.Linear = Linear
-    fake.LayerNormLinear = lambda size, out, **options: Norm(size, nn.Linear(size, out), **options)
-    fake.LayerNormMLP = lambda size, ffn, **options: Norm(
-        size, nn.Linear(size, ffn), nn.GELU(), nn.Linear(ffn, size), **options
-    )
-    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", fake)
-    stage = GPTStage(GPTConfig(**SIZES, transformer_impl="transformer_engine"), StageInfo(0, 1))
-    assert stage(torch.zeros(6, 2, dtype=torch.long)).shape == (6, 2, 11)
-    with pytest.raises(ValueError, match="num_experts=4 needs transformer_impl 'local'"):
-        GPTStage(GPTConfig(**SIZES, transformer_impl="transformer_engine", num_experts=4), StageInfo(0, 1))
-
-
-def test_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    with pytest.raises(ImportError, match=r"install transformer-engine\[pytorch\] .* or use 'local'"):
-        GPTStage(GPTConfig(**SIZES, transformer_impl="transformer_engine"), StageInfo(0, 1))

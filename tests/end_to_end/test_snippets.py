@@ -190,7 +190,8 @@ def test_commands_exist(command: str) -> None:
     else:
         (script,) = (word for word in words if word.endswith(".py"))
         if "/" in script:
-            text = (ROOT / script).read_text() + (ROOT / "examples/running.py").read_text()
+            text = "".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+            assert (ROOT / script).exists()
             options = set(re.findall(r"\"(--[a-z-]+)\"", text))
             options |= {f"--{field.replace('_', '-')}" for field in re.findall(r"\"(\w+)\": \(", text)}
             assert {word for word in words[words.index(script) :] if word.startswith("--")} <= options
