@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.rows import ROWS
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 
@@ -57,22 +58,57 @@ def test_the_example_prints_all_causes_of_the_bubble() -> None:
     assert sum(map(float, re.findall(r"([\d.]+)%", line[1]))) == pytest.approx(float(line[0][:-1]), abs=0.3)
 
 
+SHOWN = {
+    "GPipe, 1F1B": "gpipe 1f1b",
+    "interleaved 1F1B, breadth-first": "interleaved_1f1b looped_bfs",
+    "zero bubble on one chunk or several (ZB-H1, ZB-H2)": "zb1p zb2p interleaved_zb1p",
+    "ZB-V": "zbv",
+    "V-Half, V-Min": "v_half v_min",
+    "DualPipeV": "dualpipev",
+    "overlap of forward and backward of two microbatches in one chunk": "dualpipev combined_1f1b combined_zb1p",
+    "Seq1F1B (slices of sequences)": "seq1f1b seq_interleaved_1f1b seq_zb1p",
+    "number of microbatches": "tests/plan/test_schedules.py",
+    "split backward with `torch.compile`": "tests/graph/test_graph_capture.py::test_inductor",
+    "split backward with activation checkpointing": "Forms Recompute",
+    "a schedule from a file": "Planned tests/runtime/test_planned.py::test_plans_that_torch_wrote",
+    "a schedule of your own": "docs/tutorials/own_schedule.md",
+    "check of a schedule for hangs, before a run": "docs/tutorials/own_schedule.md",
+    "simulate and draw without a run": "tests/analysis/test_cli.py::test_pictures",
+    "measured timeline, bubble by cause, prediction of other schedules": "docs/bubble.md",
+    "one rank fails: what the others say": "Failure docs/errors.md",
+    "messages between stages": "Message Companions Number",
+    "checkpoint loads under another schedule and pipeline size": "tests/checkpoint/test_checkpoint.py",
+    "optimizer step without a barrier (post-validation)": "Optimizer docs/optimizers.md",
+    "tests against the unpartitioned model": "tests/cases/test_rows.py::test_equal_to_the_unpartitioned_model",
+    "cut an unchanged model by tracing": "docs/split.md tests/integrations/test_split.py",
+    "ZeRO-2, ZeRO-3, FSDP with pipelines": "Replicas docs/data_parallelism.md",
+    "tensor parallelism": "tests/integrations/test_tensor_parallel.py::test_the_script_trains",
+    "activation offloading by schedule": "Offload docs/howto/memory.md",
+    "Hugging Face models, unchanged": "docs/huggingface.md tests/integrations/test_transformers.py",
+    "LoRA; towers of images": "tests/integrations/finetuning.py tests/integrations/test_towers_of_transformers.py",
+    "post-training": "tests/integrations/test_dpo.py docs/huggingface.md",
+}
+"""What runs each feature of the comparison: a schedule or a feature of the rows in tests/cases, a page, or a test."""
+
+
 def test_the_comparison_has_what_megapipe_can() -> None:
     """It said that plans from files are not run, that no model is cut, and that one schedule alone overlaps pairs."""
-    rows = {
-        cells[1].strip(): cells[2].strip()
-        for cells in re.findall(r"^(\|)([^|]+)\|([^|]+)\|", (DOCS / "comparison.md").read_text(), re.MULTILINE)
-    }
-    assert rows["a schedule from a file"].startswith("yes")
-    assert rows["cut an unchanged model by tracing"].startswith("yes") == hasattr(megapipe, "split")
+    table = re.findall(r"^\|([^|]+)\|([^|]+)\|", (DOCS / "comparison.md").read_text(), re.MULTILINE)
+    ours = {name.strip(): cell.strip() for name, cell in table[2:]}
+    absent = ("no", "**no**", "the model's business")
+    assert SHOWN.keys() == {name for name, cell in ours.items() if not cell.startswith(absent)}
+    run = {row.schedule for row in ROWS} | {type(feature).__name__ for row in ROWS for feature in row.features}
+    for what in " ".join(SHOWN.values()).split():
+        path, _, test = what.partition("::")
+        text = "" if what in run else (ROOT / path).read_text()
+        assert what in run or ("```python" if path.endswith(".md") else f"def {test or 'test_'}") in text, what
     pairs = {
         name
         for name in megapipe.schedule_names()
         if megapipe.plan.make_plan(name, 1 if find_schedule(name).max_pp_size else 4, 8).program.pairs[0]
     }
-    assert (
-        set(re.findall(r"`(\w+)`", rows["overlap of forward and backward of two microbatches in one chunk"])) == pairs
-    )
+    overlapped = ours["overlap of forward and backward of two microbatches in one chunk"]
+    assert set(re.findall(r"`(\w+)`", overlapped)) == pairs
 
 
 def test_the_benchmarks_in_short_are_those_of_the_tables() -> None:
