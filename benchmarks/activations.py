@@ -29,10 +29,10 @@ from megapipe.activations import Offload, offload, saving
 from megapipe.plan import Costs, Plan, Settings, make_plan, offload_activations
 
 from .emulation import Deferring, Stage, Whole
-from .launching import gather, launch
-from .options import options
+from .launching import gather
+from .options import run
 from .rounds import Emulated, take_turns
-from .tables import save_table
+from .tables import Table
 
 PLAN = "by the plan"
 NOTES = """Medians of interleaved steps. *of*: the step over that of the first way. *peak*: most microbatches
@@ -126,11 +126,12 @@ class Case(Emulated):
             work = functools.partial(checkpoint, work, use_reentrant=False)
         return Stage(index, work, self.emulation, config)
 
-    def step(self) -> None:
+    def step(self) -> Any:
         ALIVE.refs, ALIVE.most = [], 0
         LINKS.seconds = self.copy_seconds
-        super().step()
+        found = super().step()
         self.most = max(self.most, ALIVE.most)
+        return found
 
 
 def plan_of_case(name: str, args: argparse.Namespace, num_microbatches: int, case: str) -> Plan:
@@ -142,24 +143,12 @@ def plan_of_case(name: str, args: argparse.Namespace, num_microbatches: int, cas
     return offload_activations(plan, Costs(), args.copying) if case in ("O", "both") else plan
 
 
-def main() -> None:
-    # The milliseconds are those of each of F, R, B and W of a rank's microbatch, and of a copy where `copying` is 1.
-    args = options(
-        pp=4,
-        microbatches=[8, 16],
-        milliseconds=20.0,
-        copying=1.0,
-        rounds=5,
-        schedules=["1f1b", "interleaved_1f1b", "zbv", "v_half"],
-        ways=WAYS[:4],
-    )
-    rows = launch(args.pp, measure, args)
-    title = f"Activations on emulated compute, pp={args.pp}, {args.milliseconds:g} ms, copies {args.copying:g} of an F"
-    header = f"schedule | microbatches | activations | step, ms | {PLAN} | of {args.ways[0]} | {PLAN} | peak | {PLAN}"
-    save_table(f"activations-pp{args.pp}", title, header, rows, NOTES, args.folder)
+# The milliseconds are those of each of F, R, B and W of a rank's microbatch, and of a copy where `copying` is 1.
+DEFAULTS: dict[str, Any] = {"pp": 4, "microbatches": [8, 16], "milliseconds": 20.0, "copying": 1.0, "rounds": 5}
+DEFAULTS |= {"schedules": ["1f1b", "interleaved_1f1b", "zbv", "v_half"], "ways": WAYS[:4]}
 
 
-def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     rows = []
     load = Offload.load
 
@@ -179,7 +168,9 @@ def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
             for (name, case), one in zip(cases, emulated):
                 peak = max(gather(one.most)) / SCHEDULES[name]
                 rows.append(row(name, m, case, times, peak, args))
-    return rows
+    title = f"Activations on emulated compute, pp={args.pp}, {args.milliseconds:g} ms, copies {args.copying:g} of an F"
+    header = f"schedule | microbatches | activations | step, ms | {PLAN} | of {args.ways[0]} | {PLAN} | peak | {PLAN}"
+    return [(f"activations-pp{args.pp}", title, header, rows, NOTES)]
 
 
 def row(name: str, m: int, case: str, times: dict[Any, float], peak: float, args: argparse.Namespace) -> list[str]:
@@ -201,5 +192,4 @@ def row(name: str, m: int, case: str, times: dict[Any, float], peak: float, args
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    run(measure, **DEFAULTS)

@@ -1,20 +1,18 @@
 """Bytes that plans predict, beside those of runs: the peak of each rank, for every schedule.
 
-    torchrun --nproc-per-node 4 benchmarks/bytes.py [--models small,deep,wide] [--ways plain,R,O,both] [--schedules ...]
-    torchrun --nproc-per-node 8 benchmarks/bytes.py --ways sharded,window
+    python -m benchmarks.bytes --models small deep wide --ways plain R O both
+    python -m benchmarks.bytes --ways sharded window
 
 Predicted: what one microbatch holds on each stage, found on torch's fake tensors (captured stages are run once, by
-themselves), added up over the plan. Measured: storages alive in the second step of a run, on CPU. No time is measured,
+themselves), added up over the plan. Measured: storages alive in the second step of a run, on CPU, and whole weights of
+sharded chunks, the most of either. No time is measured,
 so other work on the machine changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import operator
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,32 +23,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from gpt import GPTConfig, GPTStage
-
 import megapipe
-from benchmarks.memory import gathered_bytes
 from megapipe import StageInfo, parallel_state
 from megapipe.analysis import TimelineRecorder, bytes_of_stages
 from megapipe.plan import find_schedule, make_plan
 
+from .gpt_layers import GPTConfig, GPTStage
+from .memory import gathered_bytes
+from .options import run
+from .runners import MEGAPIPE
+from .tables import Table
+
 RANKS, MICROBATCHES = 4, 8
-SCHEDULES = [
-    "gpipe",
-    "1f1b",
-    "looped_bfs",
-    "interleaved_1f1b",
-    "zb1p",
-    "zb2p",
-    "interleaved_zb1p",
-    "zbv",
-    "v_half",
-    "v_min",
-    "dualpipev",
-    "combined_1f1b",
-    "combined_zb1p",
-]
+HEADER = "model | way | schedule | predicted / measured, ranks 0 to 3 | measured, MiB"
 
 
 class Sizes(NamedTuple):
@@ -66,7 +51,6 @@ MODELS = {
     "deep": Sizes(256, 1, 192, 4096, 16),
     "wide": Sizes(128, 4, 512, 2048, 8),
 }
-
 
 RECOMPUTED = {"R": 0.0, "both": 0.5}
 """The ways that recompute, and where they begin to: at this share of the stages."""
@@ -121,7 +105,7 @@ def forward_step(batches: Iterator[Tensor], stage: Any) -> tuple[Any, Callable[[
     return stage(data[..., 0]), loss_func
 
 
-def run(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
+def compare(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
     """The predicted and the measured peak of each rank, without weights and what is as large."""
     num_chunks = 2 if find_schedule(name).num_chunks is None else None
     replicas = dist.get_world_size() // RANKS
@@ -157,8 +141,7 @@ def run(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
                 seq_length=sizes.sequence,
                 micro_batch_size=sizes.rows,
             )
-    held = [one.peak for one in recorder.gather().steps[-1][mesh.get_local_rank("pp")].memory]
-    own = max(map(operator.add, held, whole)) if whole else max(held)
+    own = recorder.gather().peak_bytes[mesh.get_local_rank("pp")] + max(whole, default=0)
     measured = [0] * RANKS
     dist.all_gather_object(measured, own, parallel_state.get_pipeline_model_parallel_group())
     dist.barrier()
@@ -166,27 +149,19 @@ def run(name: str, sizes: Sizes, way: str) -> tuple[list[float], list[int]]:
     return predicted, measured
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="small,deep,wide")
-    parser.add_argument("--ways", default="plain")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    is_first = dist.get_rank() == 0
-    if is_first:
-        print("| model | | schedule | predicted / measured, ranks 0 to 3 | measured, MiB |\n|---|---|---|---|---|")
-    for model in args.models.split(","):
-        for way in args.ways.split(","):
-            for name in args.schedules.split(","):
-                predicted, measured = run(name, MODELS[model], way)
-                if is_first:
-                    ratios = " ".join(f"{a / b:.3f}" for a, b in zip(predicted, measured))
-                    sizes = " ".join(f"{b / 2**20:.1f}" for b in measured)
-                    print(f"| {model} | {way} | `{name}` | {ratios} | {sizes} |", flush=True)
-    dist.destroy_process_group()
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
+    rows = []
+    for model in args.models:
+        for way in args.ways:
+            for name in args.schedules:
+                predicted, measured = compare(name, MODELS[model], way)
+                ratios = " ".join(f"{a / b:.3f}" for a, b in zip(predicted, measured))
+                rows.append([model, way, f"`{name}`", ratios, " ".join(f"{b / 2**20:.1f}" for b in measured)])
+    return [("bytes", "Bytes of stages", HEADER, rows, "")]
 
 
 if __name__ == "__main__":
-    main()
+    schedules = [*MEGAPIPE, "combined_1f1b", "combined_zb1p"]
+    # Two replicas for the ways that share out weights.
+    replicas = lambda args: RANKS * (2 if {*args.ways} & {*SHARDED} else 1)  # noqa: E731
+    run(measure, replicas, models=list(MODELS), ways=["plain"], schedules=schedules)

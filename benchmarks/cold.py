@@ -26,8 +26,7 @@ NOTES = """Single steps of a fresh process in seconds, from the first rank's beg
 
 def main() -> None:
     args = options(pp=8, microbatches=32, milliseconds=20.0, steps=20, runners=";".join(RUNNERS))
-    names = [name for name in args.runners.split(";") if is_there(name)]
-    seconds = {name: launch(args.pp, measure, args, name) for name in names}
+    seconds = {name: launch(args.pp, measure, args, name) for name in filter(is_there, args.runners.split(";"))}
     title = f"{args.steps} steps from a cold start, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms"
     name = f"cold-pp{args.pp}-m{args.microbatches}"
     save_table(name, title, HEADER, [row(*one) for one in seconds.items()], NOTES, args.folder)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,16 +19,13 @@ from torch import Tensor, nn
 
 from megapipe import StageInfo, weight_grad
 
-from .launching import gather, in_turns, launch
+from .gpt_layers import VOCABULARY, GPTStage, config_of
+from .launching import gather, in_turns
 from .memory import memory_of
-from .options import options
+from .options import run
 from .runners import ByHand, Runner, is_there, make_runner
-from .tables import median_and_spread, save_table
+from .tables import Table, median_and_spread
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-from gpt import GPTConfig, GPTStage
-
-VOCABULARY = 256
 CONVERTED = " (deferring layers)"
 """The end of a runner's name: with megapipe's layers, although no W is deferred."""
 RUNNERS = [
@@ -70,31 +65,9 @@ class Timed(NamedTuple):
     error: float | None  # None for what is no training
 
 
-def main() -> None:
-    args = parse()
-    names = [name for name in args.runners.split(",") if is_there(name)]
-    # In a real-time class gloo's threads would wait for a whole time slice of the ranks, which leave no core idle.
-    rows = launch(args.pp, measure, args, names, undisturbed=False)
-    title = (
-        f"The example's GPT, pp={args.pp}, m={args.microbatches}: {args.layers} layers of hidden {args.hidden_size}, "
-        f"{args.seq_length} tokens per microbatch, float32, one thread per rank"
-    )
-    save_table(f"compute-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """A microbatch is one sequence."""
-    return options(
-        arguments,
-        pp=2,
-        microbatches=8,
-        layers=8,
-        hidden_size=256,
-        heads=4,
-        seq_length=128,
-        rounds=10,
-        runners=",".join(RUNNERS),
-    )
+# A microbatch is one sequence.
+DEFAULTS: dict[str, Any] = {"pp": 2, "microbatches": 8, "layers": 8, "hidden_size": 256, "heads": 4, "seq_length": 128}
+DEFAULTS |= {"rounds": 10, "runners": ",".join(RUNNERS)}
 
 
 # Stages
@@ -107,14 +80,7 @@ class Part(nn.Module):
     def __init__(self, args: argparse.Namespace, index: int, num_stages: int, how: str, config: Any) -> None:
         super().__init__()
         self.config = config
-        settings = GPTConfig(
-            hidden_size=args.hidden_size,
-            num_layers=args.layers,
-            num_attention_heads=args.heads,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=args.seq_length,
-        )
-        self.gpt = GPTStage(settings, StageInfo(index, num_stages))
+        self.gpt = GPTStage(config_of(args), StageInfo(index, num_stages))
         if how != "deferring":
             with_torch_layers(self.gpt)
         generator = torch.Generator().manual_seed(0)
@@ -160,13 +126,16 @@ class OwnWork(ByHand):
 # Measuring
 
 
-def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
-    reference = reference_gradients(args)
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
+    reference, names = reference_gradients(args), list(filter(is_there, args.runners.split(",")))
     everybody = [prepare(name, args, reference) for name in names]
     durations = in_turns([one.runner.step for one in everybody], args.rounds, 0)
     facts = gather([(one.peak, one.error) for one in everybody])
     base = durations[names.index("stages alone")] if "stages alone" in names else None
-    return [row(name, args, seconds, base, of_ranks) for name, seconds, of_ranks in zip(names, durations, zip(*facts))]
+    rows = [row(name, args, seconds, base, of_ranks) for name, seconds, of_ranks in zip(names, durations, zip(*facts))]
+    sizes = f"{args.layers} layers of hidden {args.hidden_size}, {args.seq_length} tokens per microbatch"
+    title = f"The example's GPT, pp={args.pp}, m={args.microbatches}: {sizes}, float32, one thread per rank"
+    return [(f"compute-pp{args.pp}", title, HEADER, rows, NOTES)]
 
 
 def reference_gradients(args: argparse.Namespace) -> dict[str, Tensor]:
@@ -227,4 +196,5 @@ def row(
 
 
 if __name__ == "__main__":
-    main()
+    # In a real-time class gloo's threads would wait for a whole time slice of the ranks, which leave no core idle.
+    run(measure, undisturbed=False, **DEFAULTS)

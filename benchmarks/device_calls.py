@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import host
-from .launching import gather, launch
-from .options import options
+from .launching import gather
+from .options import run
 from .runners import Runner, find_tests, make_runner
-from .tables import save_table
+from .tables import Table
 
 ROWS = 16
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zb1p", "zbv"]
@@ -52,14 +52,12 @@ class Layer(host.Layer):
         self._example = None if self._example is None else to_device(torch.zeros(ROWS, 1, host.WIDTH))
 
 
-def main() -> None:
-    args = options(pp=4, microbatches=64, schedules=SCHEDULES)
-    counts = launch(args.pp, count, args)
-    rows = [row(name, of_ranks) for name, of_ranks in zip(args.schedules, counts)]
-    save_table(f"device-calls-pp{args.pp}", f"Calls of a GPU, pp={args.pp}", HEADER, rows, NOTES, args.folder)
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
+    rows = [row(name, of_ranks) for name, of_ranks in zip(args.schedules, count(args))]
+    return [(f"device-calls-pp{args.pp}", f"Calls of a GPU, pp={args.pp}", HEADER, rows, NOTES)]
 
 
-def count(rank: int, args: argparse.Namespace) -> list[list[Counts]]:
+def count(args: argparse.Namespace) -> list[tuple[Counts, ...]]:
     """Of each schedule, on each rank."""
     find_tests()
     from fakes import lazy_device
@@ -153,7 +151,7 @@ def _is_free(op: Any) -> bool:
     return op.is_view or any(part in op.name() for part in FREE)
 
 
-def row(name: str, counts: list[Counts]) -> list[str]:
+def row(name: str, counts: Sequence[Counts]) -> list[str]:
     """`counts`: by rank."""
     own = Counter(max(counts, key=lambda of_rank: of_rank["messages"]))
     own["record_stream"] -= own["messages"]
@@ -171,4 +169,4 @@ def row(name: str, counts: list[Counts]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, pp=4, microbatches=64, schedules=SCHEDULES)

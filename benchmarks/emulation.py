@@ -111,19 +111,13 @@ class Storing(Whole):
         return inputs, torch.zeros_like(ctx.weight), None, None
 
 
-class _Inputs(torch.autograd.Function):
+class _Inputs(Whole):
     """For a runtime that walks the graph to split it: F and B."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, emulation: Emulation, stage: int) -> Tensor:
-        ctx.emulation, ctx.stage = emulation, stage
-        with emulation.during("F", stage):
-            return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         with ctx.emulation.during("B", ctx.stage):
-            return grad.clone(), None, None
+            return grad.clone(), None, None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -155,7 +149,8 @@ class _Join(torch.autograd.Function):
 
 
 def splitting(x: Tensor, weight: Tensor, emulation: Emulation, stage: int) -> Tensor:
-    joined: Tensor = _Join.apply(_Inputs.apply(x, emulation, stage), _Weight.apply(weight, emulation, stage))
+    inputs = _Inputs.apply(x, weight.detach(), emulation, stage)
+    joined: Tensor = _Join.apply(inputs, _Weight.apply(weight, emulation, stage))
     return joined
 
 

@@ -16,9 +16,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,13 @@ from megapipe.timing import Clock, clock_of
 from megapipe.weight_grad import DeferredGrads, convert
 
 from . import gpu_pipelines, gpu_stages
-from .gpu_layers import WARMUP, example, interval, make_layers
+from .gpt_layers import WARMUP, example, interval, make_layers
 from .gpu_pipelines import make, mean_square
-from .launching import launch
+from .launching import in_turns, launch
 from .memory import memory_of
 from .options import options
 from .runners import Runner
-from .tables import median_and_spread, save_table
+from .tables import Table, median_and_spread, save_table
 
 SCHEDULES = ["1f1b", "zb1p", "zbv"]
 STEP_VERBS = ["forward_step", "backward_step", "backward_input_step", "backward_weight_step"]
@@ -59,13 +59,6 @@ STEP_NOTES = """Medians of interleaved steps, in brackets the middle half. *bare
 chunks called by hand. What a step takes longer, the host has not hidden."""
 
 
-class Tables(NamedTuple):
-    split: list[list[str]]
-    memory: list[list[str]]
-    host: list[list[str]]
-    steps: list[list[str]]
-
-
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -78,66 +71,22 @@ def main(arguments: list[str] | None = None) -> None:
     num_gpus = torch.cuda.device_count() if args.device == "cuda" else 1
     start = time.monotonic()
     failed = []
-    for section, num_ranks in (
-        (layers_and_verbs, 1),
-        (stages, 1),
-        (pipelines, num_gpus),
-        (pipelines_in_ways, num_gpus),
-        (pipelines_in_memory, max(args.memory_ranks, num_gpus)),
-    ):
+    for section, (measured, what) in SECTIONS.items():
         if time.monotonic() - start > 0.7 * 60 * args.minutes:  # any may take the rest
-            print(f"benchmarks.gpu: {section.__name__} skipped, since little is left of --minutes {args.minutes:g}.")
+            print(f"benchmarks.gpu: {section} skipped, since little is left of --minutes {args.minutes:g}.")
             continue
+        num_ranks = {"one": 1, "all": num_gpus, "shared": max(args.memory_ranks, num_gpus)}[what]
+        fitted = args if what == "one" else gpu_pipelines.fitting(args, num_ranks)
+        sizes = f"{fitted.layers} GPT layers of hidden {args.hidden_size}, {args.seq_length} tokens, {args.dtype}"
         try:
-            section(args, num_ranks, device)
+            tables = launch(num_ranks, measured, fitted, undisturbed=False)
         except ProcessExitedException:  # after its traceback
-            failed.append(section.__name__)
+            failed.append(section)
+            continue
+        for name, title, header, rows, notes in tables:
+            save_table(name, f"{title}, {device}: {sizes}", header, rows, notes, args.folder)
     if failed:
         sys.exit(f"benchmarks.gpu: {', '.join(failed)} failed, see above.")
-
-
-def sizes(args: argparse.Namespace, device: str) -> str:
-    return f"{device}: {args.layers} GPT layers of hidden {args.hidden_size}, {args.seq_length} tokens, {args.dtype}"
-
-
-def layers_and_verbs(args: argparse.Namespace, num_ranks: int, device: str) -> None:
-    tables = launch(num_ranks, measure, args, undisturbed=False)
-    where = sizes(args, device)
-    save_table("gpu-split", f"Splitting the backward, {where}", SPLIT_HEADER, tables.split, SPLIT_NOTES, args.folder)
-    save_table("gpu-memory", f"Memory, {where}", MEMORY_HEADER, tables.memory, MEMORY_NOTES, args.folder)
-    where += f", pp=1, m={args.microbatches}"
-    save_table("gpu-host", f"Verbs, {where}", HOST_HEADER, tables.host, HOST_NOTES, args.folder)
-    save_table("gpu-steps", f"Steps, {where}", STEP_HEADER, tables.steps, STEP_NOTES, args.folder)
-
-
-def stages(args: argparse.Namespace, num_ranks: int, device: str) -> None:
-    module, where = gpu_stages, sizes(args, device)
-    waiting, captured = launch(num_ranks, module.measure, args, undisturbed=False)
-    title = f"Receives that wait beside layers, {where}"
-    save_table("gpu-waiting", title, module.WAITING_HEADER, waiting, module.WAITING_NOTES, args.folder)
-    title = f"Captured and compiled layers, {where}"
-    save_table("gpu-captured", title, module.CAPTURED_HEADER, captured, module.CAPTURED_NOTES, args.folder)
-
-
-def pipelines(args: argparse.Namespace, num_ranks: int, device: str) -> None:
-    module, args = gpu_pipelines, gpu_pipelines.fitting(args, num_ranks)
-    rows = launch(num_ranks, module.measure_steps, args, undisturbed=False)
-    title = f"Steps by schedule, {sizes(args, device)}, pp={num_ranks}, m={args.microbatches}"
-    save_table("gpu-schedules", title, module.STEPS_HEADER, rows, module.STEPS_NOTES, args.folder)
-
-
-def pipelines_in_ways(args: argparse.Namespace, num_ranks: int, device: str) -> None:
-    module, args = gpu_pipelines, gpu_pipelines.fitting(args, num_ranks)
-    rows = launch(num_ranks, module.measure_ways, args, undisturbed=False)
-    title = f"Messages and activations, {sizes(args, device)}, pp={num_ranks}, m={args.microbatches}"
-    save_table("gpu-ways", title, module.WAYS_HEADER, rows, module.WAYS_NOTES, args.folder)
-
-
-def pipelines_in_memory(args: argparse.Namespace, num_ranks: int, device: str) -> None:
-    module, args = gpu_pipelines, gpu_pipelines.fitting(args, num_ranks)
-    rows = launch(num_ranks, module.measure_memory, args, undisturbed=False)
-    title = f"Memory by schedule, {sizes(args, device)}, pp={num_ranks}, m={args.microbatches}"
-    save_table("gpu-schedules-memory", title, module.MEMORY_HEADER, rows, module.MEMORY_NOTES, args.folder)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -159,7 +108,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
 
 
-def measure(rank: int, args: argparse.Namespace) -> Tables:
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     clock = clock_of(torch.device(args.device))
     kinds = {f"{args.dtype} .grad": False, "float32 main_grad": True}
     pairs = {name: Pair(args, has_main_grad) for name, has_main_grad in kinds.items()}
@@ -167,7 +116,13 @@ def measure(rank: int, args: argparse.Namespace) -> Tables:
     memory = [[name, *memory_row(args, pair)] for name, pair in pairs.items()]
     pairs.clear()
     runners = [make(args, f"megapipe {name}") for name in SCHEDULES]
-    return Tables(split, memory, host_rows(args, clock, runners), step_rows(args, clock, runners))
+    host, steps = host_rows(args, clock, runners), step_rows(args, clock, runners)
+    return [
+        ("gpu-split", "Splitting the backward", SPLIT_HEADER, split, SPLIT_NOTES),
+        ("gpu-memory", "Memory", MEMORY_HEADER, memory, MEMORY_NOTES),
+        ("gpu-host", f"Verbs, pp=1, m={args.microbatches}", HOST_HEADER, host, HOST_NOTES),
+        ("gpu-steps", f"Steps, pp=1, m={args.microbatches}", STEP_HEADER, steps, STEP_NOTES),
+    ]
 
 
 # Layers
@@ -191,7 +146,7 @@ class Pair:
         return output
 
     def backward(self, output: Tensor, deferred: DeferredGrads | None = None) -> None:
-        with deferred:
+        with deferred or nullcontext():
             output.backward(self.grad)
 
     def difference(self) -> float:
@@ -321,14 +276,12 @@ def host_rows(args: argparse.Namespace, clock: Clock, runners: list[Runner]) -> 
 
 
 def step_rows(args: argparse.Namespace, clock: Clock, runners: list[Runner]) -> list[list[str]]:
-    marks: list[list[tuple[Any, Any]]] = [[] for _ in runners]
-    for _ in range(args.repeats):
-        for runner, mine in zip(runners, marks):
-            step = interval(clock, runner.step)
-            mine.append((step, interval(clock, functools.partial(bare_loop, runner, args.microbatches))))
+    bare_loops = [functools.partial(bare_loop, runner, args.microbatches) for runner in runners]
+    functions = [*(runner.step for runner in runners), *bare_loops]
+    marks = in_turns(functions, args.repeats, 0, functools.partial(interval, clock))
+    times = [[clock.elapsed(*one) for one in mine] for mine in marks]
     rows = []
-    for runner, mine in zip(runners, marks):
-        steps, bare = ([clock.elapsed(*one) for one in column] for column in zip(*mine))
+    for runner, steps, bare in zip(runners, times, times[len(runners) :]):
         ratios = [step / loop for step, loop in zip(steps, bare)]
         peak = memory_of(args.device, runner.step).peak
         cells = [median_and_spread(steps, "{:.1f}"), median_and_spread(bare, "{:.1f}"), median_and_spread(ratios)]
@@ -342,6 +295,16 @@ def bare_loop(runner: Runner, num_microbatches: int) -> None:
         for module in runner.modules[1:]:
             output = module(output)
         (mean_square(output) / num_microbatches).backward()
+
+
+SECTIONS: dict[str, tuple[Callable[..., list[Table]], str]] = {
+    "layers and verbs": (measure, "one"),
+    "stages": (gpu_stages.measure, "one"),
+    "pipelines": (gpu_pipelines.measure_steps, "all"),
+    "ways": (gpu_pipelines.measure_ways, "all"),
+    "memory": (gpu_pipelines.measure_memory, "shared"),
+}
+"""How many ranks each takes: one, one for each GPU, or several on each."""
 
 
 if __name__ == "__main__":

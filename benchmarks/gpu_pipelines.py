@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapipe import parallel_state
 from megapipe.weight_grad import convert
 
-from .gpu_layers import WARMUP, example, make_layers
-from .launching import gather
+from .gpt_layers import WARMUP, example, make_layers
+from .launching import gather, in_turns
 from .memory import memory_of
-from .runners import Runner, make_runner
-from .tables import median_and_spread
+from .runners import FedStage, Runner, make_runner
+from .tables import Table, median_and_spread
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "v_half", "v_min", "dualpipev"]
 TORCH = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -48,27 +48,18 @@ WAYS_NOTES = """*posted early*: receives of messages that NCCL's buffers do not 
 the slowest rank. *off by*: the largest difference of a gradient to that of the first way, which should be 0."""
 
 
-class Stage(nn.Module):
-    """A chunk of the layers, for all packages, with Megatron's hook for its input."""
+class Stage(FedStage):
+    """A chunk of the layers, for all packages."""
 
     def __init__(self, args: argparse.Namespace, index: int, num_stages: int, how: str, config: Any) -> None:
-        super().__init__()
-        self.layers = make_layers(args, args.layers // num_stages)
+        layers = make_layers(args, args.layers // num_stages)  # which seeds what is drawn behind it
+        super().__init__(config, example(args).requires_grad_() if index == 0 else None)
+        self.layers = layers
         if how == "deferring":
             convert(self)
-        self.config = config
-        self._example = example(args).requires_grad_() if index == 0 else None
-        self._input: Tensor | None = None
-
-    def set_input_tensor(self, inputs: Any) -> None:
-        self._input = inputs[0]
 
     def forward(self, x: Tensor | None = None) -> Tensor:
-        if self._example is not None:
-            x = self._example
-        elif x is None:
-            x = self._input
-        output: Tensor = self.layers(x)
+        output: Tensor = self.layers(self.fed(x if self._example is None else self._example))
         return output
 
 
@@ -114,25 +105,25 @@ def begin(rank: int, args: argparse.Namespace) -> None:
         parallel_state.initialize_model_parallel(dist.get_world_size())
 
 
-def measure_steps(rank: int, args: argparse.Namespace) -> list[list[str]]:
+def measure_steps(rank: int, args: argparse.Namespace) -> list[Table]:
     begin(rank, args)
     num_ranks = dist.get_world_size()
     peers = [name for name in TORCH if num_ranks > 1 or name != "Interleaved1F1B"]
     names = ["megapipe 1f1b", *(f"megapipe {name}" for name in SCHEDULES if name != "1f1b")]
     runners = [make(args, name) for name in [*names, *(f"torch {name}" for name in peers)]]
-    times: list[list[float]] = [[] for _ in runners]
-    for number in range(WARMUP + args.repeats):
-        for runner, mine in zip(runners, times):
-            seconds = max(gather(timed(args.device, runner.step)))
-            if number >= WARMUP:
-                mine.append(seconds)
+    slowest = lambda step: max(gather(timed(args.device, step)))  # noqa: E731
+    times = in_turns([runner.step for runner in runners], args.repeats, WARMUP, slowest)
     rows = []
     tokens = args.microbatches * args.seq_length
     for runner, mine in zip(runners, times):
         ratio = median_and_spread([one / base for one, base in zip(mine, times[0])])
         rate = median_and_spread([tokens / one for one in mine], "{:,.0f}")
         rows.append([runner.name, median_and_spread([1e3 * one for one in mine], "{:.1f}"), rate, ratio])
-    return rows
+    return [("gpu-schedules", f"Steps by schedule, {sizes_of(args)}", STEPS_HEADER, rows, STEPS_NOTES)]
+
+
+def sizes_of(args: argparse.Namespace) -> str:
+    return f"pp={dist.get_world_size()}, m={args.microbatches}"
 
 
 def timed(device: str, step: Callable[[], None]) -> float:
@@ -147,7 +138,7 @@ def timed(device: str, step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure_memory(rank: int, args: argparse.Namespace) -> list[list[str]]:
+def measure_memory(rank: int, args: argparse.Namespace) -> list[Table]:
     begin(rank, args)
     is_shared = args.device == "cuda" and dist.get_world_size() > torch.cuda.device_count()
     messages = "gloo" if args.device == "cpu" else "host memory" if is_shared else "NCCL"
@@ -161,10 +152,10 @@ def measure_memory(rank: int, args: argparse.Namespace) -> list[list[str]]:
         del runner
         if args.device == "cuda":
             torch.cuda.empty_cache()  # for the others on this GPU
-    return rows
+    return [("gpu-schedules-memory", f"Memory by schedule, {sizes_of(args)}", MEMORY_HEADER, rows, MEMORY_NOTES)]
 
 
-def measure_ways(rank: int, args: argparse.Namespace) -> list[list[str]]:
+def measure_ways(rank: int, args: argparse.Namespace) -> list[Table]:
     begin(rank, args)
     rows = []
     for name in ("1f1b", "zbv"):
@@ -182,4 +173,4 @@ def measure_ways(rank: int, args: argparse.Namespace) -> list[list[str]]:
             peaks, differences = zip(*gather((peak, difference)))
             by_rank = ", ".join(f"{one / 2**20:,.1f}" for one in peaks)
             rows.append([name, way, median_and_spread(times, "{:.1f}"), by_rank, f"{max(differences):.0e}"])
-    return rows
+    return [("gpu-ways", f"Messages and activations, {sizes_of(args)}", WAYS_HEADER, rows, WAYS_NOTES)]

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from megapipe.graph import capture
 from megapipe.timing import Clock, clock_of
 from megapipe.weight_grad import DeferredGrads, convert
 
-from .gpu_layers import WARMUP, example, interval, make_layers
-from .tables import median_and_spread
+from .gpt_layers import WARMUP, example, interval, make_layers
+from .launching import call, in_turns
+from .tables import Table, median_and_spread
 
 CTAS = [0, 1, 4, 16, 32]
 WAITING_HEADER = "thread blocks that wait | F | against none | B | against none | W | against none"
@@ -40,10 +42,13 @@ extern "C" __global__ void __launch_bounds__(640, 1) wait_for(volatile int* flag
 SHARED_MEMORY = 128 * 1024  # bytes of a block: more than half of what a multiprocessor has
 
 
-def measure(rank: int, args: argparse.Namespace) -> tuple[list[list[str]], list[list[str]]]:
-    """Both tables."""
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     clock = clock_of(torch.device(args.device))
-    return waiting_rows(args, clock), captured_rows(args, clock)
+    waiting, captured = waiting_rows(args, clock), captured_rows(args, clock)
+    return [
+        ("gpu-waiting", "Receives that wait beside layers", WAITING_HEADER, waiting, WAITING_NOTES),
+        ("gpu-captured", "Captured and compiled layers", CAPTURED_HEADER, captured, CAPTURED_NOTES),
+    ]
 
 
 class Spinning:
@@ -80,18 +85,19 @@ def waiting_rows(args: argparse.Namespace, clock: Clock) -> list[list[str]]:
     layers = convert(make_layers(args, args.layers))
     x, grad = example(args), example(args)
     spinning = Spinning(args.device)
-    passes: dict[int, list[list[tuple[Any, Any]]]] = {ctas: [] for ctas in CTAS}
     for _ in range(WARMUP):  # all is loaded and allocated before anything waits on the device
         split_pass(clock, layers, x, grad)
-    for _ in range(args.repeats):
-        for ctas in CTAS:
-            with spinning.beside(ctas):
-                passes[ctas].append(split_pass(clock, layers, x, grad))
+
+    def beside(ctas: int) -> list[tuple[Any, Any]]:
+        with spinning.beside(ctas):
+            return split_pass(clock, layers, x, grad)
+
+    passes = in_turns([partial(beside, ctas) for ctas in CTAS], args.repeats, 0, call)
     alone = milliseconds(clock, passes[0])
     rows = []
-    for ctas in CTAS:
+    for ctas, mine in zip(CTAS, passes):
         cells = []
-        for times, base in zip(milliseconds(clock, passes[ctas]), alone):
+        for times, base in zip(milliseconds(clock, mine), alone):
             cells += [median_and_spread(times, "{:.2f}"), median_and_spread([t / b for t, b in zip(times, base)])]
         rows.append([str(ctas), *cells])
     return rows
@@ -107,12 +113,9 @@ def captured_rows(args: argparse.Namespace, clock: Clock) -> list[list[str]]:
             full_pass(clock, layers, x, grad)
             split_pass(clock, layers, x, grad)
         made[way] = layers, time.perf_counter() - start
-    splits: dict[str, list[list[tuple[Any, Any]]]] = {way: [] for way in made}
-    wholes: dict[str, list[list[tuple[Any, Any]]]] = {way: [] for way in made}
-    for _ in range(args.repeats):
-        for way, (layers, _) in made.items():
-            wholes[way].append(full_pass(clock, layers, x, grad))
-            splits[way].append(split_pass(clock, layers, x, grad))
+    functions = [partial(one, clock, layers, x, grad) for one in (full_pass, split_pass) for layers, _ in made.values()]
+    passes = in_turns(functions, args.repeats, 0, call)
+    wholes, splits = (dict(zip(made, half)) for half in (passes[: len(made)], passes[len(made) :]))
     sums = {way: [sum(times) for times in zip(*milliseconds(clock, passes))] for way, passes in splits.items()}
     rows = []
     for way, (_, seconds) in made.items():

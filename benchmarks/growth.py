@@ -5,13 +5,14 @@ python -m benchmarks.growth
 
 from __future__ import annotations
 
+import argparse
 import resource
 import time
 
 from megapipe.plan import Costs, make_plan, place_weights
 
-from .options import options
-from .tables import save_table
+from .options import run
+from .tables import Table
 
 SIZES = [(8, 32), (16, 64), (64, 256), (64, 1024), (256, 1024), (256, 4096)]
 SEARCHED = 64
@@ -22,15 +23,14 @@ HEADER = (
 )
 
 
-def main() -> None:
-    args = options(schedules="1f1b,zbv", most=6_500_000)  # actions of the largest plan
+NOTES = """Seconds of processor time. *search*: the places of Ws for F : B : W = 1 : 1.4 : 0.6, as the tuner makes it.
+*memory*: the most so far, torch included."""
+
+
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     names = args.schedules.split(",")
     rows = [row(name, *size) for size in SIZES for name in names if num_actions(name, *size) <= args.most]
-    notes = (
-        "Seconds of processor time. *search*: the places of Ws for F : B : W = 1 : 1.4 : 0.6, as the tuner makes it. "
-        "*memory*: the most so far, torch included."
-    )
-    save_table("growth", "Planning, on one core", HEADER, rows, notes, args.folder)
+    return [("growth", "Planning, on one core", HEADER, rows, NOTES)]
 
 
 def num_actions(name: str, pp_size: int, num_microbatches: int) -> int:
@@ -67,4 +67,4 @@ def row(name: str, pp_size: int, num_microbatches: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, 1, schedules="1f1b,zbv", most=6_500_000)  # actions of the largest plan

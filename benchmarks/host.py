@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from megapipe.weight_grad import convert
 
-from .launching import gather, launch
-from .options import options
+from .launching import gather, in_turns
+from .options import run
 from .runners import FedStage, Runner, is_there, make_runner
-from .tables import median_and_spread, save_table
+from .tables import Table, median_and_spread
 
 WIDTH, ROWS = 8, 4
 RUNNERS = [
@@ -56,27 +56,16 @@ class Layer(FedStage):
         return output.relu()  # a tensor of its own: Megatron's schedules do not take views
 
 
-def main() -> None:
-    args = options(pp=2, microbatches=64, rounds=25, runners=",".join(RUNNERS))
-    names = [name for name in args.runners.split(",") if is_there(name)]
-    if args.pp == 1:
-        names = [name for name in names if "zb" not in name.lower()]
-    rows = launch(args.pp, measure, args, names)
-    title = f"Host cost, pp={args.pp}, m={args.microbatches}, tensors of {ROWS} x {WIDTH}"
-    save_table(f"host-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
-
-
-def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
+    names = [name for name in args.runners.split(",") if is_there(name) and (args.pp > 1 or "zb" not in name.lower())]
     runners = [make_runner(name, args.microbatches, Layer, ROWS, width=WIDTH) for name in names]
-    for runner in runners:
-        runner.step()
-        runner.step()
-    times: list[list[tuple[float, ...]]] = [[] for _ in runners]
-    for _ in range(args.rounds):
-        for runner, mine in zip(runners, times):
-            mine.append((*_timed(runner.step), *_timed(functools.partial(bare, runner, args.microbatches))))
+    alone = [functools.partial(bare, runner, args.microbatches) for runner in runners]
+    times = in_turns([*(runner.step for runner in runners), *alone], args.rounds, 2, _timed)
+    times = [[(*step, *own) for step, own in zip(*both)] for both in zip(times, times[len(runners) :])]
     everybody = gather(times)
-    return [row(runner, [rank[k] for rank in everybody], args.microbatches) for k, runner in enumerate(runners)]
+    rows = [row(runner, [rank[k] for rank in everybody], args.microbatches) for k, runner in enumerate(runners)]
+    title = f"Host cost, pp={args.pp}, m={args.microbatches}, tensors of {ROWS} x {WIDTH}"
+    return [(f"host-pp{args.pp}", title, HEADER, rows, NOTES)]
 
 
 def _timed(function: Any) -> tuple[float, ...]:
@@ -111,4 +100,4 @@ def row(runner: Runner, ranks: list[list[tuple[float, ...]]], num_microbatches: 
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, pp=2, microbatches=64, rounds=25, runners=",".join(RUNNERS))

@@ -69,6 +69,10 @@ def gather(own: Any) -> list[Any]:
     return everybody
 
 
+def call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
 def seconds(function: Callable[[], Any]) -> float:
     """From the first rank's begin to the last one's end. Every rank calls it."""
     dist.barrier()
@@ -78,7 +82,17 @@ def seconds(function: Callable[[], Any]) -> float:
     return float(max(ends) - min(begins))
 
 
-def in_turns(functions: Sequence[Callable[[], Any]], num_rounds: int, num_warmup: int = 1) -> list[list[float]]:
-    """The seconds of each of the functions in each round: what disturbs the machine hits all of them alike."""
-    times = [[seconds(function) for function in functions] for _ in range(num_warmup + num_rounds)]
-    return [list(of_one) for of_one in zip(*times[num_warmup:])]
+def in_turns(
+    functions: Sequence[Callable[[], Any]],
+    num_rounds: int,
+    num_warmup: int = 1,
+    measure: Callable[[Callable[[], Any]], Any] = seconds,
+    block: int = 1,
+) -> list[list[Any]]:
+    """What `measure` finds of each of the functions in each round, which calls it `block` times: what disturbs the
+    machine hits all of them alike."""
+    found: list[list[Any]] = [[] for _ in functions]
+    for _ in range(num_warmup + num_rounds):
+        for function, mine in zip(functions, found):
+            mine += [measure(function) for _ in range(block)]
+    return [mine[num_warmup * block :] for mine in found]

@@ -27,11 +27,10 @@ from megapipe.plan import Settings, Simulation, make_plan
 
 from .delays import delayed_collectives
 from .emulation import Deferring, Emulation
-from .launching import launch
-from .options import options
+from .options import run
 from .rounds import Emulated, take_turns
 from .runners import FedStage
-from .tables import median_and_spread, save_table
+from .tables import Table, median_and_spread
 
 NUM_REPLICAS = 2
 HEADER = (
@@ -93,9 +92,25 @@ ALONE = [
 """On one rank."""
 
 
-def main() -> None:
-    args = parse()
-    rows = launch(args.pp * NUM_REPLICAS, measure, args)
+# The milliseconds are those of each of F, B and W of a layer's microbatch, and of a dispatch or a combine.
+DEFAULTS: dict[str, Any] = {"pp": 4, "microbatches": 16, "milliseconds": 10.0, "exchange_milliseconds": 3.0}
+DEFAULTS |= {"layers": 4, "only": list(dict.fromkeys(kind.schedule for kind in KINDS + ALONE))}
+DEFAULTS |= {"rounds": 4, "block": 2, "warmup": 1}
+
+
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
+    parallel_state.initialize_model_parallel(args.pp, expert_model_parallel_size=NUM_REPLICAS)
+    kinds = KINDS if args.pp > 1 else ALONE
+    kinds = [kind for kind in kinds if kind.schedule in args.only]
+    kinds = [kind for kind in kinds if args.layers % kind.num_chunks == 0]
+    emulated = [EmulatedExperts(kind, args) for kind in kinds]
+    with delayed_collectives(args.exchange_milliseconds / 1000):
+        all_steps = take_turns(emulated, args.rounds, args.warmup, args.block)
+    medians = {kind: median(1000 * step.duration for step in steps) for kind, steps in zip(kinds, all_steps)}
+    rows = [
+        row(args, kind, [1000 * step.duration for step in steps], medians.get(kind.without(args.pp)))
+        for kind, steps in zip(kinds, all_steps)
+    ]
     compute, exchange = args.milliseconds, args.exchange_milliseconds
     share = round(100 * 2 * exchange / (compute + 2 * exchange))
     title = f"Emulated mixture of experts, pp={args.pp}, ep={NUM_REPLICAS}, m={args.microbatches}"
@@ -107,38 +122,7 @@ def main() -> None:
         "compute, and no communication. *over without*: interleaved_1f1b and interleaved_zb1p for the combined ones; "
         "on one rank no_pipelining. *by the plan*: with these times and nothing else, where Ws can be cut anywhere."
     )
-    save_table(f"moe-pp{args.pp}-m{args.microbatches}-{share}percent", title, HEADER, rows, notes, args.folder)
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The milliseconds are those of each of F, B and W of a layer's microbatch, and of a dispatch or a combine."""
-    return options(
-        arguments,
-        pp=4,
-        microbatches=16,
-        milliseconds=10.0,
-        exchange_milliseconds=3.0,
-        layers=4,
-        only=list(dict.fromkeys(kind.schedule for kind in KINDS + ALONE)),
-        rounds=4,
-        block=2,
-        warmup=2,
-    )
-
-
-def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
-    parallel_state.initialize_model_parallel(args.pp, expert_model_parallel_size=NUM_REPLICAS)
-    kinds = KINDS if args.pp > 1 else ALONE
-    kinds = [kind for kind in kinds if kind.schedule in args.only]
-    kinds = [kind for kind in kinds if args.layers % kind.num_chunks == 0]
-    emulated = [EmulatedExperts(kind, args) for kind in kinds]
-    with delayed_collectives(args.exchange_milliseconds / 1000):
-        all_steps = take_turns(emulated, args.rounds, args.warmup, args.block)
-    medians = {kind: median(1000 * step.duration for step in steps) for kind, steps in zip(kinds, all_steps)}
-    return [
-        row(args, kind, [1000 * step.duration for step in steps], medians.get(kind.without(args.pp)))
-        for kind, steps in zip(kinds, all_steps)
-    ]
+    return [(f"moe-pp{args.pp}-m{args.microbatches}-{share}percent", title, HEADER, rows, notes)]
 
 
 def row(args: argparse.Namespace, kind: Kind, times: list[float], without: float | None) -> list[str]:
@@ -252,4 +236,4 @@ class OverlappedStage(Stage):
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, lambda args: args.pp * NUM_REPLICAS, **DEFAULTS)

@@ -1,12 +1,31 @@
-"""The options of a benchmark's command."""
+"""A benchmark's command."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from .tables import FOLDER
+from .launching import launch
+from .tables import FOLDER, Table, save_table
+
+
+def run(
+    measure: Callable[[int, argparse.Namespace], list[Table]],
+    num_ranks: Callable[[argparse.Namespace], int] | int = lambda args: args.pp,
+    undisturbed: bool = True,
+    **defaults: Any,
+) -> None:
+    """Save the tables that `measure(rank, args)` returns on the first of so many ranks.
+
+    Args:
+        defaults: of the options, see `options`.
+    """
+    args = options(**defaults)
+    ranks = num_ranks if isinstance(num_ranks, int) else num_ranks(args)
+    for table in launch(ranks, measure, args, undisturbed=undisturbed):
+        save_table(*table, folder=args.folder)
 
 
 def options(arguments: list[str] | None = None, **defaults: Any) -> argparse.Namespace:

@@ -14,31 +14,27 @@ from statistics import median
 from megapipe import TimelineRecorder
 from megapipe.analysis import split_bubble, step_time
 
-from .launching import launch
-from .options import options
+from .options import run
 from .rounds import Emulated, take_turns
 from .runners import MEGAPIPE
-from .tables import save_table
+from .tables import Table
 
 HEADER = "schedule | measured, ms | predicted, ms | predicted / measured | latency, ms | bubble by cause"
 
 
-def main() -> None:
-    args = options(pp=4, microbatches=8, milliseconds=20.0, steps=8)
-    rows = launch(args.pp, measure, args)
-    title = f"Prediction, pp={args.pp}, m={args.microbatches}, emulated F, B and W of {args.milliseconds:g} ms"
-    notes = "From the first action's start to the last one's end, median of the recorded steps. All schedules in turns."
-    save_table(f"prediction-pp{args.pp}", title, HEADER, rows, notes, args.folder)
+NOTES = "From the first action's start to the last one's end, median of the recorded steps. All schedules in turns."
 
 
-def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     recorders = {name: TimelineRecorder(args.steps) for name in MEGAPIPE}
     emulated = [
         Emulated(f"megapipe {name}", args.microbatches, args.milliseconds / 1000, record_timeline=recorder)
         for name, recorder in recorders.items()
     ]
     take_turns(emulated, args.steps, 2, block=1)
-    return [row(name, recorder) for name, recorder in recorders.items()]
+    rows = [row(name, recorder) for name, recorder in recorders.items()]
+    title = f"Prediction, pp={args.pp}, m={args.microbatches}, emulated F, B and W of {args.milliseconds:g} ms"
+    return [(f"prediction-pp{args.pp}", title, HEADER, rows, NOTES)]
 
 
 def row(name: str, recorder: TimelineRecorder) -> list[str]:
@@ -57,4 +53,4 @@ def row(name: str, recorder: TimelineRecorder) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, pp=4, microbatches=8, milliseconds=20.0, steps=8)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .emulation import Deferring, Emulation, Floor, Stage, Step, Storing, Whole, gather_steps, measure_floor, splitting
-from .launching import gather
+from .launching import call, gather, in_turns
 from .runners import Runner, make_runner
 
 WORK = {"whole": Whole.apply, "deferring": Deferring.apply, "splitting": splitting, "storing": Storing.apply}
@@ -36,7 +36,6 @@ class Emulated:
         self.emulation = Emulation(self._share if isinstance(seconds, float) else seconds, num_rows)
         self._seconds, self._num_slices = seconds, num_slices
         self.runner: Runner = make_runner(name, num_microbatches, self._make_stage, num_rows, **config)
-        self.steps: list[tuple[float, float, list[Any]]] = []
         self.floor: Floor | None = None
 
     def measure_floor(self) -> None:
@@ -52,22 +51,16 @@ class Emulated:
     def _make_stage(self, index: int, num_stages: int, how: str, config: Any) -> Stage:
         return Stage(index, WORK[how], self.emulation, config)
 
-    def step(self) -> None:
+    def step(self) -> tuple[float, float, list[Any]]:
+        """Its begin, its end, and what was done."""
         self.emulation.calls.clear()
         dist.barrier()
         begin = time.perf_counter()
         self.runner.step()
-        self.steps.append((begin, time.perf_counter(), list(self.emulation.calls)))
+        return begin, time.perf_counter(), list(self.emulation.calls)
 
 
 def take_turns(emulated: Sequence[Emulated], num_rounds: int, num_warmup: int, block: int = 2) -> list[list[Step]]:
-    """`num_rounds` blocks of steps of each, in turns, after some warmup. Returns the steps of each."""
-    for one in emulated:
-        for _ in range(num_warmup):
-            one.step()
-        one.steps.clear()
-    for _ in range(num_rounds):
-        for one in emulated:
-            for _ in range(block):
-                one.step()
-    return [gather_steps(one.steps, gather, one.runner) for one in emulated]
+    """The steps of each: `num_rounds` blocks in turns, after some warmup."""
+    steps = in_turns([one.step for one in emulated], num_rounds, num_warmup, call, block)
+    return [gather_steps(mine, gather, one.runner) for one, mine in zip(emulated, steps)]

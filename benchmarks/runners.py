@@ -19,24 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapipe import get_forward_backward_func, parallel_state, slices, stages_for_rank
+from megapipe import get_forward_backward_func, parallel_state, schedule_names, slices, stages_for_rank
 from megapipe.overlap import in_segments
 from megapipe.plan import make_plan
 from megapipe.weight_grad import DeferredGrads
 
-MEGAPIPE = [
-    "gpipe",
-    "looped_bfs",
-    "1f1b",
-    "interleaved_1f1b",
-    "zb1p",
-    "zb2p",
-    "interleaved_zb1p",
-    "zbv",
-    "v_half",
-    "v_min",
-    "dualpipev",
-]
+MEGAPIPE = [name for name in schedule_names() if not name.startswith(("no_", "inference", "seq", "combined"))]
 SLICED = ["seq1f1b x2", "seq1f1b x4", "seq_zb1p x4"]
 """Behind the x, how many slices each sequence is cut into."""
 TORCH = ["GPipe", "LoopedBFS", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]

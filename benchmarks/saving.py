@@ -18,26 +18,17 @@ from torch import nn
 from megapipe import parallel_state
 from megapipe.checkpoint import Checkpointer
 
-from .launching import launch, seconds
-from .options import options
-from .tables import median_and_spread, save_table
+from .launching import seconds
+from .options import run
+from .tables import Table, median_and_spread
 
 WIDTH = 1024
 
 
-def main() -> None:
-    args = options(megabytes=192, repeats=7)  # of each rank
-    rows = launch(2, measure, args)
-    header = "save | the copy alone | training stands still for | in all | until it is safe"
-    notes = (
-        f"{args.megabytes} MB of weights and optimizer state on each of two ranks. *The copy alone*: of the same "
-        f"tensors to the host's memory, into fresh memory as a save does. *In all*: against the copy. Milliseconds, "
-        f"medians of {args.repeats} in turn, in brackets the middle half."
-    )
-    save_table("saving", "How long a save stops training", header, rows, notes, args.folder)
+HEADER = "save | the copy alone | training stands still for | in all | until it is safe"
 
 
-def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     parallel_state.initialize_model_parallel(2)
     num_layers = args.megabytes * 2**20 // (3 * 4 * WIDTH**2)  # weights and two moments in float32
     chunk = nn.ModuleDict({str(rank * num_layers + i): nn.Linear(WIDTH, WIDTH, bias=False) for i in range(num_layers)})
@@ -62,7 +53,13 @@ def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
                 stall = seconds(lambda save=save, step=step: save(step))
                 times[kind].append((copy, stall, stall + seconds(wait)))
         dist.barrier()
-    return [row(kind, measured[1:]) for kind, measured in times.items()]  # the first makes folders and locks
+    rows = [row(kind, measured[1:]) for kind, measured in times.items()]  # the first makes folders and locks
+    notes = (
+        f"{args.megabytes} MB of weights and optimizer state on each of two ranks. *The copy alone*: of the same "
+        f"tensors to the host's memory, into fresh memory as a save does. *In all*: against the copy. Milliseconds, "
+        f"medians of {args.repeats} in turn, in brackets the middle half."
+    )
+    return [("saving", "How long a save stops training", HEADER, rows, notes)]
 
 
 def shared(folder: str) -> str:
@@ -84,4 +81,4 @@ def row(kind: str, measured: list[tuple[float, float, float]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, 2, megabytes=192, repeats=7)  # of each rank

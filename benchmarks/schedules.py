@@ -12,11 +12,10 @@ import functools
 from statistics import median
 from typing import Any
 
-from .launching import launch
-from .options import options
+from .options import run
 from .rounds import Emulated, take_turns
 from .runners import ALL, is_there
-from .tables import median_and_spread, save_table
+from .tables import Table, median_and_spread
 
 HEADER = (
     "library and schedule | step / ideal | step / plan | with measured stages | "
@@ -29,26 +28,21 @@ without a pipeline (the core is cold after each sleep). The rest is messages and
 microbatches of a whole rank, from F to W."""
 
 
-def main() -> None:
-    # The milliseconds are those of each of F, B and W of a rank's microbatch; a block is the steps of a runner's turn.
-    args = options(
-        pp=4, microbatches=8, milliseconds=20.0, message_bytes=64 * 1024, rounds=5, block=2, runners=",".join(ALL)
-    )
-    names = [name for name in args.runners.split(",") if is_there(name)]
-    rows = launch(args.pp, measure, args, names)
-    size = f"{args.message_bytes // 1024} KB"
-    title = f"Emulated compute, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms, messages of {size}"
-    name = f"schedules-pp{args.pp}-m{args.microbatches}-{args.message_bytes // 1024}k"
-    save_table(name, title, HEADER, rows, NOTES, args.folder)
+# The milliseconds are those of each of F, B and W of a rank's microbatch; a block is the steps of a runner's turn.
+DEFAULTS = {"pp": 4, "microbatches": 8, "milliseconds": 20.0, "message_bytes": 64 * 1024, "rounds": 5, "block": 2}
 
 
-def measure(rank: int, args: argparse.Namespace, names: list[str]) -> list[list[str]]:
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     seconds = args.milliseconds / 1000
+    names = filter(is_there, args.runners.split(","))
     emulated = [Emulated(name, args.microbatches, seconds, args.message_bytes) for name in names]
     for one in emulated:
         one.measure_floor()
-    all_steps = take_turns(emulated, args.rounds, 2, args.block)
-    return [row(one, steps, args.microbatches, seconds) for one, steps in zip(emulated, all_steps)]
+    all_steps = take_turns(emulated, args.rounds, 1, args.block)
+    rows = [row(one, steps, args.microbatches, seconds) for one, steps in zip(emulated, all_steps)]
+    size = args.message_bytes // 1024
+    title = f"Emulated compute, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms, messages of {size} KB"
+    return [(f"schedules-pp{args.pp}-m{args.microbatches}-{size}k", title, HEADER, rows, NOTES)]
 
 
 def row(one: Emulated, steps: list[Any], num_microbatches: int, seconds: float) -> list[str]:
@@ -76,4 +70,4 @@ def _over(steps: list[Any], time: float) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, **DEFAULTS, runners=",".join(ALL))

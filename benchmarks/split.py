@@ -16,25 +16,20 @@ from torch import Tensor, nn
 
 from megapipe.weight_grad import DeferredGrads, convert
 
-from .launching import in_turns, launch
-from .options import options
-from .tables import median_and_spread, save_table
+from .launching import in_turns
+from .options import run
+from .tables import Table, median_and_spread
 
 HEADER = "layers | tokens | torch, full | megapipe, full | B | W | B + W | (B + W) / torch"
 NOTES = "Medians of interleaved backwards, in brackets the middle half; gradients are added to those that are there."
 
 
-def main() -> None:
-    args = options(tokens=256, repeats=25)
-    rows = launch(1, measure, args)
-    save_table("split", "Splitting the backward of linear layers", HEADER, rows, NOTES, args.folder)
-
-
-def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
-    return [
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
+    rows = [
         compare(2, 1024, 4096, args.tokens, args.repeats, "ms"),
         compare(16, 8, 8, 4, 20 * args.repeats, "us"),
     ]
+    return [("split", "Splitting the backward of linear layers", HEADER, rows, NOTES)]
 
 
 def compare(num_layers: int, inner: int, outer: int, tokens: int, repeats: int, unit: str) -> list[str]:
@@ -66,4 +61,4 @@ def split_backward(output: Tensor, grad: Tensor, deferred: DeferredGrads) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, 1, tokens=256, repeats=25)

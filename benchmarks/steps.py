@@ -21,11 +21,11 @@ import torch.distributed as dist
 from megapipe import PipelinedOptimizer, PostValidatedOptimizer, clip_grad_norm_
 from megapipe.plan import make_plan
 
-from .launching import gather, launch
-from .options import options
+from .launching import gather
+from .options import run
 from .rounds import Emulated
 from .runners import is_there
-from .tables import save_table
+from .tables import Table
 
 CASES = [
     ("megapipe zbv", "post-validated"),
@@ -79,25 +79,18 @@ class Case:
         return gather(times)
 
 
-def main() -> None:
-    args = parse()
-    rows = launch(args.pp, measure, args)
-    title = f"{args.steps} steps without a barrier, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms"
-    save_table(f"steps-pp{args.pp}-m{args.microbatches}", title, HEADER, rows, NOTES, args.folder)
+DEFAULTS = {"pp": 4, "microbatches": 8, "milliseconds": 20.0, "message_bytes": 64 * 1024, "steps": 20}
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    return options(arguments, pp=4, microbatches=8, milliseconds=20.0, message_bytes=64 * 1024, steps=20)
-
-
-def measure(rank: int, args: argparse.Namespace) -> list[list[str]]:
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     rows = []
     for name, kind in CASES:
         if is_there(name):
             case = Case(name, kind, args)
             case.run(2)
             rows.append(row(case, case.run(args.steps), args))
-    return rows
+    title = f"{args.steps} steps without a barrier, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms"
+    return [(f"steps-pp{args.pp}-m{args.microbatches}", title, HEADER, rows, NOTES)]
 
 
 def row(case: Case, ranks: list[list[float]], args: argparse.Namespace) -> list[str]:
@@ -114,4 +107,4 @@ def row(case: Case, ranks: list[list[float]], args: argparse.Namespace) -> list[
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, **DEFAULTS)

@@ -13,6 +13,8 @@ from statistics import median, quantiles
 
 import torch
 
+Table = tuple[str, str, str, Sequence[Sequence[str]], str]
+"""Its name, title, header, rows and notes."""
 FOLDER = Path(__file__).parent / "results"
 CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
 

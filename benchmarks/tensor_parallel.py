@@ -27,9 +27,9 @@ from megapipe import parallel_state, weight_grad
 from megapipe.overlap import fill_window, filling_windows
 
 from .delays import delayed_collectives
-from .launching import in_turns, launch
-from .options import options
-from .tables import median_and_spread, save_table
+from .launching import in_turns
+from .options import run
+from .tables import Table, median_and_spread
 
 TP = 2
 SETTINGS = {  # schedules, `min_pending_weights` and `weights_per_window`
@@ -41,20 +41,7 @@ SETTINGS = {  # schedules, `min_pending_weights` and `weights_per_window`
 HEADER = "schedule | latency, ms | step, ms | over without"
 
 
-def main() -> None:
-    args = options(microbatches=8, layers=4, hidden=384, tokens=512, latencies=[0.0, 2.0, 5.0], rounds=7)  # in ms
-    rows, per_window = launch(TP, measure, args)
-    title = f"Tensor-parallel layers on real compute, tp={TP}, m={args.microbatches}"
-    notes = (
-        f"{args.layers} layers of two products, hidden size {args.hidden}, {args.tokens} tokens per microbatch, on two "
-        "ranks with a core each. Each collective ends no sooner than the latency after its start; without latency it "
-        "is gloo's. Medians of interleaved steps, in brackets the middle half. Each layer has four windows and two "
-        f"products of W. An empty window takes {per_window:.2f} us of the host."
-    )
-    save_table("tensor-parallel", title, HEADER, rows, notes, args.folder)
-
-
-def measure(rank: int, args: argparse.Namespace) -> tuple[list[list[str]], float]:
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
     mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("pp", "tp"))
     parallel_state.initialize_from_mesh(mesh)
     data = torch.randn(args.microbatches, args.tokens // TP, 1, args.hidden)
@@ -68,7 +55,14 @@ def measure(rank: int, args: argparse.Namespace) -> tuple[list[list[str]], float
             ratio = median(times[name]) / median(times[schedule])
             shown = "-" if name == schedule else f"{ratio:.3f}"
             rows.append([name, f"{latency:g}", median_and_spread(times[name], "{:.0f}"), shown])
-    return rows, 1e6 * time_of_a_window()
+    title = f"Tensor-parallel layers on real compute, tp={TP}, m={args.microbatches}"
+    notes = (
+        f"{args.layers} layers of two products, hidden size {args.hidden}, {args.tokens} tokens per microbatch, on two "
+        "ranks with a core each. Each collective ends no sooner than the latency after its start; without latency it "
+        "is gloo's. Medians of interleaved steps, in brackets the middle half. Each layer has four windows and two "
+        f"products of W. An empty window takes {1e6 * time_of_a_window():.2f} us of the host."
+    )
+    return [("tensor-parallel", title, HEADER, rows, notes)]
 
 
 def make_run(schedule: str, num_pending: int, num_per_window: int, data: Tensor, args: Any, mesh: Any) -> Any:
@@ -139,4 +133,4 @@ def time_of_a_window(count: int = 20_000) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, TP, microbatches=8, layers=4, hidden=384, tokens=512, latencies=[0.0, 2.0, 5.0], rounds=7)  # in ms

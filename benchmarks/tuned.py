@@ -9,6 +9,7 @@ random draws for both.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from collections.abc import Callable
 from statistics import median
@@ -18,10 +19,9 @@ from megapipe import get_forward_backward_func
 from megapipe.analysis import TimelineRecorder
 from megapipe.plan import Costs, make_plan, place_weights, simulate
 
-from .launching import launch
-from .options import options
+from .options import run
 from .rounds import Emulated, take_turns
-from .tables import median_and_spread, save_table
+from .tables import Table, median_and_spread
 
 RATIOS = {"1 : 1.4 : 0.6": (1.0, 1.4, 0.6), "1 : 1.2 : 0.8": (1.0, 1.2, 0.8)}
 WARMUP = 8
@@ -40,19 +40,6 @@ class Case(NamedTuple):
     schedule: str
     ratio: str
     stages: str
-
-
-def main() -> None:
-    args = options(pp=4, microbatches=8, milliseconds=20.0, jitter=0.1, rounds=6, schedules="zbv,zb1p,interleaved_zb1p")
-    cases = [
-        Case(schedule, ratio, stages)
-        for schedule in args.schedules.split(",")
-        for ratio in RATIOS
-        for stages in ("equal", "uneven")
-    ]
-    rows = launch(args.pp, measure, args, cases)
-    title = f"Ws placed by measured times, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms"
-    save_table(f"tuned-pp{args.pp}", title, HEADER, rows, NOTES, args.folder)
 
 
 def stage_costs(case: Case, pp_size: int, num_chunks: int, milliseconds: float) -> Costs:
@@ -77,8 +64,11 @@ def seconds_with_jitter(costs: Costs, jitter: float, seed: str) -> Callable[[str
     return seconds
 
 
-def measure(rank: int, args: argparse.Namespace, cases: list[Case]) -> list[list[str]]:
-    return [compare(args, case) for case in cases]
+def measure(rank: int, args: argparse.Namespace) -> list[Table]:
+    cases = itertools.starmap(Case, itertools.product(args.schedules.split(","), RATIOS, ("equal", "uneven")))
+    rows = [compare(args, case) for case in cases]
+    title = f"Ws placed by measured times, pp={args.pp}, m={args.microbatches}, {args.milliseconds:g} ms"
+    return [(f"tuned-pp{args.pp}", title, HEADER, rows, NOTES)]
 
 
 def compare(args: argparse.Namespace, case: Case) -> list[str]:
@@ -93,7 +83,7 @@ def compare(args: argparse.Namespace, case: Case) -> list[str]:
     placed = Emulated(name, args.microbatches, seconds[1])
     placed.runner.function = get_forward_backward_func(recorder.gather().tuned_plan())
     own = Emulated(name, args.microbatches, seconds_with_jitter(costs, args.jitter, str(case)))
-    turns = take_turns([own, placed], args.rounds, WARMUP)
+    turns = take_turns([own, placed], args.rounds, WARMUP, block=1)
     static, tuned = ([1000 * step.duration for step in steps] for steps in turns)
     simulation = simulate(plan, costs)
     bound = simulation.lower_bound
@@ -111,4 +101,5 @@ def compare(args: argparse.Namespace, case: Case) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    schedules = "zbv,zb1p,interleaved_zb1p"
+    run(measure, pp=4, microbatches=8, milliseconds=20.0, jitter=0.1, rounds=12, schedules=schedules)

@@ -86,8 +86,8 @@ def tables(rank: int) -> Any:
         mock.patch.object(gpu_pipelines, "memory_of", lambda device, run: memory.memory_of("cuda", run)),
         mock.patch.object(gpu_pipelines, "SCHEDULES", ["zbv"]),
     ):
-        waiting, captured = gpu_stages.measure(rank, args)
-        return waiting, captured, gpu_pipelines.measure_memory(rank, args), gpu_pipelines.measure_ways(rank, args)
+        parts = (gpu_stages.measure, gpu_pipelines.measure_memory, gpu_pipelines.measure_ways)
+        return [rows for part in parts for _, _, _, rows, _ in part(rank, args)]
 
 
 def test_what_runs_on_gpus_only(ranks: RankPool) -> None:
@@ -103,15 +103,14 @@ def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(ROOT)
     from benchmarks import gpu
 
-    def failing(*args: Any) -> None:
-        raise ProcessExitedException("process 0 terminated with exit code 1", 0, 1, 1)
+    def launch(num_ranks: int, measured: Any, *args: Any, **options: Any) -> list[Any]:
+        done.append(measured)
+        if measured is gpu.gpu_stages.measure:
+            raise ProcessExitedException("process 0 terminated with exit code 1", 0, 1, 1)
+        return []
 
-    done = []
-    parts = ["layers_and_verbs", "stages", "pipelines", "pipelines_in_ways", "pipelines_in_memory"]
-    for name in parts:
-        part = mock.Mock(side_effect=failing if name == "stages" else lambda *args, name=name: done.append(name))
-        part.__name__ = name
-        monkeypatch.setattr(gpu, name, part)
+    done: list[Any] = []
+    monkeypatch.setattr(gpu, "launch", launch)
     with pytest.raises(SystemExit, match="stages failed"):
         gpu.main(["--device", "cpu"])
-    assert done == [name for name in parts if name != "stages"]
+    assert done == [measured for measured, _ in gpu.SECTIONS.values()]

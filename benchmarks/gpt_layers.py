@@ -1,4 +1,4 @@
-"""The layers that the benchmarks on a GPU run, and the times of what they do on the device."""
+"""The example's GPT, whole stages and single layers, and the times of what a device does."""
 
 from __future__ import annotations
 
@@ -14,16 +14,29 @@ from torch import Tensor, nn
 from megapipe.timing import Clock
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
-from gpt import GPTConfig, Layer
+from gpt import GPTConfig, GPTStage, Layer
 
+__all__ = ["GPTConfig", "GPTStage", "Layer", "config_of", "example", "interval", "make_layers"]
+
+VOCABULARY = 256
 WARMUP = 3
 
 
+def config_of(args: argparse.Namespace) -> GPTConfig:
+    """By a benchmark's options."""
+    return GPTConfig(
+        hidden_size=args.hidden_size,
+        num_layers=args.layers,
+        num_attention_heads=args.heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=args.seq_length,
+    )
+
+
 def make_layers(args: argparse.Namespace, num_layers: int) -> nn.Sequential:
-    config = GPTConfig(hidden_size=args.hidden_size, num_attention_heads=args.heads)
     torch.manual_seed(0)
     with torch.device(args.device):
-        layers = nn.Sequential(*(Layer(config) for _ in range(num_layers)))
+        layers = nn.Sequential(*(Layer(config_of(args)) for _ in range(num_layers)))
     return layers.to(getattr(torch, args.dtype))
 
 
