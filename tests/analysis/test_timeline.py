@@ -345,38 +345,38 @@ def test_slow_ranks_are_no_slow_layers() -> None:
 # Files
 
 
+STEP = {"begin": 0, "end": 2, "actions": [[0, "F", 0, 0, 1]], "waits": []}
+
+
+def text_of(**changes: Any) -> str:
+    return json.dumps({"timeline": "1f1b", "steps": [[{**STEP, **changes}]]})
+
+
+DAMAGED = "does not hold a timeline as it was recorded"
+UNREADABLE = {
+    **{f'{{"timeline": "1f1b", "steps": {steps}}}': r"does not hold .*: record a new one\." for steps in (
+        "3", "[]", "[[]]", "[[{}]]", '[[{"begin": 0, "end": 1, "actions": [[0, "Q", 0]]}]]',
+    )},
+    **{text_of(actions=[part]): DAMAGED for part in (
+        [math.inf, "F", 0, 0, 1], [0.5, "F", 0, 0, 1], [0, "F", 0, 0, math.nan], [0, "F", 0, 0, 10**400], [],
+    )},
+    **{text_of(pairs=pairs): DAMAGED for pairs in ([0], [-1], "0", 0)},
+    text_of(actions=[[0, "F", 0, 1, 1]]): "holds a step that takes no time",
+    '{"timeline": ' + "[" * 200_000: "is no JSON that can be read",
+}  # fmt: skip
+
+
 def test_files_that_are_no_timelines(tmp_path: Path) -> None:
-    path = tmp_path / "file.json"
+    """A damaged timeline made the command fail with a traceback."""
+    path = tmp_path / "timeline.json"
     make_plan("1f1b", 2, 2).save_json(path)
     assert load_timeline(path) is None
     path.write_text("0F0,0B0\n")
     assert load_timeline(path) is None
-    Timeline("1f1b", [as_measured(make_plan("1f1b", 2, m).simulate()) for m in (2, 3)]).save(path)
-    with pytest.raises(ValueError, match="one and the same plan"):
-        load_timeline(path)
-    whole = {"timeline": "1f1b", "steps": [[{"begin": 0, "end": 2, "actions": [[0, "F", 0, 0, 1]], "waits": []}]]}
-    path.write_text("\ufeff" + json.dumps(whole), encoding="utf-8")
+    path.write_text("\ufeff" + text_of(), encoding="utf-8")
     assert load_timeline(path) is not None
-    for part in ([math.inf, "F", 0, 0, 1], [0.5, "F", 0, 0, 1], [0, "F", 0, 0, math.nan], [0, "F", 0, 0, 10**400], []):
-        path.write_text(json.dumps({**whole, "steps": [[{**whole["steps"][0][0], "actions": [part]}]]}))
-        with pytest.raises(ValueError, match="does not hold a timeline as it was recorded"):
+    Timeline("1f1b", [as_measured(make_plan("1f1b", 2, m).simulate()) for m in (2, 3)]).save(path)
+    for text, message in {path.read_text(): "one and the same plan", **UNREADABLE}.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
             load_timeline(path)
-    for pairs in ([0], [-1], "0", 0):
-        path.write_text(json.dumps({**whole, "steps": [[{**whole["steps"][0][0], "pairs": pairs}]]}))
-        with pytest.raises(ValueError, match="does not hold a timeline as it was recorded"):
-            load_timeline(path)
-    path.write_text(json.dumps({**whole, "steps": [[{**whole["steps"][0][0], "actions": [[0, "F", 0, 1, 1]]}]]}))
-    with pytest.raises(ValueError, match="holds a step that takes no time"):
-        load_timeline(path)
-    path.write_text('{"timeline": ' + "[" * 200_000)
-    with pytest.raises(ValueError, match="is no JSON that can be read"):
-        load_timeline(path)
-
-
-@pytest.mark.parametrize("steps", ["3", "[]", "[[]]", "[[{}]]", '[[{"begin": 0, "end": 1, "actions": [[0, "Q", 0]]}]]'])
-def test_files_whose_timelines_cannot_be_read(steps: str, tmp_path: Path) -> None:
-    """A damaged timeline made the command fail with a traceback."""
-    path = tmp_path / "timeline.json"
-    path.write_text(f'{{"timeline": "1f1b", "steps": {steps}}}')
-    with pytest.raises(ValueError, match=r"timeline.json does not hold .*: record a new one."):
-        load_timeline(path)

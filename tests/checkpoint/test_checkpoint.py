@@ -78,13 +78,7 @@ def total(losses: list[Tensor]) -> float:
 # Any arrangement
 
 
-ARRANGEMENTS = [
-    ("1f1b", 4, None),
-    ("zbv", 2, None),
-    ("1f1b", 4, None),
-    ("interleaved_1f1b", 2, 2),
-    ("no_pipelining", 1, 3),
-]
+ARRANGEMENTS = [("1f1b", 4, None), ("zbv", 2, None), ("interleaved_1f1b", 2, 2), ("no_pipelining", 1, 3)]
 
 
 def go_on_elsewhere(rank: int, folder: Path) -> Any:
@@ -120,8 +114,8 @@ def everything_in(folder: Path) -> dict[str, Tensor]:
 
 
 def test_goes_on_under_any_arrangement(ranks: RankPool, tmp_path: Path) -> None:
-    """1f1b on 4 stages, zbv on 2 stages x 2 replicas, and back, and more: losses, weights and optimizer state are those
-    of the uninterrupted run, bit for bit."""
+    """1f1b on 4 stages, zbv on 2 stages x 2 replicas, and more: losses, weights and optimizer state are those of the
+    uninterrupted run, bit for bit."""
     (expected,) = ranks.run(1, uninterrupted, tmp_path / "one")
     for losses in ranks.run(4, go_on_elsewhere, tmp_path / "many"):
         assert losses == expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tools.against import add_gradients, assert_same_gradients, step
+from tools.against import assert_same_gradients, step
 from tools.collectives import watching
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor
@@ -230,20 +230,6 @@ def test_equal_to_no_pipelining(ranks: RankPool) -> None:
             assert len(ours) == len(theirs) == num_microbatches * 2 * 4
             for (our_output, our_input, _), (their_output, their_input, _) in zip(ours, theirs):
                 assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@on_ranks()
-def test_dualpipev_with_all_experts(rank: int, num_ranks: int) -> None:
-    """Experts that are not shared out: every pair is overlapped, with nothing to wait for."""
-    parallel_state.initialize_model_parallel(num_ranks)
-    config = GPTConfig(**SIZES | {"num_layers": 2 * num_ranks}, num_experts=EXPERTS)
-    for m in (2 * num_ranks, 3 * num_ranks + 1):
-        chunks = [GPTStage(config, stage) for stage in megapipe.stages_for_rank("dualpipev")]
-        whole = GPTStage(config, StageInfo(0, 1))
-        add_gradients([whole], batches(0, m))
-        run("dualpipev", chunks, 0, m)
-        assert_same_gradients(chunks, whole, m)
 
 
 @on_ranks(2)

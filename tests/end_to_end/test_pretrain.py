@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tools.pretraining import EXAMPLES, SMALL, pretrain
 from tools.pretraining import text as text  # the fixture
 from tools.ranks import PATIENCE, RankPool, on_ranks
@@ -124,39 +126,48 @@ def test_batch_sizes_that_do_not_fit(ranks: RankPool, text: str) -> None:
         assert "--data-parallel-shard-size 2 takes a multiple of 2 x 2 ranks, of which there are 2" in message(result)
 
 
-@contextmanager
-def torchrun(text: str, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """The example on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "pretrain_gpt.py"), *SMALL.split(), *text.split(), "--pipeline-model-parallel-size", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen([*command, *options], env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()  # where it has not ended
-
-
 def test_an_interrupt_ends_every_rank(text: str) -> None:
     """Each rank printed a traceback of sixty lines at ^C, which torchrun passes on to all of them. The pipes are closed
     once the last process has ended."""
-    with torchrun(text, "--train-iters", "1000000") as process:
-        assert process.stdout is not None
-        assert any(line.startswith("iteration     1") for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=PATIENCE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "pretrain_gpt.py"), *SMALL.split(), *text.split(), "--pipeline-model-parallel-size", "2"]
+    command += ["--train-iters", "1000000"]
+    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith("iteration     1") for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()  # where it has not ended
     assert errors.count("Interrupted.") == 1
     assert not re.search(r"^(\[rank\d\]: )?KeyboardInterrupt$", errors, flags=re.MULTILINE)
 
 
-def test_through_torchrun(text: str, tmp_path: Path) -> None:
+def printed(rank: int, arguments: str) -> str:
+    """As it is run by torchrun, but in the worker's process group."""
+    sys.path.insert(0, str(EXAMPLES))
+    import pretrain_gpt
+    import running
+
+    args = pretrain_gpt.parse_args([*SMALL.split(), *arguments.split()])
+    output = io.StringIO()
+    with (
+        contextlib.redirect_stdout(output),
+        mock.patch.object(running, "setup", return_value=torch.device("cpu")),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        running.run(pretrain_gpt.train, args)
+    return output.getvalue()
+
+
+def test_what_it_prints_and_writes(ranks: RankPool, text: str, tmp_path: Path) -> None:
     timeline_path = tmp_path / "timeline.json"
-    options = ["--train-iters", "2", "--save", str(tmp_path), "--record-timeline", str(timeline_path)]
-    with torchrun(text, *options) as process:
-        output, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, errors
-    lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.9 prints
+    options = f"--pipeline-model-parallel-size 2 --train-iters 2 --save {tmp_path} --record-timeline {timeline_path}"
+    output, nothing = ranks.run(2, printed, f"{text} {options}")
+    assert not nothing
+    lines = output.splitlines()
     assert lines[0].startswith("4 layers of 16 on 2 ranks: 2 stages x 1 replicas, schedule 1f1b, 8 microbatches")
     assert "validation loss" in output
     assert re.fullmatch(r"loss .* tokens/s, at most \d+\.\d\d GiB a rank", lines[-3])

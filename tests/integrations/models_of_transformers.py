@@ -98,9 +98,7 @@ def test_tokens_of_other_kinds(rank: int, kind: str, changes: dict[str, Any], tm
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3"])
 @on_ranks(2)
 def test_activations_computed_again(rank: int, name: str, tmp_path: Path) -> None:
-    model = hf_models.make_model(name)
-    hf_models.save_on_first(model, tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "zbv")
+    model, chunks = hf_models.load_both(name, tmp_path, "zbv")
     for one in (model, *chunks):
         one.gradient_checkpointing_enable()
         convert(one)
@@ -146,9 +144,7 @@ def test_adapters_are_trained_and_only_they_are_saved(
 ) -> None:
     """Also where some stages have none: peft said that it found nothing there, or knows no module that is Absent."""
     peft = pytest.importorskip("peft")
-    model = hf_models.make_model(name)
-    hf_models.save_on_first(model, tmp_path / "given")
-    chunks = hf_models.load_chunks(tmp_path / "given", "zbv", layout=layout)
+    model, chunks = hf_models.load_both(name, tmp_path / "given", "zbv", layout=layout)
     for chunk in chunks:
         torch.manual_seed(chunk.stage.index)
         chunk.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, **options))
@@ -177,9 +173,7 @@ def test_adapters_are_trained_and_only_they_are_saved(
 def test_a_deleted_adapter_leaves_no_names(rank: int, tmp_path: Path) -> None:
     """Layers stay those of peft, and weights were saved under names that from_pretrained does not know."""
     peft = pytest.importorskip("peft")
-    model = hf_models.make_model("llama")
-    hf_models.save_on_first(model, tmp_path / "given")
-    chunks = hf_models.load_chunks(tmp_path / "given", "1f1b")
+    model, chunks = hf_models.load_both("llama", tmp_path / "given", "1f1b")
     for chunk in chunks:
         chunk.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False), "one")
         chunk.delete_adapter("one")
@@ -354,9 +348,7 @@ def test_weights_in_bfloat16(rank: int, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 @on_ranks(2)
 def test_masked_padding_and_autocast(rank: int, name: str, tmp_path: Path) -> None:
-    model = hf_models.make_model(name)
-    hf_models.save_on_first(model, tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "1f1b", enable_autocast=True, autocast_dtype=torch.bfloat16)
+    model, chunks = hf_models.load_both(name, tmp_path, "1f1b", enable_autocast=True, autocast_dtype=torch.bfloat16)
     microbatches = hf_models.batches(4)
     for number, batch in enumerate(microbatches):
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])

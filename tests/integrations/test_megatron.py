@@ -27,8 +27,8 @@ from tools.megatron_models import (
     provider,
     step,
 )
-from tools.models import Stage, run
-from tools.ranks import RankPool, on_ranks
+from tools.models import Stage, add_gradients, run
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -57,78 +57,29 @@ def token_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tenso
     return losses, loss_func
 
 
-class Trainer:
-    """Chunks in Megatron's wrapper, finalized by its function, and an optimizer."""
-
-    def __init__(self, config: Any, chunks: list[nn.Module]) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-
-        config.finalize_model_grads_func = finalize_model_grads
-        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False)
-        self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
-        self.optimizer = torch.optim.Adam([p for c in self.chunks for p in c.parameters()], lr=1e-2)
-
-    def gradients(self, function: Any, data: list[Tensor], step_function: Any = forward_step) -> list[float]:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        losses = step(function, self.chunks, data, forward_step_func=step_function)
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                parameter.grad = parameter.main_grad
-        return losses
-
-
 def own_batches(num_microbatches: int, number: int) -> list[Tensor]:
     from megatron.core import parallel_state
 
     return batches(num_microbatches, 10 * number + parallel_state.get_data_parallel_rank())
 
 
-def train_with_both(
-    rank: int, pp_size: int, vp_size: int | None, num_microbatches: int, num_steps: int, is_tied: bool
-) -> float:
-    """Tied embeddings and a loss per token go together here."""
-    config = megatron(pp_size, vp_size, calculate_per_token_loss=is_tied)
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+class Trainer:
+    """Chunks in Megatron's wrapper, finalized by its function, with its optimizer: clipping, loss scaling, checkpoints.
 
-    schedule = "interleaved_1f1b" if vp_size else "1f1b"
-    chunks = megapipe.integrations.megatron.build_model_chunks(provider(config, is_tied), schedule)
-    theirs, ours = (Trainer(config, one) for one in (copy_of(chunks), chunks))
-    step_function = token_step if is_tied else forward_step
-    losses: list[float] = []
-    for number in range(num_steps):
-        data = own_batches(num_microbatches, number)
-        their_losses = theirs.gradients(get_forward_backward_func(), data, step_function)
-        losses = ours.gradients(megapipe.get_forward_backward_func(), data, step_function)
-        assert losses == their_losses
-        for a, b in zip(theirs.chunks, ours.chunks):
-            assert_same_gradients([a], b)
-        theirs.optimizer.step()
-        ours.optimizer.step()
-    return sum(losses)
+    Args:
+        is_distributed: replicas share the optimizer's state, and both of its collectives overlap.
+        is_tied: embeddings are, and the loss is one per token.
+    """
 
-
-@pytest.mark.parametrize(
-    ("pp_size", "vp_size", "num_microbatches", "num_steps", "is_tied"),
-    [(4, None, 6, 3, True), (2, 2, 4, 3, True), (4, 2, 8, 3, False)],
-    ids=["pp4-tied", "pp2-vpp2-tied", "pp4-vpp2"],
-)
-def test_same_training_as_megatron(
-    ranks: RankPool, pp_size: int, vp_size: int | None, num_microbatches: int, num_steps: int, is_tied: bool
-) -> None:
-    """Megatron's replicas fill the 4 ranks up; the last stage's ranks report the losses."""
-    losses = ranks.run(4, train_with_both, pp_size, vp_size, num_microbatches, num_steps, is_tied)
-    assert losses[-1] > 0
-
-
-class OptimizedTrainer:
-    """Chunks with Megatron's optimizer: clipping, loss scaling, and checkpoints."""
-
-    def __init__(self, schedule: str, vp_size: int | None, is_distributed: bool, **precision: Any) -> None:
+    def __init__(
+        self,
+        schedule: str,
+        vp_size: int | None,
+        is_distributed: bool,
+        pp_size: int = 2,
+        is_tied: bool = True,
+        **precision: Any,
+    ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -137,11 +88,12 @@ class OptimizedTrainer:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
 
-        self.config = config = megatron(2, vp_size, calculate_per_token_loss=True, **precision)
+        self.config = config = megatron(pp_size, vp_size, calculate_per_token_loss=is_tied, **precision)
+        self.forward_step, self.num_microbatches = token_step if is_tied else forward_step, 2 * pp_size
         if precision:
             config.pipeline_dtype = config.params_dtype
         build = megapipe.integrations.megatron.build_model_chunks
-        self.models = build(provider(config, is_tied=True), schedule)
+        self.models = build(provider(config, is_tied), schedule)
         overlaps = {"overlap_param_gather": is_distributed, "use_distributed_optimizer": is_distributed}
         wrap = DistributedDataParallelConfig(overlap_grad_reduce=is_distributed, bucket_size=3000, **overlaps)
         self.chunks = [
@@ -160,7 +112,8 @@ class OptimizedTrainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = step(function, self.chunks, own_batches(4, number), forward_step_func=token_step)
+        data = own_batches(self.num_microbatches, number)
+        losses = step(function, self.chunks, data, forward_step_func=self.forward_step)
         was_stepped, norm, _ = self.optimizer.step()
         return losses, was_stepped, norm
 
@@ -187,17 +140,33 @@ class OptimizedTrainer:
         self.optimizer.load_state_dict(loaded["optimizer"])
 
 
+@pytest.mark.parametrize(("pp_size", "vp_size", "is_tied"), [(4, None, True), (2, 2, True), (4, 2, False)])
 @on_ranks(4)
-def test_distributed_optimizer_in_a_v(rank: int) -> None:
-    """Two replicas share the optimizer's state, and both of its collectives overlap. The norm is that of all ranks."""
+def test_same_training_as_megatron(rank: int, pp_size: int, vp_size: int | None, is_tied: bool) -> None:
+    """Three steps under its schedule and ours: losses and the norms of all gradients are the same to the last bit.
+    Megatron's replicas fill the 4 ranks up."""
     with with_optimizers():
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        trainer = OptimizedTrainer("1f1b", None, True)
+        schedule, found = "interleaved_1f1b" if vp_size else "1f1b", []
+        for function in (get_forward_backward_func, megapipe.get_forward_backward_func):
+            trainer = Trainer(schedule, vp_size, False, pp_size, is_tied)
+            found.append([trainer.train(function(), number) for number in range(3)])
+        assert found[0] == found[1]
+        assert all(bool(losses) == (rank >= 4 - 4 // pp_size) for losses, *_ in found[0])
+
+
+@on_ranks(4)
+def test_distributed_optimizer_in_a_v(rank: int) -> None:
+    """The norm is that of all ranks."""
+    with with_optimizers():
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        trainer = Trainer("1f1b", None, True)
         expected = [trainer.train(get_forward_backward_func(), number) for number in range(3)]
-        trainer = OptimizedTrainer("1f1b", None, True)
+        trainer = Trainer("1f1b", None, True)
         assert expected == [trainer.train(megapipe.get_forward_backward_func(), number) for number in range(3)]
-        trainer = OptimizedTrainer("zbv", 2, True)
+        trainer = Trainer("zbv", 2, True)
         for number, (losses, _, norm) in enumerate(expected):
             found, _, found_norm = trainer.train(megapipe.get_forward_backward_func("zbv"), number)
             assert found_norm == pytest.approx(norm, rel=1e-5)
@@ -212,7 +181,7 @@ def test_distributed_optimizer_in_a_v(rank: int) -> None:
 def test_megatrons_scaler_in_a_v(rank: int) -> None:
     """One rank finds an Inf, and all skip the step and halve the scale."""
     with with_optimizers():
-        trainer = OptimizedTrainer("zbv", 2, True, fp16=True, params_dtype=torch.float16)
+        trainer = Trainer("zbv", 2, True, fp16=True, params_dtype=torch.float16)
         finalize = trainer.config.finalize_model_grads_func
 
         def with_inf(models: list[nn.Module], *args: Any, **keywords: Any) -> None:
@@ -238,7 +207,7 @@ def test_megatrons_checkpoints_in_a_v(rank: int, tmp_path: Path) -> None:
 
         placed = {"zbv": 2, "1f1b": None}
         for saved, other in (("zbv", "1f1b"), ("1f1b", "zbv")):
-            trainer, loading = (OptimizedTrainer(one, placed[one], False) for one in (saved, other))
+            trainer, loading = (Trainer(one, placed[one], False) for one in (saved, other))
             trainer.train(megapipe.get_forward_backward_func(saved), 0)
             folder = tmp_path / saved
             if rank == 0:
@@ -554,7 +523,11 @@ def test_gradients_in_their_data_parallelism(rank: int) -> None:
     model = Stage(StageInfo(0, 1), replicas.NUM_LAYERS)
     expected = []
     for number in range(2):
-        both = [replicas.replica_gradients(model, one, 2, number, 3) for one in range(2)]
+        both = []
+        for one in range(2):
+            model.zero_grad()
+            add_gradients(model, 3, 2 * number + one)
+            both.append([parameter.grad for parameter in model.parameters()])
         expected.append(dict(zip(dict(model.named_parameters()), replicas.average(both))))
     for schedule, by_hooks in itertools.product(["1f1b", "zb1p", "zbv"], [True, False]):
         chunks = replicas.build_replicas(schedule, 2)

@@ -44,9 +44,9 @@ def microbatches_of(kind: str) -> list[dict[str, Any]]:
 def test_slices_have_the_gradients_of_the_whole_model(
     rank: int, name: str, kind: str, counted: bool, tmp_path: Path
 ) -> None:
-    model = hf_models.make_model(name)
-    hf_models.save_on_first(model, tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "seq1f1b", num_sequence_slices=3, sequence_slice_lengths=[5, 4, 3])
+    model, chunks = hf_models.load_both(
+        name, tmp_path, "seq1f1b", num_sequence_slices=3, sequence_slice_lengths=[5, 4, 3]
+    )
     microbatches = microbatches_of(kind)
     if counted:
         microbatches = count_items(microbatches)

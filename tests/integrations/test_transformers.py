@@ -94,9 +94,7 @@ def test_layers_are_where_they_are_wanted(rank: int, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_documents_in_one_sequence_do_not_see_each_other(rank: int, tmp_path: Path) -> None:
-    model = hf_models.make_model("qwen2")
-    hf_models.save_on_first(model, tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "1f1b")
+    model, chunks = hf_models.load_both("qwen2", tmp_path, "1f1b")
     microbatches = hf_models.batches(2)
     for batch in microbatches:
         batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1]]).expand(hf_models.BATCH, -1)
@@ -105,9 +103,7 @@ def test_documents_in_one_sequence_do_not_see_each_other(rank: int, tmp_path: Pa
 
 @on_ranks(2)
 def test_without_a_number_of_items_losses_are_means_over_microbatches(rank: int, tmp_path: Path) -> None:
-    model = hf_models.make_model("qwen2")
-    hf_models.save_on_first(model, tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "zb1p")
+    model, chunks = hf_models.load_both("qwen2", tmp_path, "zb1p")
     hf_models.compare("zb1p", chunks, model, hf_models.batches(3))
 
 
@@ -115,9 +111,7 @@ def test_without_a_number_of_items_losses_are_means_over_microbatches(rank: int,
 def test_sizes_need_not_be_said(rank: int, tmp_path: Path) -> None:
     """Two steps of each: in the second, shapes are those that the first has found."""
     for name, schedule in (("mixtral", "1f1b"), ("qwen2", "zbv")):
-        model = hf_models.make_model(name)
-        hf_models.save_on_first(model, tmp_path / name)
-        chunks = hf_models.load_chunks(tmp_path / name, schedule)
+        model, chunks = hf_models.load_both(name, tmp_path / name, schedule)
         for _ in range(2):
             sizes = {"seq_length": None, "micro_batch_size": None}
             hf_models.compare(schedule, chunks, model, count_items(hf_models.batches(3)), **sizes)

@@ -133,6 +133,13 @@ def load_chunks(folder: Any, schedule: str, **options: Any) -> list[Any]:
     return chunks
 
 
+def load_both(name: str, folder: Path, schedule: str, **options: Any) -> tuple[Any, list[Any]]:
+    """The whole model, and its chunks, made with `options`."""
+    model = make_model(name)
+    save_on_first(model, folder)
+    return model, load_chunks(folder, schedule, **options)
+
+
 def assert_same_gradients(chunks: list[nn.Module], model: Any) -> None:
     """Bit for bit, tied ones nearly so."""
     tied, wanted = names_of_tied(model), gradients(model)
@@ -165,9 +172,7 @@ def check(
     name: str, schedule: str, folder: Path, num_microbatches: int = 8, deferred: bool = False, **options: Any
 ) -> list[Any]:
     """Losses and all gradients of one step against the whole model's. Returns the chunks, made with `options`."""
-    model = make_model(name)
-    save_on_first(model, folder)
-    chunks = load_chunks(folder, schedule, **options)
+    model, chunks = load_both(name, folder, schedule, **options)
     if deferred:
         for chunk in chunks:
             megapipe.weight_grad.convert(chunk)
