@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
+from unittest import TestCase, mock
 
 import numpy
 import pytest
@@ -175,9 +175,11 @@ def test_schedules_without_a_backward(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     chunks = make_chunks("inference")
     example = torch.zeros(BATCH, WIDTH)
-    megapipe.warm_up(
-        megapipe.get_forward_backward_func("inference"), forward_step, example, chunks, 1, received=example
-    )
+    with TestCase().assertLogs("megapipe", "INFO") as logs:
+        megapipe.warm_up(
+            megapipe.get_forward_backward_func("inference"), forward_step, example, chunks, 1, received=example
+        )
+    assert any("connected for loop with 1 chunk(s)" in text for text in logs.output)
     assert [chunk.module.num_runs for chunk in chunks] == [1]
 
 
