@@ -187,6 +187,13 @@ def linear() -> nn.Module:
     return nn.Linear(HIDDEN, HIDDEN)
 
 
+def with_own_forward() -> list[nn.Module]:
+    """A module whose forward is the instance's, as other libraries' hooks set it."""
+    module = linear()
+    module.forward = lambda x: torch.tanh(nn.functional.linear(x, module.weight, module.bias))
+    return [module]
+
+
 RIGHT: dict[str, tuple[Any, str | int]] = {
     "containers": (lambda: [*map(Calling, [writes_into_dict] * 3 + [takes_dict])], "all"),
     "a buffer that is read and moved on": (one(moves_on, n=lambda: torch.zeros(())), "all"),
@@ -202,6 +209,7 @@ RIGHT: dict[str, tuple[Any, str | int]] = {
     "a generator of Python's": (one(lambda s, x: s.a(x * s.g.random()), g=lambda: random.Random(3)), "all"),
     "a generator of NumPy's": (one(lambda s, x: s.a(x * s.g.random()), g=lambda: numpy.random.default_rng(3)), "all"),
     "a bare except": (one(swallows), "all"),
+    "a forward of the instance's own": (with_own_forward, "all"),
     **{f"the last {number} layers, of which one calls another": (nested, number) for number in (1, 2, 3)},
 }  # fmt: skip
 
