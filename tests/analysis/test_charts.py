@@ -53,6 +53,18 @@ def test_what_a_rank_holds_over_time() -> None:
         assert peaks == pytest.approx(simulation.peak_activations)
 
 
+def test_what_ranks_hold_is_drawn_as_high_as_it_is(tmp_path: Path) -> None:
+    plan = make_plan("1f1b", 2, 2)
+    save_picture(plan, plan.simulate(), tmp_path / "plan.svg")
+    areas = re.findall(rf'<path d="([^"]+)"[^>]*style="fill: {LIGHT.faint}', (tmp_path / "plan.svg").read_text())
+    heights = []
+    for area in areas[:2]:  # the third is the legend's
+        bottom, *tops = sorted({float(y) for y in re.findall(r"[ML] \S+ (\S+)", area)}, reverse=True)
+        heights.append([bottom - top for top in tops])
+    one = heights[1][0]
+    assert heights == [pytest.approx([one, 2 * one]), [one]]
+
+
 def test_long_pictures_are_bounded(tmp_path: Path) -> None:
     """A step of 128 microbatches was drawn in 4800 pixels. In less it has no room for numbers."""
     path, text = tmp_path / "plan.png", tmp_path / "plan.svg"
