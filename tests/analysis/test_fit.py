@@ -133,13 +133,23 @@ def test_what_holds_less_and_what_takes_longer() -> None:
 
 def test_unequal_devices_get_unequal_layers() -> None:
     """`--memory 24GB,24GB,12GB,8GB` was "no size in bytes"."""
-    model = Transformer(6, 1024, 16, 32000, gated=True)
-    job = Job(model, 2048, 4, 4, [24e9, 24e9, 12e9, 8e9], 100e12, 0.5, speeds=[1, 1, 0.5, 0.5])
-    found, _ = fit(job, top=20, may_split=False)
-    (one,) = [one for one in found if one.layout.pp == 4 and one.layout.schedule == "1f1b"][:1] or [found[0]]
-    for each in found:
-        assert all(peak <= room for (peak, _), room in zip(each.ranks, job.rooms(each.layout.pp)))
-    assert one.step < estimate(replace(job, speeds=[0.5]), one.layout).step
+    model, layout = Transformer(12, 1024, 16, 32000, gated=True), Layout(4, 1, 1, 1, 1, "1f1b", 1, 1, "kept")
+    job = Job(model, 2048, 8, 4, [24e9, 24e9, 12e9, 8e9], 100e12, 0.5, speeds=[1, 1, 0.5, 0.5])
+    little = [3.5e9, 24e9, 24e9, 24e9]
+    for change, sizes in (
+        ({}, [5, 5, 2, 0]),
+        ({"speeds": [0.5], "memory": 24e9}, [4, 4, 3, 1]),
+        ({"speeds": [0.5, 0.5, 1, 1]}, [2, 2, 5, 3]),
+        ({"memory": little}, [3, 6, 2, 1]),
+        ({"memory": little, "speeds": [1]}, [3, 4, 3, 2]),
+    ):
+        changed = replace(job, **change)
+        one = estimate(changed, layout)
+        assert [*one.sizes] == sizes
+        assert all(peak <= room for (peak, _), room in zip(one.ranks, changed.rooms(4)))
+    assert estimate(job, layout).step < estimate(replace(job, speeds=[0.5]), layout).step
+    found, _ = fit(replace(job, model=replace(model, layers=6), batch=4), top=20, may_split=False)
+    assert {one.layout.pp for one in found} == {1, 2, 4}
 
 
 # Published runs

@@ -359,6 +359,7 @@ UNREADABLE = {
     )},
     **{text_of(actions=[part]): DAMAGED for part in (
         [math.inf, "F", 0, 0, 1], [0.5, "F", 0, 0, 1], [0, "F", 0, 0, math.nan], [0, "F", 0, 0, 10**400], [],
+        [0, "Q", 0, 0, 1], [0, "F", 0, 2, 1],
     )},
     **{text_of(pairs=pairs): DAMAGED for pairs in ([0], [-1], "0", 0)},
     text_of(actions=[[0, "F", 0, 1, 1]]): "holds a step that takes no time",
