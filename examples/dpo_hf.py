@@ -113,14 +113,13 @@ class Trainer:
 
     def run(self, chunks: list[Any], microbatches: list[Batch], forward_only: bool = False) -> list[dict[str, Tensor]]:
         """Reports on the rank of the last stage, none on others."""
-        reports: list[dict[str, Tensor]] = self.forward_backward(
+        return self.forward_backward(
             forward_step_func=self.step,
             data_iterator=iter(microbatches),
             model=chunks,
             num_microbatches=len(microbatches),
             forward_only=forward_only,
         )
-        return reports
 
     def compute_gradients(self, microbatches: list[Batch]) -> list[dict[str, Tensor]]:
         """Losses are means over the pairs of a microbatch, and gradients those of their mean."""

@@ -142,20 +142,13 @@ class GPTStage(nn.Module):
 
     def _initialise(self) -> None:
         """Draw every matrix from a seed of its own: the model's and the matrix's name."""
-        config = self.config
-        matrices = (
-            named
-            for name, parameter in self.named_parameters()
-            if parameter.dim() > 1  # norms are ones and zeros already; see below for biases
-            for named in whole_names(name, parameter, parameter.data)
-        )
-        for name, matrix in matrices:
-            number = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
-            generator = torch.Generator().manual_seed(config.seed + number)
-            std = 0.02
-            if any(last in name for last in ("proj.weight", "down.weight")):
-                std /= (2 * config.num_layers) ** 0.5  # so that the sum over all layers keeps its size
-            matrix.copy_(torch.empty(matrix.shape).normal_(0.0, std, generator=generator))
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            for whole_name, matrix in whole_names(name, parameter, parameter.data) if parameter.dim() > 1 else ():
+                number = sum(ord(c) * 31**i for i, c in enumerate(whole_name)) % 2**31
+                generator = torch.Generator().manual_seed(self.config.seed + number)
+                std = 0.02
+                if "proj.weight" in name or "down.weight" in name:
+                    std /= (2 * self.config.num_layers) ** 0.5  # so that the sum over all layers keeps its size
+                matrix.copy_(torch.empty(matrix.shape).normal_(0.0, std, generator=generator))

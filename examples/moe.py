@@ -91,14 +91,12 @@ class AddGradientOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        ctx.like = (loss.dtype, loss.device)
+        ctx.of_loss = torch.full_like(loss, scale)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.like
-        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
+        return grad, ctx.of_loss, None
 
 
 class Permute(torch.autograd.Function):
@@ -115,26 +113,15 @@ class Permute(torch.autograd.Function):
         return grad[order.argsort()], None
 
 
-class Experts(nn.Module):
-    """This rank's experts: two linear layers each, without biases, with gelu between them."""
+class MLP(nn.Module):
+    """Two linear layers with gelu between them. Grouped ones are told how many tokens each expert has."""
 
-    def __init__(self, num_experts: int, hidden_size: int, ffn_size: int) -> None:
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
-        self.up = GroupedLinear(num_experts, hidden_size, ffn_size)
-        self.down = GroupedLinear(num_experts, ffn_size, hidden_size)
+        self.up, self.down = up, down
 
-    def forward(self, tokens: Tensor, tokens_per_expert: list[int]) -> Tensor:
-        return self.down(F.gelu(self.up(tokens, tokens_per_expert)), tokens_per_expert)
-
-
-class SharedExpert(nn.Module):
-    def __init__(self, hidden_size: int, ffn_size: int) -> None:
-        super().__init__()
-        self.up = Linear(hidden_size, ffn_size)
-        self.down = Linear(ffn_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+    def forward(self, tokens: Tensor, *tokens_per_expert: list[int]) -> Tensor:
+        return self.down(F.gelu(self.up(tokens, *tokens_per_expert)), *tokens_per_expert)
 
 
 class MoE(nn.Module):
@@ -160,10 +147,10 @@ class MoE(nn.Module):
                 f"multiple of {self.group_size}."
             )
         self.num_local_experts = config.num_experts // self.group_size
-        hidden_size, ffn_size = config.hidden_size, 4 * config.hidden_size
+        up, down = (config.hidden_size, 4 * config.hidden_size), (4 * config.hidden_size, config.hidden_size)
         self.router = Router(config)
-        self.experts = Experts(self.num_local_experts, hidden_size, ffn_size)
-        self.shared = SharedExpert(hidden_size, ffn_size)
+        self.experts = MLP(*(GroupedLinear(self.num_local_experts, *sizes) for sizes in (up, down)))
+        self.shared = MLP(Linear(*up), Linear(*down))
         for parameter in self.experts.parameters():
             parameter.allreduce = False
             parameter.first_expert = group_rank * self.num_local_experts
@@ -184,7 +171,9 @@ class MoE(nn.Module):
         yield
         arrived = dispatch.wait()
 
-        by_expert = self._by_expert(received)
+        # Bring the tokens of each of our experts together, whichever rank they came from.
+        owners = torch.arange(self.num_local_experts).repeat(self.group_size).repeat_interleave(received.flatten())
+        by_expert = owners.argsort(stable=True).to(x.device)
         computed = self.experts(Permute.apply(arrived, by_expert), received.sum(0).tolist())
         to_send = Permute.apply(computed, by_expert.argsort())
         combine = start_all_to_all(to_send, input_splits, output_splits, self.group)
@@ -203,12 +192,6 @@ class MoE(nn.Module):
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.group)
         return torch.stack((sent, received)).view(2, self.group_size, self.num_local_experts).cpu()
-
-    def _by_expert(self, received: Tensor) -> Tensor:
-        """The order that brings the tokens of each of our experts together, whichever rank they came from."""
-        experts = torch.arange(self.num_local_experts).repeat(self.group_size)
-        order = experts.repeat_interleave(received.flatten()).argsort(stable=True)
-        return order.to(self.router.weight.device)
 
 
 def whole_names(name: str, parameter: nn.Parameter, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -64,10 +64,9 @@ def setup(device_type: str | None) -> torch.device:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
         torch.cuda.set_device(device)
         store, rank, world_size = next(dist.rendezvous("env://"))
-        if have_own_gpus(store, rank, world_size, device):  # as NCCL wants
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
-        else:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        own = have_own_gpus(store, rank, world_size, device)  # as NCCL wants
+        backend = {"backend": "nccl", "device_id": device} if own else {"backend": "gloo"}
+        dist.init_process_group(**backend, store=store, rank=rank, world_size=world_size)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)  # the same arithmetic, to the bit, for every pipeline size

@@ -19,14 +19,11 @@ def read_text(path: str | None) -> Tensor:
     if not root.exists():
         raise FileNotFoundError(f"--data-path {path}: there is no such file or folder.")
     files = [root] if root.is_file() else _text_files(root)
-    parts = []
-    size = 0
+    text = bytearray()
     for file in files:
-        parts.append(file.read_bytes())
-        size += len(parts[-1])
-        if size > MAX_BYTES:
-            break
-    return torch.frombuffer(bytearray(b"\n".join(parts)[:MAX_BYTES]), dtype=torch.uint8)
+        if len(text) < MAX_BYTES:
+            text += b"\n" * bool(text) + file.read_bytes()
+    return torch.frombuffer(text[:MAX_BYTES], dtype=torch.uint8)
 
 
 def _text_files(root: Path) -> list[Path]:
@@ -53,26 +50,20 @@ class TextSamples:
                 f"a text of {len(text)} bytes is too short for --seq-length {seq_length}: give at least "
                 f"{10 * (seq_length + 2)} bytes."
             )
-        self._seq_length = seq_length
-        self._micro_batch_size = micro_batch_size
-        self._seed = seed
-        self._device = device
+        self._seq_length, self._micro_batch_size, self._seed, self._device = seq_length, micro_batch_size, seed, device
 
-    def batches(
-        self, split: str, first_sample: int, num_microbatches: int, stride: int = 1
-    ) -> Iterator[dict[str, Tensor]]:
-        """Microbatches from sample number `first_sample` on, each `stride` microbatches after the one before."""
-        for index in range(num_microbatches):
-            yield self._batch(split, first_sample + index * stride * self._micro_batch_size)
+    def batches(self, split: str, first: int, num_microbatches: int, stride: int = 1) -> Iterator[dict[str, Tensor]]:
+        """Microbatches from sample number `first` on, each `stride` microbatches after the one before."""
+        size = self._micro_batch_size
+        for start in range(first, first + num_microbatches * stride * size, stride * size):
+            samples = [self._sample(split, number) for number in range(start, start + size)]
+            window = torch.stack(samples, dim=1).long()  # [sequence + 1, batch]
+            if self._device.type != "cpu":  # from pinned memory, so that the host need not wait for the device
+                window = window.pin_memory().to(self._device, non_blocking=True)
+            yield {"tokens": window[:-1], "labels": window[1:]}
 
-    def _batch(self, split: str, first_sample: int) -> dict[str, Tensor]:
+    def _sample(self, split: str, number: int) -> Tensor:
         text = self._parts[split]
-        rows = []
-        for sample in range(first_sample, first_sample + self._micro_batch_size):
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + sample * 2 + (split == "valid"))
-            start = int(torch.randint(len(text) - self._seq_length - 1, (), generator=generator))
-            rows.append(text[start : start + self._seq_length + 1])
-        window = torch.stack(rows, dim=1).long()  # [sequence + 1, batch]
-        if self._device.type != "cpu":  # from pinned memory, so that the host need not wait for the device
-            window = window.pin_memory().to(self._device, non_blocking=True)
-        return {"tokens": window[:-1], "labels": window[1:]}
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number * 2 + (split == "valid"))
+        start = int(torch.randint(len(text) - self._seq_length - 1, (), generator=generator))
+        return text[start : start + self._seq_length + 1]
