@@ -347,6 +347,14 @@ def test_arguments_are_checked() -> None:
         split(mixed, tokens, "no_pipelining")
 
 
+def test_nothing_of_the_export_is_left_in_the_module() -> None:
+    """What a forward keeps was a fake tensor afterwards, which the module's next run met."""
+    model = Net(lambda self, x: self.head(self.layers[0](x)))
+    kept = model.layers[0].aux
+    split(model, torch.ones(3, 5, D), "no_pipelining")
+    assert model.layers[0].aux is kept
+
+
 def test_a_module_without_memory_stays_so() -> None:
     with torch.device("meta"):
         model = plain_models.ResNet()
