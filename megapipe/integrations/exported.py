@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["CannotSplitError", "Trace"]
+__all__ = ["CannotSplitError", "Trace", "state_of"]
 
 SLACK = 0.1
 """Share of a stage's operations by which its end may move to where fewer bytes are sent."""
@@ -195,20 +195,37 @@ class Trace:
         return [node for node in self.crossing(stage) if self.memory[node] & memory]
 
 
+def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
 def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> torch.export.ExportedProgram:
-    before = {module: dict(vars(module)) for module in model.modules()}  # exporting leaves caches of fake tensors in it
+    names = {name for name, _ in state_of(model)}
+    own = [of for module in model.modules() for of in (vars(module), *map(vars(module).get, _REGISTERED))]
+    before = [(values, dict(values)) for values in own if values is not None]  # exporting leaves fake tensors in them
     try:
         with mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)):
-            return torch.export.export(model.train(training), arguments, strict=False)
+            exported = torch.export.export(model.train(training), arguments, strict=False)
+        if made := {name for name, _ in state_of(model)} - names:
+            raise CannotSplitError(
+                f"its forward makes {min(made)}, which a graph takes for a change of something else: make it in the "
+                "constructor, or run the module once before."
+            )
+        return exported
     except Exception as error:
         reason = " ".join(str(error).split())[:600]
         if not isinstance(error, CannotSplitError):
             reason = f"torch.export refuses it with {type(error).__name__}: {reason}"
         raise CannotSplitError(f"{type(model).__name__} cannot be split: {reason}") from error
     finally:
-        for module, values in before.items():
-            module.__dict__.clear()
-            module.__dict__.update(values)
+        for values, content in before:
+            values.clear()
+            values.update(content)
 
 
 def _refuse_function(function: type, *arguments: Any) -> Any:
@@ -245,7 +262,7 @@ class _Play(fx.Interpreter):
         return output
 
 
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 

@@ -9,7 +9,7 @@ the parameters that they read, and receives the tensors that were made before an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..runtime import stages_for_rank
 from ..stages import PipelineStage
 from ..training import TiedWeights
 from ..weight_grad import conv1d, conv2d, embedding, linear
-from .exported import CannotSplitError, Trace
+from .exported import CannotSplitError, Trace, state_of
 
 __all__ = ["CannotSplitError", "split"]
 
@@ -88,7 +88,7 @@ class State:
     """The parameters and buffers of the parts, and their names."""
 
     def __init__(self, model: nn.Module, *traces: Trace) -> None:
-        self.tensors = {id(tensor): tensor for _, tensor in _state_of(model)}
+        self.tensors = {id(tensor): tensor for _, tensor in state_of(model)}
         self.persistent = model.state_dict(keep_vars=True).keys()
         readers: dict[int, dict[int, set[str]]] = {key: defaultdict(set) for key in self.tensors}
         for trace in traces:
@@ -102,7 +102,7 @@ class State:
             home = min(stages or [home])
             stages.setdefault(home, set())
         names: dict[int, list[str]] = defaultdict(list)
-        for name, tensor in _state_of(model):
+        for name, tensor in state_of(model):
             names[id(tensor)].append(name)
         self.names = {key: _names_by_stage(own, readers[key]) for key, own in names.items()}
         """The names of each tensor by the stages that have it."""
@@ -141,11 +141,6 @@ def _names_by_stage(names: list[str], readers: Mapping[int, set[str]]) -> dict[i
     first = found[min(found)]
     first += [name for name in names if not any(name in own for own in found.values())]
     return found
-
-
-def _state_of(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 class Part(nn.Module):
