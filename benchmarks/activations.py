@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -26,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megapipe.activations import Offload, offload, saving
-from megapipe.plan import Costs, Plan, Settings, make_plan, offload_activations
+from megapipe.plan import Plan, Settings, make_plan
 
 from .emulation import Deferring, Stage, Whole
 from .launching import gather
@@ -107,18 +105,17 @@ class Case(Emulated):
 
     def __init__(self, name: str, num_microbatches: int, case: str, args: argparse.Namespace) -> None:
         num_chunks, seconds = SCHEDULES[name], args.milliseconds / 1000 / SCHEDULES[name]
-        self.copy_seconds, self.case = args.copying * seconds, case
-        self.plan = plan_of_case(name, args, num_microbatches, case)
-        self.most = 0
-        path = Path(tempfile.mkdtemp()) / "plan.json"
-        self.plan.save_json(path)
-        schedule = str(path) if case in ("O", "both") else name
-        config: dict[str, Any] = {"max_pending_weights": 1}
-        if case == "R":
-            config["recompute"] = "all"
-        if num_chunks > 1 and name.startswith("inter"):
-            config["num_chunks"] = num_chunks
-        super().__init__(f"megapipe {schedule}", num_microbatches, lambda *_: seconds, **config)
+        self.copy_seconds, self.case, self.most = args.copying * seconds, case, 0
+        settings = settings_of(name, args, case)
+        super().__init__(
+            f"megapipe {name}",
+            num_microbatches,
+            lambda *_: seconds,
+            max_pending_weights=settings.max_pending_weights,
+            recompute=["all" if one else None for one in settings.recompute],
+            offload_activations=settings.offload,
+            num_chunks=num_chunks if name.startswith("inter") else None,
+        )
 
     def _make_stage(self, index: int, num_stages: int, how: str, config: Any) -> Stage:
         work = WORK[how]
@@ -134,13 +131,15 @@ class Case(Emulated):
         return found
 
 
-def plan_of_case(name: str, args: argparse.Namespace, num_microbatches: int, case: str) -> Plan:
+def settings_of(name: str, args: argparse.Namespace, case: str) -> Settings:
     num_stages = args.pp * SCHEDULES[name]
-    half = tuple(stage >= num_stages // 2 for stage in range(num_stages))
-    recompute: Any = {"R": True, "both": half}.get(case, False)
-    settings = Settings(max_pending_weights=1, recompute=recompute)
-    plan = make_plan(name, args.pp, num_microbatches, SCHEDULES[name], settings=settings)
-    return offload_activations(plan, Costs(), args.copying) if case in ("O", "both") else plan
+    first = {"R": 0, "both": num_stages // 2}.get(case, num_stages)
+    recompute = tuple(stage >= first for stage in range(num_stages))
+    return Settings(max_pending_weights=1, recompute=recompute, offload=args.copying if case in ("O", "both") else None)
+
+
+def plan_of_case(name: str, args: argparse.Namespace, num_microbatches: int, case: str) -> Plan:
+    return make_plan(name, args.pp, num_microbatches, SCHEDULES[name], settings=settings_of(name, args, case))
 
 
 # The milliseconds are those of each of F, R, B and W of a rank's microbatch, and of a copy where `copying` is 1.

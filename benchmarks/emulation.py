@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from megapipe.plan import Action, Costs, Event, Plan, Span, plan_of, play
 from megapipe.weight_grad import defer
 
-from .runners import FedStage
+from .launching import gather
+from .runners import FedStage, Runner
 
 HIDDEN = 1024
 
@@ -213,24 +214,23 @@ class Step:
 
     calls: list[list[Call]]
     duration: float
-    splits: bool
-    is_two_way: bool = False
-    num_slices: int = 1
+    runner: Runner
 
     def _actions(self) -> tuple[list[list[Action]], dict[Action, float]]:
         """What each rank did, in order, and how long each took. A backward that was not split counts as one."""
         rows, durations = [], {}
+        num_slices, splits = self.runner.num_slices, self.runner.splits
         for calls in self.calls:
             counts: Counter[tuple[str, int]] = Counter()
             row: list[Action] = []
             for kind, stage, start, end in calls:
-                microbatch, part = divmod(counts[kind[0], stage], self.num_slices)
-                action = Action(stage, kind, microbatch, part if kind == "F" else self.num_slices - 1 - part)
+                microbatch, part = divmod(counts[kind[0], stage], num_slices)
+                action = Action(stage, kind, microbatch, part if kind == "F" else num_slices - 1 - part)
                 counts[kind[0], stage] += 1
-                if kind == "W" and not self.splits:
+                if kind == "W" and not splits:
                     durations[action._replace(kind="BW")] += end - start
                     continue
-                if kind == "B" and not self.splits:
+                if kind == "B" and not splits:
                     action = action._replace(kind="BW")
                 row.append(action)
                 durations[action] = end - start
@@ -239,7 +239,7 @@ class Step:
 
     def plan(self, name: str) -> Plan:
         plan = plan_of(name, self._actions()[0])
-        return TwoWayPlan(**vars(plan)) if self.is_two_way else plan
+        return TwoWayPlan(**vars(plan)) if self.runner.is_two_way else plan
 
     def played(self, floor: Floor | None = None) -> float:
         """How long the step takes when each F, B and W takes what it took, with the floor around it where that is
@@ -255,19 +255,7 @@ class Step:
         return max(clocks)
 
 
-def gather_steps(
-    own: Sequence[tuple[float, float, list[Call]]],
-    gather: Callable[[Any], list[Any]],
-    runner: Any,
-) -> list[Step]:
+def gather_steps(own: Sequence[tuple[float, float, list[Call]]], runner: Runner) -> list[Step]:
     """Per step of this rank (begin, end, calls), those of all ranks together. Every rank calls it."""
-    return [
-        Step(
-            [calls for _, _, calls in ranks],
-            max(end for _, end, _ in ranks) - min(begin for begin, _, _ in ranks),
-            runner.splits,
-            runner.is_two_way,
-            runner.num_slices,
-        )
-        for ranks in zip(*gather(list(own)))
-    ]
+    of_ranks = (zip(*ranks) for ranks in zip(*gather(list(own))))
+    return [Step(list(calls), max(ends) - min(begins), runner) for begins, ends, calls in of_ranks]

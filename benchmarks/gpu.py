@@ -16,12 +16,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
 from megapipe.runtime import Pipeline
@@ -31,7 +32,8 @@ from megapipe.weight_grad import DeferredGrads, convert
 from . import gpu_pipelines, gpu_stages
 from .gpt_layers import WARMUP, example, interval, make_layers
 from .gpu_pipelines import make, mean_square
-from .launching import in_turns, launch
+from .gpu_stages import full_pass, milliseconds, split_pass
+from .launching import call, in_turns, launch
 from .memory import memory_of
 from .options import options
 from .runners import Runner
@@ -134,20 +136,12 @@ class Pair:
     def __init__(self, args: argparse.Namespace, has_main_grad: bool) -> None:
         self.plain = make_layers(args, args.layers)
         self.ours = convert(make_layers(args, args.layers))
-        self.example, self.grad = example(args), example(args)
+        self.examples = example(args), example(args)
         if has_main_grad:
             for parameter in [*self.plain.parameters(), *self.ours.parameters()]:
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
                 parameter.grad_added_to_main_grad = False
                 parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
-
-    def forward(self, layers: nn.Sequential) -> Tensor:
-        output: Tensor = layers(self.example.detach().requires_grad_())
-        return output
-
-    def backward(self, output: Tensor, deferred: DeferredGrads | None = None) -> None:
-        with deferred or nullcontext():
-            output.backward(self.grad)
 
     def difference(self) -> float:
         """Between the gradients that either has so far, over the norm of torch's."""
@@ -170,31 +164,16 @@ def _add_to_main_grad(parameter: Any) -> None:
 
 
 def split_row(args: argparse.Namespace, clock: Clock, pair: Pair) -> list[str]:
-    deferred = DeferredGrads()
-    pair.backward(pair.forward(pair.plain))
-    pair.backward(pair.forward(pair.ours), deferred)
-    deferred.run()
+    full_pass(clock, pair.plain, *pair.examples)
+    split_pass(clock, pair.ours, *pair.examples)
     difference = pair.difference()
-    passes = [one_pass(clock, pair) for _ in range(WARMUP + args.repeats)][WARMUP:]
-    times = [[clock.elapsed(*interval) for interval in intervals] for intervals in passes]
-    columns = [*zip(*times)]
-    both = [b + w for b, w in zip(columns[3], columns[4])]
-    ratios = [one / whole for one, whole in zip(both, columns[1])]
-    cells = [median_and_spread(column, "{:.2f}") for column in [*columns, both]]
-    return [*cells, median_and_spread(ratios), f"{difference:.0e}"]
-
-
-def one_pass(clock: Clock, pair: Pair) -> list[tuple[Any, Any]]:
-    """The intervals of F, torch's full backward, ours, B and W. Each backward follows a forward that keeps the device
-    busy while the host prepares it."""
-    plain = pair.forward(pair.plain)
-    whole = interval(clock, lambda: pair.backward(plain))
-    outputs: list[Tensor] = []
-    forward = interval(clock, lambda: outputs.append(pair.forward(pair.ours)))
-    full = interval(clock, lambda: pair.backward(outputs[0]))
-    deferred, output = DeferredGrads(), pair.forward(pair.ours)
-    inputs = interval(clock, lambda: pair.backward(output, deferred))
-    return [forward, whole, full, inputs, interval(clock, deferred.run)]
+    ways = [(full_pass, pair.plain), (full_pass, pair.ours), (split_pass, pair.ours)]
+    passes = [functools.partial(one, clock, layers, *pair.examples) for one, layers in ways]
+    found = in_turns(passes, args.repeats, WARMUP, call)
+    (whole,), (own,), (forward, inputs, weights) = (milliseconds(clock, mine) for mine in found)
+    both = [b + w for b, w in zip(inputs, weights)]
+    cells = [median_and_spread(column, "{:.2f}") for column in (forward, whole, own, inputs, weights, both)]
+    return [*cells, median_and_spread([one / full for one, full in zip(both, whole)]), f"{difference:.0e}"]
 
 
 # Memory
@@ -205,10 +184,12 @@ def memory_row(args: argparse.Namespace, pair: Pair) -> list[str]:
     kept: list[Any] = []
 
     def run(actions: str, layers: nn.Sequential) -> None:
-        output, deferred = pair.forward(layers), DeferredGrads()
+        x, grad = pair.examples
+        output, deferred = layers(x.detach().requires_grad_()), DeferredGrads()
         kept.append((output, deferred))
         if "B" in actions:
-            pair.backward(output, deferred)
+            with deferred:
+                output.backward(grad)
         if "W" in actions:
             deferred.run()
 
@@ -230,14 +211,9 @@ def around_verbs(around: Callable[[str, Callable[[], None]], None]) -> Iterator[
     def wrap(verb: str, function: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: around(verb, functools.partial(function, *args))
 
-    originals = {verb: getattr(Pipeline, verb) for verb in STEP_VERBS + MESSAGE_VERBS}
-    for verb, function in originals.items():
-        setattr(Pipeline, verb, wrap(verb, function))
-    try:
+    wrapped = {verb: wrap(verb, getattr(Pipeline, verb)) for verb in STEP_VERBS + MESSAGE_VERBS}
+    with mock.patch.multiple(Pipeline, **wrapped):
         yield
-    finally:
-        for verb, function in originals.items():
-            setattr(Pipeline, verb, function)
 
 
 def on_host(device: str, times: dict[str, list[float]], verb: str, function: Callable[[], None]) -> None:

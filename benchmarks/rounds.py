@@ -63,4 +63,4 @@ class Emulated:
 def take_turns(emulated: Sequence[Emulated], num_rounds: int, num_warmup: int, block: int = 2) -> list[list[Step]]:
     """The steps of each: `num_rounds` blocks in turns, after some warmup."""
     steps = in_turns([one.step for one in emulated], num_rounds, num_warmup, call, block)
-    return [gather_steps(mine, gather, one.runner) for one, mine in zip(emulated, steps)]
+    return [gather_steps(mine, one.runner) for one, mine in zip(emulated, steps)]
