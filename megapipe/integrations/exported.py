@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -16,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["CannotSplitError", "Trace", "state_of"]
+__all__ = ["CannotSplitError", "Trace", "state_of", "values_kept"]
 
 SLACK = 0.1
 """Share of a stage's operations by which its end may move to where fewer bytes are sent."""
@@ -49,6 +52,10 @@ class Trace:
             for n, one in values.items()
         }
         """Parameters, buffers, constants, and the graphs of regions without gradients or with autocast."""
+        if strange := [type(one).__name__ for one in values.values() if not isinstance(one, (Tensor, nn.Module))]:
+            raise CannotSplitError(
+                f"{self.name} cannot be split: its forward uses a {strange[0]}, which a stage cannot have."
+            )
         self.stage_of: dict[fx.Node, int] = dict.fromkeys(self.inputs, 0)
         self.last = 0
         play = _Play(self.module)
@@ -201,16 +208,40 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+@contextmanager
+def values_kept(model: nn.Module) -> Iterator[None]:
+    """Buffers, and tensors among attributes, have the same values afterwards: exporting writes to what a forward writes
+    to."""
+    parts = ({n: value for n, value in vars(module).items() if n != "_parameters"} for module in model.modules())
+    tensors = [one for part in parts for one in pytree.tree_leaves(part) if isinstance(one, Tensor)]
+    before = [(one, one._version, one.detach().clone()) for one in tensors if not one.is_inference()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, value in before:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> torch.export.ExportedProgram:
-    names = {name for name, _ in state_of(model)}
+    names, states = {name for name, _ in state_of(model)}, _states()
     own = [of for module in model.modules() for of in (vars(module), *map(vars(module).get, _REGISTERED))]
     before = [(values, dict(values)) for values in own if values is not None]  # exporting leaves fake tensors in them
     try:
-        with mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)):
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)),
+            mock.patch.object(Tensor, "register_hook", _refuse_hook),
+        ):
             exported = torch.export.export(model.train(training), arguments, strict=False)
+        if drawn := [name for name, state in _states().items() if state != states[name]]:
+            raise CannotSplitError(
+                f"its forward draws random numbers of {drawn[0]}, which a graph would have once and for all: draw them "
+                "with torch."
+            )
         if made := {name for name, _ in state_of(model)} - names:
             raise CannotSplitError(
                 f"its forward makes {min(made)}, which a graph takes for a change of something else: make it in the "
@@ -235,6 +266,16 @@ def _refuse_function(function: type, *arguments: Any) -> Any:
         f"it calls {function.__name__}, a torch.autograd.Function, whose backward no exported graph has. (Checkpoints "
         "take use_reentrant=False; config.recompute needs none.)"
     )
+
+
+def _states() -> dict[str, Any]:
+    """Those of random numbers that no graph draws."""
+    numpy = sys.modules.get("numpy")
+    return {"Python": random.getstate(), "NumPy": None if numpy is None else repr(numpy.random.get_state())}
+
+
+def _refuse_hook(tensor: Tensor, hook: Any) -> Any:
+    raise CannotSplitError("its forward calls register_hook on a tensor, which no exported graph has.")
 
 
 class _Play(fx.Interpreter):

@@ -21,7 +21,7 @@ from ..runtime import stages_for_rank
 from ..stages import PipelineStage
 from ..training import TiedWeights
 from ..weight_grad import conv1d, conv2d, embedding, linear
-from .exported import CannotSplitError, Trace, state_of
+from .exported import CannotSplitError, Trace, state_of, values_kept
 
 __all__ = ["CannotSplitError", "split"]
 
@@ -69,7 +69,8 @@ def split(
         raise CannotSplitError(
             f"{name} cannot be split: some modules are in training mode and some are not: call train() or eval()."
         )
-    training, evaluating = Trace(model, arguments, True), Trace(model, arguments, False)
+    with values_kept(model):
+        training, evaluating = Trace(model, arguments, True), Trace(model, arguments, False)
     training.cut(num_stages, points)
     evaluating.follow(training)
     for trace in (training, evaluating):

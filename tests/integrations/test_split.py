@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tools import plain_models
@@ -321,11 +324,25 @@ def makes_buffer(self: Net, x: Tensor) -> Tensor:
     return through(self, x * self.late)
 
 
+def with_generator(net: Net) -> None:
+    net.cache = torch.Generator()
+
+
+def hooks_a_tensor(net: Net, x: Tensor) -> Tensor:
+    y = net.head(x)
+    y.register_hook(lambda grad: 2 * grad)
+    return through(net, y)
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "out of two views": (adds_out, r"stage 1 writes to memory that view and .* share, which stage 1 receives apart"),
     "a buffer on two stages": (counts_in_a_buffer, r"stage \d writes to mean, which stages \[\d.*\] read"),
     "a buffer that grows": (grows, "its graph does not run: output with shape"),
     "a buffer that the forward makes": (makes_buffer, "its forward makes late, .*: make it in the constructor"),
+    "numbers of Python's": (lambda net, x: through(net, x * random.random()), "draws random numbers of Python"),
+    "numbers of NumPy's": (lambda net, x: through(net, x * float(numpy.random.rand())), "random numbers of NumPy"),
+    "a generator": (lambda net, x: through(net, x + torch.rand(D, generator=net.cache)), "uses a Generator"),
+    "a hook of a tensor": (hooks_a_tensor, "calls register_hook on a tensor"),
     "values": (lambda net, x: through(net, x if x.sum() > 0 else -x), "torch.export refuses it with"),
     "a backward of its own": (lambda net, x: through(net, Reversed.apply(x)), r"calls Reversed, a torch.autograd.Func"),
     "reentrant": (lambda net, x: through(net, x, lambda m, x: checkpoint(m, x, use_reentrant=True)), "CheckpointFunc"),
@@ -338,7 +355,7 @@ def test_what_would_be_wrong_is_refused(rank: int, row: str) -> None:
     initialise(2)
     run, message = REFUSED[row]
     with pytest.raises(CannotSplitError, match=f"Net cannot be split.*{message}"):
-        split(Net(run), torch.ones(3, 5, D), "1f1b")
+        split(Net(run, with_generator), torch.ones(3, 5, D), "1f1b")
 
 
 def test_arguments_are_checked() -> None:
@@ -366,6 +383,23 @@ def test_nothing_of_the_export_is_left_in_the_module() -> None:
     model = Net(makes_table)
     split(model, torch.ones(3, 5, D), "no_pipelining")
     assert not hasattr(model, "table")
+
+
+def counts(net: Net, x: Tensor) -> Tensor:
+    net.cache.add_(1)
+    return net.head((x * net.cache).flatten(0, 1))
+
+
+def test_exporting_writes_to_nothing() -> None:
+    """What a forward writes to was written to by the exports: counts of batches began at 1, a tensor that is no buffer
+    at 4."""
+    model = Net(counts)
+    model.cache, model.head = torch.zeros(D), nn.BatchNorm1d(D)
+    whole, x = copy.deepcopy(model), torch.randn(3, 5, D)
+    (chunk,) = split(model, x, "no_pipelining")
+    for _ in range(2):
+        assert torch.equal(chunk(x), whole(x))
+    assert torch.equal(chunk.module.head.num_batches_tracked, whole.head.num_batches_tracked)
 
 
 def test_a_module_without_memory_stays_so() -> None:
