@@ -200,7 +200,7 @@ def test_options_of_the_example(rank: int) -> None:
     args = pretrain_gpt.parse_args(["--num-attention-heads", "3", "--hidden-size", "16", "--num-layers", "1"])
     with pytest.raises(ValueError, match="hidden_size=16 cannot be shared out evenly among 3 attention heads"):
         pretrain_gpt.Trainer(args, torch.device("cpu"))
-    for option in ("eval-iters", "log-interval", "save-interval", "copy-interval", "micro-batch-size"):
+    for option in ("eval-iters", "log-interval", "save-interval", "micro-batch-size"):
         with pytest.raises(SystemExit):
             pretrain_gpt.parse_args([f"--{option}", "0"])
     for options, cpu, cuda in (([], False, True), (["--bf16"], True, True), (["--no-bf16"], False, False)):
