@@ -44,7 +44,7 @@ def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:  # as the conjugate of a number
         return False
     returns = node.target._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

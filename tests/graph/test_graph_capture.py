@@ -441,6 +441,16 @@ def test_complex_numbers() -> None:
         assert_same_as_eager(Rotary(), **options)
 
 
+class TimesNumber(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(super().forward(x)) * (1 + 2j), n=H)
+
+
+def test_a_complex_number() -> None:
+    """The conjugate of a number is a view of nothing, at which the capture ended with an IndexError."""
+    assert_same_as_eager(TimesNumber())
+
+
 def test_a_parameter_that_is_a_buffer_too() -> None:
     """It had two names, which torch's functional_call refuses."""
     module = Plain()
