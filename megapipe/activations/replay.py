@@ -27,6 +27,10 @@ from .state import State
 __all__ = ["Replay", "recomputing", "regions_of"]
 
 
+WORKSPACE = torch.uint8
+"""The dtype of what kernels of recurrent layers save for themselves: parts of it they leave as memory was."""
+
+
 class _Place:
     """One saved tensor. Only autograd holds it, until its backward is done."""
 
@@ -140,7 +144,7 @@ class Replay:
     def _leave_out(self, tensor: Tensor) -> _Place:
         place = _Place(tensor.shape)
         self._places.append(weakref(place))
-        if self._is_compared:
+        if self._is_compared and tensor.dtype != WORKSPACE:
             self._made.append(Fingerprint.of(tensor))
         return place
 
@@ -149,7 +153,7 @@ class Replay:
         self._num_made += 1
         if self._num_made > len(self._places):
             return kept
-        if self._is_compared:
+        if self._is_compared and kept.dtype != WORKSPACE:
             self._made_again.append(Fingerprint.of(kept))
         place = self._places[self._num_made - 1]()
         if place is not None:

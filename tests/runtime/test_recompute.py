@@ -209,6 +209,7 @@ RIGHT: dict[str, tuple[Any, str | int]] = {
     "a generator of Python's": (one(lambda s, x: s.a(x * s.g.random()), g=lambda: random.Random(3)), "all"),
     "a generator of NumPy's": (one(lambda s, x: s.a(x * s.g.random()), g=lambda: numpy.random.default_rng(3)), "all"),
     "a bare except": (one(swallows), "all"),
+    "a recurrent layer": (one(lambda s, x: s.r(s.a(x)[:, None])[0][:, 0], r=lambda: nn.LSTM(HIDDEN, HIDDEN)), "all"),
     "a forward of the instance's own": (with_own_forward, "all"),
     **{f"the last {number} layers, of which one calls another": (nested, number) for number in (1, 2, 3)},
 }  # fmt: skip
