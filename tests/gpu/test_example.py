@@ -1,12 +1,14 @@
-"""The example on GPUs; without one on the CPU."""
+"""The example on GPUs. tests/end_to_end has it on the CPU."""
 
 from __future__ import annotations
 
 import pytest
-from gpu.test_gpu import IS_GPU, device_of
+from gpu.test_gpu import device_of, needs_gpu
 from tools.pretraining import pretrain
 from tools.pretraining import text as text  # the fixture
 from tools.ranks import RankPool
+
+pytestmark = needs_gpu
 
 
 def pretrain_on_gpus(rank: int, pp_size: int, arguments: str) -> list[float]:
@@ -19,7 +21,7 @@ def test_losses_of_the_example(ranks: RankPool, text: str) -> None:
     assert expected[-1] < expected[0] - 0.1
     for options in ("--schedule zbv", "--post-validation --schedule zbv"):
         for losses in ranks.run(2, pretrain_on_gpus, 2, f"{text} --no-bf16 {options}"):
-            assert losses == pytest.approx(expected, rel=1e-3 if IS_GPU else 0)
+            assert losses == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_example_in_bfloat16(ranks: RankPool, text: str) -> None:

@@ -175,14 +175,9 @@ def test_freed_when_the_plan_says(rank: int) -> None:
     ]
 
 
-def conjugated(z: Tensor) -> Tensor:
-    return (z.conj() * z * z).abs() + z.conj().imag * z.imag.square()
-
-
-def train_moved(function: Any, schedule: Any, dtype: torch.dtype = torch.complex64) -> list[Tensor]:
+def train_moved(function: Any, schedule: Any) -> list[Tensor]:
     torch.manual_seed(0)
-    layers = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
-    module = nn.Sequential(layers[0], Function(lambda x: x.to(dtype)), layers[1], Function(function))
+    module = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), Function(function))
     (info,) = stages_for_rank(schedule, 0, 1)
     step(schedule, PipelineStage(module, info), unlabelled(normal(6, BATCH, HIDDEN)), mean_square)
     return [parameter.grad for parameter in module.parameters()]
@@ -198,9 +193,9 @@ class Function(nn.Module):
         return self.function(x)
 
 
-@pytest.mark.parametrize("function", [conjugated, lambda z: torch.sparse.mm(torch.eye(BATCH).to_sparse(), z.real)])
-def test_conjugates_and_sparse_tensors(function: Any) -> None:
-    """A tensor and its conjugate share memory, and came back as the same."""
+def test_sparse_tensors() -> None:
+    """They have no memory of their own. tests/cases has conjugates, which share theirs."""
+    function = lambda x: torch.sparse.mm(torch.eye(BATCH).to_sparse(), x)  # noqa: E731
     kept, moved = (train_moved(function, schedule) for schedule in ("gpipe", offloaded("gpipe", 1, 6, 0.3)))
     assert all(map(torch.equal, kept, moved))
 
@@ -211,7 +206,7 @@ def test_what_comes_back_is_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(
         RuntimeError, match=r"stage 0 \(PipelineStage\): .* modified by an inplace operation: a tensor of"
     ):
-        train_moved(lambda z: z.real.exp().add_(1), plan)
+        train_moved(lambda x: x.exp().add_(1), plan)
     copy_out = Offload._copy_out
 
     def copy_wrong(offload: Any) -> None:
@@ -221,4 +216,4 @@ def test_what_comes_back_is_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Offload, "_copy_out", copy_wrong)
     with pytest.raises(RuntimeError, match=r"stage 0 .*: a saved tensor \(.*\) came back from host memory as another"):
-        train_moved(conjugated, plan)
+        train_moved(torch.sigmoid, plan)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Iterator
@@ -131,59 +132,41 @@ def test_sent_outputs_are_freed(rank: int, view: bool, forward_only: bool) -> No
 # Loss and gradients
 
 
-@pytest.mark.parametrize("tokens", [[3, 0, 7], [0.5, 0.25, 1.5], [2**31, 2**31, 2**33 + 1]])
-@pytest.mark.parametrize("per_token", [False, True])
 @on_ranks(2)
-def test_three_tuple_loss_functions(rank: int, per_token: bool, tokens: list[float]) -> None:
+def test_three_tuple_loss_functions(rank: int) -> None:
     """Numbers that are no whole ones, such as sums of weights, were cut to integers, and larger ones wrapped around."""
-    finalized: list[Any] = []
-    chunks = build(
-        "1f1b",
-        2,
-        4,
-        calculate_per_token_loss=per_token,
-        finalize_model_grads_func=lambda models, num_tokens: finalized.append((models, num_tokens)),
-    )
-    model = Stage(StageInfo(0, 1), 4)
+    for tokens, per_token in itertools.product(([3, 0, 7], [0.5, 0.25, 1.5], [2**31, 2**31, 2**33 + 1]), (False, True)):
+        finalized: list[Any] = []
+        chunks = build("1f1b", 2, 4, calculate_per_token_loss=per_token)
+        chunks[0].config.finalize_model_grads_func = lambda *given, seen=finalized: seen.append(given)
+        model = Stage(StageInfo(0, 1), 4)
 
-    def step(data_iterator: Any, model: Any) -> Any:
-        batch = next(data_iterator)
-        count: Any = tokens[batch["seed"]]
-        if batch["seed"]:
-            count = torch.tensor(count)
-        if batch["seed"] == 2:
-            count = count.reshape(1)
+        def step(data_iterator: Any, model: Any, tokens: Any = tokens) -> Any:
+            batch = next(data_iterator)
+            count: Any = tokens[batch["seed"]]
+            if batch["seed"]:
+                count = torch.tensor(count)
+            if batch["seed"] == 2:
+                count = count.reshape(1)
 
-        def loss_func(output: Tensor) -> Any:
-            loss = loss_of(output, batch["labels"])
-            return loss, count, {"loss": loss.detach()}
+            def loss_func(output: Tensor) -> Any:
+                loss = loss_of(output, batch["labels"])
+                return loss, count, {"loss": loss.detach()}
 
-        return model(batch["tokens"], batch["seed"]), loss_func
+            return model(batch["tokens"], batch["seed"]), loss_func
 
-    run("1f1b", chunks, 3, forward_step_func=step)
-    for batch, count in zip(batches(3), tokens):
-        loss = loss_of(model(batch["tokens"], batch["seed"]), batch["labels"])
-        (loss if per_token else loss / (count or 1) / 3).backward()
-    assert_same_gradients(chunks, model)
-    ((models, num_tokens),) = finalized
-    assert models == chunks
-    if per_token:
-        assert num_tokens.dtype == torch.float64
-        assert num_tokens == (sum(tokens) if chunks[0].info.is_last else 0)
-    else:
-        assert num_tokens is None
-
-
-@on_ranks(2)
-def test_loss_is_divided_and_scaled(rank: int) -> None:
-    """The reported loss is the caller's own number: only what is differentiated is divided by num_microbatches."""
-    chunks = build("1f1b", 2, 4, grad_scale_func=lambda loss: loss * 8)
-    reports = run("1f1b", chunks, 4)
-    model, losses = reference(4, 4)
-    assert_same_losses(reports, losses, chunks)
-    for parameter in model.parameters():
-        parameter.grad *= 8  # a power of two: exact
-    assert_same_gradients(chunks, model)
+        run("1f1b", chunks, 3, forward_step_func=step)
+        for batch, count in zip(batches(3), tokens):
+            loss = loss_of(model(batch["tokens"], batch["seed"]), batch["labels"])
+            (loss if per_token else loss / (count or 1) / 3).backward()
+        assert_same_gradients(chunks, model, tokens)
+        ((models, num_tokens),) = finalized
+        assert models == chunks
+        if per_token:
+            assert num_tokens.dtype == torch.float64
+            assert num_tokens == (sum(tokens) if chunks[0].info.is_last else 0)
+        else:
+            assert num_tokens is None
 
 
 @on_ranks(2)
@@ -250,20 +233,6 @@ def test_timers_and_profiler_ranges(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_autocast(rank: int) -> None:
-    chunks = build("1f1b", 2, 4, enable_autocast=True, autocast_dtype=torch.bfloat16)
-    dtypes: list[torch.dtype] = []
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        dtypes.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
-        return forward_step(data_iterator, model)
-
-    run("1f1b", chunks, 2, forward_step_func=step)
-    assert dtypes == [torch.bfloat16] * 2
-    assert all(p.grad.dtype == torch.float32 for p in chunks[0].parameters())
-
-
-@on_ranks(2)
 def test_set_is_first_microbatch(rank: int) -> None:
     (chunk,) = build("1f1b", 2, 4)
     calls: list[str] = []
@@ -326,39 +295,6 @@ def test_partial_activation_checkpoints(ranks: RankPool) -> None:
     """As Megatron: of each window of p - r microbatches the first two are not recomputed in full."""
     full = ranks.run(4, partial_checkpoints)
     assert full == [[i % window >= 2 for i in range(6)] for window in (4, 3, 2, 1)]
-
-
-# Messages
-
-
-class Inferring(Received):
-    """Hands on two tensors, one of which has no gradient, and says of which shapes."""
-
-    def __init__(self, info: StageInfo) -> None:
-        super().__init__(info)
-        torch.manual_seed(info.index)
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Any:
-        hidden, count = (x, torch.tensor([0])) if self.info.is_first else self.input_tensor
-        hidden, count = self.linear(hidden), count + 1
-        return hidden.sum() * count if self.info.is_last else (hidden, count)
-
-    def infer_stage_inputs_from_pipeline_inputs(self, inputs: Any, n_microbatches: int) -> Any:
-        assert inputs["x"].device.type == "meta"
-        hidden = torch.empty(inputs["x"].shape[0] // n_microbatches, HIDDEN)
-        assert hidden.device.type == "meta"
-        return hidden, torch.empty(1, dtype=torch.int64)
-
-    infer_stage_outputs_from_pipeline_inputs = infer_stage_inputs_from_pipeline_inputs
-
-
-@on_ranks(3)
-def test_shapes_worked_out_from_the_inputs_of_the_pipeline(rank: int) -> None:
-    for sizes in ([2, 2, 2, 2], [3, 3, 3]):
-        data = [(torch.full((size, HIDDEN), float(i + 1)), None) for i, size in enumerate(sizes)]
-        inputs = {"x": torch.cat([x for x, _ in data])}
-        same_as_whole(Inferring, ["1f1b"], data, lambda output, _: output, pipeline_inputs=inputs)
 
 
 # Megatron's other keywords

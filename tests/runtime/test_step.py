@@ -153,29 +153,18 @@ def test_no_sync_of_torchs_data_parallelism(ranks: RankPool) -> None:
 
 
 @on_ranks(2)
-def test_torchs_data_parallelism_in_a_pipeline_is_refused(rank: int) -> None:
+def test_torchs_data_parallelism_is_refused(rank: int) -> None:
     """It reduced nothing on stages whose last forward is followed by other backwards than its own, and their replicas
-    drifted apart in silence."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    chunks = build("zbv", 1, 4)
-    wrapped = [torch.nn.parallel.DistributedDataParallel(chunk) for chunk in chunks]
-    with pytest.raises(ValueError, match=r"would not reduce the gradients of its 2 replicas, .*GradientReducer"):
-        run("zbv", wrapped, 3)
-    start_again()
+    drifted apart in silence: in pipelines, and on one rank where the schedule has other passes in between."""
+    for schedule in ("gpipe", "zb1p", "zbv"):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+        chunks = build(schedule, 1, 4, deferred=True)
+        wrapped = [torch.nn.parallel.DistributedDataParallel(chunk) for chunk in chunks]
+        with pytest.raises(ValueError, match=r"would not reduce the gradients of its 2 replicas, .*GradientReducer"):
+            run(schedule, wrapped, 3)
+        start_again()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
     run("zbv", wrapped, 3, forward_only=True)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "zb1p"])
-@on_ranks(2)
-def test_torchs_data_parallelism_on_one_rank_is_refused(rank: int, schedule: str) -> None:
-    """A pipeline of one rank was trusted. Under schedules with other passes between a forward and its backward the
-    replicas drifted apart there too."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    (chunk,) = build(schedule, 1, 2, deferred=True)
-    wrapped = torch.nn.parallel.DistributedDataParallel(chunk)
-    with pytest.raises(ValueError, match=r"would not reduce the gradients of its 2 replicas, .*GradientReducer"):
-        run(schedule, wrapped, 3)
 
 
 @on_ranks(1)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from tools.against import use_groups
 from tools.marks import needs_fsdp_on_cpu, needs_graphs
 from tools.models import seed_cpu
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
-from megapipe import PipelineStage, StageInfo, graph, parallel_state, stages_for_rank, weight_grad
+from megapipe import PipelineError, PipelineStage, StageInfo, graph, parallel_state, stages_for_rank, weight_grad
 
 BATCH, WIDTH = 6, 8
 
@@ -183,28 +183,25 @@ def test_schedules_without_a_backward(rank: int) -> None:
     assert [chunk.module.num_runs for chunk in chunks] == [1]
 
 
-def test_messages_that_nobody_has_described(ranks: RankPool) -> None:
-    for error in ranks.run(2, undescribed, errors=True):
-        assert "the message from stage 0 to stage 1 is not described before the first step" in str(error)
+@on_ranks(2)
+def test_messages_that_nobody_has_described(rank: int) -> None:
+    chunks, example = make_chunks("1f1b"), torch.zeros(BATCH, WIDTH)
+    with pytest.raises((ValueError, PipelineError), match="from stage 0 to stage 1 is not described before the first"):
+        megapipe.warm_up(megapipe.get_forward_backward_func("1f1b"), forward_step, example, chunks, 2)
 
 
-def test_a_warm_up_on_some_ranks_only(ranks: RankPool) -> None:
-    for error in ranks.run(2, on_rank_0_only, errors=True):
-        assert "disagree on the schedule: 1f1b, in megapipe.warm_up on rank 0; 1f1b on rank 1" in str(error)
-
-
-def undescribed(rank: int) -> None:
-    chunks = make_chunks("1f1b")
-    example = torch.zeros(BATCH, WIDTH)
-    megapipe.warm_up(megapipe.get_forward_backward_func("1f1b"), forward_step, example, chunks, 2)
-
-
-def on_rank_0_only(rank: int) -> None:
+@on_ranks(2)
+def test_a_warm_up_on_some_ranks_only(rank: int) -> None:
     chunks, data = make_chunks("1f1b"), torch.zeros(2, BATCH, WIDTH)
     step = megapipe.get_forward_backward_func("1f1b")
-    if rank == 0:
-        megapipe.warm_up(step, forward_step, data[0], chunks, 2)
-    step(forward_step, iter(data), chunks, 2)
+
+    def begin() -> None:
+        if rank == 0:
+            megapipe.warm_up(step, forward_step, data[0], chunks, 2)
+        step(forward_step, iter(data), chunks, 2)
+
+    with pytest.raises(ValueError, match=r"schedule: 1f1b, in megapipe\.warm_up on rank 0; 1f1b on rank 1"):
+        begin()
 
 
 @pytest.mark.parametrize("by", ["DistributedDataParallel", pytest.param("fully_shard", marks=needs_fsdp_on_cpu)])

@@ -56,9 +56,6 @@ def test_stages_without_layers(rank: int) -> None:
     compare(with_gaps, ("1f1b", "zbv"), NUMBERS[:3])
 
 
-# What a stage hands on
-
-
 # Shapes
 
 
@@ -135,6 +132,7 @@ class Inferring(nn.Sequential):
     """Says what it exchanges."""
 
     def infer_stage_inputs_from_pipeline_inputs(self, inputs: dict[str, Tensor], num_microbatches: int) -> Tensor:
+        assert inputs["images"].device.type == "meta"
         return torch.empty(len(inputs["images"]) // num_microbatches, WIDTH)
 
     infer_stage_outputs_from_pipeline_inputs = infer_stage_inputs_from_pipeline_inputs

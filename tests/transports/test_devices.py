@@ -46,7 +46,6 @@ pytestmark = needs_devices
 
 WIDTH = 4
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
-KINDS = ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
 TRANSPORTS = ["host", "nccl"]
 
 
@@ -98,8 +97,8 @@ def assert_same(chunks: list[Stage], expected: list[Stage], read: Any, what: str
         assert_same_gradients([theirs], on_host, what)
 
 
-IN_SHORT = [(2, "nccl", KINDS), (2, "host", ["1f1b", "zbv"]), (4, "nccl", ["1f1b", "interleaved_1f1b"])]
-"""Every kind, and some over the other transport and on more ranks; all of them are a soak."""
+IN_SHORT = [(2, "nccl", ["zbv", "dualpipev"]), (2, "host", ["zbv"]), (4, "nccl", ["1f1b", "interleaved_1f1b"])]
+"""Every kind, one of them over the other transport; all of them are a soak."""
 ALL = [(num_ranks, transport, SCHEDULES) for num_ranks in (2, 4) for transport in TRANSPORTS]
 CASES = pytest.mark.parametrize(
     ("num_ranks", "transport", "schedules"),
@@ -388,7 +387,7 @@ def test_a_process_ends_where_another_one_is_gone(rank: int) -> None:
         is_over.set()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(1)
 def test_a_step_on_one_rank_as_a_graph(rank: int, schedule: str) -> None:
     """Nothing in it asks the host: replayed on other numbers it gives their gradients."""
