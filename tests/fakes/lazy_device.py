@@ -11,9 +11,11 @@ Needs torch's backends in Python (PrivateUse1), from torch 2.10 on. Registered o
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -102,12 +104,16 @@ class Stream:
         self.now = 0.0
         """Virtual seconds. Only `spend`, waits for other streams and messages take any, so what a step takes does not
         depend on the machine."""
-        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self.error: BaseException | None = None
+        self.number = next(NUMBERS)
+        self._queue: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._errors: list[BaseException] = []
         self.capture: list[Callable[[], Any]] | None = None
         """Where what is put here is kept instead of run."""
-        STREAMS.append(self)
-        threading.Thread(target=self._run, daemon=True).start()
+        STREAMS.add(self)
+        threading.Thread(target=_run, args=(self._queue, self._errors), daemon=True).start()
+
+    def __del__(self) -> None:
+        self._queue.put(None)
 
     def put(self, work: Callable[[], Any]) -> None:
         if self.capture is None:
@@ -156,21 +162,22 @@ class Stream:
     def synchronize(self) -> None:
         (moment := self.record()).wait()
         RACES.wait_on_host(moment)
-        if self.error is not None:
-            raise self.error
+        if self._errors:
+            raise self._errors[0]
 
-    def _run(self) -> None:
-        while True:
-            work = self._queue.get()
-            try:
-                work()
-            except BaseException as error:
-                self.error = self.error or error
-            del work  # nothing may stay alive while this waits
+
+def _run(works: queue.SimpleQueue[Callable[[], Any] | None], errors: list[BaseException]) -> None:
+    while (work := works.get()) is not None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        del work  # nothing may stay alive while this waits
 
 
 RACES = Races()
-STREAMS: list[Stream] = []
+NUMBERS = itertools.count()
+STREAMS: weakref.WeakSet[Stream] = weakref.WeakSet()
 _current = threading.local()
 
 

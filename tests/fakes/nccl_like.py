@@ -22,6 +22,7 @@ import datetime
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ heard_at: float | None = None
 NUM_STREAMS = 32
 """Streams of one priority: the next one is the first again."""
 
-COMMUNICATORS: list[LikeNccl] = []
+COMMUNICATORS: weakref.WeakSet[LikeNccl] = weakref.WeakSet()
 CONNECTING: set[LikeNccl] = set()
 _lock = threading.Lock()
 OCCUPIED: set[LikeNccl] = set()
@@ -109,7 +110,7 @@ class LikeNccl:
         self._sent_until = 0.0
         """By the clock of the other end, where that sends."""
         self._is_aborted = threading.Event()
-        COMMUNICATORS.append(self)
+        COMMUNICATORS.add(self)
         assert len(COMMUNICATORS) <= NUM_STREAMS, "two communicators share a stream"
 
     def send(self, tensors: list[Any], peer: int, tag: int) -> Work:

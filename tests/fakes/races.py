@@ -25,7 +25,7 @@ class Races:
 
     def launch(self, stream: Any, reads: Iterable[Any], writes: Iterable[Any], what: Any) -> None:
         """`stream`: None for the host, on which all that is launched later depends."""
-        number = DEFAULT_STREAM_ID if stream is None else id(stream)
+        number = DEFAULT_STREAM_ID if stream is None else stream.number
         written = {*writes}
         arguments: Any = {*reads} - written, written, set(), str(what), defaultdict(list)
         with self._lock:
@@ -36,12 +36,12 @@ class Races:
     def record(self, moment: Any, stream: Any) -> None:
         """Called in the midst of any other, too, as memory is freed."""
         with self._lock:
-            if id(stream) in self._handler.syncs.current_sync_states:  # otherwise nothing has been put there
-                self._handler._handle_event_record(id(moment), id(stream))
+            if stream.number in self._handler.syncs.current_sync_states:  # otherwise nothing has been put there
+                self._handler._handle_event_record(id(moment), stream.number)
 
     def wait(self, moment: Any, stream: Any) -> None:
         with self._lock:
-            self._handler._handle_event_wait(id(moment), id(stream))
+            self._handler._handle_event_wait(id(moment), stream.number)
 
     def wait_on_host(self, moment: Any) -> None:
         with self._lock:

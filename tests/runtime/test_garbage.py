@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from tools.models import build, forward_step, run
-from tools.ranks import on_ranks
+from tools.ranks import freeze, on_ranks
 
 import megapipe.runtime.step
 from megapipe import PipelineError
@@ -146,7 +146,7 @@ def test_the_first_step_freezes_what_is_there_unless_the_user_has(rank: int) -> 
     assert frozen_by_a_step(collector)
     gc.unfreeze()
     assert not frozen_by_a_step(collector)  # but once only
-    gc.freeze()
+    freeze()
 
 
 @on_ranks(1)
@@ -164,7 +164,7 @@ def test_a_model_that_is_gone_is_collected_before_the_next_one_runs(rank: int) -
     assert gone() is not None
     with collector.between_steps(100, [MODEL]):
         assert gone() is None
-    gc.freeze()
+    freeze()
 
 
 def is_of_a_step(thing: object) -> bool:

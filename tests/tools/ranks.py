@@ -4,6 +4,7 @@ seconds."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -11,18 +12,22 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 MAX_RANKS = 4
 PATIENCE = 240  # seconds until a test counts as hung: many times what the slowest takes, as machines may be busy
-MOST_THREADS = 150  # of a rank after a job: process groups that something holds leave threads of gloo, which poll
+MOST_THREADS = 150  # of a rank: pipelines that have failed are not freed
+ENDS_WITHIN = 20  # seconds: threads of gloo end a moment after their process groups
 # torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
 IMPORTED_ONCE = ["torch", "torch._dynamo", "torch.distributed.checkpoint"]
 IMPORTED_WHERE_TESTED = {"transformers": "transformers.modeling_utils", "test_megatron": "megatron.core"}
@@ -76,7 +81,7 @@ class RankPool:
                     texts[rank] = text
         if any(not process.is_alive() for process, _, _ in lent) or "the process died" in texts.values():
             self.stop()
-        elif any(_num_threads(process.pid) > MOST_THREADS for process, _, _ in lent):
+        elif any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process, _, _ in lent):
             self.stop()  # others take their places
         if texts and not errors:
             raise RankError(_joined(texts))
@@ -112,10 +117,6 @@ class RankPool:
             return "the process died"
 
 
-def _num_threads(pid: int | None) -> int:
-    return len(os.listdir(f"/proc/{pid}/task"))
-
-
 def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run a test on several ranks:
 
@@ -146,6 +147,7 @@ def start_again(backend: str = "gloo") -> None:
 
     import megapipe
 
+    EXCUSES.append("a failure")
     store, rank, num_ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
     megapipe.parallel_state.destroy_model_parallel()
     _shut_down()
@@ -196,6 +198,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
 
     import megapipe
 
+    CACHES.extend(caches())
     gc.freeze()  # what is imported stays: tests that collect garbage need not search it
     torch.set_num_threads(1)
     timing = megapipe.failures.TIMING
@@ -203,6 +206,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     timing.for_mistakes = 60.0  # but a machine may be busy
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
+    before = held()
     while True:
         try:
             number, rank, num_ranks, function, args = jobs.recv()
@@ -216,21 +220,127 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             result = error
+        board = megapipe.failures.board._current
+        if text or (board is not None and board[1].failure is not None):
+            EXCUSES.append("a failure")
         megapipe.parallel_state.destroy_model_parallel()
         if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
+            EXCUSES.extend(["Megatron"] * megatron.model_parallel_is_initialized())
             megatron.destroy_model_parallel()
         if dist.is_initialized():
             _shut_down()
-        if "torch.distributed.tensor" in sys.modules:
-            debug = importlib.import_module("torch.distributed.tensor.debug")
-            if hasattr(debug, "_clear_sharding_prop_cache"):
-                debug._clear_sharding_prop_cache()  # of meshes whose process groups are gone
+        _forget_shardings()
         for session in list(megapipe.runtime.session._sessions.values()):
             session.close()  # the threads of its connections would slow down the next job
+        megapipe.failures.board._current = None  # it keeps the process group that has ended until there is another
+        if EXCUSES:
+            before.update(held() - before - MAY_STAY)
+            EXCUSES.clear()
+        elif left := left_behind(before):
+            text = f"{function.__name__} has left behind on rank {rank}: {left}."
         try:
             jobs.send((result, text))
         except Exception:  # an exception that cannot be pickled
             jobs.send((RuntimeError(text), text))
+
+
+# What a job leaves behind
+
+
+def of_groups(number: int) -> Counter[str]:
+    """What so many process groups of gloo hold."""
+    names = {"thread gloo_tcp_loop": 1, "thread pt_gloo_runloop": 2, "open file pipe": 2, "open file anon_inode": 1}
+    return Counter({name: number * each for name, each in {**names, "open file socket": 8}.items()})
+
+
+EXCUSES: list[str] = []
+"""Why what this job leaves does not count: a pipeline that has failed is not freed, nor is what Megatron holds."""
+MAY_STAY = of_groups(6) + Counter(
+    {
+        "thread megapipe-watchdog": 1,  # looks after pipelines, and holds the last one until it has another
+        "thread python": 1,  # torch's profiler
+        "thread tqdm_monitor": 4,
+        "thread pt_autograd_": 1,  # backwards on a device
+        "thread Thread (_run)": 4,  # streams of the fake device: to compute, and to copy
+    }
+)
+"""What a process makes once, and keeps, and the process groups of what it did last."""
+FIRST_MESH = of_groups(2)
+"""Torch keeps process groups of the first mesh that DTensors were on, out of reach of Python."""
+
+
+def held() -> Counter[str]:
+    """The names of the threads, process groups and open files of this process."""
+    from torch.distributed.distributed_c10d import _world
+
+    found = Counter(f"process group {name}" for name in _world.pg_names.values())
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name = names.get(int(task.name)) or (task / "comm").read_text().strip()
+            found["thread " + re.sub(r"-?\d+", "", name)] += 1
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the list
+            found[f"open file {os.readlink(f'/proc/self/fd/{number}').partition(':')[0]}"] += 1
+    return found
+
+
+def left_behind(before: Counter[str]) -> str:
+    """What there is more of than before the first job, once what ends by itself has ended."""
+    end = time.monotonic() + ENDS_WITHIN
+    for forget in (lambda: None, gc.collect, _forget_meshes):
+        forget()
+        if not held() - before - MAY_STAY:
+            return ""
+    while (left := held() - before - MAY_STAY) and time.monotonic() < end:
+        time.sleep(0.01)
+    before.update(left)
+    return ", ".join(f"{number} x {name}" for name, number in left.items())
+
+
+def _forget_shardings() -> None:
+    """DTensors take a mesh for an equal one, whose process groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()
+
+
+def _forget_meshes() -> None:
+    """Torch keeps meshes with what else it has worked out for DTensors."""
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    if hasattr(redistribute, "clear_redistribute_planner_cache"):
+        redistribute.clear_redistribute_planner_cache()
+    for cache in [*CACHES, *caches()]:
+        if cache.cache_info().currsize and FIRST_MESH:
+            MAY_STAY.update(FIRST_MESH)
+            FIRST_MESH.clear()
+        cache.cache_clear()
+    gc.collect()
+
+
+CACHES: list[Any] = []
+"""Those of torch.distributed that were there when objects were frozen."""
+
+
+def caches() -> list[Any]:
+    """Those that are not frozen."""
+    found = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]
+    return [one for one in found if str(one.__module__).startswith("torch.distributed.")]
+
+
+def freeze() -> None:
+    """Objects, as `gc.freeze` does, but for those of the last pipeline: the package's helper thread holds them until it
+    calls something else, and what is frozen is not freed if it holds itself."""
+    from megapipe.failures import helper_thread
+
+    is_called = threading.Event()
+    helper_thread.begin(is_called.set)
+    is_called.wait(ENDS_WITHIN)
+    helper_thread.end(is_called.set)
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _answer(control: Connection, main_thread: int) -> None:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.models import Stage, add_gradients, build
-from torch import Tensor, nn
+from tools.models import Stage, build
+from torch import Tensor
 
 from megapipe.training import GradientReducer
 
 NUM_LAYERS, NUM_MICROBATCHES = 4, 2
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
-
-
-def replica_gradients(model: nn.Module, replica: int, num_replicas: int, step: int, m: int) -> list[Tensor | None]:
-    model.zero_grad()
-    add_gradients(model, m, num_replicas * step + replica)
-    return [p.grad for p in model.parameters()]
 
 
 def average(gradients: list[list[Tensor | None]]) -> list[Tensor | None]:
