@@ -63,7 +63,12 @@ def _run() -> None:
     while not _stop.wait(interval(TIMING.tick)):
         _called_at = time.monotonic()
         try:
-            for task in list(_tasks):
-                task()
+            _call_tasks()
         finally:
             _called_at = None
+
+
+def _call_tasks() -> None:
+    """One look. A variable that outlived it would hold a session, and with it process groups that have ended."""
+    for task in list(_tasks):
+        task()
