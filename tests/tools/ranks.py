@@ -220,6 +220,8 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             result = error
+        if torch.cuda.is_initialized():
+            EXCUSES.append("CUDA, whose driver and NCCL keep threads and files")
         board = megapipe.failures.board._current
         if text or (board is not None and board[1].failure is not None):
             EXCUSES.append("a failure")
@@ -257,7 +259,8 @@ EXCUSES: list[str] = []
 """Why what this job leaves does not count: a pipeline that has failed is not freed, nor is what Megatron holds."""
 MAY_STAY = of_groups(6) + Counter(
     {
-        "thread megapipe-watchdog": 1,  # looks after pipelines, and holds the last one until it has another
+        "thread megapipe-watchdog": 1,  # looks after all pipelines
+        "thread megapipe-store-alarm": 1,  # of the last job, which ends at the watchdog's next look
         "thread python": 1,  # torch's profiler
         "thread tqdm_monitor": 4,
         "thread pt_autograd_": 1,  # backwards on a device
