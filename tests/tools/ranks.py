@@ -333,8 +333,8 @@ def caches() -> list[Any]:
 
 
 def freeze() -> None:
-    """Objects, as `gc.freeze` does, but for those of the last pipeline: the package's helper thread holds them until it
-    calls something else, and what is frozen is not freed if it holds itself."""
+    """Objects, as `gc.freeze` does, but for those of the last pipeline: the package's helper thread lets them go at its
+    next look, and what is frozen is not freed if it holds itself."""
     from megapipe.failures import helper_thread
 
     is_called = threading.Event()
