@@ -54,10 +54,9 @@ class PlanFacts:
         sent."""
         traffic: dict[tuple[int, int], list[ChannelName]] = {}
         for rank in range(self.pp_size):
-            for event in filter(lambda event: event.sends, self.messages(rank)):
-                peer = self.peer(rank, event)
-                assert peer is not None
-                traffic.setdefault((rank, peer), []).append(event.channel)
+            for event in self.events[rank]:
+                if event.sends and (peer := self.peer(rank, event)) is not None:
+                    traffic.setdefault((rank, peer), []).append(event.channel)
         return traffic
 
     def peer(self, rank: int, event: Event) -> int | None:
