@@ -6,15 +6,15 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .offload import Offload, storages_of
-    from .replay import Replay, recomputing, regions_of
+    from .replay import recomputing, regions_of
     from .saver import as_it_is, saving
-    from .state import autocasts, restores_of
+    from .state import autocasts, noting_draws, restores_of
 
 __all__ = [
     "Offload",
-    "Replay",
     "as_it_is",
     "autocasts",
+    "noting_draws",
     "recomputing",
     "regions_of",
     "restores_of",

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..frameworks import frameworks
 from .saver import as_it_is
 
-__all__ = ["State", "autocasts", "restores_of"]
+__all__ = ["State", "autocasts", "noting_draws", "restores_of"]
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Functions that return and set the state of a stream of random numbers."""
@@ -89,12 +89,34 @@ def _random_streams(device: torch.device) -> Iterator[Stream]:
     if device.type != "cpu":
         module = torch.get_device_module(device)
         yield partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
-    yield random.getstate, random.setstate
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        yield numpy.get_state, numpy.set_state
+    yield from _streams_outside_torch().values()
     for framework in frameworks():
         yield from framework.random_streams()
+
+
+def _streams_outside_torch() -> dict[str, Stream]:
+    streams: dict[str, Stream] = {"Python": (random.getstate, random.setstate)}
+    numpy = sys.modules.get("numpy.random")
+    return streams if numpy is None else {**streams, "NumPy": (numpy.get_state, numpy.set_state)}
+
+
+@contextmanager
+def noting_draws() -> Iterator[list[str]]:
+    """Around a call that becomes a graph: the list then says of whom it has drawn random numbers, besides torch. Their
+    states are put back."""
+    drawn: list[str] = []
+    before = {name: (get(), get, put) for name, (get, put) in _streams_outside_torch().items()}
+    try:
+        yield drawn
+    finally:
+        for name, (state, get, put) in before.items():
+            if list(map(_as_bytes, get())) != list(map(_as_bytes, state)):
+                drawn.append(name)
+                put(state)
+
+
+def _as_bytes(part: Any) -> Any:
+    return part.tobytes() if hasattr(part, "tobytes") else part
 
 
 def restores_of(device: torch.device, models: Sequence[nn.Module] = ()) -> list[Callable[[], None]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..activations import noting_draws
 from .arguments import Structure
 from .joint import CaptureError, line_in
 
@@ -66,15 +66,8 @@ def refusing_side_effects(modules: Sequence[nn.Module], what: str) -> Iterator[N
 @contextmanager
 def _without_drawing(what: str) -> Iterator[None]:
     """Raises CaptureError where random numbers of Python or NumPy are drawn, and puts these back."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
-    yield
-    drawn = ["Python"] if random.getstate() != python_state else []
-    if numpy is not None and numpy_state is not None:
-        keys, *rest = numpy.random.get_state()[1:]
-        drawn += ["NumPy"] if rest != [*numpy_state[2:]] or (keys != numpy_state[1]).any() else []
-        numpy.random.set_state(numpy_state)
-    random.setstate(python_state)
+    with noting_draws() as drawn:
+        yield
     if drawn:
         raise CaptureError(
             f"{what} cannot be captured: its forward draws random numbers of {' and '.join(drawn)}, which would be the "

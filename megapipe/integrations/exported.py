@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import random
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
+
+from ..activations import noting_draws
 
 __all__ = ["CannotSplitError", "Trace", "state_of", "values_kept"]
 
@@ -228,16 +228,17 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> torch.export.ExportedProgram:
-    names, states = {name for name, _ in state_of(model)}, _states()
+    names = {name for name, _ in state_of(model)}
     own = [of for module in model.modules() for of in (vars(module), *map(vars(module).get, _REGISTERED))]
     before = [(values, dict(values)) for values in own if values is not None]  # exporting leaves fake tensors in them
     try:
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)),
             mock.patch.object(Tensor, "register_hook", _refuse_hook),
+            noting_draws() as drawn,
         ):
             exported = torch.export.export(model.train(training), arguments, strict=False)
-        if drawn := [name for name, state in _states().items() if state != states[name]]:
+        if drawn:
             raise CannotSplitError(
                 f"its forward draws random numbers of {drawn[0]}, which a graph would have once and for all: draw them "
                 "with torch."
@@ -266,12 +267,6 @@ def _refuse_function(function: type, *arguments: Any) -> Any:
         f"it calls {function.__name__}, a torch.autograd.Function, whose backward no exported graph has. (Checkpoints "
         "take use_reentrant=False; config.recompute needs none.)"
     )
-
-
-def _states() -> dict[str, Any]:
-    """Those of random numbers that no graph draws."""
-    numpy = sys.modules.get("numpy")
-    return {"Python": random.getstate(), "NumPy": None if numpy is None else repr(numpy.random.get_state())}
 
 
 def _refuse_hook(tensor: Tensor, hook: Any) -> Any:
