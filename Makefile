@@ -151,7 +151,6 @@ bench: bench-packages
 	$(BENCH).schedules --pp 4 --microbatches 8
 	$(BENCH).schedules --pp 8 --microbatches 32 --rounds 2
 	$(BENCH).schedules --pp 4 --microbatches 8 --rounds 3 --message-bytes 4194304
-	$(BENCH).cold --pp 8 --microbatches 32
 	$(BENCH).moe --pp 4 --microbatches 16 --rounds 3
 	$(BENCH).moe --pp 4 --microbatches 32 --rounds 2 --only dualpipev zbv interleaved_1f1b combined_1f1b
 	$(BENCH).moe --pp 4 --microbatches 16 --rounds 3 --milliseconds 20 --exchange-milliseconds 2.5 --only zbv dualpipev \
@@ -175,15 +174,12 @@ bench-all: bench
 	$(BENCH).schedules --pp 4 --microbatches 8 --rounds 2 --message-bytes 33554432 --runners $(LARGE)
 	$(BENCH).tuned --pp 4 --microbatches 8
 	$(BENCH).tuned --pp 8 --microbatches 16 --schedules zbv
-	$(BENCH).prediction
-	$(BENCH).long_context
 	$(BENCH).activations
 	$(BENCH).split
 	$(BENCH).capture
 	$(BENCH).host --pp 1
 	$(BENCH).device_calls --pp 2
 	$(BENCH).device_calls --pp 4
-	$(BENCH).growth
 	$(BENCH).saving
 	$(BENCH).first_step --pp 8
 	$(BENCH).large_jobs
