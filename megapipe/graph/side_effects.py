@@ -77,7 +77,8 @@ def _without_drawing(what: str) -> Iterator[None]:
 
 @contextmanager
 def _setting_no_random_state(what: str) -> Iterator[None]:
-    """Raises CaptureError where a generator of torch's is given another seed or state, by any function."""
+    """Raises CaptureError where a generator of torch's is given another seed or state, by any function. A profiler is
+    left at its work, and no seed is seen: one written in C, as cProfile's, cannot be put back."""
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         if event != "c_call" or not isinstance(getattr(called, "__self__", None), torch.Generator):
@@ -90,12 +91,14 @@ def _setting_no_random_state(what: str) -> Iterator[None]:
                 "leave this stage eager."
             )
 
-    before = sys.getprofile()
+    if sys.getprofile() is not None:
+        yield
+        return
     sys.setprofile(look)
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
 
 
 def _is_called_by_dynamo(frame: FrameType | None) -> bool:

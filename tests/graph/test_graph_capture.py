@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import importlib
 import re
 import weakref
@@ -449,6 +450,13 @@ class TimesNumber(Plain):
 def test_a_complex_number() -> None:
     """The conjugate of a number is a view of nothing, at which the capture ended with an IndexError."""
     assert_same_as_eager(TimesNumber())
+
+
+def test_captured_under_a_profiler() -> None:
+    """Under `python -m cProfile` the capture ended with a TypeError: 'Profile' object is not callable."""
+    with cProfile.Profile() as profile:
+        graph.capture(Plain(), (torch.randn(2, H),))
+    assert profile.getstats()
 
 
 def test_a_parameter_that_is_a_buffer_too() -> None:
