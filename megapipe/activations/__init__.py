@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .offload import Offload, storages_of
     from .replay import recomputing, regions_of
     from .saver import as_it_is, saving
-    from .state import autocasts, noting_draws, restores_of
+    from .state import autocasts, noting_draws, restores_of, undoing_changes
 
 __all__ = [
     "Offload",
@@ -20,6 +20,7 @@ __all__ = [
     "restores_of",
     "saving",
     "storages_of",
+    "undoing_changes",
 ]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -3,8 +3,10 @@ autocast."""
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -15,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..frameworks import frameworks
+from .offload import storages_of
 from .saver import as_it_is
 
-__all__ = ["State", "autocasts", "noting_draws", "restores_of"]
+__all__ = ["State", "autocasts", "noting_draws", "restores_of", "undoing_changes"]
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Functions that return and set the state of a stream of random numbers."""
@@ -120,20 +123,48 @@ def _as_bytes(part: Any) -> Any:
 
 
 def restores_of(device: torch.device, models: Sequence[nn.Module] = ()) -> list[Callable[[], None]]:
-    """Functions that bring random numbers to where they are now, and with them the statistics and counters that a
-    forward of these models moves on, and buffers that it makes or replaces."""
+    """Functions that bring random numbers to where they are now, and with them the statistics, counters and other
+    tensors beside parameters that a forward of these models writes to, and buffers that it makes or replaces."""
     restores: list[Callable[[], None]] = [partial(put, get()) for get, put in _random_streams(device)]
+    weights = storages_of(parameter for model in models for parameter in model.parameters())
     for module in (module for model in models for module in model.modules()):
-        values = [(buffer, buffer.clone()) for buffer in module._buffers.values() if buffer is not None]
-        restores.append(partial(_restore_buffers, module, dict(module._buffers), values))
+        attributes = [value for name, value in vars(module).items() if _is_state(name, value)]
+        for one in pytree.tree_leaves((module._buffers, attributes)):
+            if isinstance(one, Tensor) and not one.is_inference() and not storages_of([one]) <= weights:
+                has_version = 0 in one.stride() or all(one is not buffer for buffer in module._buffers.values())
+                restores.append(partial(_write_back, one, one.detach().clone(), one._version if has_version else None))
+        restores.append(partial(_set_all, module._buffers, dict(module._buffers)))
     return restores
 
 
-def _restore_buffers(module: nn.Module, buffers: dict[str, Tensor | None], values: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in values:
-            buffer.copy_(value)
-    _set_all(module._buffers, buffers)
+def _write_back(tensor: Tensor, value: Tensor, version: int | None) -> None:
+    if tensor._version != version:  # None for buffers: batch norm changes some without (but none that was expanded)
+        tensor.detach().copy_(value)
+
+
+@contextmanager
+def undoing_changes(modules: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
+    """Around a call that becomes a graph: attributes of the modules, what is registered with them, and the content of
+    their lists, dicts and sets are put back. The function says which numbers among them are not what they were."""
+    before = [(one, copy.copy(one)) for module in modules for one in _containers_in(vars(module))]
+    dicts = [(now, then) for now, then in before if isinstance(now, dict)]
+    try:
+        yield lambda: [str(name) for now, then in dicts for name in then if _is_other(then[name], now.get(name))]
+    finally:
+        for container, content in before:
+            container.clear()
+            (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+
+
+def _is_other(number: Any, now: Any) -> bool:
+    return isinstance(number, (int, float)) and isinstance(now, (int, float)) and number != now
+
+
+def _containers_in(value: Any) -> Iterator[Any]:
+    if type(value) in (list, deque, set, dict, defaultdict, OrderedDict):
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _containers_in(inner)
 
 
 def _streams_of(value: Any) -> Iterator[Stream]:

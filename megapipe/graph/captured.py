@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..activations import undoing_changes
 from ..chunks import as_sharded
 from ..weight_grad import capturing
 from .arguments import Arguments, Structure
@@ -23,7 +24,7 @@ from .function import Graphs, OfferedForward, offering, run_forward
 from .joint import CaptureError, trace_joint
 from .partitioning import partition
 from .partitioning import recompute as cut_to_recompute
-from .side_effects import refusing_side_effects, undoing_changes
+from .side_effects import refusing_side_effects
 from .state import Mode, SharedOut, State
 
 __all__ = ["CapturedStage", "capture"]
@@ -263,13 +264,20 @@ class _StageGraphs:
         captured_class = type(self._module)
         self._module.__class__ = self._class  # its methods may call each other
         try:
-            with undoing_changes(self._state.modules):
+            with undoing_changes(self._state.modules) as changed_numbers:
                 if self._sets_input:
                     self._module.set_input_tensor(received)  # type: ignore[operator]
                 with refusing_side_effects(self._state.modules, self._what):
                     output = self._module.forward(*args, **kwargs)
+                counted = changed_numbers()
         finally:
             self._module.__class__ = captured_class
+        if counted:
+            raise CaptureError(
+                f"{self._what} cannot be captured: its forward changes the number {counted[0]}, which a graph would "
+                "have once and for all. Keep it in a buffer, run the module once before, if it changes only then, or "
+                "leave this stage eager."
+            )
         return output if self._loss_fn is None else self._loss_fn(output, target)
 
     def _check_output(self, output: Structure, tensors: Sequence[Tensor]) -> None:

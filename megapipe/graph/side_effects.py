@@ -1,4 +1,4 @@
-"""Side effects of a forward that its graph would not have: refused while it is traced, and undone."""
+"""Side effects of a forward that its graph would not have: refused while it is traced."""
 
 from __future__ import annotations
 
@@ -18,23 +18,7 @@ from ..activations import noting_draws
 from .arguments import Structure
 from .joint import CaptureError, line_in
 
-__all__ = ["refusing_side_effects", "undoing_changes"]
-
-
-@contextmanager
-def undoing_changes(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back the attributes of the modules, and the content of their lists, dicts and sets."""
-    before = [(dict(module.__dict__), _containers(module)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, (attributes, containers) in zip(modules, before):
-            for name in set(module.__dict__) - set(attributes):
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-            for container, content in containers:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
+__all__ = ["refusing_side_effects"]
 
 
 @contextmanager
@@ -43,23 +27,25 @@ def refusing_side_effects(modules: Sequence[nn.Module], what: str) -> Iterator[N
 
     Raises:
         CaptureError: it draws random numbers of Python or NumPy, sets the state of torch's, replaces the `.data` of a
-            tensor or a buffer, or keeps a tensor as an attribute of a module.
+            tensor or what is registered with a module, or keeps a tensor as an attribute of one.
     """
-    before = [(_tensors_kept(module), dict(module._buffers)) for module in modules]
+    before = [(_tensors_kept(module), _registered(module)) for module in modules]
     with _without_drawing(what), _setting_no_random_state(what), _SettingNoData(what):
         yield
-    for module, (kept, buffers) in zip(modules, before):
+    for module, (kept, registered) in zip(modules, before):
         for name, tensors in _tensors_kept(module).items():
             if list(map(id, tensors)) != list(map(id, kept.get(name, []))):
                 raise CaptureError(
                     f"{what} cannot be captured: its forward keeps a tensor as {type(module).__name__}.{name}, which a "
                     "graph would not set. Return it, change a buffer in place, or leave this stage eager."
                 )
-        for name, buffer in module._buffers.items():
-            if buffer is not buffers.get(name):
+        now = _registered(module)
+        for name in registered | now:
+            if now.get(name) is not registered.get(name):
                 raise CaptureError(
-                    f"{what} cannot be captured: its forward replaces the buffer {name} of {type(module).__name__}, "
-                    "which a graph would not do. Change it in place (copy_)."
+                    f"{what} cannot be captured: its forward registers, replaces or removes {name} of "
+                    f"{type(module).__name__}, which a graph would not do. Register it in the constructor, and change "
+                    "a buffer in place (copy_)."
                 )
 
 
@@ -136,10 +122,8 @@ def _tensors_kept(module: nn.Module) -> dict[str, list[Tensor]]:
     return {name: Structure.of(value)[1] for name, value in vars(module).items() if name not in vars(_PLAIN)}
 
 
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The lists, dicts and sets of a module, with their content."""
-    values = [value for name, value in vars(module).items() if name not in vars(_PLAIN)]
-    return [(value, type(value)(value)) for value in values if type(value) in (list, dict, set)]
+def _registered(module: nn.Module) -> dict[str, Any]:
+    return {**module._parameters, **module._buffers, **module._modules}
 
 
 _PLAIN = nn.Module()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -17,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..activations import noting_draws
+from ..activations import noting_draws, undoing_changes
 
-__all__ = ["CannotSplitError", "Trace", "state_of", "values_kept"]
+__all__ = ["CannotSplitError", "Trace", "state_of"]
 
 SLACK = 0.1
 """Share of a stage's operations by which its end may move to where fewer bytes are sent."""
@@ -208,42 +207,31 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-@contextmanager
-def values_kept(model: nn.Module) -> Iterator[None]:
-    """Buffers, and tensors among attributes, have the same values afterwards: exporting writes to what a forward writes
-    to."""
-    parts = ({n: value for n, value in vars(module).items() if n != "_parameters"} for module in model.modules())
-    tensors = [one for part in parts for one in pytree.tree_leaves(part) if isinstance(one, Tensor)]
-    before = [(one, one._version, one.detach().clone()) for one in tensors if not one.is_inference()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, version, value in before:
-                if tensor._version != version:
-                    tensor.copy_(value)
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
 def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> torch.export.ExportedProgram:
-    names = {name for name, _ in state_of(model)}
-    own = [of for module in model.modules() for of in (vars(module), *map(vars(module).get, _REGISTERED))]
-    before = [(values, dict(values)) for values in own if values is not None]  # exporting leaves fake tensors in them
+    """What exporting leaves in the attributes of a module, fake tensors among it, is taken out."""
+    names, counted = {name for name, _ in state_of(model)}, list[str]()
     try:
+        model.train(training)
         with (
+            undoing_changes(model.modules()) as changed_numbers,
             mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)),
             mock.patch.object(Tensor, "register_hook", _refuse_hook),
             noting_draws() as drawn,
         ):
-            exported = torch.export.export(model.train(training), arguments, strict=False)
+            model.register_forward_hook(lambda *_: counted.extend(changed_numbers()))
+            exported = torch.export.export(model, arguments, strict=False)
+            made = {name for name, _ in state_of(model)} - names
         if drawn:
             raise CannotSplitError(
                 f"its forward draws random numbers of {drawn[0]}, which a graph would have once and for all: draw them "
                 "with torch."
             )
-        if made := {name for name, _ in state_of(model)} - names:
+        if counted:
+            raise CannotSplitError(
+                f"its forward changes the number {counted[0]}, which a graph would have once and for all: keep it in a "
+                "buffer, or run the module once before, if it changes only then."
+            )
+        if made:
             raise CannotSplitError(
                 f"its forward makes {min(made)}, which a graph takes for a change of something else: make it in the "
                 "constructor, or run the module once before."
@@ -254,10 +242,6 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
         if not isinstance(error, CannotSplitError):
             reason = f"torch.export refuses it with {type(error).__name__}: {reason}"
         raise CannotSplitError(f"{type(model).__name__} cannot be split: {reason}") from error
-    finally:
-        for values, content in before:
-            values.clear()
-            values.update(content)
 
 
 def _refuse_function(function: type, *arguments: Any) -> Any:

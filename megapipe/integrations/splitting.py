@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ..activations import restores_of, undoing_changes
 from ..config import PipelineConfig
 from ..runtime import stages_for_rank
 from ..stages import PipelineStage
 from ..training import TiedWeights
 from ..weight_grad import embedding, linear
-from .exported import CannotSplitError, Trace, state_of, values_kept
+from .exported import CannotSplitError, Trace, state_of
 
 __all__ = ["CannotSplitError", "split"]
 
@@ -69,7 +71,10 @@ def split(
         raise CannotSplitError(
             f"{name} cannot be split: some modules are in training mode and some are not: call train() or eval()."
         )
-    with values_kept(model):
+    with ExitStack() as after:
+        for restore in restores_of(torch.device("cpu"), [model]):  # exporting writes to what a forward writes to
+            after.callback(restore)
+        after.enter_context(undoing_changes(model.modules()))
         training, evaluating = Trace(model, arguments, True), Trace(model, arguments, False)
     training.cut(num_stages, points)
     evaluating.follow(training)

@@ -27,7 +27,7 @@ class Refused(nn.Module):
         self.linear, self.dropout = nn.Linear(H, H), nn.Dropout(0.5)
         self.register_buffer("count", torch.zeros(4))
         self.register_buffer("part", self.count[:2])
-        self.scale, self.losses, self.cache = torch.ones(H), [], {}
+        self.scale, self.losses, self.cache = torch.ones(H), [], {"calls": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, self.how)(self.linear(x), x)
@@ -70,6 +70,23 @@ class Refused(nn.Module):
     def buffer(self, y: Tensor, x: Tensor) -> Tensor:
         self.count = self.count + 1
         return y
+
+    def late(self, y: Tensor, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale_late"):
+            self.register_buffer("scale_late", torch.arange(float(H)))
+        return y * self.scale_late
+
+    def late_weight(self, y: Tensor, x: Tensor) -> Tensor:
+        self.register_parameter("bias", nn.Parameter(torch.zeros(H)))
+        return y + self.bias
+
+    def removed(self, y: Tensor, x: Tensor) -> Tensor:
+        del self.part
+        return y
+
+    def counted(self, y: Tensor, x: Tensor) -> Tensor:
+        self.cache["calls"] += 1
+        return y * self.cache["calls"]
 
     def in_place(self, y: Tensor, x: Tensor) -> Tensor:
         self.linear.bias.detach().add_(1)
@@ -133,7 +150,11 @@ class Deferring(torch.autograd.Function):
         ("data", r"test_graph_refusals.py:\d+ \(self.linear.bias.data = .*\) it replaces the .data"),
         ("view", "shares its memory with another"),
         ("attribute", "keeps a tensor as Refused.last"),
-        ("buffer", "replaces the buffer count of Refused"),
+        ("buffer", "registers, replaces or removes count of Refused"),
+        ("late", "registers, replaces or removes scale_late of Refused"),
+        ("late_weight", "registers, replaces or removes bias of Refused"),
+        ("removed", "registers, replaces or removes part of Refused"),
+        ("counted", "changes the number calls.*Keep it in a buffer"),
         ("in_place", "changes linear.bias in place"),
         ("deferring", "return the gradient from the Function's backward"),
         ("in_list", r"keeps a tensor as Refused\.losses"),
@@ -147,14 +168,16 @@ class Deferring(torch.autograd.Function):
 def test_refused(how: str, said: str) -> None:
     """Some once were not: tensors in containers and objects were those of the tracing, for ever, and what tracing had
     put there stayed, so that the module could not be run eagerly any more; random numbers besides torch's were drawn
-    once; of what is not registered torch's own assertion spoke, about fake tensors."""
+    once; of what is not registered torch's own assertion spoke, about fake tensors. What a forward registered stayed,
+    with a tensor of the tracing in it, or was captured as a constant; counts of calls stood still."""
     stage, x = Refused(how), sequence()
     states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2]
     with pytest.raises((ValueError, TypeError), match=said):
         graph.capture(stage, (x,))
     assert type(stage) is Refused, "as it was"
     assert not hasattr(stage, "last")
-    assert (stage.losses, stage.cache) == ([], {})
+    assert (stage.losses, stage.cache) == ([], {"calls": 0})
+    assert ([*stage._parameters], [*stage._buffers]) == ([], ["count", "part"])
     assert states == (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2])
 
 

@@ -324,6 +324,13 @@ def makes_buffer(self: Net, x: Tensor) -> Tensor:
     return through(self, x * self.late)
 
 
+def counts_calls(net: Net, x: Tensor) -> Tensor:
+    """torch.export puts the number back."""
+    net.calls = getattr(net, "calls", 0) + 1
+    net.layers[1].l.out_features += 1
+    return through(net, x * net.layers[1].l.out_features)
+
+
 def with_generator(net: Net) -> None:
     net.cache = torch.Generator()
 
@@ -339,6 +346,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a buffer on two stages": (counts_in_a_buffer, r"stage \d writes to mean, which stages \[\d.*\] read"),
     "a buffer that grows": (grows, "its graph does not run: output with shape"),
     "a buffer that the forward makes": (makes_buffer, "its forward makes late, .*: make it in the constructor"),
+    "a count of calls": (counts_calls, "its forward changes the number out_features, .*: keep it in a buffer"),
     "numbers of Python's": (lambda net, x: through(net, x * random.random()), "draws random numbers of Python"),
     "numbers of NumPy's": (lambda net, x: through(net, x * float(numpy.random.rand())), "random numbers of NumPy"),
     "a generator": (lambda net, x: through(net, x + torch.rand(D, generator=net.cache)), "uses a Generator"),
@@ -375,14 +383,18 @@ def test_arguments_are_checked() -> None:
 def makes_table(self: Net, x: Tensor) -> Tensor:
     if not hasattr(self, "table"):
         self.table = torch.arange(D) / D
-    return self.head(x) * self.table
+    self.cache["outputs"].append(y := self.head(x) * self.table)
+    return y
 
 
 def test_nothing_of_the_export_is_left_in_the_module() -> None:
-    """A table that the first forward makes was left there as a fake tensor, which the module's next run met."""
+    """A table that the first forward makes was left there as a fake tensor, which the module's next run met; so were
+    the outputs in a list of them."""
     model = Net(makes_table)
+    model.cache = {"outputs": []}
     split(model, torch.ones(3, 5, D), "no_pipelining")
     assert not hasattr(model, "table")
+    assert model.cache == {"outputs": []}
 
 
 def counts(net: Net, x: Tensor) -> Tensor:

@@ -144,6 +144,30 @@ def test_a_failure_leaves_no_trace_either() -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+class Beside(nn.Module):
+    """It writes to a tensor that is no buffer, and has a buffer that was expanded and one of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.sums = nn.Linear(WIDTH, WIDTH), [torch.zeros(WIDTH)]
+        self.register_buffer("ones", torch.ones(1).expand(WIDTH))
+        self.register_buffer("bias", self.linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sums[0].add_(x.detach().mean(0))
+        return self.linear(x) * self.ones
+
+
+def test_tensors_that_are_no_buffers() -> None:
+    """A sum among attributes was that of the warm-up's random numbers; at a buffer that was expanded it broke off."""
+    chunk = PipelineStage(module := Beside(), StageInfo(0, 1))
+    versions = [parameter._version for parameter in chunk.parameters()]
+    step = megapipe.get_forward_backward_func("1f1b")
+    megapipe.warm_up(step, forward_step, torch.randn(BATCH, WIDTH), chunk, 3)
+    assert not module.sums[0].any()
+    assert [parameter._version for parameter in chunk.parameters()] == versions
+
+
 class InList(nn.Module):
     """One of its parameters is reached by a list."""
 
