@@ -548,11 +548,9 @@ class Recompute(Feature):
 
     @staticmethod
     def goes(case: Case) -> Any:
-        # What it is registered with is no container's item, and stays written: refused, but where it is given anew.
-        is_put_back = case.kind != "registered class" or case.get("AsPipelineStage")
-        return is_put_back and not (
-            CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms
-        )
+        if case.kind == "registered class":  # what it is registered with is no container's item, and stays written
+            return False
+        return not (CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms)
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:

@@ -30,7 +30,7 @@ from .model import (
     Shapes,
     Slices,
 )
-from .training import Accumulated, Failure, Optimizer, Replicas, Tied, Validated, WarmUp, Wrapped
+from .training import Accumulated, Failure, Optimizer, Replicas, Saved, Tied, Validated, WarmUp, Wrapped
 
 DEFERRING = Forms(["deferring"])
 TAKEN_BACK = Optimizer("post-validated", 5.0, (1.0, 256.0, 1.0, "nan"))
@@ -145,8 +145,8 @@ OF_FEATURES = [
     Case("1f1b", 2, 3, [Replicas()], steps=2),
     Case("no_pipelining", 1, 2, [Replicas("reducer", (3,))]),
     Case("zbv", 2, 4, [Replicas(), DEFERRING, ADAMW], steps=2),
-    Case("1f1b", 2, 3, [Tied(), Optimizer("adamw", 0.5, (256.0,))], steps=2),
-    Case("1f1b", 2, 3, [TAKEN_BACK], steps=4),
+    Case("1f1b", 2, 3, [Tied(), Optimizer("adamw", 0.5, (256.0,)), Saved()], steps=2),
+    Case("1f1b", 2, 3, [TAKEN_BACK, Saved(1, asynchronous=True)], steps=4),
     Case("interleaved_1f1b", 2, 3, [Accumulated(), Validated(), Tied()], steps=2),
     Case("1f1b", 2, 3, [WarmUp(), OddLayers({0: "dropout", 1: "lazy"})]),
     Case("1f1b", 2, 2, [Number(), Frozen([("embedding.", "layers.0.", "layers.1."), ()]), WarmUp(1)], steps=2),
@@ -192,7 +192,7 @@ if not needs_fsdp_on_cpu.args[0]:
         Case("zbv", 1, 2, [Replicas("fully_shard", (2, 2)), DEFERRING]),
         *(Case(name, 2, 2, [Replicas("fully_shard"), FEW_GATHERED, Recompute(what)]) for name, what in GATHERED),
         Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), DEFERRING, Replicas("fully_shard")]),
-        Case("zbv", 2, 3, [DEFERRING, Replicas("fully_shard"), TAKEN_BACK], steps=4),
+        Case("zbv", 2, 3, [DEFERRING, Replicas("fully_shard"), TAKEN_BACK, Saved()], steps=4),
     ]
 if torch.__version__ >= "2.13":
     OF_FEATURES += [Case("zbv", 2, 3, [DEFERRING, Replicas("replicate"), ADAMW], steps=2)]
@@ -217,9 +217,10 @@ def draw_pairs(seed: int, tries: int, most_units: int = 40) -> list[Case]:
 
 
 def is_slow(case: Case) -> bool:
-    """It starts processes anew, compiles, or waits until collectives are aborted."""
+    """It starts processes anew, compiles, writes files, or waits until collectives are aborted."""
     fails = case.get("Failure") is not None or (case.get("WarmUp") is not None and "weight" in str(case.odd))
-    return case.kills or "captured" in case.forms or (fails and case.num_ranks > 2) or (fails and case.num_replicas > 1)
+    is_long = case.kills or "captured" in case.forms or case.get("Saved") is not None
+    return is_long or (fails and case.num_ranks > 2) or (fails and case.num_replicas > 1)
 
 
 ROWS = [*OF_SCHEDULES, *OF_FEATURES, *draw_pairs(1, 1000)]

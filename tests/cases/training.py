@@ -6,7 +6,9 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from tools.marks import needs_fsdp_on_cpu
 from tools.models import BATCH
 from tools.optimizers import adamw
@@ -25,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 import megapipe
 from megapipe import PipelineError, parallel_state
+from megapipe.checkpoint import Checkpointer
 from megapipe.runtime.monitor import Monitor
 from megapipe.training import GradientReducer
 
@@ -152,6 +156,35 @@ class Optimizer(Feature):
                 if parameter.grad is not None and self.max_norm and norm > self.max_norm:
                     parameter.grad *= (self.max_norm / norm).float()
             trial.reference_optimizer.step()
+
+
+@dataclass(frozen=True)
+class Saved(Feature):
+    """After one of the steps all weights, buffers and what the optimizer keeps are saved, spoiled, and loaded again."""
+
+    step: int = 0
+    asynchronous: bool = False
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.randrange(case.steps), rng.random() < 0.5)
+
+    def after(self, trial: Any, step: int) -> None:
+        if step != self.step:
+            return
+        folder = [tempfile.mkdtemp() if trial.rank == 0 else ""]
+        dist.broadcast_object_list(folder)
+        checkpointer = Checkpointer(folder[0], trial.chunks, trial.optimizer, asynchronous=self.asynchronous)
+        checkpointer.save(1)
+        checkpointer.wait()
+        with torch.no_grad():
+            for tensor in (one for chunk in trial.chunks for one in chunk.state_dict(keep_vars=True).values()):
+                tensor.zero_()
+        if trial.optimizer is not None:
+            trial.optimizer.optimizer.state.clear()
+        checkpointer.load()
+        if trial.rank == 0:
+            shutil.rmtree(folder[0])
 
 
 @dataclass(frozen=True)
