@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from .plan import Costs, Plan, StageBytes, StageInfo, simulate
 
-__all__ = ["distribute_layers"]
+__all__ = ["distribute_layers", "fastest", "shortest"]
 
 
 def distribute_layers(
@@ -81,7 +81,7 @@ def distribute_layers(
         if len(costs) != num_layers or min(costs, default=0) < 0:
             raise ValueError(f"costs must be {num_layers} numbers from 0 on, one for each layer, got {list(costs)}.")
         sizes = list(
-            _fastest(
+            fastest(
                 tuple(costs),
                 stage.num_stages,
                 (num_virtual_layers_pre, num_virtual_layers_post),
@@ -202,14 +202,14 @@ def _by_plan(
     if len(limits) != plan.pp_size:
         raise ValueError(f"with a plan there is one memory_limit, or one for each of {plan.pp_size} ranks.")
     unlimited = (0.0,) * num_layers, (math.inf,) * len(extra)
-    return _shortest(plan, _fastest(tuple(layers[0]), len(extra), ends, *unlimited, faster), costs_of, limits)
+    return shortest(plan, fastest(tuple(layers[0]), len(extra), ends, *unlimited, faster), costs_of, limits)
 
 
 PLAYS = 100_000
 """How many actions the search for a layout may play: some seconds."""
 
 
-def _shortest(
+def shortest(
     plan: Plan, sizes: Sequence[int], costs_of: Callable[[Sequence[int]], Costs], limits: Sequence[float]
 ) -> list[int]:
     """The sizes of the stages whose step is shortest by a plan: from some sizes on, layers go from stage to stage for
@@ -247,7 +247,7 @@ def _shortest(
 
 
 @functools.lru_cache(maxsize=16)
-def _fastest(
+def fastest(
     costs: tuple[float, ...],
     num_stages: int,
     ends: tuple[float, float],

@@ -77,7 +77,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {**TIME, "default": 0.0},
     ),
     "--unsplit": ("for layers that do not defer their weight gradients: B takes W's time too, W none", FLAG),
-    "--speeds": ("how fast each rank is, such as 1,1,.5,.5", {"type": _list, "metavar": "S,S,..."}),
+    "--speeds": ("how fast each rank or device is, such as 1,1,.5,.5", {"type": _list, "metavar": "S,S,..."}),
     # Memory
     "--bytes": ("those of each stage, as StageBytes.save wrote them", {"metavar": "FILE"}),
     "--memory-limit": (
@@ -99,7 +99,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--devices": ("how many", NUMBER),
     "--sequence": ("tokens of one", NUMBER),
     "--batch": ("sequences of a step", NUMBER),
-    "--memory": ("of a device, such as 80GB", SIZE),
+    "--memory": ("of a device, such as 80GB, or of each, such as 24GB,24GB,12GB,8GB", {"type": _list, **SIZE}),
     "--flops": ("operations a second of a device", {"type": float, "metavar": "F"}),
     "--efficiency": ("the share that your stages reach of them", {"type": float, "metavar": "E"}),
     "--node": ("devices of a node; default: 8", {**NUMBER, "default": 8}),
@@ -141,7 +141,7 @@ COMMANDS = {
         fit_command,
         "which ways of training a model fit, fastest first: by formulas and plans, not measured",
         "--devices --sequence --batch --memory --flops --efficiency / model --node --node-bandwidth --bandwidth "
-        "--host-bandwidth --cp --reserve --top --unsplit",
+        "--host-bandwidth --speeds --cp --reserve --top --unsplit",
     ),
     "status": Command(status, "where every rank of a running job is, also while it hangs", "/ address"),
 }

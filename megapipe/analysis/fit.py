@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..layouts import distribute_layers
+from ..layouts import distribute_layers, fastest, shortest
 from ..plan import Costs, Plan, Settings, StageBytes, StageInfo, find_schedule, make_plan, simulate
 from .transformer import Transformer, model_of, read_config
 
@@ -38,13 +38,14 @@ class Job:
         sequence: tokens of one.
         batch: sequences of a step, over all replicas.
         devices: how many there are; `node` of them are connected at `node_bandwidth`, all others at `bandwidth`.
-        memory: bytes of one.
+        memory: bytes of one; or of each, in the order of ranks, of which those of a pipeline rank follow each other.
         flops: operations a second of one.
         efficiency: the share of them that the products of a stage reach.
         node_bandwidth, bandwidth: bytes a second of one device, one way.
         host_bandwidth: the same between a device and its host's memory; 0 where activations stay on the device.
         weight, gradient, optimizer: bytes of each weight, of its gradient, and of its optimizer state: in mixed
             precision 2, 4, and 12 for Adam. The optimizer state is shared out over replicas.
+        speeds: how fast each device is beside `flops`, or one number for all.
         reserve: the share of the memory that nothing is planned for: the context, communicators, fragments.
     """
 
@@ -52,7 +53,7 @@ class Job:
     sequence: int
     batch: int
     devices: int
-    memory: float
+    memory: float | Sequence[float]
     flops: float
     efficiency: float
     node: int = 8
@@ -63,20 +64,40 @@ class Job:
     gradient: float = 4.0
     optimizer: float = 12.0
     reserve: float = 0.1
+    speeds: Sequence[float] = (1.0,)
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "batch", "devices", "memory", "flops", "node", "node_bandwidth", "bandwidth"):
+        for name in ("sequence", "batch", "devices", "flops", "node", "node_bandwidth", "bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name):g}.")
+        for name, values in (("memory", self.memory), ("speeds", self.speeds)):
+            if isinstance(values, Sequence) and (len(values) not in (1, self.devices) or not min(values) > 0):
+                raise ValueError(
+                    f"{name} is one number, or one for each of {self.devices} devices, all more than 0, got {values}."
+                )
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency is a share, more than 0 and at most 1, got {self.efficiency:g}.")
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve is a share, from 0 on and less than 1, got {self.reserve:g}.")
 
     @property
-    def room(self) -> float:
-        """The bytes of a device that may be planned for."""
-        return self.memory * (1 - self.reserve)
+    def is_uneven(self) -> bool:
+        return any(isinstance(values, Sequence) and len(set(values)) > 1 for values in (self.memory, self.speeds))
+
+    def least(self, values: float | Sequence[float], rank: int, pp: int) -> float:
+        """The slowest device of a pipeline rank, or the one with least memory."""
+        if not isinstance(values, Sequence) or len(values) == 1:
+            return float(values[0] if isinstance(values, Sequence) else values)
+        number = self.devices // pp
+        return min(values[rank * number : (rank + 1) * number])
+
+    def rooms(self, pp: int) -> list[float]:
+        """The bytes that may be planned for on each pipeline rank."""
+        return [self.least(self.memory, rank, pp) * (1 - self.reserve) for rank in range(pp)]
+
+    def speeds_of(self, pp: int) -> list[float]:
+        """The speed of each pipeline rank."""
+        return [self.least(self.speeds, rank, pp) for rank in range(pp)]
 
 
 class Layout(NamedTuple):
@@ -158,16 +179,21 @@ def fit(job: Job, *, top: int = 10, cp: int = 1, may_split: bool = True) -> tupl
             break
         if layout._replace(activations="kept") in fitting:
             continue  # nothing else is faster than what is kept
-        if _least_bytes(job, layout) > job.room:
+        if not job.is_uneven and _least_bytes(job, layout) > job.rooms(1)[0]:
             continue
-        one = estimate(job, layout)
-        if one.peak <= job.room:
+        try:
+            one = estimate(job, layout)
+        except ValueError:  # no layers of any size fit
+            continue
+        if all(peak <= room for (peak, _), room in zip(one.ranks, job.rooms(layout.pp))):
             fitting.add(layout)
             # Of those that differ in chunks, microbatches and activations only, the best.
             alike = layout[:6]
             found[alike] = min((found.get(alike, one), one), key=_quality)
     if found:
         return sorted(found.values(), key=_quality)[:top], None
+    if job.is_uneven:
+        raise ValueError("nothing fits, however layers are shared out. Take more devices, or shorter sequences.")
     _, least_bytes = min((_least_bytes(job, layout), layout) for _, layout in layouts)
     return [], estimate(job, least_bytes)
 
@@ -212,9 +238,13 @@ def _schedules(pp: int, layers: int, may_split: bool) -> Iterator[tuple[str, int
 
 
 def _sizes(job: Job, layout: Layout) -> list[int]:
-    """The layers of each stage: the last one has fewer, for the time of the head."""
+    """The layers of each stage: the last one has fewer, for the time of the head, and slow ranks have."""
     model, num_stages = job.model, layout.pp * layout.chunks
     head = model.head() / (model.products() + model.scores(job.sequence))
+    if job.is_uneven:
+        speeds = tuple(_per_stage(layout, job.speeds_of(layout.pp)))
+        nothing = (0.0,) * model.layers
+        return [*fastest((1.0,) * model.layers, num_stages, (0, head), nothing, (1.0,) * num_stages, speeds=speeds)]
     stages = [StageInfo(index, num_stages) for index in range(num_stages)]
     for post in (min(round(head), model.layers // num_stages - 1), 0):
         try:
@@ -269,13 +299,21 @@ def _of_ranks(layout: Layout, per_stage: Sequence[float]) -> list[float]:
     return sums
 
 
+def _per_stage(layout: Layout, per_rank: Sequence[float]) -> list[float]:
+    placement = find_schedule(layout.schedule).placement
+    return [per_rank[placement.rank(stage, layout.pp)] for stage in range(layout.pp * layout.chunks)]
+
+
 def _least_time(job: Job, layout: Layout) -> float:
     """A bound below the step: a rank works for all microbatches, from when the first one has come through the stages
     before it."""
     sizes = _sizes(job, layout)
     times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
     num_microbatches = job.batch // layout.dp // layout.microbatch
-    work = _of_ranks(layout, [sum(time[:3]) for time in times])
+    own = _of_ranks(layout, [sum(time[:3]) for time in times])
+    work = [time / speed for time, speed in zip(own, job.speeds_of(layout.pp))]
+    if job.is_uneven:
+        return num_microbatches * max(work)
     starts = itertools.accumulate((time.forward for time in times), initial=0.0)
     return max(start + num_microbatches * own for start, own in zip(starts, work))
 
@@ -353,22 +391,31 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     played = num_microbatches - extra
     message = job.model.boundary() * layout.microbatch * job.sequence / layout.cp / layout.tp
     link = job.node_bandwidth if layout.tp * layout.cp * layout.pp <= job.node else job.bandwidth
+    speeds = job.speeds_of(layout.pp)
+
+    def costs_of(sizes: Sequence[int]) -> Costs:
+        times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+        forward, inputs, weights = ([getattr(time, name) for time in times] for name in StageTimes._fields[:3])
+        memory = stage_bytes(job, layout, sizes)
+        return Costs(forward, inputs, weights, p2p=message / link, memory=memory, speeds=speeds)
+
+    plan = _plan(job, layout, played, costs_of(sizes))
+    if job.is_uneven:
+        sizes = shortest(plan, sizes, costs_of, job.rooms(layout.pp))
     times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
-    forward, inputs, weights = ([getattr(time, name) for time in times] for name in StageTimes._fields[:3])
-    costs = Costs(forward, inputs, weights, p2p=message / link, memory=stage_bytes(job, layout, sizes))
-    plan = _plan(job, layout, played, costs)
-    simulation = simulate(plan, costs)
+    simulation = simulate(plan, costs_of(sizes))
     recomputed = [num_microbatches * time.recomputed * (layout.activations == "checkpointed") for time in times]
     for action in itertools.chain.from_iterable(plan.recomputed):
         recomputed[action.stage] += num_microbatches / played * times[action.stage].recomputed
     rs = [time / num_microbatches * (layout.activations == "recomputed") for time in recomputed]
     work = _of_ranks(layout, [sum(time[:3]) + r for time, r in zip(times, rs)])
-    makespan = simulation.makespan + extra * max(work)
+    slowest = max(time / speed for time, speed in zip(work, speeds))
+    makespan = simulation.makespan + extra * slowest
     replicas = _time_of_replicas(job, layout, sizes)
     step = makespan + replicas
     operations = job.model.operations(job.sequence) * job.batch * job.sequence
     shares = {
-        "work": operations / (job.devices * job.flops * job.efficiency) / step,
+        "work": operations / (job.devices * job.flops * job.efficiency * sum(speeds) / layout.pp) / step,
         "recomputation": sum(recomputed) / layout.pp / step,
         "collectives": num_microbatches * sum(time.collectives for time in times) / layout.pp / step,
         "replicas": replicas / step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .arguments import parse_bytes
+from .arguments import parse_bytes, speeds_of
 from .fit import Estimate, Job, Transformer, fit, model_of, read_config
 from .text import bytes_in_words, print_table, say
 
@@ -15,21 +15,23 @@ LINKS = ("node_bandwidth", "bandwidth", "host_bandwidth")
 
 
 def fit_command(args: argparse.Namespace) -> None:
+    speeds = speeds_of(args.speeds) or [1.0]
     job = Job(
         _model_of(args.model),
         args.sequence,
         args.batch,
         args.devices,
-        parse_bytes(args.memory),
+        list(map(parse_bytes, args.memory)),
         args.flops,
         args.efficiency,
         node=args.node,
         reserve=args.reserve,
+        speeds=speeds,
         **{name: parse_bytes(size) for name in LINKS if (size := getattr(args, name))},
     )
     say(
         f"model: {job.model.weights / 1e9:.3g} billion weights; {job.batch * job.sequence:,} tokens a step on "
-        f"{job.devices} devices, {1 - job.reserve:.0%} of {args.memory} planned for"
+        f"{job.devices} devices, {1 - job.reserve:.0%} of {', '.join(args.memory)} planned for"
     )
     found, smallest = fit(job, top=args.top, cp=args.cp, may_split=not args.unsplit)
     if smallest is not None:
@@ -41,6 +43,7 @@ def fit_command(args: argparse.Namespace) -> None:
     columns = {
         **{name: [str(getattr(layout, name)) for layout in layouts] for name in ("pp", "dp", "tp", "ep")},
         "schedule": [layout.schedule + f" x{layout.chunks}" * (layout.chunks > 1) for layout in layouts],
+        "layers": [_layers(one) for one in found] if job.is_uneven else [],
         "microbatch": [str(layout.microbatch) for layout in layouts],
         "activations": [layout.activations for layout in layouts],
         "bytes": [bytes_in_words(one.peak) for one in found],
@@ -61,6 +64,10 @@ def _model_of(given: list[str]) -> Transformer:
         return model_of({name: json.loads(text) for name, text in numbers.items()}, " ".join(given) or "nothing")
     except json.JSONDecodeError:
         raise ValueError(f"{' '.join(given)}: numbers of a model are written as NAME=NUMBER, with no spaces.") from None
+
+
+def _layers(one: Estimate) -> str:
+    return " ".join(map(str, one.sizes))
 
 
 def _name(one: Estimate) -> str:

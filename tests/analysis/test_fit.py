@@ -131,6 +131,27 @@ def test_what_holds_less_and_what_takes_longer() -> None:
     assert r.step == pytest.approx(whole.makespan, rel=0.01)
 
 
+def test_unequal_devices_get_unequal_layers() -> None:
+    """`--memory 24GB,24GB,12GB,8GB` was "no size in bytes"."""
+    model, layout = Transformer(12, 1024, 16, 32000, gated=True), Layout(4, 1, 1, 1, 1, "1f1b", 1, 1, "kept")
+    job = Job(model, 2048, 8, 4, [24e9, 24e9, 12e9, 8e9], 100e12, 0.5, speeds=[1, 1, 0.5, 0.5])
+    little = [3.5e9, 24e9, 24e9, 24e9]
+    for change, sizes in (
+        ({}, [5, 5, 2, 0]),
+        ({"speeds": [0.5], "memory": 24e9}, [4, 4, 3, 1]),
+        ({"speeds": [0.5, 0.5, 1, 1]}, [2, 2, 5, 3]),
+        ({"memory": little}, [3, 6, 2, 1]),
+        ({"memory": little, "speeds": [1]}, [3, 4, 3, 2]),
+    ):
+        changed = replace(job, **change)
+        one = estimate(changed, layout)
+        assert [*one.sizes] == sizes
+        assert all(peak <= room for (peak, _), room in zip(one.ranks, changed.rooms(4)))
+    assert estimate(job, layout).step < estimate(replace(job, speeds=[0.5]), layout).step
+    found, _ = fit(replace(job, model=replace(model, layers=6), batch=4), top=20, may_split=False)
+    assert {one.layout.pp for one in found} == {1, 2, 4}
+
+
 # Published runs
 
 
@@ -173,8 +194,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["hidden_size=x"], "numbers of a model are written as NAME=NUMBER"),
         ([__file__], "is no config.json of Hugging Face"),
         ([str(path), "--memory", "8GB"], "nothing fits: the smallest way found holds "),
-        ([str(path), "--memory", "8GB,80GB"], "'8GB,80GB' is no size in bytes"),
-        ([str(path), "--memory", "0"], "memory must be more than 0, got 0"),
+        ([str(path), "--memory", "8GB,80GB"], "memory is one number, or one for each of 8 devices"),
         ([str(path), "--efficiency", "2"], "efficiency is a share, more than 0 and at most 1, got 2"),
         ([str(path), "--cp", "3"], "8 devices and 64 sequences a step cannot be shared out"),
     ):
