@@ -22,7 +22,7 @@ from ..config import PipelineConfig
 from ..runtime import stages_for_rank
 from ..stages import PipelineStage
 from ..training import TiedWeights
-from ..weight_grad import embedding, linear
+from ..weight_grad import conv1d, conv2d, embedding, linear
 from .exported import CannotSplitError, Trace, state_of
 
 __all__ = ["CannotSplitError", "split"]
@@ -45,7 +45,7 @@ def split(
     torch.export makes a graph of the forward, one for `train()` and one for `eval()`. Stages have as many
     floating-point operations as others, as far as that goes, and begin where few bytes are sent. Names and parameters
     are those of `model`: delete it afterwards, so that only this rank's parameters are left. A module on the meta
-    device stays there. Linear layers and embeddings leave their weight gradients to W.
+    device stays there. Linear layers, embeddings and convolutions leave their weight gradients to W.
 
     Args:
         model: its forward takes its arguments by position. It is not changed.
@@ -237,6 +237,8 @@ def _embedding(weight: Tensor, tokens: Tensor, padding_idx: int = -1) -> Tensor:
 
 DEFERRING: Mapping[Any, Callable[..., Tensor]] = {
     aten.linear.default: linear,
+    aten.conv1d.default: conv1d,
+    aten.conv2d.default: conv2d,
     aten.embedding.default: _embedding,
 }
 

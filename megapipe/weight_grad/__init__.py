@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .accumulation import add_gradient
     from .aliasing import SavedTensor, save_for_w
     from .context import backward_context
+    from .convolution import conv1d, conv2d
     from .deferred import (
         AT_ONCE,
         DeferredGrads,
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
         visit_gradient_nodes,
     )
     from .layers import embedding, grouped_linear, linear, transposed_linear
-    from .modules import Embedding, GroupedLinear, Linear, convert, let_convert
+    from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
 
 __all__ = [
+    "Conv1d",
+    "Conv2d",
     "Embedding",
     "GroupedLinear",
     "Linear",
+    "conv1d",
+    "conv2d",
     "convert",
     "defer",
     "embedding",

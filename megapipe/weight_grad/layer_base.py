@@ -3,7 +3,7 @@
 Each is one autograd Function with the arithmetic of torch's own layer. It keeps the parameter itself, for `defer`, and
 saves what torch saves, except for the weight under autocast, which is cast again. A deferred computation refers to the
 layer's input and output gradient and to nothing else. Gradients of biases are sums, cheap beside the rest, so they are
-returned in B.
+returned in B, except for those of convolutions, which torch computes together with the weight's.
 
 On CPU gradients are torch's to the bit: products are rounded before they are added. On other devices they are added in
 one go, which rounds once.
@@ -58,28 +58,29 @@ def can_defer(weight: Tensor) -> bool:
     return not is_capturing() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
-def deferred_gradient(ctx: Any, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]) -> Tensor | None:
-    """Defer the gradient of `ctx.weight`, the second input. Returns it where autograd must have it: hooks of the weight
-    see a gradient before it is added, `torch.autograd.grad` may have asked for it, and that of a leaf which is no
-    parameter, but was received or kept by an earlier slice, travels on when B ends. And on CPU where nothing is
-    deferred, since autograd adds up the contributions of one backward before it adds them to the gradient; elsewhere
-    each is added in place, without a temporary of its size."""
-    weight = ctx.weight
-    if weight._backward_hooks or not isinstance(weight, nn.Parameter):
+def deferred_gradient(
+    ctx: Any, number: int, parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], None]
+) -> Tensor | None:
+    """Defer the gradient of a parameter, given with its number among the inputs. Returns it where autograd must have
+    it: hooks of the parameter see a gradient before it is added, `torch.autograd.grad` may have asked for it, and that
+    of a leaf which is no parameter, but was received or kept by an earlier slice, travels on when B ends. And on CPU
+    where nothing is deferred, since autograd adds up the contributions of one backward before it adds them to the
+    gradient; elsewhere each is added in place, without a temporary of its size."""
+    if parameter._backward_hooks or not parameter.is_leaf or not isinstance(parameter, nn.Parameter):
         return compute()
     deferred = deferring_to()
-    if deferred is None and weight.is_cpu and not has_main_grad(weight):
+    if deferred is None and parameter.is_cpu and not has_main_grad(parameter):
         return compute()
     try:
-        is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:  # torch.autograd.grad asked for it
         return compute()
     if not is_wanted:  # neither is it by torch.autograd.grad of other tensors
         return None
     if deferred is None:
-        defer(weight, compute, add_to)
+        defer(parameter, compute, add_to)
     else:
-        deferred.add(weight, compute, add_to)
+        deferred.add(parameter, compute, add_to)
     return None
 
 

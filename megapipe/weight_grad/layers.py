@@ -113,7 +113,7 @@ class _Linear(Layer):
         both = SavedTensor(x.detach()), save_for_w(grad)  # without the graph behind it
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
         add_to = partial(add, compute) if x.is_cpu else partial(_add_linear, *both)
-        return grad_x, deferred_gradient(ctx, compute, add_to), grad_bias
+        return grad_x, deferred_gradient(ctx, 1, ctx.weight, compute, add_to), grad_bias
 
 
 class _TransposedLinear(Layer):
@@ -134,7 +134,7 @@ class _TransposedLinear(Layer):
         both = save_for_w(grad), SavedTensor(x.detach())  # as a linear layer from the output to the input
         compute = partial(_linear_gradient, *both, ctx.weight.dtype)
         add_to = partial(add, compute) if x.is_cpu else partial(_add_linear, *both)
-        return grad_x, deferred_gradient(ctx, compute, add_to), rows(grad).sum(0) if needs_bias else None
+        return grad_x, deferred_gradient(ctx, 1, ctx.weight, compute, add_to), rows(grad).sum(0) if needs_bias else None
 
 
 def _linear_gradient(x: SavedTensor, grad: SavedTensor, dtype: torch.dtype) -> Tensor:
@@ -160,7 +160,7 @@ class _Embedding(Layer):
         both = SavedTensor(tokens), save_for_w(grad)
         compute = partial(_embedding_gradient, *both, len(ctx.weight), ctx.padding)
         add_to = partial(_add_embedding, *both, ctx.padding)
-        return None, deferred_gradient(ctx, compute, add_to), None
+        return None, deferred_gradient(ctx, 1, ctx.weight, compute, add_to), None
 
 
 def _embedding_gradient(tokens: SavedTensor, grad: SavedTensor, num_rows: int, padding: int) -> Tensor:
@@ -216,7 +216,7 @@ class _GroupedLinear(Layer):
         both = SavedTensor(x.detach()), save_for_w(grad)
         compute = partial(_grouped_gradient, *both, ctx.counts, ctx.weight.dtype)
         add_to = partial(add, compute) if x.is_cpu else partial(_add_grouped, *both, ctx.counts)
-        return grad_x, deferred_gradient(ctx, compute, add_to), None
+        return grad_x, deferred_gradient(ctx, 1, ctx.weight, compute, add_to), None
 
 
 def _grouped_gradient(kept_x: SavedTensor, kept_grad: SavedTensor, counts: list[int], dtype: torch.dtype) -> Tensor:
