@@ -131,27 +131,33 @@ def restores_of(device: torch.device, models: Sequence[nn.Module] = ()) -> list[
         attributes = [value for name, value in vars(module).items() if _is_state(name, value)]
         for one in pytree.tree_leaves((module._buffers, attributes)):
             if isinstance(one, Tensor) and not one.is_inference() and not storages_of([one]) <= weights:
-                has_version = 0 in one.stride() or all(one is not buffer for buffer in module._buffers.values())
-                restores.append(partial(_write_back, one, one.detach().clone(), one._version if has_version else None))
+                restores.append(partial(_write_back, one, one.detach().clone()))
         restores.append(partial(_set_all, module._buffers, dict(module._buffers)))
     return restores
 
 
-def _write_back(tensor: Tensor, value: Tensor, version: int | None) -> None:
-    if tensor._version != version:  # None for buffers: batch norm changes some without (but none that was expanded)
+def _write_back(tensor: Tensor, value: Tensor) -> None:
+    """Batch norm and tracers write without a new version. What was expanded cannot be written to."""
+    if not tensor.is_meta and not torch.equal(tensor, value):
         tensor.detach().copy_(value)
 
 
 @contextmanager
 def undoing_changes(modules: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
     """Around a call that becomes a graph: attributes of the modules, what is registered with them, and the content of
-    their lists, dicts and sets are put back. The function says which numbers among them are not what they were."""
-    before = [(one, copy.copy(one)) for module in modules for one in _containers_in(vars(module))]
-    dicts = [(now, then) for now, then in before if isinstance(now, dict)]
+    their lists, dicts and sets are put back. The function says which numbers, and which lists by their lengths, are not
+    what they were."""
+    before = [(name, one, copy.copy(one)) for m in modules for name, one in _containers_in(type(m).__name__, vars(m))]
+
+    def changed() -> list[str]:
+        lists = [name for name, now, then in before if isinstance(now, (list, deque)) and len(now) != len(then)]
+        dicts = [(now, then) for _, now, then in before if isinstance(now, dict)]
+        return lists + [str(key) for now, then in dicts for key in then if _is_other(then[key], now.get(key))]
+
     try:
-        yield lambda: [str(name) for now, then in dicts for name in then if _is_other(then[name], now.get(name))]
+        yield changed
     finally:
-        for container, content in before:
+        for _, container, content in before:
             container.clear()
             (container.update if isinstance(container, (dict, set)) else container.extend)(content)
 
@@ -160,11 +166,11 @@ def _is_other(number: Any, now: Any) -> bool:
     return isinstance(number, (int, float)) and isinstance(now, (int, float)) and number != now
 
 
-def _containers_in(value: Any) -> Iterator[Any]:
+def _containers_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if type(value) in (list, deque, set, dict, defaultdict, OrderedDict):
-        yield value
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _containers_in(inner)
+        yield name, value
+        for key, inner in value.items() if isinstance(value, dict) else ((name, inner) for inner in value):
+            yield from _containers_in(str(key), inner)
 
 
 def _streams_of(value: Any) -> Iterator[Stream]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..activations import undoing_changes
+from ..activations import restores_of, undoing_changes
 from ..chunks import as_sharded
 from ..weight_grad import capturing
 from .arguments import Arguments, Structure
@@ -227,6 +227,9 @@ class _StageGraphs:
 
         with ExitStack() as around:
             around.enter_context(torch.inference_mode(False))
+            around.enter_context(torch.backends.mkldnn.flags(enabled=False))  # its LSTM keeps a workspace at times only
+            for restore in restores_of(torch.device("cpu"), [self._module]):  # for tensors that are not registered
+                around.callback(restore)
             examples = [
                 tensor.detach().requires_grad_(tensor.requires_grad) for tensor in Structure.of(self._example)[1]
             ]
@@ -264,19 +267,19 @@ class _StageGraphs:
         captured_class = type(self._module)
         self._module.__class__ = self._class  # its methods may call each other
         try:
-            with undoing_changes(self._state.modules) as changed_numbers:
+            with undoing_changes(self._state.modules) as changed:
                 if self._sets_input:
                     self._module.set_input_tensor(received)  # type: ignore[operator]
                 with refusing_side_effects(self._state.modules, self._what):
                     output = self._module.forward(*args, **kwargs)
-                counted = changed_numbers()
+                counted = changed()
         finally:
             self._module.__class__ = captured_class
         if counted:
             raise CaptureError(
-                f"{self._what} cannot be captured: its forward changes the number {counted[0]}, which a graph would "
-                "have once and for all. Keep it in a buffer, run the module once before, if it changes only then, or "
-                "leave this stage eager."
+                f"{self._what} cannot be captured: its forward changes {counted[0]}, a number or the length of a list, "
+                "which a graph would have once and for all. Keep it in a buffer, run the module once before, if it "
+                "changes only then, or leave this stage eager."
             )
         return output if self._loss_fn is None else self._loss_fn(output, target)
 

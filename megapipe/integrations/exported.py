@@ -42,6 +42,11 @@ class Trace:
         graph: fx.Graph = self.module.graph
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_assert(node)]
+        if any(getattr(node.target, "__module__", "") == "torch._functorch.predispatch" for node in self.nodes):
+            raise CannotSplitError(
+                f"{self.name} cannot be split: its forward uses torch.vmap or torch.func, whose levels a stage would "
+                "have to enter and to leave."
+            )
         self.outputs: list[Any] = pytree.tree_leaves(next(iter(reversed(graph.nodes))).args)
         values = {n: operator.attrgetter(str(n.target))(self.module) for n in graph.nodes if n.op == "get_attr"}
         own = {id(one): one for one in (*model.parameters(), *model.buffers())}
@@ -213,12 +218,12 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
     try:
         model.train(training)
         with (
-            undoing_changes(model.modules()) as changed_numbers,
+            undoing_changes(model.modules()) as changed,
             mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)),
             mock.patch.object(Tensor, "register_hook", _refuse_hook),
             noting_draws() as drawn,
         ):
-            model.register_forward_hook(lambda *_: counted.extend(changed_numbers()))
+            model.register_forward_hook(lambda *_: counted.extend(changed()))
             exported = torch.export.export(model, arguments, strict=False)
             made = {name for name, _ in state_of(model)} - names
         if drawn:
@@ -228,8 +233,8 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
             )
         if counted:
             raise CannotSplitError(
-                f"its forward changes the number {counted[0]}, which a graph would have once and for all: keep it in a "
-                "buffer, or run the module once before, if it changes only then."
+                f"its forward changes {counted[0]}, a number or the length of a list, which a graph would have once "
+                "and for all: keep it in a buffer, or run the module once before, if it changes only then."
             )
         if made:
             raise CannotSplitError(

@@ -2,8 +2,9 @@
 
     python tests/fuzz --minutes 10 --seed 1
 
-What a case is depends on the seed and its number alone, and on what this torch can do. One that is wrong is tried with
-fewer features, and printed with the command that runs it again by itself: python tests/fuzz "Case(...)".
+Every second one is a forward of forwards.py. What a case is depends on the seed and its number alone, and on what this
+torch can do. One that is wrong is tried with fewer features or lines, and printed with the command that runs it again
+by itself: python tests/fuzz "Case(...)".
 """
 
 import argparse
@@ -17,17 +18,27 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parents[1])
 
 import cases  # noqa: E402
+import torch  # noqa: E402
 from cases import parts  # noqa: E402
+from fuzz import forwards  # noqa: E402
 from tools.ranks import RankPool  # noqa: E402
 
 MAY_TAKE = 20  # seconds of a case that is tried again with less
 
 
-def shrink(pool: RankPool, case: cases.Case, text: str) -> tuple[cases.Case, str]:
+AnyCase = cases.Case | forwards.Forward
+
+
+def run(pool: RankPool, case: AnyCase) -> str | None:
+    """What was wrong with it, if anything."""
+    return forwards.run_forward(case) if isinstance(case, forwards.Forward) else cases.run_case(pool, case)
+
+
+def shrink(pool: RankPool, case: AnyCase, text: str) -> tuple[AnyCase, str]:
     """Without the features that it is wrong without."""
     for feature in reversed(case.features):
         less, begin = case.without(feature), time.monotonic()
-        if (still := cases.run_case(pool, less)) is not None:
+        if (still := run(pool, less)) is not None:
             case, text = less, still
         if time.monotonic() - begin > MAY_TAKE:
             break
@@ -41,8 +52,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(1_000_000), help="default: another one each time")
     args = parser.parse_args()
     pool = RankPool()
+    torch.set_num_threads(1)  # as on the ranks
     if args.case is not None:
-        text = cases.run_case(pool, eval(args.case, vars(cases) | vars(parts)))
+        text = run(pool, eval(args.case, vars(cases) | vars(parts) | vars(forwards)))
         pool.stop()
         sys.exit(text)
     print(f"seed {args.seed}", flush=True)
@@ -50,10 +62,14 @@ def main() -> None:
     seen: Counter[str] = Counter()
     number = num_wrong = 0
     while time.monotonic() < end:
-        case = cases.draw_case(args.seed, number)
-        seen.update([case.schedule, *(type(feature).__name__ for feature in case.features)])
+        if number % 2:
+            case: AnyCase = forwards.draw_forward(args.seed, number)
+            seen[case.way] += 1
+        else:
+            case = cases.draw_case(args.seed, number)
+            seen.update([case.schedule, *(type(feature).__name__ for feature in case.features)])
         begin = time.monotonic()
-        if (text := cases.run_case(pool, case)) is not None:
+        if (text := run(pool, case)) is not None:
             num_wrong += 1
             print(f"case {number} of seed {args.seed} is wrong: {case}", flush=True)
             if time.monotonic() - begin < MAY_TAKE:

@@ -104,6 +104,9 @@ class Refused(nn.Module):
             self.cache[len(x)] = torch.arange(float(len(x))).view(-1, 1, 1)
         return y * self.cache[len(x)]
 
+    def written(self, y: Tensor, x: Tensor) -> Tensor:
+        return y * self.scale.add_(1)
+
     def unregistered(self, y: Tensor, x: Tensor) -> Tensor:
         return y * self.scale
 
@@ -154,12 +157,13 @@ class Deferring(torch.autograd.Function):
         ("late", "registers, replaces or removes scale_late of Refused"),
         ("late_weight", "registers, replaces or removes bias of Refused"),
         ("removed", "registers, replaces or removes part of Refused"),
-        ("counted", "changes the number calls.*Keep it in a buffer"),
+        ("counted", "changes calls, a number.*Keep it in a buffer"),
         ("in_place", "changes linear.bias in place"),
         ("deferring", "return the gradient from the Function's backward"),
         ("in_list", r"keeps a tensor as Refused\.losses"),
         ("in_dict", r"keeps a tensor as Refused\.cache"),
         ("unregistered", r"test_graph_refusals.*no parameter, buffer or input.*register it"),
+        ("written", r"test_graph_refusals.*no parameter, buffer or input.*register it"),
         ("in_object", r"returns a Output with tensors in it.*dict, list or tuple"),
         ("dropped", "draws random numbers of Python"),
         ("dropped_by_numpy", "draws random numbers of NumPy"),
@@ -168,8 +172,9 @@ class Deferring(torch.autograd.Function):
 def test_refused(how: str, said: str) -> None:
     """Some once were not: tensors in containers and objects were those of the tracing, for ever, and what tracing had
     put there stayed, so that the module could not be run eagerly any more; random numbers besides torch's were drawn
-    once; of what is not registered torch's own assertion spoke, about fake tensors. What a forward registered stayed,
-    with a tensor of the tracing in it, or was captured as a constant; counts of calls stood still."""
+    once; of what is not registered torch's own assertion spoke, about fake tensors, and it was written to. What a
+    forward registered stayed, as a tensor of the tracing, or was captured as a constant; counts of calls stood
+    still."""
     stage, x = Refused(how), sequence()
     states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2]
     with pytest.raises((ValueError, TypeError), match=said):
@@ -177,6 +182,7 @@ def test_refused(how: str, said: str) -> None:
     assert type(stage) is Refused, "as it was"
     assert not hasattr(stage, "last")
     assert (stage.losses, stage.cache) == ([], {"calls": 0})
+    assert torch.equal(stage.scale, torch.ones(H))
     assert ([*stage._parameters], [*stage._buffers]) == ([], ["count", "part"])
     assert states == (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2])
 

@@ -331,8 +331,13 @@ def counts_calls(net: Net, x: Tensor) -> Tensor:
     return through(net, x * net.layers[1].l.out_features)
 
 
+def lengthens(net: Net, x: Tensor) -> Tensor:
+    net.sums.append(x)
+    return through(net, x * len(net.sums))
+
+
 def with_generator(net: Net) -> None:
-    net.cache = torch.Generator()
+    net.cache, net.sums = torch.Generator(), []
 
 
 def hooks_a_tensor(net: Net, x: Tensor) -> Tensor:
@@ -346,11 +351,14 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a buffer on two stages": (counts_in_a_buffer, r"stage \d writes to mean, which stages \[\d.*\] read"),
     "a buffer that grows": (grows, "its graph does not run: output with shape"),
     "a buffer that the forward makes": (makes_buffer, "its forward makes late, .*: make it in the constructor"),
-    "a count of calls": (counts_calls, "its forward changes the number out_features, .*: keep it in a buffer"),
+    "a count of calls": (counts_calls, "its forward changes out_features, a number .*: keep it in a buffer"),
+    "a list that grows": (lengthens, "its forward changes sums, a number or the length of a list"),
     "numbers of Python's": (lambda net, x: through(net, x * random.random()), "draws random numbers of Python"),
     "numbers of NumPy's": (lambda net, x: through(net, x * float(numpy.random.rand())), "random numbers of NumPy"),
     "a generator": (lambda net, x: through(net, x + torch.rand(D, generator=net.cache)), "uses a Generator"),
     "a hook of a tensor": (hooks_a_tensor, "calls register_hook on a tensor"),
+    "vmap": (lambda net, x: through(net, torch.vmap(lambda row: row * 2)(x)), r"uses torch\.vmap or torch\.func"),
+    "a gradient": (lambda net, x: through(net, x + torch.func.grad(torch.sum)(x)), r"uses torch\.vmap or torch\.func"),
     "values": (lambda net, x: through(net, x if x.sum() > 0 else -x), "torch.export refuses it with"),
     "a backward of its own": (lambda net, x: through(net, Reversed.apply(x)), r"calls Reversed, a torch.autograd.Func"),
     "reentrant": (lambda net, x: through(net, x, lambda m, x: checkpoint(m, x, use_reentrant=True)), "CheckpointFunc"),
@@ -364,6 +372,7 @@ def test_what_would_be_wrong_is_refused(rank: int, row: str) -> None:
     run, message = REFUSED[row]
     with pytest.raises(CannotSplitError, match=f"Net cannot be split.*{message}"):
         split(Net(run, with_generator), torch.ones(3, 5, D), "1f1b")
+    assert torch._C._functorch.maybe_current_level() is None, "in which nothing can be drawn"
 
 
 def test_arguments_are_checked() -> None:
@@ -383,18 +392,18 @@ def test_arguments_are_checked() -> None:
 def makes_table(self: Net, x: Tensor) -> Tensor:
     if not hasattr(self, "table"):
         self.table = torch.arange(D) / D
-    self.cache["outputs"].append(y := self.head(x) * self.table)
+    self.cache["outputs"][x.shape] = y = self.head(x) * self.table
     return y
 
 
 def test_nothing_of_the_export_is_left_in_the_module() -> None:
     """A table that the first forward makes was left there as a fake tensor, which the module's next run met; so were
-    the outputs in a list of them."""
+    outputs in a dict of them."""
     model = Net(makes_table)
-    model.cache = {"outputs": []}
+    model.cache = {"outputs": {}}
     split(model, torch.ones(3, 5, D), "no_pipelining")
     assert not hasattr(model, "table")
-    assert model.cache == {"outputs": []}
+    assert model.cache == {"outputs": {}}
 
 
 def counts(net: Net, x: Tensor) -> Tensor:
