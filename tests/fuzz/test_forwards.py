@@ -1,0 +1,16 @@
+"""A few of the forwards that `make fuzz` draws, so that what draws them stays at work."""
+
+import pytest
+from fuzz.forwards import WAYS, Forward, draw_forward, run_forward
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_right_or_refused(number: int) -> None:
+    assert run_forward(draw_forward(1, number)) is None
+
+
+def test_what_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuzz.forwards.run_chunks", lambda chunks, schedule: {})
+    assert "no losses" in str(
+        run_forward(Forward(WAYS[0], ("made[0] * 1.0", "torch.tanh(own(nn.Linear, D, D)(made[-1]))")))
+    )
