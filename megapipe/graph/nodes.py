@@ -152,6 +152,7 @@ def extract(
     inputs: Sequence[Node],
     outputs: Sequence[Node | None],
     sink: Callable[[Node], bool] = lambda node: False,
+    besides: Collection[Node] = (),
 ) -> GraphModule:
     """The part of a graph that computes `outputs` from `inputs`, as a graph of its own.
 
@@ -160,6 +161,7 @@ def extract(
 
     Args:
         sink: nodes to be computed right before their first use, not at their place in `owner`.
+        besides: nodes to be computed, too, for what they do besides their values.
     """
     graph = Graph()
     graph.set_codegen(Boxed())
@@ -168,7 +170,7 @@ def extract(
         assert node not in of, f"{node} is given twice"
         of[node] = graph.placeholder(node.name)
         of[node].meta = dict(node.meta)
-    needed = ancestors(outputs, set(inputs))
+    needed = ancestors([*outputs, *besides], set(inputs))
 
     def emit(node: Node) -> None:
         open_nodes = [node]

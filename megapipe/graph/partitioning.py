@@ -78,14 +78,15 @@ def partition(joint: Joint, num_weights: int = 0, saved: Collection[Node] | None
     differentiable = [n for n, tangent in enumerate(joint.tangents) if tangent is not None]
     tangents = [tangent for tangent in joint.tangents if tangent is not None]
     done = [*joint.outputs, *joint.mutated.values()]
+    drawn = [node for node in owner.graph.nodes if is_random(node) and not node.users]  # numbers that nothing reads
     after_tangents = dependents(owner, tangents)
     backward = extract(owner, [*read, *wanted, *tangents], grads, lambda node: node not in after_tangents)
     for dropped, again in dropouts:
         again.replace_all_uses_with(dropped)
     return Partition(
-        forward=extract(owner, joint.inputs, [*done, *wanted]),
+        forward=extract(owner, joint.inputs, [*done, *wanted], besides=drawn),
         backward=backward,
-        forward_only=extract(owner, joint.inputs, done),
+        forward_only=extract(owner, joint.inputs, done, besides=drawn),
         num_outputs=len(joint.outputs),
         mutated=tuple(joint.mutated),
         read=tuple(joint.inputs.index(node) for node in read),

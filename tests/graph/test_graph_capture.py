@@ -452,6 +452,23 @@ def test_a_complex_number() -> None:
     assert_same_as_eager(TimesNumber())
 
 
+class DrawsMore(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        F.dropout(x)
+        return super().forward(x) * torch.rand(H)
+
+
+def test_numbers_that_nothing_reads_are_drawn() -> None:
+    """They were not, so what was drawn after them was something else."""
+    stage, x = DrawsMore(), sequence()
+    for options in ({}, {"recompute": True}):
+        captured = graph.capture(copy.deepcopy(stage), (x,), **options)
+        for has_gradients in (True, False):
+            with torch.set_grad_enabled(has_gradients):
+                outputs = [(torch.manual_seed(0), one(x))[1] for one in (stage, captured)]
+            assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     """They look up their weights anew, which was taken for keeping tensors; the CPU's own LSTM has a workspace in some
