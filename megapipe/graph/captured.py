@@ -227,7 +227,9 @@ class _StageGraphs:
 
         with ExitStack() as around:
             around.enter_context(torch.inference_mode(False))
-            around.enter_context(torch.backends.mkldnn.flags(enabled=False))  # its LSTM keeps a workspace at times only
+            mkldnn = torch.backends.mkldnn  # its LSTM keeps a workspace at times only
+            around.callback(setattr, mkldnn, "enabled", mkldnn.enabled)
+            mkldnn.enabled = False  # type: ignore[assignment]
             for restore in restores_of(torch.device("cpu"), [self._module]):  # for tensors that are not registered
                 around.callback(restore)
             examples = [
