@@ -125,15 +125,16 @@ def _as_bytes(part: Any) -> Any:
 def restores_of(device: torch.device, models: Sequence[nn.Module] = ()) -> list[Callable[[], None]]:
     """Functions that bring random numbers to where they are now, and with them the statistics, counters and other
     tensors beside parameters that a forward of these models writes to, and buffers that it makes or replaces."""
-    restores: list[Callable[[], None]] = [partial(put, get()) for get, put in _random_streams(device)]
-    weights = storages_of(parameter for model in models for parameter in model.parameters())
-    for module in (module for model in models for module in model.modules()):
-        attributes = [value for name, value in vars(module).items() if _is_state(name, value)]
-        for one in pytree.tree_leaves((module._buffers, attributes)):
-            if isinstance(one, Tensor) and not one.is_inference() and not storages_of([one]) <= weights:
-                restores.append(partial(_write_back, one, one.detach().clone()))
-        restores.append(partial(_set_all, module._buffers, dict(module._buffers)))
-    return restores
+    modules = [module for model in models for module in model.modules()]
+    attributes = [value for module in modules for name, value in vars(module).items() if _is_state(name, value)]
+    leaves = pytree.tree_leaves([attributes, [module._buffers for module in modules]])
+    held = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    weights = storages_of(parameter for model in models for parameter in model.parameters()) if held else set()
+    return [
+        *(partial(put, get()) for get, put in _random_streams(device)),
+        *(partial(_write_back, one, one.detach().clone()) for one in held if not storages_of([one]) <= weights),
+        *(partial(_set_all, module._buffers, dict(module._buffers)) for module in modules),
+    ]
 
 
 def _write_back(tensor: Tensor, value: Tensor) -> None:
