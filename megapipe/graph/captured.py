@@ -272,17 +272,10 @@ class _StageGraphs:
             with undoing_changes(self._state.modules) as changed:
                 if self._sets_input:
                     self._module.set_input_tensor(received)  # type: ignore[operator]
-                with refusing_side_effects(self._state.modules, self._what):
+                with refusing_side_effects(self._state.modules, self._what, changed):
                     output = self._module.forward(*args, **kwargs)
-                counted = changed()
         finally:
             self._module.__class__ = captured_class
-        if counted:
-            raise CaptureError(
-                f"{self._what} cannot be captured: its forward changes {counted[0]}, a number or the length of a list, "
-                "which a graph would have once and for all. Keep it in a buffer, run the module once before, if it "
-                "changes only then, or leave this stage eager."
-            )
         return output if self._loss_fn is None else self._loss_fn(output, target)
 
     def _check_output(self, output: Structure, tensors: Sequence[Tensor]) -> None:

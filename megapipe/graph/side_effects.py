@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,12 +22,17 @@ __all__ = ["refusing_side_effects"]
 
 
 @contextmanager
-def refusing_side_effects(modules: Sequence[nn.Module], what: str) -> Iterator[None]:
+def refusing_side_effects(
+    modules: Sequence[nn.Module], what: str, changed: Callable[[], Sequence[str]]
+) -> Iterator[None]:
     """Around a forward that is being traced.
+
+    Args:
+        changed: see `undoing_changes`.
 
     Raises:
         CaptureError: it draws random numbers of Python or NumPy, sets the state of torch's, replaces the `.data` of a
-            tensor or what is registered with a module, or keeps a tensor as an attribute of one.
+            tensor or what is registered with a module, keeps a tensor as an attribute of one, or changes a number.
     """
     before = [(_tensors_kept(module), _registered(module)) for module in modules]
     with _without_drawing(what), _setting_no_random_state(what), _SettingNoData(what):
@@ -48,6 +53,12 @@ def refusing_side_effects(modules: Sequence[nn.Module], what: str) -> Iterator[N
                     f"{type(module).__name__}, which a graph would not do. Register it in the constructor, and change "
                     "a buffer in place (copy_)."
                 )
+    if numbers := changed():
+        raise CaptureError(
+            f"{what} cannot be captured: its forward changes {numbers[0]}, a number or the length of a list, which a "
+            "graph would have once and for all. Keep it in a buffer, run the module once before, if it changes only "
+            "then, or leave this stage eager."
+        )
 
 
 @contextmanager

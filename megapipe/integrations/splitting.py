@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..activations import restores_of, undoing_changes
+from ..activations import restores_of
 from ..config import PipelineConfig
 from ..runtime import stages_for_rank
 from ..stages import PipelineStage
@@ -74,7 +74,7 @@ def split(
     with ExitStack() as after:
         for restore in restores_of(torch.device("cpu"), [model]):  # exporting writes to what a forward writes to
             after.callback(restore)
-        after.enter_context(undoing_changes(model.modules()))
+        after.callback(model.train, model.training)
         training, evaluating = Trace(model, arguments, True), Trace(model, arguments, False)
     training.cut(num_stages, points)
     evaluating.follow(training)
