@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from ..activations import as_it_is, saving
+from ..chunks import as_sharded
 from ..overlap import fill_window
-from ..weight_grad import SavedTensor, backward_context, defer, deferring_to, save_for_w
+from ..weight_grad import SavedTensor, add_weight_gradient, backward_context, defer, deferring_to, save_for_w
 from .arguments import Structure, laid_out
 from .compile import compile_graph
 from .multiplexing import communicates, multiplex, with_windows
@@ -248,11 +249,11 @@ def _deferred(
     for weight_gradient in split.weights:
         weight = weights[weight_gradient.output]
         takes = [kept[n] for n in weight_gradient.takes]
-        compute = partial(_weight_gradient, graphs, weight_gradient, takes)
+        of_weight = graphs, weight_gradient, takes
         if weight._backward_hooks:  # these see a gradient before it is added
-            grads[weight_gradient.output] = compute()
+            grads[weight_gradient.output] = _weight_gradient(*of_weight)
         else:
-            defer(weight, compute)
+            defer(weight, partial(_weight_gradient, *of_weight), partial(_add_weight_gradient, *of_weight))
     return grads
 
 
@@ -260,3 +261,11 @@ def _weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTe
     arguments = [tensor.get() for tensor in saved]
     (gradient,) = graphs.run(weight.graph, "a weight gradient", arguments)
     return graphs.shared_out.gradient(weight.output, gradient)  # type: ignore[no-any-return]
+
+
+def _add_weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor], target: Tensor) -> None:
+    if weight.operands is None or target.is_cpu or as_sharded(target) is not None:
+        target.add_(_weight_gradient(graphs, weight, saved))
+        return
+    left, right = weight.operands.forward([tensor.get() for tensor in saved])
+    add_weight_gradient(target, right, left.t())

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -29,6 +30,9 @@ class WeightGradient:
     """Which one it is among the outputs of the whole backward."""
     graph: GraphModule
     """[*values in `takes`] -> (gradient,): contiguous, in memory of its own."""
+    operands: GraphModule | None
+    """[*values in `takes`] -> (left, right): the gradient is their product, cast perhaps. None where it is not one of
+    two matrices."""
     takes: tuple[int, ...]
     """The values to keep for it: by number among the backward's inputs, and counting on among those that B returns."""
 
@@ -75,7 +79,12 @@ def split_di_dw(backward: GraphModule, weights: Sequence[int]) -> SplitBackward:
     return SplitBackward(
         extract(whole, inputs, [*remaining, *kept]),
         tuple(
-            WeightGradient(number, extract(whole, takes, [output]), tuple(number_of[node] for node in takes))
+            WeightGradient(
+                number,
+                extract(whole, takes, [output]),
+                extract(whole, takes, operands) if (operands := _operands(output)) else None,
+                tuple(number_of[node] for node in takes),
+            )
             for number, (takes, output) in parts.items()
         ),
         len(outputs),
@@ -111,6 +120,11 @@ def _inputs_of_weight_gradient(output: Node, reached: dict[Node, int]) -> list[N
         has_product |= is_compute_bound(node)
         open_nodes.extend((source, is_operand or is_compute_bound(node)) for source in node.all_input_nodes)
     return list(takes) if has_product else None
+
+
+def _operands(gradient: Node) -> list[Node] | None:
+    product: Any = gradient.args[0] if gradient.target is torch.ops.aten._to_copy.default else gradient
+    return list(product.args) if product.target is torch.ops.aten.mm.default else None
 
 
 def _contiguous_copy(owner: GraphModule, output: Node) -> Node:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from .layers import embedding, grouped_linear, linear, transposed_linear
     from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
+    from .products import add_weight_gradient
 
 __all__ = [
     "Conv1d",
@@ -47,6 +48,7 @@ __all__ += [  # between rooms
     "DeferredGrads",
     "SavedTensor",
     "add_gradient",
+    "add_weight_gradient",
     "backward_context",
     "capturing",
     "deferring_to",

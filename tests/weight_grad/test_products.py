@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tools.graphs import skip_without_tracer
 from tools.one_layer import IN, OUT, backward
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe import weight_grad
+from megapipe.graph import capture
 from megapipe.weight_grad import DeferredGrads, products
 
 
@@ -78,6 +80,23 @@ def test_apex_is_called_as_it_wants(apex: Apex, main_grad: torch.dtype, kernel: 
     torch.testing.assert_close(layer.weight.main_grad.float(), want, atol=2e-2, rtol=2e-2)
     backward(experts(x.flatten(0, 1), [2, 4]).sum())
     assert apex.calls == [kernel] * 3
+
+
+def test_captured_stages_add_products_so_too(request: pytest.FixtureRequest) -> None:
+    """They made each gradient first, and then added it: W took 15 % longer than that of layers on an H100."""
+    skip_without_tracer()
+    stage = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN, bias=False)).bfloat16()
+    x = torch.randn(3, 2, IN, dtype=torch.bfloat16)
+    with torch.no_grad():
+        hidden = stage[0](x).flatten(0, 1)
+    capture(stage, (x.clone().requires_grad_(),))
+    apex: Apex = request.getfixturevalue("apex")  # not before: the example is on the CPU
+    for layer in stage:
+        layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
+    backward(stage(x.requires_grad_()).sum())
+    assert apex.calls == ["fp32", "fp32"]
+    want = hidden.float().sum(0).expand(IN, OUT)
+    torch.testing.assert_close(stage[1].weight.main_grad, want, atol=2e-2, rtol=2e-2)
 
 
 def test_real_apex() -> None:
