@@ -16,6 +16,10 @@ from weakref import WeakSet
 
 __all__ = ["Collector", "collector"]
 
+OF_PYTHON = 10_000
+"""More objects than Python freezes by itself, and less than a user does: 3.12 freezes its immortal ones, some hundreds,
+in each collection, and whoever has imported torch has a hundred thousand."""
+
 
 class Collector:
     """Python's, which all pipelines of a process share. Its thresholds are left alone, and where the user has disabled
@@ -62,7 +66,7 @@ class Collector:
         if is_between and (is_first or self._num_done % interval == 0):
             gc.collect()
             if is_first and not (self._has_frozen or self._has_user_frozen):
-                self._has_user_frozen = gc.get_freeze_count() > 0
+                self._has_user_frozen = gc.get_freeze_count() > OF_PYTHON
                 if not self._has_user_frozen:
                     gc.freeze()  # what was imported and built is not looked at again
                     atexit.register(gc.unfreeze)  # or at exit extension modules find leaks in it
