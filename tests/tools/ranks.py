@@ -64,6 +64,7 @@ class RankPool:
         results: list[Any] = [None] * num_ranks
         texts: dict[int, str] = {}
         open_jobs = {jobs: rank for rank, (_, jobs, _) in enumerate(lent)}
+        some_spent = False
         end = time.monotonic() + PATIENCE
         while open_jobs:
             ready = wait(list(open_jobs), max(0.0, end - time.monotonic()))
@@ -74,14 +75,15 @@ class RankPool:
             for connection in ready:
                 rank = open_jobs.pop(connection)
                 try:
-                    results[rank], text = connection.recv()
+                    results[rank], text, is_spent = connection.recv()
+                    some_spent |= is_spent
                 except EOFError:
                     text = "the process died"
                 if text:
                     texts[rank] = text
         if any(not process.is_alive() for process, _, _ in lent) or "the process died" in texts.values():
             self.stop()
-        elif any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process, _, _ in lent):
+        elif some_spent or any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process, _, _ in lent):
             self.stop()  # others take their places
         if texts and not errors:
             raise RankError(_joined(texts))
@@ -220,11 +222,13 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             result = error
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_available():
             EXCUSES.append("CUDA, whose driver and NCCL keep threads and files")
         board = megapipe.failures.board._current
         if text or (board is not None and board[1].failure is not None):
             EXCUSES.append("a failure")
+        # Torch may end a process a minute after one of its messages over NCCL has failed.
+        is_spent = torch.cuda.is_initialized() and "a failure" in EXCUSES
         megapipe.parallel_state.destroy_model_parallel()
         if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
             EXCUSES.extend(["Megatron"] * megatron.model_parallel_is_initialized())
@@ -241,9 +245,9 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
         elif left := left_behind(before):
             text = f"{function.__name__} has left behind on rank {rank}: {left}."
         try:
-            jobs.send((result, text))
+            jobs.send((result, text, is_spent))
         except Exception:  # an exception that cannot be pickled
-            jobs.send((RuntimeError(text), text))
+            jobs.send((RuntimeError(text), text, is_spent))
 
 
 # What a job leaves behind
@@ -261,7 +265,7 @@ MAY_STAY = of_groups(6) + Counter(
     {
         "thread megapipe-watchdog": 1,  # looks after all pipelines
         "thread megapipe-store-alarm": 1,  # of the last job, which ends at the watchdog's next look
-        "thread python": 1,  # torch's profiler
+        "thread python": 3,  # torch's profiler, and others of torch 2.11
         "thread tqdm_monitor": 4,
         "thread pt_autograd_": 1,  # backwards on a device
         "thread Thread (_run)": 4,  # streams of the fake device: to compute, and to copy
