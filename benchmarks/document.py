@@ -1,4 +1,4 @@
-"""Put the saved tables into TABLES.md, each between its markers.
+"""Put the saved tables into TABLES.md, each between its markers; those of GPUs by whatever torch they were measured.
 
 python -m benchmarks.document
 """
@@ -14,10 +14,10 @@ PAGE = FOLDER.parent / "TABLES.md"
 
 def main() -> None:
     def table(match: re.Match[str]) -> str:
-        path = FOLDER / f"{match[1]}.md"
-        if not path.exists():
+        found = [*sorted(FOLDER.glob(f"{match[1]}-torch-*.md")), *FOLDER.glob(f"{match[1]}.md")]
+        if not found:
             return match[0]
-        return f"<!-- table {match[1]} -->\n\n{path.read_text().strip()}\n\n<!-- end -->"
+        return f"<!-- table {match[1]} -->\n\n{found[-1].read_text().strip()}\n\n<!-- end -->"
 
     PAGE.write_text(re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, PAGE.read_text(), flags=re.DOTALL))
 

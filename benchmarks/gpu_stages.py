@@ -24,8 +24,8 @@ CTAS = [0, 1, 4, 16, 32]
 WAITING_HEADER = "thread blocks that wait | F | against none | B | against none | W | against none"
 WAITING_NOTES = """Milliseconds, medians of interleaved passes, in brackets the middle half; the ratios are taken pass
 by pass. Beside the layers a kernel waits in a stream of its own, as a receive of NCCL does: with as many blocks of 640
-threads, each with so much shared memory that no matrix product fits beside it on its multiprocessor. A receive over
-megapipe's channels has up to 4 such blocks, and waits only while nothing else can run."""
+threads, one of which polls, and with so much shared memory that no matrix product fits beside it on its multiprocessor.
+A receive over megapipe's channels has up to 4 such blocks, and waits only while nothing else can run."""
 CAPTURED_HEADER = "layers | F | full backward | B | W | F + B + W | against eager | capture, s"
 CAPTURED_NOTES = """Milliseconds, medians of interleaved passes, in brackets the middle half; the ratio is taken pass by
 pass. *eager*: megapipe's linear layers. *capture*: with compiling, where that is done, and the first passes."""
@@ -34,9 +34,10 @@ SPIN = """
 extern "C" __global__ void __launch_bounds__(640, 1) wait_for(volatile int* flag) {
     unsigned long long begin, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-    do {
+    if (threadIdx.x == 0) do {
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     } while (*flag == 0 && now - begin < 5000000000ull);  // never longer than 5 s
+    __syncthreads();
 }
 """
 SHARED_MEMORY = 128 * 1024  # bytes of a block: more than half of what a multiprocessor has
@@ -61,23 +62,24 @@ class Spinning:
             most: int = torch.cuda.get_device_properties().shared_memory_per_block_optin
             self._shared_memory = min(SHARED_MEMORY, most)
             self._kernel.set_shared_memory_config(self._shared_memory)
-            self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            self._stream = torch.cuda.Stream(priority=-1)
+            self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+            self._stream, self._ending = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
 
     @contextmanager
     def beside(self, ctas: int) -> Iterator[None]:
         if not self._is_gpu or ctas == 0:
             yield
             return
-        torch.cuda.synchronize()
         self._flag.zero_()
+        torch.cuda.synchronize()
         self._kernel((ctas, 1, 1), (640, 1, 1), [self._flag], self._shared_memory, self._stream)
         time.sleep(1e-3)  # it is on its multiprocessors before the layers are
         try:
             yield
             torch.cuda.current_stream().synchronize()
         finally:
-            self._flag.fill_(1)
+            with torch.cuda.stream(self._ending):
+                self._flag.fill_(1)
             self._stream.synchronize()
 
 
