@@ -45,8 +45,8 @@ WAYS: dict[str, dict[str, Any]] = {
 WAYS_HEADER = "schedule | way | step, ms | peak by rank, MB | gradients off by"
 WAYS_NOTES = """*posted early*: receives of messages that NCCL's buffers do not hold (`p2p_lookahead=1`). *offloaded*:
 `offload_activations=0.3`. *recomputed*: `recompute="all"`. Times are medians of steps, in brackets the middle half, of
-the slowest rank. *off by*: the largest difference of a gradient to that of the first way, which is 0 where all kernels
-add up in one order; attention's backward does not."""
+the slowest rank. *off by*: the largest difference of a gradient to that of the first way: 0 but for kernels that add up
+in any order, as attention's backward does."""
 
 
 class Stage(FedStage):

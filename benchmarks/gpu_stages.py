@@ -59,11 +59,10 @@ class Spinning:
         self._is_gpu = device == "cuda"
         if self._is_gpu:
             self._kernel = torch.cuda._compile_kernel(SPIN, "wait_for")
-            most: int = torch.cuda.get_device_properties().shared_memory_per_block_optin
-            self._shared_memory = min(SHARED_MEMORY, most)
+            self._shared_memory = min(SHARED_MEMORY, torch.cuda.get_device_properties().shared_memory_per_block_optin)
             self._kernel.set_shared_memory_config(self._shared_memory)
-            self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-            self._stream, self._ending = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
+            self._flag, self._ending = torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.Stream()
+            self._stream = torch.cuda.Stream(priority=-1)
 
     @contextmanager
     def beside(self, ctas: int) -> Iterator[None]:

@@ -58,9 +58,7 @@ def encode(prompt: str, answer: str, tokenizer: Any, max_length: int) -> tuple[T
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     before = tokenizer(prompt, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
     after = tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    tokens = torch.tensor(before + after)[:max_length]
-    labels = torch.tensor([-100] * len(before) + after)[:max_length]
-    return tokens, labels
+    return torch.tensor(before + after)[:max_length], torch.tensor([-100] * len(before) + after)[:max_length]
 
 
 def collate(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Batch:

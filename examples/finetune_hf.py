@@ -149,8 +149,7 @@ class Trainer(BaseTrainer):
 
     def share(self, numbers: list[int], sequences: Sequences) -> list[dict[str, Any]]:
         """This replica's microbatches of those sequences."""
-        replica, size = parallel_state.get_data_parallel_rank(), self.args.micro_batch_size
-        own = numbers[replica :: self.num_replicas]
+        own, size = numbers[parallel_state.get_data_parallel_rank() :: self.num_replicas], self.args.micro_batch_size
         pieces = [own[first : first + size] for first in range(0, len(own), size)]
         return count_items([sequences.batch(piece, self.device) for piece in pieces])
 
@@ -187,8 +186,7 @@ class Trainer(BaseTrainer):
             eos_token_id=self.tokenizer.eos_token_id,
             seed=self.args.seed,
         )
-        new = tokens[:, prompts["input_ids"].shape[1] :]
-        return self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return self.tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
     def finish(self, has_trained: bool) -> None:
         if self.args.output is not None:

@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4 --save checkpoints/pretrain
     torchrun --nproc-per-node 2 examples/generate.py --load checkpoints/pretrain "def __init__(self" "import "
 
-Each text is a microbatch: while one goes through the second stage, the next goes through the first. Every new byte
-costs a forward of all before it, since no keys and values are kept between the steps; more than --seq-length of the
-training are not looked at.
+Each text is a microbatch. Every new byte costs a forward of all before it, up to --seq-length of the training: no keys
+and values are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "load": ("checkpoints/pretrain", "what pretrain_gpt.py was told to --save to"),
         "max_new_bytes": (100, "", count),
         "temperature": (0.8, "0 takes the likeliest byte each time"),
-        "top_k": (count, "choose among this many likeliest bytes; default: all"),
         "num_virtual_stages_per_pipeline_rank": (1, ""),
         **DEVICE,
     }
@@ -58,7 +56,7 @@ def generate(args: argparse.Namespace, device: torch.device) -> list[bytes]:
         logits = next_logits(chunks, [text[-config.max_position_embeddings :] for text in texts], device)
         chosen = torch.zeros(len(texts), dtype=torch.long, device=device)
         if logits:
-            chosen = torch.stack([choose(one, args.temperature, args.top_k, random) for one in logits])
+            chosen = torch.stack([choose(one, args.temperature, random) for one in logits])
         dist.broadcast(chosen, src=dist.get_world_size() - 1)
         texts = [text + bytes([byte]) for text, byte in zip(texts, chosen.tolist())]
     return texts
@@ -80,11 +78,9 @@ def next_logits(chunks: list[GPTStage], texts: list[bytes], device: torch.device
     return [output[len(text) - 1, 0].float() for text, output in zip(texts, outputs)]
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, random: torch.Generator) -> Tensor:
+def choose(logits: Tensor, temperature: float, random: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits.argmax()
-    if top_k is not None and top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random).squeeze()
 
 

@@ -217,9 +217,8 @@ class Trainer(BaseTrainer):
         return sum(map(self.mean_loss, all_reports)) / len(firsts)
 
     def warm_up(self) -> None:
-        microbatches, args = self.batches("train", 0), self.args
-        sizes = {"seq_length": args.seq_length, "micro_batch_size": args.micro_batch_size}
-        first = None if microbatches is None else microbatches[0]
+        first = (self.batches("train", 0) or [None])[0]
+        sizes = {"seq_length": self.args.seq_length, "micro_batch_size": self.args.micro_batch_size}
         megapipe.warm_up(self.forward_backward, forward_step, first, self.chunks, self.num_microbatches, **sizes)
 
     def position(self) -> dict[str, Any]:

@@ -86,7 +86,6 @@ def test_draws_the_same_on_every_rank(ranks: RankPool, text: str, tmp_path: Path
     ranks.run(1, pretrain, 1, f"{text} --lr 1e-6 --train-iters 1 --save {tmp_path}")
     (expected,) = ranks.run(1, greedily, tmp_path)
     options = f"--load {tmp_path} --max-new-bytes 12"
-    assert ranks.run(1, generate, f"{options} --temperature 9 --top-k 1") == [expected]
     (drawn,) = ranks.run(1, generate, f"{options} --temperature 1 --seed 5")
     assert drawn != expected
     assert ranks.run(2, generate, f"{options} --temperature 1 --seed 5") == [drawn, drawn]

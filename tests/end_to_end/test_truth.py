@@ -87,6 +87,7 @@ SHOWN = {
     "Hugging Face models, unchanged": "docs/huggingface.md tests/integrations/test_transformers.py",
     "LoRA; towers of images": "tests/integrations/finetuning.py tests/integrations/test_towers_of_transformers.py",
     "post-training": "tests/integrations/test_dpo.py docs/huggingface.md",
+    "**measured on GPUs**": "tests/gpu/test_gpu.py",
 }
 """What runs each feature of the comparison: a schedule or a feature of the rows in tests/cases, a page, or a test."""
 

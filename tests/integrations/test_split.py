@@ -286,10 +286,10 @@ ROWS: dict[str, tuple[Any, ...]] = {  # forward, batch, what is made besides, ti
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "checkpoints" or torch.__version__ >= "2.9"])
-@on_ranks(2)
+@on_ranks(1)
 def test_rows(rank: int, row: str) -> None:
     """The home-made runner of units did these wrongly without a word, or crashed."""
-    initialise(2)
+    initialise(1)
     torch.manual_seed(0)
     run, batch, made, tied = (*ROWS[row], *(None, ())[len(ROWS[row]) - 2 :])
     model = Net(run, made)
@@ -431,9 +431,9 @@ def test_a_module_without_memory_stays_so() -> None:
     assert chunk.state_dict().keys() == model.state_dict().keys()
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_autocast_and_recomputation(rank: int) -> None:
-    initialise(2)
+    initialise(1)
     model, batches = make("gpt")
     losses = []
     config = megapipe.PipelineConfig(enable_autocast=True, autocast_dtype=torch.bfloat16)
@@ -495,10 +495,10 @@ class Seq2Seq(nn.Module):
 @pytest.mark.parametrize(
     "kind", ["t5", *(pytest.param(kind, marks=needs_masks_exported) for kind in ("bart", "whisper"))]
 )
-@on_ranks(2)
+@on_ranks(1)
 def test_encoder_decoders_of_transformers(rank: int, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
-    initialise(2)
+    initialise(1)
     sizes: dict[str, Any] = {"d_model": 16, "vocab_size": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
     sizes |= {"eos_token_id": 1, "bos_token_id": 1}
     if kind == "t5":

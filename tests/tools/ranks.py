@@ -267,7 +267,7 @@ MAY_STAY = of_groups(6) + Counter(
         "thread megapipe-store-alarm": 1,  # of the last job, which ends at the watchdog's next look
         "thread python": 3,  # torch's profiler, and others of torch 2.11
         "thread tqdm_monitor": 4,
-        "thread pt_autograd_": 1,  # backwards on a device
+        "thread pt_autograd_": 8,  # backwards on a device; torch 2.11 has one for each kind of device
         "thread Thread (_run)": 4,  # streams of the fake device: to compute, and to copy
     }
 )
