@@ -83,8 +83,8 @@ def step(rank: int, schedule: str, chunks: Any, num_microbatches: int = 5, seed:
 @contextlib.contextmanager
 def no_host_wait() -> Iterator[None]:
     """Raises where the host waits for the device, unless messages go by way of it, as ranks share a GPU."""
-    by_host = torch.cuda.device_count() < dist.get_world_size() and not TRANSPORT
-    if not IS_GPU or by_host:
+    is_shared = torch.cuda.device_count() < dist.get_world_size()
+    if not IS_GPU or (is_shared and TRANSPORT.get("p2p_transport") != "nccl"):
         yield
         return
     torch.cuda.set_sync_debug_mode("error")
