@@ -8,9 +8,10 @@ returned in B, except for those of convolutions, which torch computes together w
 On CPU gradients are torch's to the bit: products are rounded before they are added. On other devices they are added in
 one go, which rounds once.
 
-Torch's layer runs where nothing can be deferred: the weight is frozen, or was computed from other tensors (weight norm,
-parametrizations, `functional_call`), to which autograd must carry its gradient on; it is complex, so its gradient takes
-conjugates; torch.compile or a transform of torch.func is at work; or a stage is being captured as a graph.
+Torch's layer runs where nothing can be deferred: the weight is frozen, was received from another stage, or was computed
+from other tensors (weight norm, parametrizations, `functional_call`), to which autograd must carry its gradient on; it is
+complex, so its gradient takes conjugates; torch.compile or a transform of torch.func is at work; or a stage is being
+captured as a graph.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def add(compute: Callable[[], Tensor], target: Tensor) -> None:
 
 
 def can_defer(weight: Tensor) -> bool:
-    if not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled() or weight.is_complex():
+    if not isinstance(weight, nn.Parameter) or not weight.requires_grad or weight.is_complex():
+        return False
+    if not weight.is_leaf or not torch.is_grad_enabled():
         return False
     return not is_capturing() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
@@ -94,4 +97,5 @@ def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device_type)
     x, weight = (tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in (x, weight))
+    weight.requires_grad_()  # or torch makes many small products of a strided input, in place of one
     return x, weight, bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)

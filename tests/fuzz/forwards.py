@@ -28,9 +28,9 @@ B, T, D = 3, 4, 8
 WAYS = ["split zbv", "split no_pipelining", "R gpipe", "O gpipe", "W zb1p", "R and W zb1p"]
 WAYS += ["captured 1f1b", "captured zb1p", "captured recomputed 1f1b"] if CAN_CAPTURE else []
 REFUSED_AT_WORK = "cannot be computed again|modified by an inplace operation|don't yet support saved tensor hooks"
-SUMMED_OTHERWISE = r"linear\(|LSTM|GRU"
-"""Lines of weights whose gradients have several summands (also of nothing: copies of tied weights have zeros then), or
-which a graph has in operators of their own."""
+SUMMED_OTHERWISE = r"linear\(|LSTM|GRU|MultiheadAttention"
+"""Lines of weights whose gradients have several summands (also of nothing: copies of tied weights have zeros then),
+which a graph has in operators of their own, or where strided gradients may cross stages, as contiguous ones."""
 
 LINES = r"""
 torch.tanh(own(nn.Linear, D, D)(x))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from tools.one_layer import IN, OUT, TOKENS, assert_same, backward, compare, train
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe import weight_grad
 from megapipe.weight_grad import DeferredGrads
@@ -49,6 +50,22 @@ def test_linear_with_strided_gradients(autocast: bool) -> None:
     weight_grad.let_convert(Swapped, DeferringSwapped)
     for make_input in (lambda: torch.randn(33, 5, 64).transpose(0, 1), lambda: torch.randn(5, 33, 64)):
         compare(Swapped(64, 48), make_input, autocast=autocast)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_strided_input_makes_one_product(autocast: bool) -> None:
+    """Of a weight without a gradient, as its cast was, torch makes one for each row of the input."""
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    layer, x = nn.Linear(64, 48), torch.randn(33, 5, 64).transpose(0, 1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Products():
+        weight_grad.linear(x, layer.weight, layer.bias)
+    assert [name for name in names if "mm" in name] == ["mm"]
 
 
 class Transposed(nn.Module):
