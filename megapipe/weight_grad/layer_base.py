@@ -9,7 +9,7 @@ On CPU gradients are torch's to the bit: products are rounded before they are ad
 one go, which rounds once.
 
 Torch's layer runs where nothing can be deferred: the weight is frozen, was received from another stage, or was computed
-from other tensors (weight norm, parametrizations, `functional_call`), to which autograd must carry its gradient on; it is
+from others (weight norm, parametrizations, `functional_call`), to which autograd must carry its gradient on; it is
 complex, so its gradient takes conjugates; torch.compile or a transform of torch.func is at work; or a stage is being
 captured as a graph.
 """
