@@ -42,13 +42,16 @@ class Trace:
         graph: fx.Graph = self.module.graph
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_assert(node)]
-        if any(getattr(node.target, "__module__", "") == "torch._functorch.predispatch" for node in self.nodes):
+        values = {n: operator.attrgetter(str(n.target))(self.module) for n in graph.nodes if n.op == "get_attr"}
+        tensors = [one for one in values.values() if torch.is_tensor(one)]
+        if any(getattr(node.target, "__module__", "") == "torch._functorch.predispatch" for node in self.nodes) or any(
+            map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)  # by which torch 2.6 shows it
+        ):
             raise CannotSplitError(
                 f"{self.name} cannot be split: its forward uses torch.vmap or torch.func, whose levels a stage would "
                 "have to enter and to leave."
             )
         self.outputs: list[Any] = pytree.tree_leaves(next(iter(reversed(graph.nodes))).args)
-        values = {n: operator.attrgetter(str(n.target))(self.module) for n in graph.nodes if n.op == "get_attr"}
         own = {id(one): one for one in (*model.parameters(), *model.buffers())}
         known = {_memory(one): one for one in own.values()}  # constants to torch.export, if in a list or a closure
         self.values = {

@@ -265,7 +265,6 @@ MAY_STAY = of_groups(6) + Counter(
     {
         "thread megapipe-watchdog": 1,  # looks after all pipelines
         "thread megapipe-store-alarm": 1,  # of the last job, which ends at the watchdog's next look
-        "thread python": 3,  # torch's profiler, and others of torch 2.11
         "thread tqdm_monitor": 4,
         "thread pt_autograd_": 8,  # backwards on a device; torch 2.11 has one for each kind of device
         "thread Thread (_run)": 4,  # streams of the fake device: to compute, and to copy
@@ -285,7 +284,8 @@ def held() -> Counter[str]:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended meanwhile
             name = names.get(int(task.name)) or (task / "comm").read_text().strip()
-            found["thread " + re.sub(r"-?\d+", "", name)] += 1
+            if name != "python":  # threads of torch's without a name: its profiler's, and of what compiles
+                found["thread " + re.sub(r"-?\d+", "", name)] += 1
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the list
             found[f"open file {os.readlink(f'/proc/self/fd/{number}').partition(':')[0]}"] += 1
