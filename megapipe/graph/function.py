@@ -264,7 +264,7 @@ def _weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTe
 
 
 def _add_weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor], target: Tensor) -> None:
-    if weight.operands is None or target.is_cpu or as_sharded(target) is not None:
+    if weight.operands is None or as_sharded(target) is not None:
         target.add_(_weight_gradient(graphs, weight, saved))
         return
     left, right = weight.operands.forward([tensor.get() for tensor in saved])

@@ -32,7 +32,7 @@ class WeightGradient:
     """[*values in `takes`] -> (gradient,): contiguous, in memory of its own."""
     operands: GraphModule | None
     """[*values in `takes`] -> (left, right): the gradient is their product, cast perhaps. None where it is not one of
-    two matrices."""
+    two matrices, and on CPU, where a product is rounded before it is added."""
     takes: tuple[int, ...]
     """The values to keep for it: by number among the backward's inputs, and counting on among those that B returns."""
 
@@ -123,6 +123,8 @@ def _inputs_of_weight_gradient(output: Node, reached: dict[Node, int]) -> list[N
 
 
 def _operands(gradient: Node) -> list[Node] | None:
+    if gradient.meta["val"].is_cpu:
+        return None
     product: Any = gradient.args[0] if gradient.target is torch.ops.aten._to_copy.default else gradient
     return list(product.args) if product.target is torch.ops.aten.mm.default else None
 
