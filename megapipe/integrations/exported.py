@@ -43,10 +43,9 @@ class Trace:
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_assert(node)]
         values = {n: operator.attrgetter(str(n.target))(self.module) for n in graph.nodes if n.op == "get_attr"}
-        tensors = [one for one in values.values() if torch.is_tensor(one)]
-        if any(getattr(node.target, "__module__", "") == "torch._functorch.predispatch" for node in self.nodes) or any(
-            map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)  # by which torch 2.6 shows it
-        ):
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by which torch 2.6 shows transforms
+        transforms = [n for n in self.nodes if getattr(n.target, "__module__", "") == "torch._functorch.predispatch"]
+        if transforms or any(torch.is_tensor(one) and is_wrapped(one) for one in values.values()):
             raise CannotSplitError(
                 f"{self.name} cannot be split: its forward uses torch.vmap or torch.func, whose levels a stage would "
                 "have to enter and to leave."
