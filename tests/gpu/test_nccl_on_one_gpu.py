@@ -3,10 +3,8 @@ on a machine of its own, and messages go through sockets."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -29,15 +27,9 @@ NAMES = [
 ]
 
 
-@contextlib.contextmanager
-def machine_of(rank: int) -> Iterator[None]:
+def asked_again(name: str, rank: int, *arguments: Any) -> None:
     os.environ |= {"NCCL_HOSTID": f"machine {rank}", "NCCL_SOCKET_IFNAME": "lo"}  # NCCL reads them once
     with mock.patch.dict(test_gpu.TRANSPORT, p2p_transport="nccl"):
-        yield
-
-
-def asked_again(name: str, rank: int, *arguments: Any) -> None:
-    with machine_of(rank):
         inspect.unwrap(getattr(test_gpu, name))(rank, *arguments)
 
 
