@@ -61,7 +61,7 @@ class Spinning:
             self._kernel = torch.cuda._compile_kernel(SPIN, "wait_for")
             self._shared_memory = min(SHARED_MEMORY, torch.cuda.get_device_properties().shared_memory_per_block_optin)
             self._kernel.set_shared_memory_config(self._shared_memory)
-            self._flag, self._ending = torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.Stream()
+            self._flag = torch.zeros(1, dtype=torch.int32, device=device)
             self._stream = torch.cuda.Stream(priority=-1)
 
     @contextmanager
@@ -77,8 +77,7 @@ class Spinning:
             yield
             torch.cuda.current_stream().synchronize()
         finally:
-            with torch.cuda.stream(self._ending):
-                self._flag.fill_(1)
+            self._flag.fill_(1)  # in the stream of the layers, which runs beside
             self._stream.synchronize()
 
 
