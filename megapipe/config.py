@@ -227,8 +227,8 @@ class PipelineConfig:
         them; or a sequence with one of these, or None, for each stage of the pipeline. An F that its B follows at once
         keeps them all the same. Calls are run again with their random numbers and autocast. None: nothing.""")
     offload_activations: float | None = setting(None, number("more than 0", 0), """The time to copy to host memory what
-        an F saves, over the time of that F. Activations are moved there while they wait for their B, as many as are
-        back in time where F, B and W take equally long. None: they stay.""")
+        an F saves, over the time of that F. Activations are moved there while they wait for their B: those that lower
+        the peak, and are back in time where F, B and W take equally long. None: they stay.""")
     max_gathered_chunks: int | None = setting(None, whole(1), """Chunks of a rank, sharded by `fully_shard`, whose
         parameters are gathered at a time: that of the action and those that come next by the plan, which are gathered
         ahead. The others are sharded, and gathered again. None: each is gathered once in a step.""")

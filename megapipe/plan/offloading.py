@@ -4,7 +4,8 @@ any action. So a step is never longer, as far as times are those of the plan.
 Copies run beside the rank's actions, one each way at a time. A unit leaves when its F is done; where its copy is over,
 O frees its memory; L takes memory again and begins the copy back, as late as can be. Whole chunks go, those first whose
 units wait longest for their backward: a chunk whose backwards follow at once would hold the copies up for nothing. Of
-the chunk that does not fit as a whole, as many units go as can, evenly spread.
+the chunk that does not fit as a whole, as many units go as can, evenly spread. And of all these, those stay without
+which the peak is the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .kinds import KINDS, LOAD, OFFLOAD, kind_of
+from .memory import StageBytes, rank_bytes
 from .plan import Plan
 from .recorder import Event
 from .simulation import Costs, Span, simulate
@@ -78,7 +80,8 @@ def offload_activations(plan: Plan, costs: Costs, copying: float) -> Plan:
         in_pairs = {own[at].action for at in pairs}
         lives = _lives(own, forward, copying, plan.recomputed[rank] | in_pairs)
         rows.append(_insert(events, _places(own, _trips(_choose(lives)), set(pairs.values()))))
-    return replace(plan, events=rows)
+    moved, memory = replace(plan, events=rows), costs.memory or StageBytes(saved=1.0)
+    return replace(plan, events=[_needed(moved, rank, memory) for rank in range(plan.pp_size)])
 
 
 def _lives(
@@ -155,6 +158,25 @@ def _places(
             timed.setdefault(back, []).append((returns, LOAD.verb, unit))
     # In the order of their times: O waits for its copy, and would hold up an L that is due before.
     return {place: [(verb, unit) for _, verb, unit in sorted(verbs, key=_time)] for place, verbs in timed.items()}
+
+
+def _needed(plan: Plan, rank: int, memory: StageBytes) -> list[Event]:
+    """The events of a rank without trips that lower no peak. The shortest are looked at first."""
+    during = rank_bytes(plan, rank, memory).during
+    most = during.max(initial=0.0) * (1 + 1e-9)
+    trips: dict[Unit, list[int]] = {}
+    for at, action in enumerate(plan.actions[rank]):
+        if action.kind in (OFFLOAD.name, LOAD.name):
+            trips.setdefault((action.stage, action.microbatch), []).append(at)
+    saved, received = memory.per_stage("saved", plan), [0.0, *memory.per_stage("message", plan)]
+    for unit, (out, back) in sorted(trips.items(), key=lambda trip: trip[1][1] - trip[1][0]):
+        away = slice(out + 1, back)
+        size = saved[unit[0]] - received[unit[0]]  # what was received stays
+        if during[away].max() + size <= most:
+            during[away] += size
+            del trips[unit]
+    moves = OFFLOAD.verb, LOAD.verb
+    return [e for e in plan.events[rank] if e.verb not in moves or (e.stage, e.microbatch) in trips]
 
 
 def _time(verb: tuple[float, str, Unit]) -> tuple[float, bool]:
