@@ -146,6 +146,7 @@ def _names_by_stage(names: list[str], readers: Mapping[int, set[str]]) -> dict[i
     }
     first = found[min(found)]
     first += [name for name in names if not any(name in own for own in found.values())]
+    first.sort(key=names.index)  # of several names of a parameter the first counts
     return found
 
 

@@ -301,6 +301,23 @@ def test_rows(rank: int, row: str) -> None:
     check(model, [batch() for _ in range(4)], "zbv", tied=names)
 
 
+def reads_a_weight_by_its_second_name(net: Net, x: Tensor) -> Tensor:
+    net.layers[2].l.weight = net.layers[3].l.weight = net.layers[1].l.weight
+    with torch.no_grad():
+        net.layers[2](x)
+    return net.layers[3](net.layers[0](x))
+
+
+@on_ranks(1)
+def test_a_weight_of_several_names_has_the_first(rank: int) -> None:
+    """It had the one of the module that a stage calls, and no gradient under that which optimizers know."""
+    initialise(1)
+    model = Net(reads_a_weight_by_its_second_name, None)
+    reads_a_weight_by_its_second_name(model, X()[0])
+    (chunk,) = split(model, X(), "no_pipelining", num_chunks=1)
+    assert {*dict(chunk.module.named_parameters())} == {*dict(model.named_parameters())}
+
+
 def adds_out(net: Net, x: Tensor) -> Tensor:
     total = torch.zeros_like(x)
     view = total.view(-1)
