@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from .saver import as_it_is, saving
     from .state import autocasts, noting_draws, restores_of, undoing_changes
 
-__all__ = [
+__all__: list[str] = []
+__all__ += [  # between rooms
     "Offload",
     "as_it_is",
     "autocasts",

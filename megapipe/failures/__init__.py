@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from .watchdog import Watchdog, check_failures, collective, single_rank_step
 
 __all__ = [
+    "PipelineError",
+]
+__all__ += [  # between rooms
     "TIMING",
     "Agreement",
     "Board",
     "InterruptibleStore",
     "Mailbox",
-    "PipelineError",
     "Progress",
     "Watchdog",
     "check_failures",

@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from .activations import Recompute
     from .around import Autocast
 
-__all__ = ["Autocast", "Recompute"]
+__all__: list[str] = []
+__all__ += [  # between rooms
+    "Autocast",
+    "Recompute",
+]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -10,11 +10,16 @@ if TYPE_CHECKING:
     from .step import run_step, stages_for_rank
     from .warming_up import warm_up
 
-__all__ = ["Pipeline", "run_step", "stages_for_rank", "warm_up"]
-__all__ += [
+__all__ = [
+    "stages_for_rank",
+    "warm_up",
+]
+__all__ += [  # between rooms
     "BeginAgain",
     "GradientSync",
+    "Pipeline",
+    "run_step",
     "runs_of",
-]  # between rooms
+]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -7,7 +7,8 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .fsdp import ShardedChunks, output_dtype
 
-__all__ = [
+__all__: list[str] = []
+__all__ += [  # between rooms
     "ShardedChunks",
     "output_dtype",
 ]

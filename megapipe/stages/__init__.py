@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from .unit import Unit, edge_of
 
 __all__ = [
+    "NoGradientWarning",
+    "PipelineStage",
+    "TrainingWarning",
+    "UnsplitBackwardWarning",
+]
+__all__ += [  # between rooms
     "Call",
     "Extension",
     "Forward",
     "Loss",
-    "NoGradientWarning",
-    "PipelineStage",
     "Run",
     "Stage",
-    "TrainingWarning",
     "Unit",
-    "UnsplitBackwardWarning",
     "as_sent",
     "call_loss_func",
     "divide_loss",

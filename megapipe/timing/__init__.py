@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
-    from .records import Clock, CudaEvents, HostClock, RecordedEvent, StepRecord, clock_of
+    from .records import Clock, CudaEvents, HostClock, StepRecord, clock_of
     from .storages import LiveStorages, uncounted
 
-__all__ = [
+__all__: list[str] = []
+__all__ += [  # between rooms
     "Clock",
     "CudaEvents",
     "HostClock",
     "LiveStorages",
-    "RecordedEvent",
     "StepRecord",
     "clock_of",
     "uncounted",

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from .choice import is_capturing, make_transport
     from .gloo import GlooTransport
 
-__all__ = [
+__all__: list[str] = []
+__all__ += [  # between rooms
     "GlooTransport",
     "Members",
     "is_capturing",
