@@ -94,7 +94,8 @@ def test_what_runs_on_gpus_only(ranks: RankPool) -> None:
     ((waiting, captured, memory, ways),) = ranks.run(1, tables)
     assert [row[0] for row in waiting] == ["0", "1", "4", "16", "32"]
     assert [row[0] for row in captured] == ["eager"]
-    assert memory == [["zbv", "4.0", "NCCL"]]
+    names = ["zbv", "gpipe, offloaded", "1f1b, offloaded", "zbv, offloaded"]
+    assert memory == [[name, "4.0", "NCCL"] for name in names]
     assert [(peak, off_by) for *_, peak, off_by in ways] == [("4.0", "0e+00")] * 8
 
 

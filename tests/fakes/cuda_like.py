@@ -103,6 +103,9 @@ STAND_INS: dict[str, Any] = {
     "is_current_stream_capturing": lambda: lazy_device.current_stream().capture is not None,
     "memory_allocated": lambda device=None: lazy_device.ALLOCATOR.allocated,
     "max_memory_allocated": lambda device=None: lazy_device.ALLOCATOR.peak,
+    "reset_peak_memory_stats": lambda device=None: setattr(
+        lazy_device.ALLOCATOR, "peak", lazy_device.ALLOCATOR.allocated
+    ),
     # As short as can be: each allocation waits.
     "set_per_process_memory_fraction": lambda fraction, device=None: setattr(
         lazy_device.ALLOCATOR, "limit", 0 if fraction < 1 else math.inf

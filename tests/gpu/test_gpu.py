@@ -40,6 +40,7 @@ from megapipe import (
 )
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
+from megapipe.plan import Settings, make_plan
 from megapipe.weight_grad import DeferredGrads
 
 IS_GPU = torch.cuda.is_available()
@@ -409,12 +410,12 @@ def signed_sum(output: Tensor, target: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def short_memory(device: torch.device) -> Iterator[None]:
-    """Little more than the most that was needed so far, so that the allocator waits for the device: a quarter, since it
-    takes 20 MiB where it needs 8, and such a piece holds two of them."""
+    """Half more than the most that was needed so far, so that the allocator waits for the device. A quarter was too
+    little now and then: it takes pieces of 20 MiB where it needs 8 or less."""
     if IS_GPU:
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
-        most = 1.25 * torch.cuda.max_memory_allocated() + 2**25
+        most = 1.5 * torch.cuda.max_memory_allocated() + 2**25
         torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
     try:
         yield
@@ -458,6 +459,29 @@ def test_large_messages(rank: int, schedule: str) -> None:
     """What no other test sends: messages that wait for their receives, in all ways to post these and to hold less."""
     parallel_state.initialize_model_parallel(2)
     large_messages(rank, schedule)
+
+
+@needs_gpu
+@on_ranks(2)
+def test_what_is_in_host_memory_is_not_on_the_device(rank: int) -> None:
+    """The most that a step has there is less by as many microbatches as in its plan."""
+    parallel_state.initialize_model_parallel(2)
+    device = device_of(rank)
+    drawn = [torch.randint(-1, 2, (TOKENS, 1, WIDTH)).float().to(device) for _ in range(9)]
+    batch, found = list(itertools.pairwise(drawn)), []
+    for moved in (None, 1.0):
+        config = {**TRANSPORT, "offload_activations": moved}
+        chunks = [WholeNumbers(info, **config).to(device) for info in stages_for_rank("gpipe")]
+        for _ in range(2):  # the first one connects, and makes gradients
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            against.step("gpipe", chunks, batch, signed_sum, seq_length=TOKENS, micro_batch_size=1)
+        plan = make_plan("gpipe", 2, 8, settings=Settings(offload=moved))
+        found.append((torch.cuda.max_memory_allocated() - before, plan.simulate().peak_activations[rank]))
+    (kept, number), (less, smaller) = found
+    saved = 3 * drawn[0].nbytes  # of two layers: what each relu returns, and the input of the second
+    assert kept - less >= 0.8 * (number - smaller) * saved > 2 * saved
 
 
 @needs_fsdp_on_cpu

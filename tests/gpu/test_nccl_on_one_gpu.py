@@ -23,6 +23,7 @@ NAMES = [
     "test_a_failure_reaches_both_ranks",
     "test_a_wait_runs_out",
     "test_a_step_leaves_nothing_in_memory",
+    "test_what_is_in_host_memory_is_not_on_the_device",
     "test_timeline",
 ]
 
