@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +11,6 @@ from .placement import Placement
 from .verbs import Action, ScheduleError, Verbs, unit_name
 
 __all__ = ["ChannelName", "Event", "PlanRecorder", "record"]
-
-TAKEN, SENT = {"forward": -1, "backward": 0}, {"forward": 0, "backward": -1}
-"""The boundary of the message that a verb takes or needs, and of the one that it sends, counted from that above the
-verb's stage."""
 
 
 class ChannelName(NamedTuple):
@@ -53,10 +50,8 @@ class Event(NamedTuple):
 
         At the ends of the pipeline it is one of a boundary that does not exist.
         """
-        computed = kind_of(self.verb)
-        kind = self.verb.partition("_")[2] if computed is None else computed.message
-        assert kind is not None, f"{self} needs no message"
-        return ChannelName(kind, self.stage + (SENT if self.sends else TAKEN)[kind])
+        kind, offset = _message_of(self.verb)
+        return ChannelName(kind, self.stage + offset)
 
     @property
     def message(self) -> tuple[ChannelName, int, int]:
@@ -70,6 +65,15 @@ class Event(NamedTuple):
             return str(action)
         way, _, message = self.verb.partition("_")
         return f"{self.stage}{way}_{message[0]}".upper() + unit_name(self.microbatch, self.slice)
+
+
+@functools.cache
+def _message_of(verb: str) -> tuple[str, int]:
+    """The kind of the message that a verb sends, takes or needs, and its boundary, from that above the verb's stage."""
+    computed = kind_of(verb)
+    kind = verb.partition("_")[2] if computed is None else computed.message
+    assert kind is not None, f"{verb} needs no message"
+    return kind, -1 if (kind == "forward") != verb.startswith("send") else 0
 
 
 class PlanRecorder(Verbs):
@@ -132,9 +136,9 @@ class PlanRecorder(Verbs):
             return
         event = self._event(verb, chunk, self._advance(verb, chunk), is_forward)
         # What the first of a pair made is sent as soon as it is there.
-        halves = [half for half in self.events[-2:] if is_overlapped(half.verb)]
-        is_made = len(halves) == 2 and (halves[0].stage, halves[0].is_forward) == (event.stage, is_forward)
-        self.events.insert(len(self.events) - (event.sends and is_made), event)
+        is_behind_pair = event.sends and [is_overlapped(half.verb) for half in self.events[-2:]] == [True, True]
+        is_made = is_behind_pair and (self.events[-2].stage, self.events[-2].is_forward) == (event.stage, is_forward)
+        self.events.insert(len(self.events) - is_made, event)
 
     def _event(self, verb: str, chunk: int, number: int, is_forward: bool) -> Event:
         return Event(verb, self.stages[chunk].index, *self._unit("forward" if is_forward else "backward", number))
