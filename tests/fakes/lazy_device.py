@@ -302,10 +302,10 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
         RACES.launch(current_stream(), blocks_of((args, kwargs)), blocks_of((new, changed)), op)
     on_cpu = kwargs | ({"device": torch.device("cpu")} if device is not None else {})
     # What is queued holds the numbers, and not their memory: another tensor may get that, and then ruins them.
-    given = pytree.tree_map(lambda value: value.cell if isinstance(value, LazyTensor) else value, (args, on_cpu))
+    given = mapped(lambda value: value.cell if isinstance(value, LazyTensor) else value, (args, on_cpu))
 
     def work() -> None:
-        real_args, real_kwargs = pytree.tree_map(lambda one: one.cpu if isinstance(one, Cell) else one, given)
+        real_args, real_kwargs = mapped(lambda one: one.cpu if isinstance(one, Cell) else one, given)
         with torch.no_grad():
             numbers = pytree.tree_leaves(op(*real_args, **real_kwargs))
         for cell, value in zip(cells, numbers):
@@ -316,13 +316,30 @@ def enqueue(op: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten(results, spec)
 
 
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Those of an operator's arguments. Torch's pytrees look up the class of each container."""
+    if isinstance(value, (list, tuple, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from leaves_of(one)
+    else:
+        yield value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(function, one) for one in value)
+    if isinstance(value, dict):
+        return {name: mapped(function, one) for name, one in value.items()}
+    return function(value)
+
+
 def _is_changed(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def blocks_of(values: Any) -> list[Any]:
     """The memory of tensors, and that of the host from which the device copies by itself."""
-    leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
     blocks = [one.memory.block if isinstance(one, LazyTensor) else PINNED.get(one) for one in leaves]
     return [block for block in blocks if block is not None]
 
@@ -354,7 +371,7 @@ plain value; and their tree. Most operators' shapes are computed in Python, whic
 
 def _shapes(op: Any, args: Any, kwargs: Any, device: Any) -> tuple[list[Any], list[Cell | None], Any]:
     """The results of an operator, and the cells of those that are new."""
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
     key = (op, _key(args), _key(kwargs))
     if key not in _known_shapes:
         _known_shapes[key] = _computed_shapes(op, inputs, args, kwargs, device)
@@ -428,7 +445,7 @@ class Factories(TorchDispatchMode):
         is_pinned = kwargs.pop("pin_memory", False)
         device = kwargs.get("device")
         is_lazy = device is not None and torch.device(device).type == DEVICE.type
-        if is_lazy or any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        if is_lazy or any(isinstance(leaf, LazyTensor) for leaf in leaves_of((args, kwargs))):
             return enqueue(op, args, kwargs)
         if (used := blocks_of((args, kwargs))) and not op.is_view:
             RACES.launch(None, used, used if op._schema.is_mutable else [], op)

@@ -5,13 +5,21 @@ captured, and not where they are replayed."""
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import DEFAULT_STREAM_ID, Access, EventHandler
 
 __all__ = ["Races"]
+
+# The whole stack of each launch takes longer than what is launched.
+extract = partial(traceback.StackSummary.extract, limit=13)
+_sanitizer.traceback = SimpleNamespace(StackSummary=SimpleNamespace(extract=extract), walk_stack=traceback.walk_stack)
 
 
 class Races:
