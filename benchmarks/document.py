@@ -14,7 +14,8 @@ PAGE = FOLDER.parent / "TABLES.md"
 
 def main() -> None:
     def table(match: re.Match[str]) -> str:
-        found = [*sorted(FOLDER.glob(f"{match[1]}-torch-*.md")), *FOLDER.glob(f"{match[1]}.md")]
+        releases = sorted(FOLDER.glob(f"{match[1]}-torch-*.md"), key=lambda p: [*map(int, re.findall(r"\d+", p.stem))])
+        found = [*releases, *FOLDER.glob(f"{match[1]}.md")]
         return f"<!-- table {match[1]} -->\n\n{found[-1].read_text().strip()}\n\n<!-- end -->" if found else match[0]
 
     PAGE.write_text(re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, PAGE.read_text(), flags=re.DOTALL))

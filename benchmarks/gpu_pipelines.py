@@ -149,8 +149,7 @@ def measure_memory(rank: int, args: argparse.Namespace) -> list[Table]:
         for _ in range(2):  # connected, and with gradients
             runner.step()
         peaks = gather(memory_of(args.device, runner.step).peak)
-        by_rank = ", ".join(f"{peak / 2**20:,.1f}" for peak in peaks)
-        rows.append([f"{name}, offloaded" if moved else name, by_rank, messages])
+        rows.append([name + ", offloaded" * bool(moved), ", ".join(f"{one / 2**20:,.1f}" for one in peaks), messages])
         del runner
         if args.device == "cuda":
             torch.cuda.empty_cache()  # for the others on this GPU
