@@ -46,16 +46,12 @@ NAMES = [
     "test_a_failure_reaches_both_ranks",
     "test_a_wait_runs_out",
     "test_timeline",
+    "test_what_is_in_host_memory_is_not_on_the_device",
 ]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "test_a_step_leaves_nothing_in_memory",
-        "test_what_is_in_host_memory_is_not_on_the_device",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES),
-    ],
+    "name", ["test_a_step_leaves_nothing_in_memory", *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES)]
 )
 @on_ranks(2)
 def test_as_on_a_gpu(rank: int, name: str) -> None:
