@@ -89,6 +89,18 @@ class Normed(nn.Module):
         return self.norm(self.conv(x)).relu()
 
 
+class NormedInGroups(nn.Module):
+    """The gradient that reaches the norm is transposed. The tracer takes that behind a dropout for contiguous, and so
+    left out the copy that the kernel needs: gradients of weights were wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(x), 0.5).transpose(0, 1).contiguous().sin()
+
+
 class NormedAcross(nn.Module):
     """A batch norm of a transposed tensor. The tracer takes the strides of its result for others than it has, so that a
     view in the graph was none, and the first call failed."""
@@ -164,6 +176,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "same gradient": (SameGradient, lambda: (sequence(),)),
     "batch norm": (Normed, lambda: (torch.randn(3, 2, 8, requires_grad=True),)),
     "batch norm, transposed": (NormedAcross, lambda: (torch.randn(3, 8, H, requires_grad=True),)),
+    "group norm, dropout, transposed": (NormedInGroups, lambda: (torch.randn(3, 8, 4, requires_grad=True),)),
     "outputs": (Outputs, lambda: (sequence(), 3.0)),
     "custom Function, unused": (Custom, lambda: (sequence(),)),
 }
