@@ -217,6 +217,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> torch.export.ExportedProgram:
     """What exporting leaves in the attributes of a module, fake tensors among it, is taken out."""
     names, counted = {name for name, _ in state_of(model)}, list[str]()
+    held, kept = _held(model), set[int]()
     try:
         model.train(training)
         with (
@@ -226,6 +227,7 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
             noting_draws() as drawn,
         ):
             model.register_forward_hook(lambda *_: counted.extend(changed()))
+            model.register_forward_hook(lambda *_: kept.update(_held(model)))
             exported = torch.export.export(model, arguments, strict=False)
             made = {name for name, _ in state_of(model)} - names
         if drawn:
@@ -238,6 +240,11 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
                 f"its forward changes {counted[0]}, a number or the length of a list, which a graph would have once "
                 "and for all: keep it in a buffer, or run the module once before, if it changes only then."
             )
+        read = {id(one) for one in exported.constants.values()}
+        if anew := [name for number, (name, _) in held.items() if number in read and number not in kept]:
+            raise CannotSplitError(
+                f"its forward reads {anew[0]} and sets it anew, which a graph would not do: register it as a buffer."
+            )
         if made:
             raise CannotSplitError(
                 f"its forward makes {min(made)}, which a graph takes for a change of something else: make it in the "
@@ -249,6 +256,21 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
         if not isinstance(error, CannotSplitError):
             reason = f"torch.export refuses it with {type(error).__name__}: {reason}"
         raise CannotSplitError(f"{type(model).__name__} cannot be split: {reason}") from error
+
+
+def _held(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
+    """The tensors among the attributes of modules, in containers too, with the attributes' names."""
+    return {
+        id(leaf): (f"{type(module).__name__}.{name}", leaf)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in vars(_PLAIN)
+        for leaf in pytree.tree_leaves(value)
+        if torch.is_tensor(leaf)
+    }
+
+
+_PLAIN = nn.Module()
 
 
 def _refuse_function(function: type, *arguments: Any) -> Any:

@@ -366,6 +366,17 @@ def hooks_a_tensor(net: Net, x: Tensor) -> Tensor:
     return through(net, y)
 
 
+def moves_an_attribute(net: Net, x: Tensor) -> Tensor:
+    """The next microbatch read what had been there at the split, without a word."""
+    x = through(net, x) - net.cache
+    net.cache = x.detach().mean((0, 1))
+    return net.head(x)
+
+
+def with_tensor(net: Net) -> None:
+    net.cache = torch.zeros(D)
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "out of two views": (adds_out, r"stage 1 writes to memory that view and .* share, which stage 1 receives apart"),
     "a buffer on two stages": (counts_in_a_buffer, r"stage \d writes to mean, which stages \[\d.*\] read"),
@@ -400,6 +411,13 @@ def test_what_would_be_wrong_is_refused(rank: int, row: str) -> None:
     with pytest.raises(CannotSplitError, match=f"Net cannot be split.*{message}"):
         split(Net(run, with_generator), torch.ones(3, 5, D), "1f1b")
     assert torch._C._functorch.maybe_current_level() is None, "in which nothing can be drawn"
+
+
+def test_an_attribute_that_is_set_anew_is_refused() -> None:
+    with pytest.raises(
+        CannotSplitError, match=r"reads Net\.cache and sets it anew, .*: register it|cache was assigned"
+    ):
+        split(Net(moves_an_attribute, with_tensor), torch.ones(3, 5, D), "no_pipelining")
 
 
 def test_arguments_are_checked() -> None:
