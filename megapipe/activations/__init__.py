@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .offload import Offload, storages_of
     from .replay import recomputing, regions_of
     from .saver import as_it_is, saving
-    from .state import autocasts, noting_draws, restores_of, undoing_changes
+    from .state import autocasts, noting_draws, restores_of, tensors_kept, undoing_changes
 
 __all__: list[str] = []
 __all__ += [  # between rooms
@@ -21,6 +21,7 @@ __all__ += [  # between rooms
     "restores_of",
     "saving",
     "storages_of",
+    "tensors_kept",
     "undoing_changes",
 ]
 

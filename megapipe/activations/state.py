@@ -20,7 +20,7 @@ from ..frameworks import frameworks
 from .offload import storages_of
 from .saver import as_it_is
 
-__all__ = ["State", "autocasts", "noting_draws", "restores_of", "undoing_changes"]
+__all__ = ["State", "autocasts", "noting_draws", "restores_of", "tensors_kept", "undoing_changes"]
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Functions that return and set the state of a stream of random numbers."""
@@ -161,6 +161,15 @@ def undoing_changes(modules: Iterable[nn.Module]) -> Iterator[Callable[[], list[
         for _, container, content in before:
             container.clear()
             (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+
+
+def tensors_kept(module: nn.Module) -> dict[str, list[Tensor]]:
+    """The tensors among the attributes of a module, in lists and dicts too."""
+    attributes = {name: value for name, value in vars(module).items() if name not in _OF_ALL_MODULES}
+    return {
+        name: [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        for name, value in attributes.items()
+    }
 
 
 def _is_other(number: Any, now: Any) -> bool:

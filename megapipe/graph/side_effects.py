@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..activations import noting_draws
-from .arguments import Structure
+from ..activations import noting_draws, tensors_kept
 from .joint import CaptureError, line_in
 
 __all__ = ["refusing_side_effects"]
@@ -34,12 +33,12 @@ def refusing_side_effects(
         CaptureError: it draws random numbers of Python or NumPy, sets the state of torch's, replaces the `.data` of a
             tensor or what is registered with a module, keeps a tensor as an attribute of one, or changes a number.
     """
-    before = [(_tensors_kept(module), _registered(module)) for module in modules]
+    before = [(tensors_kept(module), _registered(module)) for module in modules]
     with _without_drawing(what), _setting_no_random_state(what), _SettingNoData(what):
         yield
     for module, (kept, registered) in zip(modules, before):
         known = {id(one) for one in registered.values()}  # in lists too, as layers of torch.nn.RNNBase have them
-        for name, tensors in _tensors_kept(module).items():
+        for name, tensors in tensors_kept(module).items():
             if not {id(one) for one in tensors} <= known | {id(one) for one in kept.get(name, [])}:
                 raise CaptureError(
                     f"{what} cannot be captured: its forward keeps a tensor as {type(module).__name__}.{name}, which a "
@@ -129,13 +128,5 @@ class _SettingNoData(TorchFunctionMode):
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _tensors_kept(module: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors among the attributes of a module, in lists and dicts too."""
-    return {name: Structure.of(value)[1] for name, value in vars(module).items() if name not in vars(_PLAIN)}
-
-
 def _registered(module: nn.Module) -> dict[str, Any]:
     return {**module._parameters, **module._buffers, **module._modules}
-
-
-_PLAIN = nn.Module()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..activations import noting_draws, undoing_changes
+from ..activations import noting_draws, tensors_kept, undoing_changes
 
 __all__ = ["CannotSplitError", "Trace", "state_of"]
 
@@ -241,7 +241,7 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
                 "and for all: keep it in a buffer, or run the module once before, if it changes only then."
             )
         read = {id(one) for one in exported.constants.values()}
-        if anew := [name for number, (name, _) in held.items() if number in read and number not in kept]:
+        if anew := [name for number, name in held.items() if number in read and number not in kept]:
             raise CannotSplitError(
                 f"its forward reads {anew[0]} and sets it anew, which a graph would not do: register it as a buffer."
             )
@@ -258,19 +258,10 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
         raise CannotSplitError(f"{type(model).__name__} cannot be split: {reason}") from error
 
 
-def _held(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
-    """The tensors among the attributes of modules, in containers too, with the attributes' names."""
-    return {
-        id(leaf): (f"{type(module).__name__}.{name}", leaf)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in vars(_PLAIN)
-        for leaf in pytree.tree_leaves(value)
-        if torch.is_tensor(leaf)
-    }
-
-
-_PLAIN = nn.Module()
+def _held(model: nn.Module) -> dict[int, str]:
+    """The tensors among the attributes of modules, with the attributes' names."""
+    kept = [(type(m).__name__, name, of) for m in model.modules() for name, of in tensors_kept(m).items()]
+    return {id(one): f"{kind}.{name}" for kind, name, of in kept for one in of}
 
 
 def _refuse_function(function: type, *arguments: Any) -> Any:
