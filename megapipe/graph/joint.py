@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from .nodes import drop_idle_views
+from .strides import lay_out_as_traced
 
 __all__ = ["CaptureError", "Joint", "line_in", "trace_joint"]
 
@@ -83,7 +84,7 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
         copied = tuple(aliases)
     drop_idle_views(exported.graph_module)
     _let_views_copy(exported.graph_module)
-    _let_kernels_copy(exported.graph_module)
+    lay_out_as_traced(exported.graph_module)
     joint = _label(exported.graph_module, len(inputs), what)
     _check(joint, what)
     return joint
@@ -174,26 +175,6 @@ def _let_views_copy(owner: GraphModule) -> None:
     batch norm of a transposed tensor), and no node writes, so that nothing goes by what shares memory."""
     for node in owner.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
-
-
-_NEED_CONTIGUOUS = {torch.ops.aten.native_group_norm.default: 1, torch.ops.aten.native_group_norm_backward.default: 2}
-"""Operators that take memory as it lies, with how many of their arguments."""
-
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-
-
-def _let_kernels_copy(owner: GraphModule) -> None:
-    """What has made these arguments contiguous is not in the graph where they were so by the tracer's strides, as the
-    gradient behind a dropout is, which has the strides of the one that it is given."""
-    for node in [node for node in owner.graph.nodes if node.target in _NEED_CONTIGUOUS]:
-        for source in node.args[: _NEED_CONTIGUOUS[node.target]]:
-            found = [form for form in _FORMATS if source.meta["val"].is_contiguous(memory_format=form)]
-            for form in found[:1]:
-                with owner.graph.inserting_before(node):
-                    laid_out = torch.ops.aten.contiguous.default
-                    copy = owner.graph.call_function(laid_out, (source,), {"memory_format": form})
-                copy.meta = dict(source.meta)
-                node.replace_input_with(source, copy)
 
 
 def _label(owner: GraphModule, num_inputs: int, what: str) -> Joint:

@@ -20,6 +20,7 @@ from tools.graphs import H, Part, Plain, sequence, skip_without_tracer
 from tools.one_layer import backward
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import live_bytes, live_tensors
@@ -91,7 +92,7 @@ class Normed(nn.Module):
 
 class NormedInGroups(nn.Module):
     """The gradient that reaches the norm is transposed. The tracer takes that behind a dropout for contiguous, and so
-    left out the copy that the kernel needs: gradients of weights were wrong."""
+    left out the copy that the kernel needs: gradients of weights were wrong. So were those behind a roll."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +100,15 @@ class NormedInGroups(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(self.norm(x), 0.5).transpose(0, 1).contiguous().sin()
+
+
+class WeightNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = weight_norm(nn.Conv2d(8, 8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.roll(1, 2))
 
 
 class NormedAcross(nn.Module):
@@ -159,6 +169,10 @@ def tokens() -> Tensor:
     return torch.randint(11, (5, 2))
 
 
+def channels_last() -> Tensor:
+    return torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last).requires_grad_()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "MLP": (lambda: nn.Sequential(nn.Linear(H, 64), nn.ReLU(), nn.Linear(64, H)), lambda: (sequence(),)),
     "MLP, first stage": (
@@ -177,6 +191,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "batch norm": (Normed, lambda: (torch.randn(3, 2, 8, requires_grad=True),)),
     "batch norm, transposed": (NormedAcross, lambda: (torch.randn(3, 8, H, requires_grad=True),)),
     "group norm, dropout, transposed": (NormedInGroups, lambda: (torch.randn(3, 8, 4, requires_grad=True),)),
+    "weight norm, rolled": (WeightNormed, lambda: (channels_last(),)),
     "outputs": (Outputs, lambda: (sequence(), 3.0)),
     "custom Function, unused": (Custom, lambda: (sequence(),)),
 }
