@@ -84,9 +84,9 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
         copied = tuple(aliases)
     drop_idle_views(exported.graph_module)
     _let_views_copy(exported.graph_module)
-    lay_out_as_traced(exported.graph_module)
     joint = _label(exported.graph_module, len(inputs), what)
     _check(joint, what)
+    lay_out_as_traced(joint.owner)
     return joint
 
 

@@ -4,8 +4,8 @@ any action. So a step is never longer, as far as times are those of the plan.
 Copies run beside the rank's actions, one each way at a time. A unit leaves when its F is done; where its copy is over,
 O frees its memory; L takes memory again and begins the copy back, as late as can be. Whole chunks go, those first whose
 units wait longest for their backward: a chunk whose backwards follow at once would hold the copies up for nothing. Of
-the chunk that does not fit as a whole, as many units go as can, evenly spread. And of all these, those stay without
-which the peak is the same.
+the chunk that does not fit as a whole, as many units go as can, evenly spread. Of all these, units stay whose trips
+lower no peak.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _needed(plan: Plan, rank: int, memory: StageBytes) -> list[Event]:
             during[away] += size
             del trips[unit]
     moves = OFFLOAD.verb, LOAD.verb
-    return [e for e in plan.events[rank] if e.verb not in moves or (e.stage, e.microbatch) in trips]
+    return [event for event in plan.events[rank] if event.verb not in moves or event[1:3] in trips]
 
 
 def _time(verb: tuple[float, str, Unit]) -> tuple[float, bool]:
