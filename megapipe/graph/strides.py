@@ -30,6 +30,7 @@ strides."""
 
 
 def lay_out_as_traced(owner: GraphModule) -> None:
+    """Copy what such a kernel is given where it has other strides at work than in the trace."""
     for node in [node for node in owner.graph.nodes if _takes_memory_as_it_lies(node)]:
         for source in node.all_input_nodes:
             traced = source.meta.get("val")
