@@ -147,7 +147,7 @@ class Writer(FileSystemWriter):
             )
         self._target = path.with_name(path.name.partition(".")[0])
         self._keep_last = keep_last
-        super().__init__(path)
+        super().__init__(path, per_thread_copy_ahead=0)  # more takes a GPU where ranks compute on the CPU, for no gain
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

@@ -400,6 +400,16 @@ def test_random_states(ranks: RankPool, tmp_path: Path) -> None:
     assert len({tuple(one) for one in drawn}) == 3
 
 
+def test_no_gpu_is_taken_for_random_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks compute on the CPU of a machine with a GPU, each took a part of the GPU when it saved, or failed in
+    a process that had been forked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("it initialises CUDA"))
+    Checkpointer(tmp_path, filled(0.0)).save(1)
+    assert Checkpointer(tmp_path, filled(1.0)).load() == (1, None)
+
+
 # Shards
 
 
