@@ -26,6 +26,22 @@ from .strides import lay_out_as_traced
 __all__ = ["CaptureError", "Joint", "line_in", "trace_joint"]
 
 _API = "aot_export_joint_with_descriptors"
+_FOREIGN = (
+    "it uses a tensor that is no parameter, buffer or input of its own, or one from a cache: register it as a buffer, "
+    "pass it in"
+)
+_MEMORY = (
+    "it reads a tensor's memory by itself, as data_ptr(), numpy(), kernels that are no operators of torch and cuDNN's "
+    "recurrent layers do: make that an operator (torch.library.custom_op), switch cuDNN off there "
+    "(torch.backends.cudnn.flags)"
+)
+_REFUSED = {
+    "convert all Tensors to FakeTensors": _FOREIGN,
+    "Unexpected fake buffer": _FOREIGN,
+    "data pointer": _MEMORY,
+    "numpy() is not supported": _MEMORY,
+}
+"""What torch says of a forward, and what is said instead."""
 _NO_ALIAS = ("non_alias", "unsafe_view_alias", "custom_function_view")
 
 
@@ -131,14 +147,12 @@ def _export(
         return exporter(stack, function, inputs)
     except unknown as error:
         raise _depends_on_values(what, line_in(traceback.extract_tb(error.__traceback__))) from error
-    except AssertionError as error:
-        if not any(said in str(error) for said in ("convert all Tensors to FakeTensors", "Unexpected fake buffer")):
+    except (AssertionError, RuntimeError) as error:
+        found = [sentence for said, sentence in _REFUSED.items() if said in str(error)]
+        if not found:
             raise
-        raise CaptureError(
-            f"{what} cannot be captured: at {line_in(traceback.extract_tb(error.__traceback__))} it uses a tensor that "
-            "is no parameter, buffer or input of its own, or one from a cache: register it as a buffer, pass it in, or "
-            "leave this stage eager."
-        ) from error
+        line = line_in(traceback.extract_tb(error.__traceback__))
+        raise CaptureError(f"{what} cannot be captured: at {line} {found[0]}, or leave this stage eager.") from error
 
 
 def _depends_on_values(what: str, line: str) -> CaptureError:

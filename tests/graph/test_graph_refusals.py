@@ -110,6 +110,12 @@ class Refused(nn.Module):
     def unregistered(self, y: Tensor, x: Tensor) -> Tensor:
         return y * self.scale
 
+    def addressed(self, y: Tensor, x: Tensor) -> Tensor:
+        return y if y.data_ptr() % 2 else x
+
+    def to_numpy(self, y: Tensor, x: Tensor) -> Tensor:
+        return y * float(y.detach().numpy().max())
+
     def in_object(self, y: Tensor, x: Tensor) -> tuple[Tensor, Output]:
         return y, Output(y * 2)
 
@@ -164,6 +170,8 @@ class Deferring(torch.autograd.Function):
         ("in_dict", r"keeps a tensor as Refused\.cache"),
         ("unregistered", r"test_graph_refusals.*no parameter, buffer or input.*register it"),
         ("written", r"test_graph_refusals.*no parameter, buffer or input.*register it"),
+        ("addressed", r"test_graph_refusals.py:\d+ \(return y if .*\) it reads a tensor's memory"),
+        ("to_numpy", r"test_graph_refusals.py:\d+ \(return y \* float\(.*\)\) it reads a tensor's memory"),
         ("in_object", r"returns a Output with tensors in it.*dict, list or tuple"),
         ("dropped", "draws random numbers of Python"),
         ("dropped_by_numpy", "draws random numbers of NumPy"),
@@ -174,7 +182,7 @@ def test_refused(how: str, said: str) -> None:
     put there stayed, so that the module could not be run eagerly any more; random numbers besides torch's were drawn
     once; of what is not registered torch's own assertion spoke, about fake tensors, and it was written to. What a
     forward registered stayed, as a tensor of the tracing, or was captured as a constant; counts of calls stood
-    still."""
+    still. Where a tensor's memory was read, as cuDNN's LSTM does, torch's own error spoke, without a line."""
     stage, x = Refused(how), sequence()
     states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2]
     with pytest.raises((ValueError, TypeError), match=said):
