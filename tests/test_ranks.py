@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from tools import ranks as tools_ranks
-from tools.ranks import RankError, RankPool
+from tools.ranks import RankError, RankPool, excuses_of_torch
 
 KEPT: list[Any] = []
 
@@ -22,10 +22,11 @@ def leaves(rank: int, what: str) -> None:
         KEPT.extend(dist.new_group([0, 1]) for _ in range(12))
 
 
+@pytest.mark.skipif(bool(excuses_of_torch()), reason="this torch leaves something behind itself")
 def test_what_a_job_leaves_behind() -> None:
     pool = RankPool(2)
     try:
-        for what in ("thread mine", "open file /etc/hosts", "(thread gloo_tcp_loop|open file pipe)"):
+        for what in ("thread mine", "open file /etc/hosts", r"(thread \w*gloo_\w+|open file pipe)"):
             with pytest.raises(RankError, match=rf"leaves has left behind on rank 0: \d+ x {what}"):
                 pool.run(2, leaves, what)
         pool.run(2, leaves, "")

@@ -50,7 +50,7 @@ def plain_step(rank: int, folder: str) -> None:
     def count(frame: FrameType, event: str, called: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             calls[frame.f_code] += 1
-        name = getattr(called, "__name__", "") if event == "c_call" else ""
+        name = getattr(called, "__name__", "") if event in ("c_call", "c_return") else ""  # Python 3.12 has the latter
         if name in ("send", "recv", "run_backward"):
             note(name, frame)
 

@@ -222,8 +222,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             result = error
-        if torch.cuda.is_available():
-            EXCUSES.append("CUDA, whose driver and NCCL keep threads and files")
+        EXCUSES.extend(excuses_of_torch())
         board = megapipe.failures.board._current
         if text or (board is not None and board[1].failure is not None):
             EXCUSES.append("a failure")
@@ -274,6 +273,17 @@ MAY_STAY = of_groups(6) + Counter(
 """What a process makes once, and keeps, and the process groups of what it did last."""
 FIRST_MESH = of_groups(2)
 """Torch keeps process groups of the first mesh that DTensors were on, out of reach of Python."""
+
+
+def excuses_of_torch() -> list[str]:
+    import torch
+
+    found = []
+    if torch.cuda.is_available():
+        found.append("CUDA, whose driver and NCCL keep threads and files")
+    if torch.__version__.startswith(("2.10.", "2.11.")):
+        found.append("meshes, to which torch loses references: https://github.com/pytorch/pytorch/issues/181761")
+    return found
 
 
 def held() -> Counter[str]:
