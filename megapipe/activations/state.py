@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from ..frameworks import frameworks
 from .offload import storages_of
-from .saver import as_it_is
 
 __all__ = ["State", "autocasts", "noting_draws", "restores_of", "tensors_kept", "undoing_changes"]
 
@@ -48,6 +47,12 @@ class State:
         values = [value for _, attributes in self._attributes for value in attributes.values()]
         self._streams = [*_random_streams(device), *(stream for value in values for stream in _streams_of(value))]
         self._random = [get() for get, _ in self._streams]
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        self._versions = [(t, t._version) for t in tensors if _is_kept_as_it_is(t) and not t.is_inference()]
+
+    def has_lost(self) -> bool:
+        """Whether a tensor too large to be copied was changed in place since."""
+        return any(tensor._version != version for tensor, version in self._versions)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -66,8 +71,14 @@ class State:
             yield
 
 
+def _is_kept_as_it_is(tensor: Tensor) -> bool:
+    if isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None or tensor.is_inference():
+        return False
+    return tensor.numel() * tensor.itemsize >= _SMALL
+
+
 def _copy(buffer: Tensor | None) -> Tensor | None:
-    if buffer is None or buffer.is_inference() or buffer.numel() * buffer.itemsize >= _SMALL:
+    if buffer is None or buffer.is_inference() or _is_kept_as_it_is(buffer):
         return buffer
     return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
@@ -78,8 +89,14 @@ def _set_all(attributes: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _kept(attribute: Any) -> Any:
-    """The same, its containers rebuilt: a call may write into them, as into a message that the hook was given."""
-    return pytree.tree_map(as_it_is, attribute)
+    """The same, its containers rebuilt: a call may write into them, as into a message that the hook was given. And with
+    copies of tensors, which are counters and the like."""
+    return pytree.tree_map(_copied_if_state, attribute)
+
+
+def _copied_if_state(value: Any) -> Any:
+    is_state = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.grad_fn is None
+    return _copy(value) if is_state else value
 
 
 def _is_state(name: str, value: Any) -> bool:
