@@ -14,13 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from ..activations import as_it_is, saving
 from ..chunks import as_sharded
 from ..overlap import fill_window
-from ..weight_grad import SavedTensor, add_weight_gradient, backward_context, defer, deferring_to, save_for_w
+from ..weight_grad import (
+    SavedTensor,
+    add_weight_gradient,
+    backward_context,
+    defer,
+    deferring_to,
+    once_differentiable,
+    save_for_w,
+)
 from .arguments import Structure, laid_out
 from .compile import compile_graph
 from .multiplexing import communicates, multiplex, with_windows

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..chunks import as_sharded
+from ..weight_grad import once_differentiable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

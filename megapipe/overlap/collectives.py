@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from ..weight_grad import once_differentiable
 from .windows import fill_window, num_stops
 
 __all__ = ["Pending", "start_all_gather", "start_all_reduce", "start_all_to_all", "start_reduce_scatter"]

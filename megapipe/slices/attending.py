@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from ..weight_grad import once_differentiable
 from .state import current, earlier, keep
 
 __all__ = ["attention"]

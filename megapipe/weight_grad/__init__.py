@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         is_capturing,
         visit_gradient_nodes,
     )
+    from .layer_base import once_differentiable
     from .layers import embedding, grouped_linear, linear, transposed_linear
     from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
     from .products import add_weight_gradient
@@ -52,6 +53,7 @@ __all__ += [  # between rooms
     "backward_context",
     "capturing",
     "deferring_to",
+    "once_differentiable",
     "save_for_w",
     "visit_gradient_nodes",
 ]

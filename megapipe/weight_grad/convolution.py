@@ -73,7 +73,7 @@ class _Convolution(Layer):
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, options: Any, *are_wanted: bool) -> Sequence[Tensor]:
     """Those of x, weight and bias. For the last two only the weight's shape and layout count."""
     backward = torch.ops.aten.convolution_backward
-    return backward(grad, x, weight.to(x.dtype), None, *options, are_wanted)  # type: ignore[no-any-return]
+    return backward(grad, x, weight.to(x.dtype), [len(weight)], *options, are_wanted)  # type: ignore[no-any-return]
 
 
 def _take(both: Callable[[], Sequence[Tensor]], number: int, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable as torchs_once_differentiable
 
 from .accumulation import has_main_grad
 from .deferred import defer, deferring_to, is_capturing
@@ -31,14 +30,19 @@ __all__ = ["Layer", "add", "as_autocast", "can_defer", "deferred_gradient", "onc
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's own, used only where it has something to do: its contexts take longer than the backward of a small layer.
-    That is where the backward is to have a graph itself (`create_graph`)."""
-    with_graph = torchs_once_differentiable(backward)
+    """A backward that has no graph of its own, and says so. With torch's decorator a gradient that depends on the input
+    alone, as torch.autograd.functional.hessian differentiates it, is a constant."""
 
-    def chosen(ctx: Any, grad: Tensor) -> Any:
-        return (with_graph if torch.is_grad_enabled() else backward)(ctx, grad)
+    def once(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "second derivatives (create_graph) go through a layer that defers its weight gradient, a captured "
+                "stage, or a collective or slice of megapipe, which have none: use torch's own layers there, as with "
+                "PipelineStage(..., convert=False)."
+            )
+        return backward(ctx, *grads)
 
-    return chosen
+    return once
 
 
 class Layer(Function):

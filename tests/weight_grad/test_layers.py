@@ -235,9 +235,23 @@ def test_gradients_asked_for_by_name() -> None:
 
 def test_there_is_no_second_derivative() -> None:
     layer, x = weight_grad.Linear(IN, 1), torch.randn(TOKENS, IN, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), [x], create_graph=True)
-    with pytest.raises(RuntimeError):
-        grad.sum().backward()
+    """torch.autograd.functional.hessian had zeros, without a word."""
+    for differentiate in (
+        lambda: torch.autograd.grad(layer(x).square().sum(), [x], create_graph=True),
+        lambda: torch.autograd.functional.hessian(lambda x: layer(x).tanh().sum(), x),
+    ):
+        with pytest.raises(RuntimeError, match=r"second derivatives .* use torch's own layers there"):
+            differentiate()
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
+def test_convolutions_of_no_items(kind: Any) -> None:
+    """The process ended, with no error of Python's, where there was a bias."""
+    sizes = (0, 3, 5, 5)[: 3 if kind is nn.Conv1d else 4]
+    layer, x = weight_grad.convert(kind(3, 2, 3)), torch.empty(sizes, requires_grad=True)
+    backward(layer(x).sum())
+    assert [*map(torch.count_nonzero, (layer.weight.grad, layer.bias.grad))] == [0, 0]
+    assert x.grad.shape == sizes
 
 
 def test_frozen_weights_keep_no_input() -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ...chunks import wrapped_in
 from ...frameworks import ForwardStep
 from ...overlap import fill_window, in_segments
 from ...stages import edge_of
+from ...weight_grad import once_differentiable
 from .settings import loaded, megatrons_config
 
 __all__ = ["find_cut"]
