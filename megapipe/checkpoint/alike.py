@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import parallel_state
 from ..chunks import local
 from ..training import OF_EACH_GROUP
-from .full_state import FullState
+from .full_state import FullState, is_extra_state
 
 __all__ = ["check_same", "check_steps", "check_tied", "find_shared", "fingerprint", "fingerprints_of", "uses_of"]
 
@@ -86,6 +86,10 @@ def uses_of(state: FullState, rank: int, names: set[str] | None = None) -> list[
             uses.append((name, user, list(tensor.shape)))
         elif name in names:
             uses.append((name, user, int(_bytes_of(tensor).sum(dtype=torch.int64))))
+    for held in state.held:
+        if is_extra_state(held) and (names is None or held.name in names):
+            user = f"chunk {held.chunk} on pipeline rank {pp_rank}"
+            uses.append((held.name, user, [] if names is None else fingerprint(held.value)))
     return uses
 
 

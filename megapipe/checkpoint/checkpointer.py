@@ -110,6 +110,7 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._naming = (global_name, parts)
         self._names_are_checked = False
+        self._shared: set[str] = set()
         self._writing: Future[None] | None = None
         self._damaged: list[Path] = []  # checkpoints that `load` has passed over
         self._ranks = AllRanks(EXCHANGE)
@@ -143,7 +144,9 @@ class Checkpointer:
         with self._ranks.together() as phase:
             check_steps([rank["step"] for rank in ranks])
             check_same([rank["fingerprints"] for rank in ranks])
-            shared = find_shared(use for rank in ranks for use in rank["uses"])
+            if not self._names_are_checked:
+                self._shared = find_shared(use for rank in ranks for use in rank["uses"])
+            shared = self._shared
             sums = uses_of(state, self._ranks.rank, shared) if shared else []
             name = ""
             if self._ranks.rank == 0:

@@ -47,7 +47,7 @@ class FullState:
     The state of an optimizer is its own `state_dict()`, since its `load_state_dict` will read it.
 
     Raises:
-        ValueError: where an optimizer has a parameter that no chunk has.
+        ValueError: where an optimizer has a parameter that no chunk has, or that another one has.
     """
 
     def __init__(
@@ -73,7 +73,14 @@ class FullState:
                 first = self._names.setdefault(id(held.value), held.name)
                 if first != held.name:
                     self.aliases[held.name] = first
+        trained_by: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if trained_by.setdefault(id(parameter), number) != number:
+                    raise ValueError(
+                        f"optimizers {trained_by[id(parameter)]} and {number} train the same parameter, of shape "
+                        f"{list(parameter.shape)}, whose state would be saved under one name: give each a Checkpointer."
+                    )
             unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._names]
             if unknown:
                 raise ValueError(

@@ -144,7 +144,10 @@ def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> T
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.cat(
-        [torch.stack(torch._foreach_norm(g, norm_type, dtype=torch.float64)) for g in by_dtype(grads).values()]
+        [
+            torch.stack(torch._foreach_norm(alike, norm_type, dtype=torch.promote_types(dtype, torch.float64)))
+            for dtype, alike in by_dtype(grads).items()
+        ]
     )
     return _combine(norms if math.isinf(norm_type) else norms.pow(norm_type), norm_type)
 

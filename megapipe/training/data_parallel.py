@@ -125,7 +125,7 @@ class _Bucket:
                     "in a bucket: make it dense (sparse=False in nn.Embedding)."
                 )
             own = local(parameter)
-            parts.append(own.new_zeros(own.numel()) if grad is None else local(grad).flatten())
+            parts.append(_zeros(parameter, own) if grad is None else local(grad).flatten())
         flags = parts[0].new_ones(len(parts))  # filled on the device: a copy from the host would wait for it
         for parameter, flag in zip(self._parameters, flags):
             if parameter.grad is None:
@@ -144,10 +144,15 @@ class _Bucket:
         is_used = flags.tolist() if has_missing else [1.0] * len(sizes)  # reading them waits for the device
         for parameter, part, used in zip(self._parameters, parts, is_used):
             if parameter.grad is None and used:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter, dtype=part.dtype)
             if parameter.grad is not None:
                 grad = local(parameter.grad)
                 grad.copy_(part.view_as(grad))
+
+
+def _zeros(parameter: Tensor, own: Tensor) -> Tensor:
+    """Zeros in place of its gradient."""
+    return own.new_zeros(own.numel(), dtype=getattr(parameter, "grad_dtype", None))
 
 
 class _Destination(NamedTuple):
@@ -225,9 +230,13 @@ def _broadcast(chunks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
             if not _is_left(tensor, group):
                 among = _group_of(tensor, group)
                 source = dist.get_global_rank(among, 0)
-                works.append(dist.broadcast(local(tensor).detach(), source, group=among, async_op=True))
-    for work in works:
+                own = local(tensor).detach()  # gloo takes it as it lies, and knows not all dtypes
+                sent = own.contiguous().flatten().view(torch.uint8)
+                works.append((dist.broadcast(sent, source, group=among, async_op=True), own, sent))
+    for work, own, sent in works:
         work.wait()
+        if not own.is_contiguous():
+            own.copy_(sent.view(own.dtype).view(own.shape))
 
 
 def divide_by_num_tokens(

@@ -244,13 +244,24 @@ def load_scheduler(scheduler: LRScheduler, state_dict: dict[str, Any]) -> None:
     made = [
         (one, {name: getattr(one, name) for name in OF_EACH_GROUP if hasattr(one, name)}) for one in _all(scheduler)
     ]
-    scheduler.load_state_dict(state_dict)
+    scheduler.load_state_dict(_fitted(scheduler, state_dict))
     for one, of_each_group in made:
         vars(one).update(of_each_group)
         groups: list[dict[str, Any]] = one.optimizer.param_groups
         if hasattr(one, "base_lrs") and not isinstance(one, CyclicLR):  # whose are its lower bounds
             one.base_lrs = [group["initial_lr"] for group in groups]
         one._last_lr = [group["lr"] for group in groups]
+
+
+def _fitted(scheduler: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state, of a LambdaLR with as many functions as the scheduler here has, in nested ones too."""
+    fitted = dict(state_dict)
+    if (saved := fitted.get("lr_lambdas")) is not None:
+        number = len(scheduler.lr_lambdas)
+        fitted["lr_lambdas"] = [*saved, *[None] * number][:number]
+    if (nested := fitted.get("_schedulers")) is not None:
+        fitted["_schedulers"] = [_fitted(one, state) for one, state in zip(scheduler._schedulers, nested)]
+    return fitted
 
 
 OF_EACH_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "min_lrs")

@@ -122,6 +122,11 @@ class PostValidatedOptimizer(PipelinedOptimizer):
             return
         self._pending = _Pending(self.optimizer, sums, work)
         super()._make_step()
+        if self._pending.has_changed_gradients():
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} has changed gradients in its step, as SGD's nesterov does with "
+                "foreach=True (torch's default on devices): pass foreach=False, or use a PipelinedOptimizer."
+            )
         self._pending.stepped = copy_hyperparameters(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,11 +225,14 @@ class _Pending:
         self._weights = [_Weight(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._state = _copied(dict(optimizer.state))
 
+    def has_changed_gradients(self) -> bool:
+        return any(local(weight.grad)._version != weight.grad_version for weight in self._weights)
+
     @contextmanager
     def rolled_back(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
         """Within, everything is as it was before the step, gradients and learning rates included. Yields the gradients.
         Afterwards gradients and learning rates are the present ones again."""
-        if any(local(weight.grad)._version != weight.grad_version for weight in self._weights):
+        if self.has_changed_gradients():
             raise RuntimeError(
                 "gradients were changed in place while a PostValidatedOptimizer still needs them to make its step "
                 "again: clear them with zero_grad(set_to_none=True), and add to them only in the next backward."

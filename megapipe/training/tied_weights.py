@@ -86,7 +86,7 @@ class TiedWeights:
         if not copies:
             return
         with torch.no_grad():
-            value = local(copies[0]).detach()
+            value = local(copies[0]).detach().contiguous()
             if self._group is not None:
                 dist.broadcast(value, dist.get_global_rank(self._group, first), group=self._group)
             for parameter in copies:
@@ -128,13 +128,14 @@ class TiedWeights:
         if not copies:
             return
         grads = [_gradient(name, parameter) for parameter, name in copies.items()]
-        total = grads[0]
+        total = grads[0].contiguous()  # copies may be laid out otherwise on other ranks
         for grad in grads[1:]:
             total += grad
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
-        for grad in grads[1:]:
-            grad.copy_(total)
+        for grad in grads:
+            if grad is not total:
+                grad.copy_(total)
 
 
 class _InSteps(Framework):
@@ -200,6 +201,6 @@ def _group_of(holders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup
 
 def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
     if gradient_of(name, parameter) is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
     assert parameter.grad is not None
     return local(parameter.grad)

@@ -190,8 +190,29 @@ class Local(nn.Module):
             nn.init.constant_(layer.weight, first + number)
 
 
+class Stateful(nn.Module):
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> int:
+        return self.value
+
+    def set_extra_state(self, state: int) -> None:
+        self.value = state
+
+
 def renumber(chunk: nn.Module, name: str) -> str:
     return re.sub(r"\d+", lambda match: str(chunk.first + int(match[0])), name)
+
+
+def save_twice(rank: int, folder: Path) -> None:
+    """Two parameters of one name were noticed in the first save only, in which they may still be equal."""
+    chunk = nn.ModuleDict({"norm": filled(1.0)})
+    checkpointer = Checkpointer(folder, [chunk])
+    checkpointer.save(1)
+    nn.init.constant_(chunk["norm"].weight, float(rank))
+    checkpointer.save(2)
 
 
 def local_numbers(rank: int, folder: Path) -> list[str]:
@@ -209,6 +230,9 @@ def local_numbers(rank: int, folder: Path) -> list[str]:
     errors = [
         error_of(lambda: save("values", Local(2 * rank, 2))),
         error_of(lambda: save("shapes", Local(0, 2, size=3 + rank))),
+        error_of(lambda: save("extra", Stateful(rank))),
+        error_of(lambda: save_twice(rank, folder / "twice")),
+        error_of(lambda: Checkpointer(folder, whole, [torch.optim.SGD(whole.parameters()) for _ in range(2)]).save(9)),
         error_of(lambda: Checkpointer(folder, [Local(2 * rank, 2)]).load()),
         error_of(lambda: Checkpointer(folder, [Local(2 * rank, 4)], global_name=renumber).load()),
         error_of(lambda: Checkpointer(folder, [Local(2 * rank, 2, size=4)], global_name=renumber).load()),
@@ -232,6 +256,9 @@ def test_what_does_not_fit_is_told_alike_on_every_rank(ranks: RankPool, tmp_path
         r"ValueError: layers.0.weight is the name of different parameters, of chunk 0 on pipeline rank 0 and of chunk "
         r"0 on pipeline rank 1: their values differ. Name parameters as in the whole model",
         r"ValueError: layers.0.weight is the name .*: their shapes differ",
+        r"ValueError: _extra_state is the name .*: their values differ",
+        r"ValueError: norm.weight is the name .*: their values differ",
+        r"ValueError: optimizers 0 and 1 train the same parameter, of shape \[3, 3\], .* give each a Checkpointer",
         r"ValueError: the checkpoint .*step_00000003 has 4 entries that no rank's chunks have, such as "
         r"model.layers.2.bias: it is of another model, or the chunks count their layers from 0 and need global_name",
         r"ValueError: the checkpoint .*step_00000003 has no model.layers.4.weight",

@@ -121,6 +121,17 @@ def test_without_torch_distributed() -> None:
     assert torch.equal(module.weight.grad, torch.tensor([[3.0, 4.0]]) * 0.2)
 
 
+def test_complex_parameters() -> None:
+    """They ended with an error of torch's."""
+    module, other = nn.Module(), nn.Module()
+    for one in (module, other):
+        one.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        one.weight.grad = torch.tensor([3 + 4j, 12j])
+    norm = clip_grad_norm_(module, 1.0)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0).double())
+    torch.testing.assert_close(module.weight.grad, other.weight.grad)
+
+
 def sharded_and_parallel(rank: int) -> None:
     """Sharded over data-parallel ranks what is sharded over tensor-parallel ranks."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))

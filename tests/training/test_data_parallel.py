@@ -118,6 +118,35 @@ def test_unused_frozen_and_expert_parameters(rank: int) -> None:
     assert torch.equal(model.expert.weight.grad, torch.full((2, 2), (rank % 2 + rank % 2 + 2) / 4))
 
 
+class Wide(nn.Module):
+    """A parameter that is part of another tensor, one whose gradient is of another dtype, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Parameter(torch.randn(4, 9)[:, :3])
+        self.short = nn.Parameter(torch.randn(2, dtype=torch.bfloat16))
+        if hasattr(self.short, "grad_dtype"):
+            self.short.grad_dtype = torch.float32
+        self.register_buffer("count", torch.randint(99, (3,)).to(torch.int16))
+
+
+@on_ranks(2)
+def test_what_lies_otherwise_in_memory_and_other_dtypes(rank: int) -> None:
+    """Replica 0's memory was sent as it lay, with what lies between the rows. Gradients of another dtype ended the
+    process where a replica had none, and gloo does not know all integers."""
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(rank)
+    model = Wide()
+    reducer = GradientReducer([model])
+    replicas: list[Any] = [None] * 2
+    dist.all_gather_object(replicas, [t.detach().float().clone() for t in model.state_dict().values()])
+    assert all(map(torch.equal, *replicas))
+    if rank == 0:
+        model.short.grad = torch.full((2,), 3.0, dtype=getattr(model.short, "grad_dtype", torch.bfloat16))
+    reducer.finish([model])
+    assert torch.equal(model.short.grad.float(), torch.full((2,), 1.5))
+
+
 class Tied(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

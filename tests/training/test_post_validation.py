@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy
@@ -232,6 +233,17 @@ def test_misuse(rank: int) -> None:
         chunk.zero_grad(set_to_none=False)
     with pytest.raises(RuntimeError, match="changed in place"):
         optimizer.finalize()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_changes_gradients(rank: int) -> None:
+    """It was noticed in the first step that was to be clipped, with a remedy that did not help."""
+    chunks = build("1f1b", 2, 8)
+    nesterov = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    optimizer = validated(PostValidatedOptimizer(chunks, nesterov, 100.0), chunks)
+    run("1f1b", chunks, 2)
+    with pytest.raises(RuntimeError, match=r"SGD has changed gradients in its step, .*: pass foreach=False"):
+        optimizer.step()
 
 
 class Counting(torch.optim.SGD):

@@ -58,6 +58,24 @@ def test_steps_sum_by_themselves(rank: int) -> None:
     assert not torch.equal(own.grad, unpartitioned().head.weight.grad)
 
 
+@on_ranks(2)
+def test_copies_that_are_laid_out_otherwise(rank: int) -> None:
+    """Their memory was broadcast and added up as it lay: weights and gradients of other elements."""
+    parallel_state.initialize_model_parallel(2)
+    value = torch.arange(6.0).view(2, 3)
+    chunk = nn.Module()
+    chunk.register_parameter(str(rank), nn.Parameter(torch.randn(3, 2).t() if rank else torch.randn(2, 5)[:, 1:4]))
+    (weight,) = chunk.parameters()
+    if rank == 0:
+        weight.data.copy_(value)
+    tied = TiedWeights([chunk], ["0", "1"])
+    assert torch.equal(weight, value)
+    for _ in range(2):
+        weight.grad = torch.empty_like(weight).copy_(value * (rank + 1))
+        tied.sum_gradients()
+        assert torch.equal(weight.grad, 3 * value)
+
+
 @needs_fsdp_on_cpu
 @on_ranks(2)
 def test_sharded_after_they_were_tied(rank: int) -> None:
