@@ -88,6 +88,8 @@ def _plain(value: Any) -> Any:
     """A number of NumPy's or torch's, or a list of them, as Python's."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, float):
+        return float(value)
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, (bool, int)) else value
 
 

@@ -82,6 +82,8 @@ def test_other_numbers_become_ours() -> None:
     config.recompute, config.sequence_slice_lengths = np.int64(1), (np.int8(3), 3)
     assert [type(config.p2p_max_ctas), type(config.recompute)] == [int, int]
     assert config.sequence_slice_lengths == (3, 3)
+    config.max_in_flight = np.float64(1.5)
+    assert type(config.max_in_flight) is float, "or a later step does not see that it is another one"
 
 
 def test_a_config_is_no_dict() -> None:

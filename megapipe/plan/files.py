@@ -89,6 +89,8 @@ def _parse_rows(path: str | Path, rows: Any) -> tuple[list[list[Action]], list[l
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows) or not any(rows):
         raise ValueError(f"{path} holds no plan: it has no row of actions, like 2F0, for any rank.")
     actions, pairs = zip(*(_parse_row(row) for row in rows if row))
+    if not any(actions):
+        raise ValueError(f"{path} holds no plan: none of its cells is an action, like 2F0.")
     return list(actions), list(pairs)
 
 

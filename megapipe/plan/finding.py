@@ -30,14 +30,18 @@ def find_schedule(name: AnySchedule) -> Schedule:
             schedule is returned as it is.
 
     Raises:
+        TypeError: it is none of these.
         ValueError: there is no schedule of that name, or the file does not hold a plan.
         ScheduleError: the plan cannot run, as `Plan.check` finds.
     """
     if isinstance(name, Schedule):
         return name
     if not isinstance(name, (str, os.PathLike)):
-        from .planned import schedule_of  # with plans, which schedules by name do without
+        from .plan import Plan  # which schedules by name do without
+        from .planned import schedule_of
 
+        if not isinstance(name, Plan):
+            raise TypeError(f"a schedule is given by its name, as a plan, or by the path of one's file, got {name!r}.")
         return schedule_of(name)
     path = Path(name)
     if path.suffix not in (".json", ".csv", ".txt"):

@@ -61,7 +61,8 @@ def situation_of(schedule: Schedule, call: Call) -> Situation:
     for model in call.models:
         parameter = next(model.parameters(), None)
         chunks += [ref(model), type(model), None if parameter is None else parameter.dtype]
-    sizes = (call.num_microbatches, call.seq_length, call.micro_batch_size, call.decoder_seq_length)
+    has_own = call.adjust_tensor_shapes_fn is not None
+    sizes = (call.num_microbatches, call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
     return Situation(schedule, call.forward_only, sizes, tuple(settings), tuple(chunks), call.device)
 
 
@@ -133,7 +134,10 @@ class Runner:
 
     def fits(self, call: Call) -> bool:
         """Whether the messages of this call are those that the runner knows, where models compute their shapes."""
-        return not self._asks_models or specs_of(call, self.stages, self._ends) == self._described
+        if not self._asks_models:
+            return True
+        call.slices = self.slices
+        return specs_of(call, self.stages, self._ends) == self._described
 
     def extensions(self, call: Call) -> list[Extension]:
         """Those of the options that are set and have something to do in this step."""

@@ -36,6 +36,11 @@ __all__ = ["Alone", "Session", "one_step"]
 
 logger = logging.getLogger(__name__)
 
+UNDER_WAY = (
+    "a schedule was called while another call of it is under way, where other ranks cannot follow: call it before or "
+    "after, not in forward_step_func, and in several threads with a process group for each."
+)
+
 
 class Session:
     """One pipeline on one rank, for as long as its process group is there.
@@ -96,10 +101,7 @@ class Session:
             PipelineError: the step failed on another rank.
         """
         if self._is_in_step or getattr(_this_thread, "is_in_step", False):
-            raise ValueError(
-                "a schedule was called while another call of it is under way, where other ranks cannot follow: call it "
-                "before or after, not in forward_step_func, and in several threads with a process group for each."
-            )
+            raise ValueError(UNDER_WAY)
         self._is_in_step = _this_thread.is_in_step = True
         try:
             with self.watchdog.step():
@@ -211,6 +213,18 @@ class Alone:
         self.found_shapes = FoundShapes()
         self.runners: list[Any] = []
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step. Raises as that of `Session` does."""
+        if getattr(_this_thread, "is_in_step", False):
+            raise ValueError(UNDER_WAY)
+        _this_thread.is_in_step = True
+        try:
+            with single_rank_step():
+                yield
+        finally:
+            _this_thread.is_in_step = False
+
     def share(self, value: Any, source: int, device: torch.device, what: str = "results") -> Any:
         return value
 
@@ -224,7 +238,7 @@ def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | Alone]:
     """
     session = _alone if group is None or group.size() == 1 else Session.of(group)
     try:
-        with session.step() if isinstance(session, Session) else single_rank_step():
+        with session.step():
             yield session
     except PipelineError as error:
         raise error.with_traceback(None) from None  # another rank failed: our own calls have nothing to do with it

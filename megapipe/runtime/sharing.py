@@ -56,7 +56,7 @@ def share(
     for dtype in dict.fromkeys(tensor.dtype for tensor in to_broadcast):
         alike = [tensor for tensor in to_broadcast if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        dist.broadcast(flat, dist.get_global_rank(group, source), group)
+        dist.broadcast(flat.view(torch.uint8), dist.get_global_rank(group, source), group)
         if group.rank() != source:
             for tensor, part in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike])):
                 tensor.copy_(part.view_as(tensor))

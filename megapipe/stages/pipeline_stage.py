@@ -137,5 +137,7 @@ def _without_prefix(stage: nn.Module, state_dict: Any, prefix: str, local_metada
 
 
 def _with_prefix(stage: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    own = {*stage._parameters, *stage._buffers, *stage._modules} - {"module"}  # registered on the stage itself
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[prefix + PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
+        if key.removeprefix(prefix).partition(".")[0] not in own:
+            state_dict[prefix + PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)

@@ -239,7 +239,11 @@ class Stage:
                 self._explain(error, unit)
                 raise
             unit.has_windows = segments.has_stopped
-        loss = self.compute_loss(unit, output, loss_func) if self._is_last else None
+        try:
+            loss = self.compute_loss(unit, output, loss_func) if self._is_last else None
+        except StopIteration as error:  # of labels that the loss function takes
+            self._explain(error, unit)
+            raise
         for around in self._around:
             around.after()
         if self._is_last:

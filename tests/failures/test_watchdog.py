@@ -73,6 +73,7 @@ def returning(make: Any) -> dict[str, Any]:
 
 BAD_INPUT: list[tuple[int, Any, str]] = [
     (1, {"data_iterator": [*batches(2)]}, "data_iterator ended at microbatch 2 of 4 (stage 1)"),
+    (1, returning(lambda out: (out, lambda out: next(iter([])))), "data_iterator ended at microbatch 0 of 4 (stage 1)"),
     (1, {"model": torch.nn.Linear(2, 2)}, "the model of stage 1 (Linear) has no set_input_tensor(input)"),
     (1, {"model": [Stage(StageInfo(1, 2), 4) for _ in range(2)]}, "runs 1 chunk(s) of the model on each rank, got 2"),
     (1, returning(lambda out: out), "must return (output, loss_func), but on stage 1 it returned a tensor"),

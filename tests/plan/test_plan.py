@@ -168,6 +168,7 @@ def test_a_placement_with_a_wrong_inverse() -> None:
         ("0F0," + "x" * 200_000, "'x{40}' is not an action"),
         (bytes(range(256)), "plan.csv is no text: .* can't decode byte 0x80"),
         ('{"name": "x", "actions": ' + "[" * 200_000, "plan.csv is no JSON that can be read"),
+        ("0UNSHARD,0RECV_F1", "plan.csv holds no plan: none of its cells is an action"),
         ('{"name": "x"', "plan.csv is no JSON that can be read: Expecting"),
         (
             '{"name": "x", "pp_size": 4, "actions": [["0F0"]]}',

@@ -449,6 +449,8 @@ def test_unknown_schedule() -> None:
             ValueError, match=rf"no schedule '{name}' \(do you mean '{meant}'\?\); choose one of no_pipe"
         ):
             find_schedule(name)
+    with pytest.raises(TypeError, match="by its name, as a plan, or by the path of one's file, got None"):
+        find_schedule(None)
     with pytest.raises(ValueError, match=r"no schedule '1f2b'"):
         megapipe.get_forward_backward_func("1f2b")
 

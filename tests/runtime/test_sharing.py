@@ -36,6 +36,7 @@ def test_nested_values(rank: int, source: int) -> None:
                 "number": number,
             },
             (torch.ones(2, 3, dtype=torch.bfloat16).t(), torch.empty(0), None),
+            torch.arange(3).to(torch.int16),  # of which gloo knows nothing
         ]
         with session.step():
             dist.barrier()  # a step's loops end nowhere before it has begun everywhere
@@ -46,6 +47,7 @@ def test_nested_values(rank: int, source: int) -> None:
         assert torch.equal(found[1][0], torch.ones(3, 2, dtype=torch.bfloat16))
         assert found[1][1].shape == (0,)
         assert found[1][2] is None
+        assert found[2].tolist() == [0, 1, 2]
     if rank == source:
         assert not session._store.check([f"results of step 2 {source}"])  # nothing piles up in the store
 

@@ -164,6 +164,8 @@ def test_names_are_those_of_the_module() -> None:
         assert module[0].weight.eq(3).all()
     with pytest.raises(RuntimeError, match=r'Missing key.* "module.0.weight"'):
         stage.load_state_dict({name: t for name, t in stage.state_dict().items() if name != "0.weight"})
+    stage.register_buffer("own", torch.ones(1))  # as docs/own_model.md has it for stages without parameters
+    stage.load_state_dict(stage.state_dict())
 
 
 class Graph(nn.Module):
