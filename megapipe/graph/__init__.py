@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .joint import CaptureError, Joint, trace_joint
     from .multiplexing import multiplex
     from .partitioning import Partition, partition, recompute
+    from .side_effects import setting_no_random_state
     from .split import SplitBackward, WeightGradient, split_di_dw
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "split_fsdp_collectives",
     "trace_joint",
 ]
+__all__ += ["setting_no_random_state"]  # between rooms
 
 __getattr__, __dir__ = names_on_first_use(__name__)

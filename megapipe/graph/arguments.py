@@ -36,7 +36,13 @@ class Structure(NamedTuple):
 
     def find_opaque(self) -> Any:
         """One of the fixed values that has tensors in it, which torch's pytrees do not know; None where none has."""
-        return next((leaf for leaf in self.fixed.values() if Structure.of(getattr(leaf, "__dict__", None))[1]), None)
+        return next((leaf for leaf in self.fixed.values() if _has_tensors(leaf)), None)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether an object has some in its attributes."""
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return bool(Structure.of([getattr(value, "__dict__", None), [getattr(value, name, None) for name in slots]])[1])
 
 
 class Arguments:

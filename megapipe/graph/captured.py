@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..activations import restores_of, undoing_changes
 from ..chunks import as_sharded
@@ -158,7 +159,7 @@ class _StageGraphs:
         leaves = Structure.of(input_tensor)[1]
         if any(leaf.is_floating_point() for leaf in leaves):
             input_tensor = _with_gradients(input_tensor)
-        self._example = (_as_set(input_tensor), *self._bind(example, {}))
+        self._example = tree_map(_dense, (_as_set(input_tensor), *self._bind(example, {})))
         self._arguments = Arguments(self._example, self._what)
         self._graphs: dict[Mode, Graphs] = {}
 
@@ -302,6 +303,11 @@ class _Holder(nn.Module):
 
     def forward(self, value: Any) -> Any:
         return self._call(value)
+
+
+def _dense(one: Any) -> Any:
+    """What was expanded, in memory of its own, as later arguments may be."""
+    return one.contiguous() if isinstance(one, Tensor) and 0 in one.stride() and one.numel() else one
 
 
 def _as_set(input_tensor: Any) -> Any:

@@ -208,6 +208,11 @@ def _label(owner: GraphModule, num_inputs: int, what: str) -> Joint:
                 "parameters, buffers or inputs, which a graph would not change with it. Give each memory of its own "
                 "(clone()), or leave this stage eager."
             )
+        elif kind == "ForwardTokenAOTInput":
+            raise CaptureError(
+                f"{what} cannot be captured: it has an operator with side effects, as torch.linalg's checks for "
+                "singular matrices are, which a graph would have to order. Leave this stage eager."
+            )
         else:
             assert kind == "TangentAOTInput", described
             if type(described.output).__name__ == "PlainAOTOutput":  # else that of a changed input

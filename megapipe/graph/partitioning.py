@@ -8,6 +8,7 @@ is drawn or sent twice: random numbers, and tensors that arrived from other rank
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -74,7 +75,9 @@ def partition(joint: Joint, num_weights: int = 0, saved: Collection[Node] | None
         for node in overwritten:
             _save_before_overwritten(owner, node)
         return partition(joint, num_weights, None if saved is None else [*saved, *(node.next for node in overwritten)])
-    grads = [_cloned_if_kept(owner, grad, {*read, *wanted}) for grad in joint.grads]
+    held = Counter(storage_of(grad) for grad in set(joint.grads) if grad is not None)
+    shared = {storage for storage, count in held.items() if count > 1}  # autograd adds up in place what it is given
+    grads = [_cloned_if_kept(owner, grad, {*read, *wanted, *shared}) for grad in joint.grads]
     differentiable = [n for n, tangent in enumerate(joint.tangents) if tangent is not None]
     tangents = [tangent for tangent in joint.tangents if tangent is not None]
     done = [*joint.outputs, *joint.mutated.values()]

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..activations import noting_draws, tensors_kept
 from .joint import CaptureError, line_in
 
-__all__ = ["refusing_side_effects"]
+__all__ = ["refusing_side_effects", "setting_no_random_state"]
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def refusing_side_effects(
             tensor or what is registered with a module, keeps a tensor as an attribute of one, or changes a number.
     """
     before = [(tensors_kept(module), _registered(module)) for module in modules]
-    with _without_drawing(what), _setting_no_random_state(what), _SettingNoData(what):
+    with _without_drawing(what), setting_no_random_state(what), _SettingNoData(what):
         yield
     for module, (kept, registered) in zip(modules, before):
         known = {id(one) for one in registered.values()}  # in lists too, as layers of torch.nn.RNNBase have them
@@ -73,7 +73,7 @@ def _without_drawing(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _setting_no_random_state(what: str) -> Iterator[None]:
+def setting_no_random_state(what: str) -> Iterator[None]:
     """Raises CaptureError where a generator of torch's is given another seed or state, by any function. A profiler is
     left at its work, and no seed is seen: one written in C, as cProfile's, cannot be put back."""
 

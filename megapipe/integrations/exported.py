@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..activations import noting_draws, tensors_kept, undoing_changes
+from ..graph import CaptureError, setting_no_random_state
 
 __all__ = ["CannotSplitError", "Trace", "state_of"]
 
@@ -114,8 +115,9 @@ class Trace:
                 self.stage_of[node] = self.stage_of[node.args[0]]
             if node.target is aten.copy_.default and node.args[0] in self.values:  # a buffer that is set anew
                 self.stage_of[node] = self.stage_of.get(node.args[1], self.stage_of[node])
-            if all(one in pure for one in node.all_input_nodes):
-                pure.add(node)
+            touched = set().union(*(self.memory[one] for one in (node, *node.all_input_nodes)))
+            if all(one in pure for one in node.all_input_nodes) and not touched & self.changed:
+                pure.add(node)  # what is written to keeps its order
         for node in reversed(self.nodes):
             if node in pure:
                 users = [self.stage_of[user] for user in node.users if user in self.stage_of]
@@ -165,7 +167,11 @@ class Trace:
     def readers(self) -> dict[fx.Node, list[int]]:
         """The stages that read each parameter and each buffer."""
         return {
-            node: sorted({self.stage_of[user] for user in node.users if user in self.stage_of}) for node in self.values
+            node: sorted(
+                {self.stage_of[user] for user in node.users if user in self.stage_of}
+                | ({self.last} if node in self.outputs else set())
+            )
+            for node in self.values
         }
 
     def crossing(self, stage: int) -> list[fx.Node]:
@@ -179,9 +185,17 @@ class Trace:
             and any((self.last if user.op == "output" else self.stage_of.get(user, 0)) >= stage for user in node.users)
         ]
 
-    def check_writes(self) -> None:
-        """Raises CannotSplitError where a stage writes to a tensor that another stage has in memory of its own."""
-        readers = self.readers()
+    def check_writes(self, traces: Sequence[Trace]) -> None:
+        """Raises CannotSplitError where a stage writes to a tensor that another stage has in memory of its own.
+
+        Args:
+            traces: in training and in evaluation, whose stages have the same tensors.
+        """
+        by_value: dict[int, set[int]] = defaultdict(set)
+        for trace in traces:
+            for node, stages in trace.readers().items():
+                by_value[id(trace.values[node])].update(stages)
+        readers = {node: sorted(by_value[id(self.values[node])]) for node in self.values}
         received = {stage: self.crossing(stage) for stage in range(1, self.last + 1)}
         for writer in self.nodes:
             stage = self.stage_of[writer]
@@ -224,7 +238,9 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
             undoing_changes(model.modules()) as changed,
             mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)),
             mock.patch.object(Tensor, "register_hook", _refuse_hook),
+            mock.patch("torch.utils.checkpoint._checkpoint_without_reentrant_generator", _no_checkpoint),
             noting_draws() as drawn,
+            setting_no_random_state("its forward"),
         ):
             model.register_forward_hook(lambda *_: counted.extend(changed()))
             model.register_forward_hook(lambda *_: kept.update(_held(model)))
@@ -253,7 +269,7 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
         return exported
     except Exception as error:
         reason = " ".join(str(error).split())[:600]
-        if not isinstance(error, CannotSplitError):
+        if not isinstance(error, (CannotSplitError, CaptureError)):
             reason = f"torch.export refuses it with {type(error).__name__}: {reason}"
         raise CannotSplitError(f"{type(model).__name__} cannot be split: {reason}") from error
 
@@ -271,6 +287,11 @@ def _refuse_function(function: type, *arguments: Any) -> Any:
         f"it calls {function.__name__}, a torch.autograd.Function, whose backward no exported graph has. (Checkpoints "
         "take use_reentrant=False; config.recompute needs none.)"
     )
+
+
+def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
+    """Around a checkpointed call: a nested one is exported as if under no_grad, and its parameters were not trained."""
+    yield
 
 
 def _refuse_hook(tensor: Tensor, hook: Any) -> Any:

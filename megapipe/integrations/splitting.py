@@ -64,7 +64,7 @@ def split(
             another one reads.
         ValueError: there are too few operations, or a point is none.
     """
-    arguments = example if isinstance(example, tuple) else (example,)
+    arguments = _apart(example if isinstance(example, tuple) else (example,))
     own = stages_for_rank(schedule, num_chunks=num_chunks)
     num_stages, name = own[0].num_stages, type(model).__name__
     if len({module.training for module in model.modules()}) > 1:
@@ -79,7 +79,7 @@ def split(
     training.cut(num_stages, points)
     evaluating.follow(training)
     for trace in (training, evaluating):
-        trace.check_writes()
+        trace.check_writes((training, evaluating))
     state = State(model, training, evaluating)
     chunks = []
     for info in own:
@@ -88,6 +88,18 @@ def split(
     for names in state.ties():
         TiedWeights(chunks, names).sum_in_steps(chunks)
     return chunks
+
+
+def _apart(example: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same, with views of a tensor that is there twice: a graph would take it for one argument."""
+    seen = set[int]()
+
+    def apart(one: Any) -> Any:
+        is_known = id(one) in seen
+        seen.add(id(one))
+        return one.view_as(one) if is_known and torch.is_tensor(one) else one
+
+    return pytree.tree_map(apart, example)  # type: ignore[no-any-return]
 
 
 class State:
@@ -103,6 +115,8 @@ class State:
                     called = [name for name, *_ in (user.meta.get("nn_module_stack") or {}).values()]
                     if id(trace.values[node]) in readers:
                         readers[id(trace.values[node])][trace.stage_of[user]].update(called[-1:])
+                if node in trace.outputs and id(trace.values[node]) in readers:
+                    readers[id(trace.values[node])].setdefault(trace.last, set())
         home = 0
         for stages in readers.values():  # a tensor that none reads is on the stage of the one before it
             home = min(stages or [home])
@@ -123,7 +137,13 @@ class State:
         for key, tensor in self.tensors.items():
             if stage in self.names[key]:
                 is_copy = isinstance(tensor, nn.Parameter) and stage != min(self.names[key])
+                if is_copy and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+                    raise CannotSplitError(
+                        f"{self.names[key][stage][0]} has hooks, and several stages read it, each by a copy of its own: "
+                        "register them on the stages' parameters."
+                    )
                 own = nn.Parameter(tensor.detach().clone(), tensor.requires_grad) if is_copy else tensor
+                vars(own).update(vars(tensor))  # marks, by which optimizers group parameters
                 found |= dict.fromkeys(self.names[key][stage], own)
         return found
 
@@ -132,7 +152,7 @@ class State:
         ties = []
         for key, tensor in self.tensors.items():
             by_stage = [names for _, names in sorted(self.names[key].items())]
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and len(by_stage) > 1:
+            if isinstance(tensor, nn.Parameter) and len(by_stage) > 1:
                 first = {names[0] for names in by_stage}
                 ties.append([name for names in by_stage for name in names if name in first])
         return ties

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import cProfile
 import importlib
@@ -69,16 +70,18 @@ class Tied(nn.Module):
 
 
 class SameGradient(nn.Module):
-    """Two parameters receive one and the same tensor, another one a view that repeats it, a third what comes in."""
+    """Two parameters receive one and the same tensor, another one a view that repeats it, a third what comes in.
+    Two more receive views of one tensor, which were added to in place twice over."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Parameter(torch.randn(5, 2, H)) for _ in range(3))
         self.repeated = nn.Parameter(torch.randn(5, 2, 1))
+        self.p, self.q = nn.Parameter(torch.randn(2, H)), nn.Parameter(torch.randn(1, 2, H))
         self.linear = nn.Linear(H, H)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x + self.a + self.b + self.repeated) + self.c + self.repeated.sum()
+        return self.linear(x + self.a + self.b + self.repeated) + self.c + self.repeated.sum() + (self.p[None] + self.q)
 
 
 class Normed(nn.Module):
@@ -506,6 +509,23 @@ def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     for one in (stage, captured):
         one(x)[0].square().sum().backward()
     torch.testing.assert_close([p.grad for p in captured.parameters()], [p.grad for p in stage.parameters()])
+
+
+def test_an_example_that_was_expanded() -> None:
+    """Later arguments were copied into its layout, where all rows are one."""
+    stage, x = graph.capture(Plain(), (torch.randn(1, H).expand(2, H),)), torch.randn(2, H)
+    assert torch.equal(stage(x), stage.linear(x))
+
+
+class Inverting(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ torch.linalg.inv(self.linear.weight)
+
+
+def test_operators_with_effects() -> None:
+    """Where torch orders checks of values by tokens, an AssertionError of ours named one."""
+    with contextlib.suppress(graph.CaptureError):
+        graph.capture(Inverting(), (torch.randn(2, H),))
 
 
 def test_captured_under_a_profiler() -> None:

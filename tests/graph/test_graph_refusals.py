@@ -119,6 +119,9 @@ class Refused(nn.Module):
     def in_object(self, y: Tensor, x: Tensor) -> tuple[Tensor, Output]:
         return y, Output(y * 2)
 
+    def in_slots(self, y: Tensor, x: Tensor) -> tuple[Tensor, Slotted]:
+        return y, Slotted(y * 2)
+
     def dropped(self, y: Tensor, x: Tensor) -> Tensor:
         return y if random.random() < 0.5 else x
 
@@ -128,6 +131,11 @@ class Refused(nn.Module):
 
 @dataclasses.dataclass
 class Output:
+    y: Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
     y: Tensor
 
 
@@ -172,6 +180,7 @@ class Deferring(torch.autograd.Function):
         ("written", r"test_graph_refusals.*no parameter, buffer or input.*register it"),
         ("addressed", r"test_graph_refusals.py:\d+ \(return y if .*\) it reads a tensor's memory"),
         ("to_numpy", r"test_graph_refusals.py:\d+ \(return y \* float\(.*\)\) it reads a tensor's memory"),
+        ("in_slots", r"returns a Slotted with tensors in it"),
         ("in_object", r"returns a Output with tensors in it.*dict, list or tuple"),
         ("dropped", "draws random numbers of Python"),
         ("dropped_by_numpy", "draws random numbers of NumPy"),

@@ -239,6 +239,18 @@ def reads_a_weight_again(net: Net, tokens: Tensor) -> Tensor:
     return F.linear(through(net, net.emb(tokens)), net.emb.weight)
 
 
+def fills_in_two_steps(net: Net, x: Tensor) -> Tensor:
+    table = torch.zeros(5, D)
+    table[:, ::2] = 1
+    first = table.clone()
+    table[:, 1::2] = 2
+    return net.head(through(net, x + table) + first)
+
+
+def checkpointed(call: Callable[..., Any], x: Tensor) -> Tensor:
+    return checkpoint(call, x, use_reentrant=False)
+
+
 def share_blocks(net: Net) -> None:
     net.layers = nn.ModuleList([net.layers[0]] * 4)
 
@@ -271,7 +283,12 @@ ROWS: dict[str, tuple[Any, ...]] = {  # forward, batch, what is made besides, ti
     "regions without gradients or with autocast": (has_a_region, X, None, ("layers.0", "layers.1")),
     "tensors in attributes": (reads_attributes, X),
     "a number": (lambda net, x, scale: through(net, x) * scale, lambda: (torch.randn(3, 5, D), 0.5)),
-    "checkpoints": (lambda net, x: through(net, x, lambda m, x: checkpoint(m, x, use_reentrant=False)), X),
+    "checkpoints": (lambda net, x: through(net, x, checkpointed), X),
+    "nested checkpoints": (
+        lambda net, x: through(net, x, lambda m, x: checkpointed(lambda x: checkpointed(m, x), x)),
+        X,
+    ),
+    "a table filled in two steps": (fills_in_two_steps, X),
     "a weight read again": (reads_a_weight_again, TOKENS, None, ("emb.weight",)),
     "a weight in a closure": (reads_a_weight_again, TOKENS, share_in_closure, ("emb.weight",)),
     "a weight in a list": (
@@ -288,7 +305,7 @@ ROWS: dict[str, tuple[Any, ...]] = {  # forward, batch, what is made besides, ti
 EXPORTS_CHECKPOINTS = "2.9" <= torch.__version__ < "2.10" or torch.__version__ >= "2.13"  # 2.11 refuses them
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row != "checkpoints" or EXPORTS_CHECKPOINTS])
+@pytest.mark.parametrize("row", [row for row in ROWS if "checkpoints" not in row or EXPORTS_CHECKPOINTS])
 @on_ranks(1)
 def test_rows(rank: int, row: str) -> None:
     """The home-made runner of units did these wrongly without a word, or crashed."""
@@ -316,6 +333,40 @@ def test_a_weight_of_several_names_has_the_first(rank: int) -> None:
     reads_a_weight_by_its_second_name(model, X()[0])
     (chunk,) = split(model, X(), "no_pipelining", num_chunks=1)
     assert {*dict(chunk.module.named_parameters())} == {*dict(model.named_parameters())}
+
+
+@on_ranks(1)
+def test_a_shared_weight_that_is_unfrozen_later(rank: int) -> None:
+    """Its copies were not summed, and had lost the marks by which optimizers group parameters."""
+    initialise(1)
+    model, batches = Net(reads_a_weight_again), [TOKENS() for _ in range(4)]
+    model.emb.weight.no_decay = True
+    model.emb.weight.requires_grad_(False)
+    chunks = split(model, batches[0], "zbv")
+    copies = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith("emb.weight")]
+    assert [(p.no_decay, p.requires_grad) for p in copies] == [(True, False)] * 2
+    assert all(len(chunk.tied_weights) == 1 for chunk in chunks)
+    model.emb.weight.requires_grad_(True).register_hook(lambda grad: 2 * grad)
+    with pytest.raises(CannotSplitError, match=r"emb.weight has hooks, and several stages read it"):
+        split(model, batches[0], "zbv")
+
+
+@on_ranks(1)
+def test_one_tensor_twice_in_the_example(rank: int) -> None:
+    """They became one argument: the second was left out of every step."""
+    initialise(1)
+    x, y = torch.randn(3, 5, D), torch.randn(3, 5, D)
+    model = Net(lambda net, x, y: net.head(through(net, x) - y))
+    (chunk,) = split(model, (x, x), "no_pipelining")
+    assert torch.equal(chunk.module(x, y), model(x, y))
+
+
+@on_ranks(1)
+def test_a_parameter_that_is_returned(rank: int) -> None:
+    """The last stage had no name for it: a KeyError."""
+    initialise(1)
+    first, last = split(Net(lambda net, x: (net.head(through(net, x)), net.emb.weight)), X(), "zbv")
+    assert isinstance(last.module(first.module(X()[0]))[1], nn.Parameter)
 
 
 def adds_out(net: Net, x: Tensor) -> Tensor:
@@ -360,6 +411,21 @@ def with_generator(net: Net) -> None:
     net.cache, net.sums, net.kept = torch.Generator(), [], torch.zeros(D)
 
 
+def sets_the_seed(net: Net, x: Tensor) -> Tensor:
+    """The graph left it out, without a word."""
+    torch.manual_seed(3)
+    return through(net, nn.functional.dropout(x, 0.5))
+
+
+def reads_elsewhere_in_evaluation(net: Net, x: Tensor) -> Tensor:
+    """The first stage read what the buffer had been at the split."""
+    if not net.training:
+        return net.head(through(net, x - net.mean))
+    y = through(net, x)
+    net.mean.copy_(y.detach().mean((0, 1)))
+    return net.head(y)
+
+
 def hooks_a_tensor(net: Net, x: Tensor) -> Tensor:
     y = net.head(x)
     y.register_hook(lambda grad: 2 * grad)
@@ -376,6 +442,8 @@ def moves_an_attribute(net: Net, x: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "out of two views": (adds_out, r"stage 1 writes to memory that view and .* share, which stage 1 receives apart"),
     "a buffer on two stages": (counts_in_a_buffer, r"stage \d writes to mean, which stages \[\d.*\] read"),
+    "a buffer of another stage in evaluation": (reads_elsewhere_in_evaluation, r"stage 1 writes to mean, .* \[0, 1\]"),
+    "a seed": (sets_the_seed, r"its forward cannot be captured: at .*test_split.py:\d+ .* it sets the seed"),
     "a buffer that grows": (grows, "its graph does not run: output with shape"),
     "a buffer that the forward makes": (makes_buffer, "its forward makes late, .*: make it in the constructor"),
     "a count of calls": (counts_calls, "its forward changes out_features, a number .*: keep it in a buffer"),

@@ -166,9 +166,15 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _save_config(chunk: Any, folder: Path) -> None:
     config = copy.deepcopy(chunk.config.model_config)
-    config.architectures, config.dtype = [type(chunk).__name__], chunk.dtype
+    config.architectures, config.dtype = [_architecture(chunk)], chunk.dtype
     if chunk._auto_class is not None:  # its code is in a folder
         importlib.import_module("transformers.dynamic_module_utils").custom_object_save(chunk, folder, config=config)
     config.save_pretrained(folder)
     if chunk.can_generate():
         chunk.generation_config.save_pretrained(folder)
+
+
+def _architecture(chunk: Any) -> str:
+    """The class of the model, without what has derived others from it."""
+    made = ("Captured", "FSDP")
+    return next(kind.__name__ for kind in type(chunk).__mro__ if not kind.__name__.startswith(made))
