@@ -139,7 +139,7 @@ class State:
                 is_copy = isinstance(tensor, nn.Parameter) and stage != min(self.names[key])
                 if is_copy and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
                     raise CannotSplitError(
-                        f"{self.names[key][stage][0]} has hooks, and several stages read it, each by a copy of its own: "
+                        f"{self.names[key][stage][0]} has hooks, and several stages read it, each by a copy: "
                         "register them on the stages' parameters."
                     )
                 own = nn.Parameter(tensor.detach().clone(), tensor.requires_grad) if is_copy else tensor
