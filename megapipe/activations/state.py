@@ -40,19 +40,33 @@ class State:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._autocasts = autocasts({"cpu", device.type})
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._large: list[tuple[Tensor, int]] = []
+        keep = partial(self._kept, {})
         for inner in module.modules():
-            self._attributes.append((vars(inner), {n: _kept(a) for n, a in vars(inner).items() if _is_state(n, a)}))
+            own = {name: value for name, value in vars(inner).items() if _is_state(name, value)}
+            self._attributes.append((vars(inner), pytree.tree_map(keep, own)))
             if inner._buffers:
-                self._attributes.append((inner._buffers, {n: _copy(b) for n, b in inner._buffers.items()}))
+                self._attributes.append((inner._buffers, pytree.tree_map(keep, dict(inner._buffers))))
         values = [value for _, attributes in self._attributes for value in attributes.values()]
         self._streams = [*_random_streams(device), *(stream for value in values for stream in _streams_of(value))]
         self._random = [get() for get, _ in self._streams]
-        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-        self._versions = [(t, t._version) for t in tensors if _is_kept_as_it_is(t) and not t.is_inference()]
+
+    def _kept(self, copies: dict[int, Tensor], value: Any) -> Any:
+        """The same, or the copy of a tensor that is no parameter, as buffers and counters are."""
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.grad_fn is not None:
+            return value
+        if value.is_inference():
+            return value
+        if value.numel() * value.itemsize >= _SMALL:
+            self._large.append((value, value._version))
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+        return copies[id(value)]
 
     def has_lost(self) -> bool:
         """Whether a tensor too large to be copied was changed in place since."""
-        return any(tensor._version != version for tensor, version in self._versions)
+        return any(tensor._version != version for tensor, version in self._large)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -71,32 +85,9 @@ class State:
             yield
 
 
-def _is_kept_as_it_is(tensor: Tensor) -> bool:
-    if isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None or tensor.is_inference():
-        return False
-    return tensor.numel() * tensor.itemsize >= _SMALL
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    if buffer is None or buffer.is_inference() or _is_kept_as_it_is(buffer):
-        return buffer
-    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
-
-
 def _set_all(attributes: dict[str, Any], values: dict[str, Any]) -> None:
     attributes.clear()
     attributes.update(values)
-
-
-def _kept(attribute: Any) -> Any:
-    """The same, its containers rebuilt: a call may write into them, as into a message that the hook was given. And with
-    copies of tensors, which are counters and the like."""
-    return pytree.tree_map(_copied_if_state, attribute)
-
-
-def _copied_if_state(value: Any) -> Any:
-    is_state = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.grad_fn is None
-    return _copy(value) if is_state else value
 
 
 def _is_state(name: str, value: Any) -> bool:

@@ -272,6 +272,11 @@ def _defer(graph: fx.Graph) -> None:
 
 
 def _deferring_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """That of a region, with copies in place of views where nothing in it is written to."""
+    calls = module.graph.find_nodes(op="call_function", target=aten.view.default)
+    if not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in module.graph.nodes):
+        for node in calls:
+            node.target = aten.reshape.default  # messages are contiguous, also where the tensor was not
     _defer(module.graph)
     module.recompile()
     return module

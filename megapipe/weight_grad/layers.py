@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [..., out].
     """
-    if not can_defer(weight):
+    if weight.dim() != 2 or not can_defer(weight):  # F.linear takes a vector, too
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
 

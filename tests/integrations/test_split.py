@@ -124,11 +124,14 @@ def test_points_and_tied_weights(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_view_of_what_was_strided(rank: int) -> None:
-    """Messages are contiguous: transposed back, what was strided where it was made cannot be viewed any more."""
+    """Messages are contiguous: transposed back, what was strided where it was made cannot be viewed any more. In a
+    region with autocast neither."""
 
     def run(net: Net, x: Tensor) -> Tensor:
         strided = net.layers[0](x).transpose(0, 1)
-        return net.head(net.layers[1](strided)).reshape(15, D) + strided.transpose(0, 1).view(15, D)
+        y = net.head(net.layers[1](strided)).reshape(15, D) + strided.transpose(0, 1).view(15, D)
+        with torch.autocast("cpu", torch.bfloat16):
+            return y + strided.transpose(0, 1).view(15, D) @ net.head.weight
 
     initialise(2)
     torch.manual_seed(0)
@@ -282,6 +285,7 @@ ROWS: dict[str, tuple[Any, ...]] = {  # forward, batch, what is made besides, ti
     "a lazy cache": (caches, X),
     "regions without gradients or with autocast": (has_a_region, X, None, ("layers.0", "layers.1")),
     "tensors in attributes": (reads_attributes, X),
+    "a layer with a vector": (lambda net, x: F.linear(through(net, x), net.head.bias), X),
     "a number": (lambda net, x, scale: through(net, x) * scale, lambda: (torch.randn(3, 5, D), 0.5)),
     "checkpoints": (lambda net, x: through(net, x, checkpointed), X),
     "nested checkpoints": (
