@@ -238,7 +238,7 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
             undoing_changes(model.modules()) as changed,
             mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)),
             mock.patch.object(Tensor, "register_hook", _refuse_hook),
-            mock.patch("torch.utils.checkpoint._checkpoint_without_reentrant_generator", _no_checkpoint),
+            mock.patch.multiple(torch.utils.checkpoint, **_CHECKPOINTS),
             noting_draws() as drawn,
             setting_no_random_state("its forward"),
         ):
@@ -281,8 +281,6 @@ def _held(model: nn.Module) -> dict[int, str]:
 
 
 def _refuse_function(function: type, *arguments: Any) -> Any:
-    if function.__module__ == "torch.utils.checkpoint" and function.__name__ != "CheckpointFunction":
-        return arguments
     raise CannotSplitError(
         f"it calls {function.__name__}, a torch.autograd.Function, whose backward no exported graph has. (Checkpoints "
         "take use_reentrant=False; config.recompute needs none.)"
@@ -292,6 +290,10 @@ def _refuse_function(function: type, *arguments: Any) -> Any:
 def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
     """Around a checkpointed call: a nested one is exported as if under no_grad, and its parameters were not trained."""
     yield
+
+
+_NAMES = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")  # from 2.15 on
+_CHECKPOINTS: dict[str, Any] = {name: _no_checkpoint for name in _NAMES if hasattr(torch.utils.checkpoint, name)}
 
 
 def _refuse_hook(tensor: Tensor, hook: Any) -> Any:

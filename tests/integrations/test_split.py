@@ -306,10 +306,7 @@ ROWS: dict[str, tuple[Any, ...]] = {  # forward, batch, what is made besides, ti
 }
 
 
-EXPORTS_CHECKPOINTS = "2.9" <= torch.__version__ < "2.10" or torch.__version__ >= "2.13"  # 2.11 refuses them
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if "checkpoints" not in row or EXPORTS_CHECKPOINTS])
+@pytest.mark.parametrize("row", ROWS)
 @on_ranks(1)
 def test_rows(rank: int, row: str) -> None:
     """The home-made runner of units did these wrongly without a word, or crashed."""
