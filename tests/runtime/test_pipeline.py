@@ -330,6 +330,28 @@ def test_shapes_adjusted_by_the_caller(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_shapes_adjusted_in_a_later_step_only(rank: int) -> None:
+    """The function was passed over: the connections were those of the step before."""
+    chunks, longer = build("1f1b", 2, 4), [(SEQUENCE + 2, BATCH, HIDDEN)]
+    run("1f1b", chunks, 2)
+    data = batches(2, seq_lengths=[SEQUENCE + 2] * 2)
+    run("1f1b", chunks, 2, data_iterator=data, adjust_tensor_shapes_fn=lambda received, sent: (longer, longer))
+
+
+@on_ranks(1)
+def test_a_schedule_within_its_own_step(rank: int) -> None:
+    """On one rank it ran, and the step around it ended with an AttributeError."""
+    chunks = build("1f1b", 1, 2)
+
+    def nested(items: Any, chunk: nn.Module) -> Any:
+        run("1f1b", chunks, 2)
+        return forward_step(items, chunk)
+
+    with pytest.raises(ValueError, match="while another call of it is under way"):
+        run("1f1b", chunks, 2, forward_step_func=nested)
+
+
+@on_ranks(2)
 def test_a_decoder_length_counts_where_a_rank_has_one_chunk(rank: int) -> None:
     """Megatron's interleaved schedule ignores it, as its own tests have it. Here the messages took it, and the step
     failed with the shape of the first."""
