@@ -33,6 +33,7 @@ __all__ = [
     "trained_parameters",
     "unwrap",
     "wrapped_in",
+    "zero_gradient",
 ]
 
 Models = nn.Module | Sequence[nn.Module]
@@ -170,6 +171,11 @@ def gradient_like(parameter: Tensor) -> Tensor | None:
     if grad is not None and (laid_out := laid_out_like(parameter, grad)) is not grad:
         parameter.grad = grad = laid_out
     return grad
+
+
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """Zeros in place of a gradient that is missing, in the dtype that its owner has chosen, where torch lets them."""
+    return torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
 
 def laid_out_like(parameter: Tensor, grad: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..chunks import gradient_like
+from ..chunks import gradient_like, zero_gradient
 
 __all__ = ["Root"]
 
@@ -155,7 +155,7 @@ class Root:
 
     def _give_zeros(self, parameter: Any) -> None:
         whole = parameter.unsharded_param
-        whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+        whole.grad = zero_gradient(whole)
 
     def _stream(self) -> Any:
         return _stream_beside(self._device)

@@ -18,7 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import as_sharded, by_dtype, each_parameter, gradient_like, gradients, local, named_parameters, tensors_of
+from ..chunks import (
+    as_sharded,
+    by_dtype,
+    each_parameter,
+    gradient_like,
+    gradients,
+    local,
+    named_parameters,
+    tensors_of,
+    zero_gradient,
+)
 from ..failures import collective
 
 __all__ = ["GradientReducer", "divide_by_num_tokens"]
@@ -124,8 +134,7 @@ class _Bucket:
                     f"the gradient of a parameter of shape {list(parameter.shape)} is sparse, which cannot be averaged "
                     "in a bucket: make it dense (sparse=False in nn.Embedding)."
                 )
-            own = local(parameter)
-            parts.append(_zeros(parameter, own) if grad is None else local(grad).flatten())
+            parts.append(local(zero_gradient(parameter) if grad is None else grad).flatten())
         flags = parts[0].new_ones(len(parts))  # filled on the device: a copy from the host would wait for it
         for parameter, flag in zip(self._parameters, flags):
             if parameter.grad is None:
@@ -148,11 +157,6 @@ class _Bucket:
             if parameter.grad is not None:
                 grad = local(parameter.grad)
                 grad.copy_(part.view_as(grad))
-
-
-def _zeros(parameter: Tensor, own: Tensor) -> Tensor:
-    """Zeros in place of its gradient."""
-    return own.new_zeros(own.numel(), dtype=getattr(parameter, "grad_dtype", None))
 
 
 class _Destination(NamedTuple):

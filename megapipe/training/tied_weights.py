@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import as_list, as_sharded, gradient_of, local, named_parameters
+from ..chunks import as_list, as_sharded, gradient_of, local, named_parameters, zero_gradient
 from ..failures import collective
 from ..frameworks import Framework, StepEnd, ties
 
@@ -201,6 +201,6 @@ def _group_of(holders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup
 
 def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
     if gradient_of(name, parameter) is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+        parameter.grad = zero_gradient(parameter)
     assert parameter.grad is not None
     return local(parameter.grad)

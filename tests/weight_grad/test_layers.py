@@ -234,8 +234,8 @@ def test_gradients_asked_for_by_name() -> None:
 
 
 def test_there_is_no_second_derivative() -> None:
-    layer, x = weight_grad.Linear(IN, 1), torch.randn(TOKENS, IN, requires_grad=True)
     """torch.autograd.functional.hessian had zeros, without a word."""
+    layer, x = weight_grad.Linear(IN, 1), torch.randn(TOKENS, IN, requires_grad=True)
     for differentiate in (
         lambda: torch.autograd.grad(layer(x).square().sum(), [x], create_graph=True),
         lambda: torch.autograd.functional.hessian(lambda x: layer(x).tanh().sum(), x),
