@@ -107,6 +107,15 @@ def test_without_a_number_of_items_losses_are_means_over_microbatches(rank: int,
     hf_models.compare("zb1p", chunks, model, hf_models.batches(3))
 
 
+def test_a_loss_that_counts_nothing_is_not_given_a_number_of_items() -> None:
+    """XLNet's is the mean over its microbatch in any case: gradients were the number of microbatches too large."""
+    (chunk,) = build_chunks(hf_kinds.make_config("xlnet"), "no_pipelining", dtype=torch.float32)
+    batch = hf_models.batches(1)[0]
+    assert chunk(**batch).requires_grad
+    with pytest.raises(ValueError, match="XLNetLMHeadModel is the mean over its microbatch"):
+        chunk(**count_items([batch])[0])
+
+
 @on_ranks(2)
 def test_sizes_need_not_be_said(rank: int, tmp_path: Path) -> None:
     """Two steps of each: in the second, shapes are those that the first has found."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -91,6 +92,8 @@ class HuggingFaceStage(WithAdapters):
     crossing: Crossing | None
     is_drawn: bool
     """Whether its weights have been drawn from a seed."""
+    takes_mean: bool
+    """Whether its loss is the mean over a microbatch, whatever `num_items_in_batch` says."""
     stands_in: Tensor | None
     """An empty tensor, on a stage without weights, that has their dtype and device."""
     _received: Any = None
@@ -154,6 +157,11 @@ class HuggingFaceStage(WithAdapters):
                 return self._run_own(batch, received, routed)
             if labels is None:
                 return self._run_to_end(batch, received, routed).logits
+            if self.takes_mean and num_items_in_batch is not None:
+                raise ValueError(
+                    f"the loss of {type(self).__name__} is the mean over its microbatch, whatever num_items_in_batch "
+                    "says: leave count_items out, and train one replica."
+                )
             batch |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
             return self._run_to_end(batch, received, routed).loss
 
@@ -340,5 +348,7 @@ def as_stage(
     model.__class__ = _classes[own]
     model.stage, model.layers, model.parts, model.routers, model.crossing = stage, layers, parts, routers, crossing
     model.flow = None
+    reads = inspect.unwrap(own.forward).__code__.co_names
+    model.takes_mean = "CrossEntropyLoss" in reads and "loss_function" not in reads
     stands_in = None if has_weights else torch.empty(0, dtype=dtype, device=device)
     model.register_buffer("stands_in", stands_in, persistent=False)
