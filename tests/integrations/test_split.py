@@ -483,12 +483,12 @@ def test_what_would_be_wrong_is_refused(rank: int, row: str) -> None:
 def test_arguments_are_checked() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.long)
     with pytest.raises(ValueError, match=r"no module that GPT calls: take some of tokens, blocks\.0"):
-        split(plain_models.GPT(), tokens, "no_pipelining", points=["blocks"])
-    (chunk,) = split(plain_models.GPT(), tokens, "no_pipelining")
+        split(plain_models.GPT(1), tokens, "no_pipelining", points=["blocks"])
+    (chunk,) = split(plain_models.GPT(1), tokens, "no_pipelining")
     for wrong in ((torch.zeros(2, 9, dtype=torch.long),), (tokens, tokens), (tokens.int(),)):
         with pytest.raises(ValueError, match=r"arguments like the example's, \['torch\.int64 \[2, 8\]'\], got"):
             chunk(*wrong)
-    mixed = plain_models.GPT()
+    mixed = plain_models.GPT(1)
     mixed.blocks[0].eval()
     with pytest.raises(CannotSplitError, match="some modules are in training mode and some are not"):
         split(mixed, tokens, "no_pipelining")

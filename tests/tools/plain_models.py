@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, num_layers: int = 6, width: int = 16, is_tied: bool = False) -> None:
+    def __init__(self, num_layers: int = 3, width: int = 16, is_tied: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(31, width)
         self.positions = nn.Parameter(torch.randn(1, 16, width))
@@ -123,7 +123,7 @@ class Stack(nn.Module):
 class EncoderDecoder(nn.Module):
     """Both ends share the embedding, and all layers of the decoder read what the encoder returns, as in T5."""
 
-    def __init__(self, num_layers: int = 3, width: int = 16) -> None:
+    def __init__(self, num_layers: int = 2, width: int = 16) -> None:
         super().__init__()
         self.shared = nn.Embedding(31, width)
         self.encoder, self.decoder = Stack(num_layers, width, False), Stack(num_layers, width, True)
