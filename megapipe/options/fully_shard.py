@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ..plan import gathered_chunks
+from ..plan import Kind, gathered_chunks
 from ..runtime import GradientSync
 from ..sharding import ShardedChunks
-from ..stages import Call, Extension
+from ..stages import Call, Extension, Run, Stage, Unit
 
 __all__ = ["FullyShard"]
 
@@ -20,6 +20,7 @@ class FullyShard(Extension):
     """Takes part where some module of the chunks is sharded."""
 
     _sharded: ShardedChunks
+    _models: Sequence[nn.Module]
 
     has_gradients = True
 
@@ -31,8 +32,21 @@ class FullyShard(Extension):
             return False
         if config.max_gathered_chunks is not None and not call.forward_only:
             sharded.follow(gathered_chunks(self.plan(), self.pp_rank, config.max_gathered_chunks))
-        self._sharded = sharded
+        self._sharded, self._models = sharded, call.models
         return True
+
+    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+        if kind.message != "backward":
+            return run
+        chunk = [model is stage.module for model in self._models].index(True)
+
+        def backward(unit: Unit) -> None:
+            self._sharded.wait_for_gathers(
+                chunk
+            )  # FSDP2 ends a backward in all modules, also in those that were not run
+            run(unit)
+
+        return backward
 
     def gradient_sync(self, make: Callable[..., GradientSync]) -> Callable[..., GradientSync]:
         return partial(ShardedSync, self._sharded)

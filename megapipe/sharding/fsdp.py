@@ -100,13 +100,17 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
             if chunk not in self._gathered:
                 self._gathered.add(chunk)
                 self.gather(chunk)
-        for root in self._chunks[chunks[0]]:
-            root.wait_for_gathers()  # a replay does not pass by FSDP2's hooks
+        self.wait_for_gathers(chunks[0])  # a replay does not pass by FSDP2's hooks
 
     def gather(self, chunk: int) -> None:
         """Start to gather the parameters of a chunk."""
         for root in self._chunks[chunk]:
             root.gather()
+
+    def wait_for_gathers(self, chunk: int) -> None:
+        """Wait for all parameters of a chunk, also those that no forward has waited for."""
+        for root in self._chunks[chunk]:
+            root.wait_for_gathers()
 
     def add_up(self, chunk: int) -> None:
         """Add a W's gradients up in the dtype that they are reduced in, as FSDP2 does after a backward."""

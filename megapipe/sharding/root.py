@@ -191,18 +191,21 @@ class Root:
     def _fill_up(self) -> list[_Unused]:
         """Give zeros to the parameters without gradients: others may have one, and the reduction takes them from all
         replicas or none."""
-        alike: dict[tuple[dist.ProcessGroup, ...], list[Any]] = {}
+        alike: dict[tuple[dist.ProcessGroup, ...], list[tuple[Any, bool]]] = {}
         for group in self._groups:
             names = ("shard_process_group", "replicate_process_group")
             found = [getattr(group.mesh_info, name, None) for name in names]
             process_groups = tuple(one for one in found if one is not None and one.size() > 1)
+            is_partial = getattr(group, "_partial_reduce_output", None) is not None  # what earlier steps have summed up
             for parameter in group.fsdp_params if group.reduce_grads else ():
                 if parameter.sharded_param.requires_grad:
-                    alike.setdefault(process_groups, []).append(parameter)
+                    had_none = parameter.sharded_param.grad is None and not is_partial
+                    alike.setdefault(process_groups, []).append((parameter, had_none))
         filled = []
-        for process_groups, parameters in alike.items():
+        for process_groups, known in alike.items():
+            parameters = [parameter for parameter, _ in known]
             is_used = [self._gradient(parameter) is not None for parameter in parameters]
-            filled.append(_Unused(process_groups, parameters, is_used))
+            filled.append(_Unused(process_groups, known, is_used))
             for parameter, used in zip(parameters, is_used):
                 if not used:
                     self._give_zeros(parameter)
@@ -210,31 +213,30 @@ class Root:
 
 
 class _Unused:
-    """Parameters that share process groups, and flags that tell a gradient of zeros from none at all."""
+    """Parameters that share process groups, each with whether it had no gradient before, and flags that tell a gradient
+    of zeros from none at all."""
 
     def __init__(
-        self, process_groups: tuple[dist.ProcessGroup, ...], parameters: list[Any], is_used: list[bool]
+        self, process_groups: tuple[dist.ProcessGroup, ...], parameters: list[tuple[Any, bool]], is_used: list[bool]
     ) -> None:
         self._process_groups = process_groups
         self._parameters = parameters
         self._missing = [index for index, used in enumerate(is_used) if not used]
         # Filled on the device: a copy from the host would wait for it.
-        self._flags = torch.ones(len(is_used), dtype=torch.uint8, device=parameters[0].device)
+        self._flags = torch.ones(len(is_used), dtype=torch.uint8, device=parameters[0][0].device)
         for index in self._missing:
             self._flags[index].zero_()
-        self._had_none = [parameters[index].sharded_param.grad is None for index in self._missing]
 
     def exchange_flags(self) -> None:
         for process_group in self._process_groups:
             dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=process_group)
 
     def forget_zeros(self) -> None:
-        if not any(self._had_none):
-            return  # reading the flags waits for the device
-        used = self._flags.tolist()
-        for index, had_none in zip(self._missing, self._had_none):
-            if had_none and not used[index]:
-                self._parameters[index].sharded_param.grad = None
+        had_none = [index for index in self._missing if self._parameters[index][1]]
+        used = self._flags.tolist() if had_none else []  # which waits for the device
+        for index in had_none:
+            if not used[index]:
+                self._parameters[index][0].sharded_param.grad = None
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, ReduceLROnPlateau
 
 from .. import parallel_state
-from ..chunks import as_list, each_parameter
+from ..chunks import as_list, as_sharded, each_parameter, gradient_like, local
 from ..failures import check_failures, collective
 
 __all__ = ["PipelinedGradScaler", "PipelinedLRScheduler", "PipelinedOptimizer"]
@@ -201,9 +202,11 @@ class PipelinedGradScaler(torch.amp.GradScaler):
         if self.is_enabled():
             self.scale(torch.zeros((), device=device))  # sets the scale up, where no loss will
 
-    def _unscale_grads_(self, *args: Any, **keywords: Any) -> dict[torch.device, Tensor]:
+    def _unscale_grads_(self, optimizer: Any, *args: Any, **keywords: Any) -> dict[torch.device, Tensor]:
         with collective("the search for Infs in the gradients"):
-            found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **keywords)
+            parts = [_own_part(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            of_parts = SimpleNamespace(param_groups=[{"params": parts}])
+            found: dict[torch.device, Tensor] = super()._unscale_grads_(of_parts, *args, **keywords)  # type: ignore[arg-type]
             if not found:  # no parameter here has a gradient
                 found = {torch.device(self._device): torch.zeros(1, device=self._device)}
             anywhere = torch.stack([one.to(self._device) for one in found.values()]).amax(0)
@@ -211,6 +214,16 @@ class PipelinedGradScaler(torch.amp.GradScaler):
             for one in found.values():
                 one.copy_(anywhere)
         return found
+
+
+def _own_part(parameter: Tensor) -> Tensor:
+    """Of a sharded parameter this rank's part, with its gradient: torch's scaler takes none beside whole ones."""
+    grad = gradient_like(parameter)
+    if grad is None or as_sharded(parameter) is None:
+        return parameter
+    part = local(parameter).detach()
+    part.grad = local(grad)
+    return part
 
 
 def _trainable_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

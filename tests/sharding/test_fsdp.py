@@ -174,16 +174,19 @@ def replica_gradients(model: nn.Module, replica: int, num_calls: int = 1) -> lis
 
 @on_ranks(4)
 def test_recomputed_unused_and_frozen(rank: int) -> None:
+    """With a `reduce_dtype` a step in which a module was not run ended with an error of torch's."""
     use_mesh(pp=2, dp=2)
     replica = parallel_state.get_data_parallel_rank()
+    in_float32 = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for schedule, by_itself in (("1f1b", True), ("zb1p", False), ("zbv", True)):
         options = {"recompute": not by_itself, "deferred": schedule in SPLIT}
         chunks = [Odd(info, **options) for info in stages_for_rank(schedule)]
         for chunk in chunks:
             chunk.config.recompute = "all" if by_itself else None
+        policy = {} if schedule == "zb1p" else in_float32
         for chunk in chunks:
-            fully_shard(chunk.odd, mesh=parallel_state.get_data_parallel_mesh())
-        shard(chunks)
+            fully_shard(chunk.odd, mesh=parallel_state.get_data_parallel_mesh(), **policy)
+        shard(chunks, **policy)
         model = Odd(StageInfo(0, 1), **options)
         gradients = [replica_gradients(model, one) for one in range(2)]
         expected = dict(zip(dict(model.named_parameters()), average(gradients)))
@@ -233,6 +236,30 @@ def test_accumulated_over_calls(rank: int) -> None:
     gradients = [replica_gradients(model, one, num_calls=2) for one in range(2)]
     expected = dict(zip(dict(model.named_parameters()), average(gradients)))
     assert_same(chunks, expected, "accumulated")
+
+
+@pytest.mark.skipif(hasattr(FSDPModule, "finalize_backward"), reason="this torch cannot do it")
+@on_ranks(4)
+def test_reduced_in_part_first(rank: int) -> None:
+    """A gradient of the first call was lost, of a layer that the second does not use: FSDP2 has its sum aside."""
+    use_mesh(pp=1, dp_replicate=2, dp_shard=2)
+    (chunk,) = [Odd(info) for info in stages_for_rank("1f1b")]
+    fully_shard(chunk.odd, mesh=parallel_state.get_data_parallel_mesh())
+    shard([chunk])
+    for seed in (1 + rank, 0):
+        chunk.set_requires_all_reduce(seed == 0)
+        run("1f1b", [chunk], 4, seed=seed)
+    model, gradients = Odd(StageInfo(0, 1)), []
+    for replica in range(4):
+        model.zero_grad()
+        for seed in (1 + replica, 0):
+            add_gradients(model, 4, seed)
+        gradients.append([p.grad for p in model.parameters()])
+    for name, wanted in zip(dict(model.named_parameters()), average(gradients)):
+        grad = chunk.get_parameter(name).grad
+        assert name.startswith("idle") or (grad is None) == (wanted is None), name
+        if wanted is not None:
+            torch.testing.assert_close(full(grad), wanted)
 
 
 class Fsdp1(FullyShardedDataParallel):

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from tools.against import full
+from tools.marks import needs_fsdp_on_cpu
 from tools.models import Stage, add_gradients, build, run
 from tools.optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
 from tools.ranks import RankPool, on_ranks
 from tools.restarts import validated
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
 
 from megapipe import (
@@ -24,6 +27,7 @@ from megapipe import (
     StageInfo,
     TiedWeights,
     clip_grad_norm_,
+    parallel_state,
 )
 
 SCHEDULERS: list[Callable[[Any], Any]] = [
@@ -123,6 +127,26 @@ def test_with_a_scaler(ranks: RankPool) -> None:
     for scales, rates in ranks.run(2, scaled):
         assert scales == [1024.0] * 2 + [512.0] * 3
         assert rates == [1e-2 * (1 / n) for n in (2, 3, 3, 4, 5)]
+
+
+@needs_fsdp_on_cpu
+@on_ranks(2)
+def test_a_scaler_of_whole_gradients_and_shards(rank: int) -> None:
+    """Torch's function refuses to take both. A NaN in a shard is found on all ranks."""
+    parallel_state.initialize_model_parallel()
+    mesh = parallel_state.get_data_parallel_mesh()
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    fully_shard(model[0], mesh=mesh)
+    optimizer, scaler = PipelinedOptimizer([model], sgd), PipelinedGradScaler("cpu", init_scale=8.0)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 8.0)
+        if number == 0 and rank == 1:
+            parameter.grad.to_local()[0, 0] = math.nan
+    scaler.unscale_(optimizer)
+    assert all((full(parameter.grad)[-1] == 1.0).all() for parameter in model.parameters())
+    before = [full(parameter).clone() for parameter in model.parameters()]
+    scaler.step(optimizer)
+    assert same([full(parameter) for parameter in model.parameters()], before)
 
 
 @on_ranks(2)
