@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -66,13 +66,18 @@ class AllRanks:
 
 
 def _described(error: Exception) -> list[str]:
-    return [type(error).__module__, type(error).__name__, str(error)]
+    text = "its __str__ raises"
+    with suppress(Exception):
+        text = str(error)
+    return [type(error).__module__, type(error).__name__, text]
 
 
 def _error(module: str, name: str, text: str) -> Exception:
     """The same error where it is Python's or megapipe's own, or one with the same text."""
     kind = getattr(sys.modules.get(module), name, None) if module.split(".")[0] in ("builtins", "megapipe") else None
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if (
+        isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration
+    ):  # no context may raise that
         try:
             return kind(text)
         except TypeError:  # it takes other arguments

@@ -200,8 +200,7 @@ class PipelineConfig:
         and channels of NCCL that it travels by. With more, a large message takes less time over NVLink, and
         computations beside it more. NCCL_MAX_CTAS in the environment overrules it.""")
     timeout: float = setting(600.0, SECONDS, """Seconds that a rank may wait for one message before the step fails with
-        a report of where every rank is. The same on all ranks; if it changes between steps, connections are made
-        anew.""")
+        a report of where every rank is. The same on all ranks.""")
 
     # Schedules
     num_sequence_slices: int = setting(1, whole(1), """How many slices each sequence is cut into, by schedules that can

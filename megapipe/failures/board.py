@@ -97,9 +97,11 @@ class Board:
         if group is None or group.size() == 1:
             return None
         if _current is None or _current[0] is not group:
-            ended = group  # not the global, which may be another one by then
-            board = cls(group.rank(), group.size(), _get_default_store(), lambda: ended not in _world.pg_map)
-            _current = (group, board)
+            with _making:  # ranks count their boards: two threads must not make one each
+                if _current is None or _current[0] is not group:
+                    ended = group  # not the global, which may be another one by then
+                    board = cls(group.rank(), group.size(), _get_default_store(), lambda: ended not in _world.pg_map)
+                    _current = (group, board)
         return _current[1]
 
     def _stop(self) -> None:
@@ -164,7 +166,7 @@ class Board:
         except RuntimeError as error:  # the store is gone
             is_first = False
             if self.failure is None:
-                text = failure.text if str(error) in failure.text else f"{failure.text}, and {error}"
+                text = failure.text if "store is gone" in failure.text else f"{failure.text}, and {error}"
                 self._hear(Failure(text))
         self.look()
         return is_first
@@ -271,7 +273,7 @@ def is_connection_error(error: BaseException) -> bool:
     """Whether a collective failed since another process is gone. Gloo's errors bear no name of their own."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
-    return type(error) is RuntimeError and re.search(r"gloo/|pair closure", str(error)) is not None
+    return type(error) is RuntimeError and re.search(r"gloo/\S+\.cc:\d|pair closure", str(error)) is not None
 
 
 def join_ranks(ranks: Sequence[int]) -> str:
@@ -287,6 +289,7 @@ def _root(store: Store) -> Store:
 
 
 _current: tuple[dist.ProcessGroup, Board] | None = None
+_making = threading.Lock()
 
 
 @atexit.register

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,13 +141,14 @@ class Session:
         Args:
             has_headers: whether headers precede messages.
         """
-        # A transport keeps its settings for good, so others take another transport.
-        settings = (config.p2p_transport, config.p2p_max_ctas, self.watchdog.timeout)
+        # A transport keeps its settings for good, so others take another transport; similar time limits the same one.
+        patience = 2.0 ** math.ceil(math.log2(self.watchdog.timeout + TIMING.beyond_limit))
+        settings = (config.p2p_transport, config.p2p_max_ctas, patience)
         key = (placement.name, num_chunks, device.type, *settings)
         progress = self._progress
         if key not in self._communicators:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
-            members = Members(own, torchs, self.pp_rank, self.ranks, self.watchdog.timeout + TIMING.beyond_limit)
+            members = Members(own, torchs, self.pp_rank, self.ranks, patience)
             chosen = make_transport(config.p2p_transport, members, device, self._is_shared, config.p2p_max_ctas)
             communicator = Communicator(chosen, placement, self.pp_rank, len(self.ranks), num_chunks)
             self._communicators[key] = communicator

@@ -68,7 +68,8 @@ def call_loss_func(step: Call, output: Any, loss_func: Any) -> tuple[Tensor, Ten
 
 
 def divide_loss(step: Call, loss: Tensor, num_tokens: Tensor | None) -> Loss:
-    """Divide a loss as Megatron does: by the number of microbatches and, where there is one, by that of tokens."""
+    """Divide a loss as Megatron does: by the number of microbatches and, where there is one, by that of tokens. For
+    Megatron fewer than one are one; here they may be weights."""
     if num_tokens is None:
         # Out of place: the report may share memory with the loss.
         if step.config.context_parallel_size > 1:

@@ -217,7 +217,7 @@ class PipelinedGradScaler(torch.amp.GradScaler):
 
 
 def _own_part(parameter: Tensor) -> Tensor:
-    """Of a sharded parameter this rank's part, with its gradient: torch's scaler takes none beside whole ones."""
+    """The parameter, or this rank's part where it is sharded: torch's scaler takes no shards beside whole gradients."""
     grad = gradient_like(parameter)
     if grad is None or as_sharded(parameter) is None:
         return parameter

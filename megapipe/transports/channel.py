@@ -120,6 +120,7 @@ class ReceiveBufferPool:
 
     def release(self) -> list[torch.UntypedStorage]:
         """Free all but `NUM_KEPT` of the unused buffers. Returns those."""
+        self.buffers = [one for one in self.buffers if not one.is_shared()]  # which another process may still read
         unused = [buffer for buffer in self.buffers if torch._C._storage_Use_Count(buffer._cdata) == 1]
         surplus = {id(buffer) for buffer in unused[self.NUM_KEPT :]}
         self.buffers = [buffer for buffer in self.buffers if id(buffer) not in surplus]

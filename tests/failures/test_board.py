@@ -4,8 +4,10 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +19,7 @@ from tools.ranks import RankPool, on_ranks
 from torch.distributed import HashStore
 
 from megapipe import PipelineError, TiedWeights, clip_grad_norm_
+from megapipe.all_ranks import AllRanks
 from megapipe.failures import TIMING, Board, board, check_failures
 from megapipe.failures.board import Failure
 from megapipe.training import GradientReducer
@@ -137,6 +140,58 @@ def test_a_rank_that_stands_still_is_given_up(rank: int) -> None:
         text = heard(lambda: run("1f1b", chunks, 4))
         os.kill(int(pids[1]), signal.SIGCONT)
     assert re.match(r"global rank 1 on \S+ has given no sign of life for [\d.]+ s, and others wait: its process", text)
+
+
+@on_ranks(2)
+def test_threads_that_begin_at_once_have_one_board(rank: int) -> None:
+    """Each made one, and a rank took those of another for its own: failures were told on a board that nobody read."""
+    found: list[Board | None] = []
+    make = Board.__init__
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.1)
+        make(*arguments)
+
+    with mock.patch.object(Board, "__init__", slowly):
+        threads = [threading.Thread(target=lambda: found.append(Board.current())) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found[0] is found[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:4587", True),
+        ("Application timeout caused pair closure", True),
+        ("cannot open /data/gloo/part1", False),
+    ],
+)
+def test_errors_of_connections(text: str, is_lost: bool) -> None:
+    """A user's error that spoke of a folder called gloo was never shown."""
+    assert board.is_connection_error(RuntimeError(text)) == is_lost
+
+
+@on_ranks(2)
+def test_odd_exceptions_reach_all_ranks(rank: int) -> None:
+    """A rank whose exception had no text took part in nothing, and StopIteration became an error of Python's."""
+
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    ranks = AllRanks("a test", dist.group.WORLD)
+
+    def together(error: Exception) -> None:
+        with ranks.together():
+            if rank == 1:
+                raise error
+
+    for error, text in ((OddError(), "OddError: its __str__ raises"), (StopIteration("no more"), "no more$")):
+        with pytest.raises((RuntimeError, StopIteration), match=text):
+            together(error)
 
 
 @pytest.fixture

@@ -447,6 +447,13 @@ def test_a_buffer_in_use_is_not_used_again(holder: Callable[[Tensor], Tensor]) -
     assert first in {pool.allocate(shape, torch.uint8).data_ptr() for _ in range(2)}
 
 
+def test_a_buffer_in_shared_memory_is_not_used_again() -> None:
+    """Another process that was sent a received tensor may still read it, and read later messages there."""
+    pool, shape = ReceiveBufferPool(), (ReceiveBufferPool.MIN_REUSED_BYTES,)
+    pool.allocate(shape, torch.uint8).share_memory_()
+    assert not pool.release()
+
+
 def test_a_rank_that_is_not_there_when_connecting_is_a_lost_connection() -> None:
     """Gloo's own error passed for one of this rank's, and hid that of the rank that had failed before it could be
     connected; the others then waited for this one."""
