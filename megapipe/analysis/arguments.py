@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 import runpy
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,11 @@ def import_schedule(name: str) -> str:
     if not Path(file).is_file():
         raise ValueError(f"there is no file {file}: give FILE.py:NAME, of a file with functions under @schedule.")
     before = set(schedule_names())
-    found = runpy.run_path(file).get(wanted)
+    sys.path.insert(0, str(Path(file).parent))  # as Python has it for a script
+    try:
+        found = runpy.run_path(file).get(wanted)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{file} ends with {type(error).__name__}: {error}") from error
     known = found.name if isinstance(found, Schedule) else wanted
     if known not in schedule_names():
         made = sorted(set(schedule_names()) - before)
@@ -168,8 +173,8 @@ def memory_of(args: argparse.Namespace, known: StageBytes | None) -> Memory:
                 "give --bytes, or a number of microbatches."
             ) from None
         return Memory(True, list(map(parse_bytes, args.memory_limit)))
-    if any(map(math.isnan, numbers)):
-        raise ValueError("--memory-limit is a number of microbatches, got nan.")
+    if not all(number > 0 for number in numbers):
+        raise ValueError(f"--memory-limit is a number of microbatches, got {','.join(args.memory_limit)}.")
     return Memory(False, numbers)
 
 

@@ -6,7 +6,7 @@ import argparse
 import csv
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,11 @@ PLAIN = "1f1b"
 def compare(args: argparse.Namespace) -> None:
     if any(not path.endswith((".csv", ".json")) for path in args.save):
         raise ValueError(f"--save {' '.join(args.save)}: a table is saved to a file that ends with .csv or .json.")
-    costs, own = costs_of(args), [*map(import_schedule, args.own)]
-    memory = memory_of(args, costs.memory)
+    costs, known = costs_of(args), schedule_names()
+    own = [*map(import_schedule, args.own)]
+    memory, names = memory_of(args, costs.memory), dict.fromkeys([*known, *own])
     rows = _all_schedules(
-        args.pp, args.microbatches, args.chunks or [None], costs, args.slices or [1], settings_of(args)
+        names, args.pp, args.microbatches, args.chunks or [None], costs, args.slices or [1], settings_of(args)
     )
     found = _show_rows(rows, args, memory, own, unit="")
     for path in args.save:
@@ -76,9 +77,11 @@ def tune(args: argparse.Namespace) -> None:
             f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
         )
     known: dict[str, Any] = {"memory": bytes_of(args)}
-    memory, own = memory_of(args, known["memory"]), [*map(import_schedule, args.own)]
+    memory, names = memory_of(args, known["memory"]), schedule_names()
+    own = [*map(import_schedule, args.own)]
     if args.recompute is not None:
-        known["recompute"] = recompute_time(args) or measured.rank_costs().recompute
+        given = recompute_time(args)
+        known["recompute"] = measured.rank_costs().recompute if given is None else given
     costs, exact = (replace(costs, **known) for costs in (measured.rank_costs(), measured.costs()))
     _print_times(measured, costs)
     if args.unsplit:
@@ -86,15 +89,17 @@ def tune(args: argparse.Namespace) -> None:
     elif WEIGHTS.name not in measured.mean_times:
         say("(backwards were measured as a whole: half of each counts as input gradients, half as weight gradients)")
     print_hint(measured)
+    for option, places in (("recompute", plan.recomputed), ("offload", plan.offloaded)):
+        if any(places) and getattr(args, option) is None:
+            say(f"(the measured run did what --{option} is for; without it the schedules below do not)")
     slices, chunks = args.slices or [plan.num_slices], args.chunks or [2, 4]
     sizes = (plan.pp_size, args.microbatches or plan.num_microbatches, chunks)
-    rows = _all_schedules(*sizes, costs, slices, settings_of(args), measured, exact)
+    rows = _all_schedules(dict.fromkeys([*names, *own]), *sizes, costs, slices, settings_of(args), measured, exact)
     _show_rows(rows, args, memory, own, unit="ms")
     say(UNITS)
     plan, simulation = _recommend(rows, memory, may_split=not args.unsplit)
     for path in args.save:
-        limit = None if memory.limit is None else min(memory.limit)
-        _save_placed(plan, costs, max(simulation.peak_activations) if memory.in_bytes and limit else limit, path)
+        _save_placed(plan, simulation, costs, memory, path)
 
 
 def _print_times(measured: Timeline, costs: Costs) -> None:
@@ -115,10 +120,15 @@ def _print_times(measured: Timeline, costs: Costs) -> None:
         )
 
 
-def _save_placed(plan: Plan, costs: Costs, limit: float | None, path: str) -> None:
+def _save_placed(plan: Plan, simulation: Simulation, costs: Costs, memory: Memory, path: str) -> None:
     if not path.endswith((".json", ".csv")):
         raise ValueError(f"--save {path}: a plan is saved to a file that ends with .json or .csv.")
-    placed = place_weights(plan, costs, limit)
+    if costs.memory is not None:
+        costs = replace(costs, memory=costs.memory.even(plan.pp_size))
+    limit = None if memory.limit is None else min(memory.limit)
+    placed = place_weights(plan, costs, max(simulation.peak_activations) if memory.in_bytes and limit else limit)
+    if not memory.fits(simulate(placed, costs)):  # a W that waits may keep more bytes than a microbatch
+        placed = plan
     (placed.save_json if path.endswith(".json") else placed.save_csv)(path)
     moved = "as the schedule has it" if placed is plan else "Ws placed by the measured times"
     say(f"saved: {path}, {simulate(placed, costs).makespan:.4g} ms per step ({moved})")
@@ -151,6 +161,7 @@ def _recommend(rows: Rows, memory: Memory, may_split: bool) -> tuple[Plan, Simul
 
 
 def _all_schedules(
+    names: Iterable[str],
     pp_size: int,
     num_microbatches: int,
     chunks: Sequence[int | None],
@@ -169,7 +180,7 @@ def _all_schedules(
     if costs.memory is not None:
         costs = replace(costs, memory=costs.memory.even(pp_size))
     rows: Rows = []
-    for name in schedule_names():
+    for name in names:
         schedule = find_schedule(name)
         if schedule.forward_only or (schedule.max_pp_size or pp_size) < pp_size:
             continue
@@ -178,8 +189,8 @@ def _all_schedules(
         for num_chunks, num_slices in itertools.product(open_chunks, open_slices):
             try:
                 plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices, settings, costs)
-            except ScheduleError:
-                raise
+            except ScheduleError as error:
+                raise ScheduleError(f"{name}: {error}") from None
             except ValueError as error:
                 say(f"{name}: {error}")
                 continue
@@ -210,7 +221,7 @@ def _show_rows(
         + " *" * one["needs_split"]
         for one in shown
     ]
-    fits = f"fits {memory.limit_in_words}"
+    fits = "fits" if len(memory.limit or ()) > 1 else f"fits {memory.limit_in_words}"
     columns = {
         "schedule": names,
         f"step {unit}".strip(): [f"{one['step']:.4g}" for one in shown],

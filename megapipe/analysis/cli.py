@@ -159,8 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser, name = _parser(), ""
     try:
+        args = unknown = None
         with suppress(SystemExit):  # argparse has printed the help or the version
             args, unknown = parser.parse_known_args(arguments)
+        if args is not None:
             name = f" {args.command}" if args.command else ""
             if unknown:
                 raise ValueError(_unknown(unknown[0], COMMANDS[args.command].options if name else "--help --version"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,8 +71,12 @@ class Job:
         for name in ("sequence", "batch", "devices", "flops", "node", "node_bandwidth", "bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name):g}.")
+        if not self.flops < math.inf:
+            raise ValueError(f"flops must be finite, got {self.flops:g}.")
         for name, values in (("memory", self.memory), ("speeds", self.speeds)):
-            if isinstance(values, Sequence) and (len(values) not in (1, self.devices) or not min(values) > 0):
+            if isinstance(values, Sequence) and (
+                len(values) not in (1, self.devices) or not all(0 < value < math.inf for value in values)
+            ):
                 raise ValueError(
                     f"{name} is one number, or one for each of {self.devices} devices, all more than 0, got {values}."
                 )
@@ -384,7 +389,7 @@ def _plan(job: Job, layout: Layout, num_microbatches: int, costs: Costs) -> Plan
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """The time and the bytes of a layout by its plan. Of many microbatches the steady phase is played in part: behind 4
-    for each rank every further one takes as long as the slowest rank works for it."""
+    for each rank, further ones take as long as the last of these, but no less than the slowest rank works for them."""
     sizes = _sizes(job, layout)
     num_microbatches = job.batch // layout.dp // layout.microbatch
     extra = max(0, num_microbatches - 4 * layout.pp) // layout.pp * layout.pp
@@ -409,8 +414,12 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         recomputed[action.stage] += num_microbatches / played * times[action.stage].recomputed
     rs = [time / num_microbatches * (layout.activations == "recomputed") for time in recomputed]
     work = _of_ranks(layout, [sum(time[:3]) + r for time, r in zip(times, rs)])
-    slowest = max(time / speed for time, speed in zip(work, speeds))
-    makespan = simulation.makespan + extra * slowest
+    makespan = simulation.makespan
+    if extra:
+        costs, before = costs_of(sizes), played - layout.pp
+        last = makespan - simulate(_plan(job, layout, before, costs), costs).makespan
+        slowest = max(time / speed for time, speed in zip(work, speeds))
+        makespan += extra * max(last / layout.pp, slowest)
     replicas = _time_of_replicas(job, layout, sizes)
     step = makespan + replicas
     operations = job.model.operations(job.sequence) * job.batch * job.sequence

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 
+from ..plan import nearest
 from .arguments import parse_bytes, speeds_of
 from .fit import Estimate, Job, Transformer, fit, model_of, read_config
 from .text import bytes_in_words, print_table, say
+from .transformer import FACTS, SIZES
 
 __all__ = ["fit_command"]
 
@@ -51,8 +54,13 @@ def fit_command(args: argparse.Namespace) -> None:
         "TFLOP/s": [f"{one.tflops:.0f}" for one in found],
         "most of the rest": [one.limit for one in found],
     }
-    print_table(columns, ("schedule", "most of the rest"), may_go=("microbatch", "TFLOP/s", "most of the rest", "ep"))
-    say(f"fastest: {_parts(found[0])}; the step is {_shares(found[0])}")
+    print_table(
+        columns, ("schedule", "most of the rest"), may_go=("microbatch", "TFLOP/s", "most of the rest", "ep", "layers")
+    )
+    say(
+        f"fastest: {_parts(found[0])}; the step is {_shares(found[0])}"
+        + f"; layers {_layers(found[0])}" * job.is_uneven
+    )
     say("bytes: of the fullest rank; TFLOP/s: of the model and a device, by formula and plan, not measured")
 
 
@@ -60,6 +68,12 @@ def _model_of(given: list[str]) -> Transformer:
     if len(given) == 1 and "=" not in given[0]:
         return read_config(given[0])
     numbers = dict(pair.partition("=")[::2] for pair in given)
+    known = {name: name for name in itertools.chain(FACTS, *SIZES.values())}
+    if unknown := [name for name in numbers if name not in known]:
+        meant = nearest(unknown[0], known)
+        raise ValueError(
+            f"no {unknown[0]} is read" + (f": do you mean {meant}?" if meant else f", but {', '.join(known)}.")
+        )
     try:
         return model_of({name: json.loads(text) for name, text in numbers.items()}, " ".join(given) or "nothing")
     except json.JSONDecodeError:

@@ -144,8 +144,8 @@ class Timeline:
         `get_forward_backward_func(timeline.tuned_plan())`.
 
         Args:
-            max_in_flight: most microbatches of a whole rank that a rank may hold, from F to W. None for a quarter of
-                the number of ranks more than was measured.
+            max_in_flight: most microbatches of a whole rank that a rank may hold, from F to W; or more, where the
+                order of its Fs and Bs holds more. None for a quarter of the number of ranks more than was measured.
         """
         return place_weights(self.plan, self.costs(), max_in_flight)
 

@@ -10,12 +10,52 @@ over s tokens; a backward takes twice as many.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Transformer", "model_of", "read_config"]
+from ..plan import parse_json, read_text
+
+__all__ = ["FACTS", "SIZES", "Transformer", "model_of", "read_config"]
+
+SIZES = {
+    "layers": ["num_hidden_layers", "n_layer"],
+    "hidden": ["hidden_size", "n_embd"],
+    "heads": ["num_attention_heads", "n_head"],
+    "vocabulary": ["vocab_size"],
+    "kv_heads": ["num_key_value_heads", "num_kv_heads"],
+    "head_size": ["head_dim"],
+    "ffn": ["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"],
+    "of_expert": ["moe_intermediate_size"],
+    "experts": ["num_local_experts", "num_experts", "n_routed_experts"],
+    "experts_per_token": ["num_experts_per_tok"],
+    "shared_ffn": ["shared_expert_intermediate_size"],
+    "num_shared": ["n_shared_experts"],
+}
+"""Their names in configs of transformers."""
+
+FACTS = ("model_type", "tie_word_embeddings", "multi_query", "new_decoder_architecture", "kv_lora_rank")
+"""What is read besides."""
+
+TIED = {
+    "bloom",
+    "cohere",
+    "cohere2",
+    "falcon",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "mpt",
+    "opt",
+    "smollm3",
+    "starcoder2",
+}
+"""Kinds of models of transformers that are tied where their config does not say."""
 
 PLAIN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
 """Kinds of models of transformers whose MLP has two matrices; those of the others are gated, and have three."""
@@ -27,9 +67,9 @@ class Transformer:
 
     Attributes:
         layers, hidden, heads, vocabulary: its sizes.
-        kv_heads: heads of keys and values; None for as many as there are heads.
-        head_size: None for hidden / heads.
-        ffn: units between the matrices of an MLP, or of one expert; None for 4 hidden.
+        kv_heads: heads of keys and values; 0 for as many as there are heads.
+        head_size: 0 for hidden / heads.
+        ffn: units between the matrices of an MLP, or of one expert; 0 for 4 hidden.
         gated: an MLP has three matrices.
         experts, experts_per_token: of each layer; 0 for an MLP instead.
         shared_ffn: units of the experts that every token goes through.
@@ -41,9 +81,9 @@ class Transformer:
     hidden: int
     heads: int
     vocabulary: int
-    kv_heads: int | None = None
-    head_size: int | None = None
-    ffn: int | None = None
+    kv_heads: int = 0
+    head_size: int = 0
+    ffn: int = 0
     gated: bool = False
     experts: int = 0
     experts_per_token: int = 0
@@ -142,45 +182,43 @@ def read_config(path: str | Path) -> Transformer:
     Raises:
         ValueError: the file is none, or its layers are not of a kind that is known here.
     """
-    try:
-        config: dict[str, Any] = json.loads(Path(path).read_text())
-        config = {**config, **config.get("text_config", {})}
-    except (ValueError, AttributeError):
-        raise ValueError(f"{path} is no config.json of Hugging Face.") from None
-    return model_of(config, str(path))
+    config = parse_json(path, read_text(path))
+    inner = (config.get("text_config") or {}) if isinstance(config, dict) else None
+    if not isinstance(inner, dict):
+        raise ValueError(f"{path} is no config.json of Hugging Face.")
+    return model_of({**config, **inner}, str(path))
 
 
 def model_of(config: dict[str, Any], where: str) -> Transformer:
     """The sizes in a config of Hugging Face.
 
     Raises:
-        ValueError: some are missing, or its layers are not of a kind that is known here.
+        ValueError: some are missing or no sizes, or its layers are not of a kind that is known here.
     """
-    try:
-        found = {
-            "layers": config.get("num_hidden_layers") or config["n_layer"],
-            "hidden": config.get("hidden_size") or config["n_embd"],
-            "heads": config.get("num_attention_heads") or config["n_head"],
-            "vocabulary": config["vocab_size"],
-        }
-    except LookupError:
+    sizes: dict[str, Any] = {name: _size(config, names, where) for name, names in SIZES.items()}
+    if not all(sizes[name] for name in ("layers", "hidden", "heads", "vocabulary")):
         raise ValueError(
             f"{where} is no config.json with num_hidden_layers, hidden_size, num_attention_heads and vocab_size: give "
             "one, or these, such as hidden_size=4096."
-        ) from None
+        )
     if config.get("kv_lora_rank"):
         raise ValueError(f"{where} has latent attention (kv_lora_rank), whose sizes are not known here.")
-    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
-    ffn = config.get("moe_intermediate_size") if experts else None
-    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * (ffn or 0)
-    return Transformer(
-        **found,
-        kv_heads=config.get("num_key_value_heads"),
-        head_size=config.get("head_dim"),
-        ffn=ffn or config.get("intermediate_size") or config.get("n_inner"),
-        gated=config.get("model_type") not in PLAIN,
-        experts=experts,
-        experts_per_token=config.get("num_experts_per_tok") or 0,
-        shared_ffn=shared if experts else 0,
-        tied=bool(config.get("tie_word_embeddings", config.get("model_type") == "gpt2")),
-    )
+    kind, is_moe = config.get("model_type"), sizes["experts"] > 0
+    of_expert, num_shared = sizes.pop("of_expert"), sizes.pop("num_shared")
+    sizes["ffn"] = (is_moe and of_expert) or sizes["ffn"]
+    sizes["shared_ffn"] = is_moe * (sizes["shared_ffn"] or num_shared * of_expert)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        sizes["kv_heads"] = 1
+    is_tied = bool(config.get("tie_word_embeddings", kind in TIED))
+    return Transformer(**sizes, gated=kind not in PLAIN, tied=is_tied)
+
+
+def _size(config: dict[str, Any], names: Sequence[str], where: str) -> int:
+    """The first of these that is there; 0 where none is."""
+    for name in names:
+        value = config.get(name) or 0
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{where}: {name} is a whole number, got {value!r}.")
+        if value:
+            return value
+    return 0

@@ -89,9 +89,10 @@ class StageBytes:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            for number in [value] if isinstance(value, (int, float)) else value or ():
-                if not (math.isfinite(number) and number >= 0):
-                    raise ValueError(f"{field.name} is a number of bytes from 0 on, got {number:g}.")
+            numbers = value if isinstance(value, Sequence) and "PerStage" in str(field.type) else [value]
+            for number in [] if value is None and field.default is None else numbers:
+                if not (isinstance(number, (int, float)) and math.isfinite(number) and number >= 0):
+                    raise ValueError(f"{field.name} is a number of bytes from 0 on, got {number!r}.")
 
     def even(self, pp_size: int) -> StageBytes:
         """The same with all ranks alike, for plans with any number of chunks: of what shares are had (`saved`, `kept`,

@@ -89,6 +89,8 @@ class PlanRecorder(Verbs):
         self._recomputed = [self.settings.recomputes_stage(info.index) for info in self.stages]
 
     def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
+        if kind not in KINDS:
+            raise ScheduleError(f"rank {self.pp_rank} runs a {kind!r}, which is none of {', '.join(KINDS)}.")
         self._run(KINDS[kind], KINDS[kind].verb, chunk, number)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
@@ -126,6 +128,7 @@ class PlanRecorder(Verbs):
     def _run(self, kind: Kind, verb: str, chunk: int | None, number: int | None = None) -> None:
         if self.forward_only and not kind.is_forward:
             return
+        self._check_chunk(kind.verb, None if kind.message is None else chunk)
         chunk, number = self._begin(kind.name, chunk, number)
         self._move(kind, chunk, number)
         self.events.append(self._event(verb, chunk, number, kind.is_forward))
@@ -134,11 +137,18 @@ class PlanRecorder(Verbs):
         is_forward = verb.endswith("forward")
         if self.forward_only and not is_forward:
             return
+        self._check_chunk(verb, chunk)
         event = self._event(verb, chunk, self._advance(verb, chunk), is_forward)
         # What the first of a pair made is sent as soon as it is there.
         is_behind_pair = event.sends and [is_overlapped(half.verb) for half in self.events[-2:]] == [True, True]
         is_made = is_behind_pair and (self.events[-2].stage, self.events[-2].is_forward) == (event.stage, is_forward)
         self.events.insert(len(self.events) - is_made, event)
+
+    def _check_chunk(self, verb: str, chunk: int | None) -> None:
+        if chunk is not None and chunk not in range(self.num_chunks):
+            raise ScheduleError(
+                f"rank {self.pp_rank} calls {verb}({chunk}): it has {self.num_chunks} chunks, counted from 0."
+            )
 
     def _event(self, verb: str, chunk: int, number: int, is_forward: bool) -> Event:
         return Event(verb, self.stages[chunk].index, *self._unit("forward" if is_forward else "backward", number))

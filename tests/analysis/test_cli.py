@@ -17,7 +17,7 @@ from megapipe.analysis import Timeline
 from megapipe.analysis.cells import cells_of
 from megapipe.analysis.cli import main
 from megapipe.analysis.text import forms_of, text_rows
-from megapipe.plan import KINDS, Settings, StageBytes, find_schedule, make_plan, registry
+from megapipe.plan import KINDS, Settings, StageBytes, find_schedule, load_plan, make_plan, registry
 
 
 @pytest.fixture(autouse=True)
@@ -397,12 +397,45 @@ def test_no_line_is_longer_than_80_columns(
         ("show 1f1b --pp 2 --microbatches 4 --times 1e308 1 1", "a step takes inf, which cannot be"),
         ("show inference --pp 2 --microbatches 4 --times 0 1 1", "a step takes 0, which cannot be"),
         ("compare --pp 2 --microbatches 4 --memory-limit nan", "a number of microbatches, got nan"),
+        ("compare --pp 2 --microbatches 4 --memory-limit -1", "a number of microbatches, got -1"),
         ("compare --pp 2 --microbatches 4 --max-pending-weights -1", "of Ws from 0 on, got -1"),
         (f"tune {__file__}", "is no measured timeline: record one with config.record_timeline"),
     ],
 )
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     assert main(arguments.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_saved_plan_keeps_the_limit_in_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Ws were placed by microbatches, which take more bytes from B to W than from F to B: the plan held 8.3 GB."""
+    times = ([10, 8, 8, 10, 10, 8, 8, 10], [12, 10, 8, 12, 15, 12, 12, 15], [12, 12, 10, 10, 12, 12, 10, 12])
+    (memory := StageBytes(saved=1e9, kept=2e9, message=1e7)).save(tmp_path / "bytes.json")
+    Timeline("zbv", [as_measured(make_plan("zbv", 4, 8).simulate(*times))]).save(tmp_path / "timeline.json")
+    files = [str(tmp_path / name) for name in ("timeline.json", "bytes.json", "plan.json")]
+    output_of(capsys, "tune", files[0], "--bytes", files[1], "--memory-limit", "6GB", "--save", files[2])
+    assert max(load_plan(files[2]).simulate(memory=memory).peak_bytes) <= 6e9
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import sys; sys.exit(3)", "mine.py ends with SystemExit: 3"),
+        ("x = (", "mine.py ends with SyntaxError: "),
+        ("pipe.forward_step(1)", "mine: rank 0 calls forward_step(1): it has 1 chunks, counted from 0"),
+        ("pipe.run('Q')", "mine: rank 0 runs a 'Q', which is none of F, "),
+    ],
+)
+def test_a_file_of_schedules_that_is_wrong(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str, message: str
+) -> None:
+    """A file that ended itself gave success and printed nothing; the others tracebacks."""
+    (tmp_path / "beside.py").write_text("")
+    text = "import beside, megapipe\n\n@megapipe.schedule('mine', placement=megapipe.plan.loop)\ndef mine(pipe): {}\n"
+    path = tmp_path / "mine.py"
+    path.write_text(text.format(body) if "pipe" in body else body)
+    assert main(["compare", f"{path}:mine", "--pp", "2", "--microbatches", "2"]) == 2
+    registry._schedules.pop("mine", None)
     assert message in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """What fits, and how long it takes: formulas against papers, published runs, and the command."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -21,6 +22,11 @@ LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings
 SMALL = Transformer(16, 1024, 16, 32000, gated=True)
 
 
+def _of(layers: int, hidden: int, heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return {**sizes, "vocab_size": vocabulary, **more}
+
+
 def job_of(model: Transformer, devices: int, memory: float = 80e9, **more: Any) -> Job:
     return Job(model, 2048, 64, devices, memory, 312e12, 0.5, node_bandwidth=300e9, bandwidth=25e9, **more)
 
@@ -39,8 +45,14 @@ def job_of(model: Transformer, devices: int, memory: float = 80e9, **more: Any) 
         ),
         (LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46.70),
         ({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "model_type": "gpt2"}, 0.124),
+        # Two that do not say that they are tied, of which one has a single head of keys.
+        (
+            _of(18, 2048, 8, 256000, model_type="gemma", num_key_value_heads=1, intermediate_size=16384),
+            2.506,
+        ),
+        (_of(32, 4544, 71, 65024, model_type="falcon", multi_query=True), 6.92),
     ],
-    ids=["8B", "70B", "8x7B", "gpt2"],
+    ids=["8B", "70B", "8x7B", "gpt2", "gemma", "falcon"],
 )
 def test_sizes_of_known_models(tmp_path: Path, config: dict[str, Any], billions: float) -> None:
     (path := tmp_path / "config.json").write_text(json.dumps(config))
@@ -71,10 +83,11 @@ def test_the_first_rank_holds_what_the_paper_says(chunks: int) -> None:
 
 
 def test_a_long_step_is_played_in_part() -> None:
-    """What is added for microbatches behind the first 4 of each rank is what a whole plan has, and experts and
-    collectives take nothing off it."""
-    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("interleaved_zb1p", 4), ("v_half", 2)):
-        job = job_of(SMALL, 4)
+    """What is added for microbatches behind the first 4 of each rank is what a whole plan has. Of uneven Fs, Bs and Ws,
+    or with messages that take time, that is more than the slowest rank works: v_min took a fifth more than that."""
+    names = (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("interleaved_zb1p", 4), ("v_half", 2), ("v_min", 2))
+    for (name, chunks), bandwidth in itertools.product(names, (300e9, 10e9)):
+        job = replace(job_of(SMALL, 4), node_bandwidth=bandwidth)
         layout = Layout(4, 1, 1, 1, 1, name, chunks, 1, "kept")
         short = estimate(job, layout)
         sizes = _sizes(job, layout)
@@ -181,6 +194,7 @@ def test_the_page_has_the_errors_of_published_runs() -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (path := tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "list.json").write_text("[]")
     job = {"devices": 8, "memory": "80GB", "sequence": 4096, "batch": 64, "flops": 312e12, "efficiency": 0.5, "top": 3}
     arguments = [f"--{name}={value}" for name, value in job.items()]
     assert main(["fit", str(path), *arguments]) == 0
@@ -192,11 +206,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     for wrong, message in (
         ([], "nothing is no config.json with num_hidden_layers"),
         (["hidden_size=x"], "numbers of a model are written as NAME=NUMBER"),
-        ([__file__], "is no config.json of Hugging Face"),
+        ([__file__], "is no JSON that can be read"),
+        ([str(tmp_path / "list.json")], "is no config.json of Hugging Face"),
         ([str(path), "--memory", "8GB"], "nothing fits: the smallest way found holds "),
         ([str(path), "--memory", "8GB,80GB"], "memory is one number, or one for each of 8 devices"),
         ([str(path), "--efficiency", "2"], "efficiency is a share, more than 0 and at most 1, got 2"),
         ([str(path), "--cp", "3"], "8 devices and 64 sequences a step cannot be shared out"),
+        ([str(path), "--flops", "inf"], "flops must be finite, got inf"),
+        ([str(path), "--speeds", ",".join(["1"] * 7 + ["nan"])], "speeds is one number, or one for each of 8 devices"),
+        ([*given, "hiden_size=8"], "no hiden_size is read: do you mean hidden_size?"),
+        ([*given, "num_key_value_heads=-1"], "num_key_value_heads is a whole number, got -1"),
+        ([*given, 'hidden_size="x"'], "hidden_size is a whole number, got 'x'"),
     ):
         assert main(["fit", *arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
