@@ -75,9 +75,7 @@ def _described(error: Exception) -> list[str]:
 def _error(module: str, name: str, text: str) -> Exception:
     """The same error where it is Python's or megapipe's own, or one with the same text."""
     kind = getattr(sys.modules.get(module), name, None) if module.split(".")[0] in ("builtins", "megapipe") else None
-    if (
-        isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration
-    ):  # no context may raise that
+    if isinstance(kind, type) and issubclass(kind, Exception) and name != "StopIteration":  # which no context may raise
         try:
             return kind(text)
         except TypeError:  # it takes other arguments

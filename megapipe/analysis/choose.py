@@ -57,9 +57,8 @@ def compare(args: argparse.Namespace) -> None:
     costs, known = costs_of(args), schedule_names()
     own = [*map(import_schedule, args.own)]
     memory, names = memory_of(args, costs.memory), dict.fromkeys([*known, *own])
-    rows = _all_schedules(
-        names, args.pp, args.microbatches, args.chunks or [None], costs, args.slices or [1], settings_of(args)
-    )
+    sizes = (args.pp, args.microbatches, args.chunks or [None])
+    rows = _all_schedules(names, *sizes, costs, args.slices or [1], settings_of(args))
     found = _show_rows(rows, args, memory, own, unit="")
     for path in args.save:
         _save_table(found, path)

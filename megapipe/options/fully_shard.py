@@ -41,9 +41,8 @@ class FullyShard(Extension):
         chunk = [model is stage.module for model in self._models].index(True)
 
         def backward(unit: Unit) -> None:
-            self._sharded.wait_for_gathers(
-                chunk
-            )  # FSDP2 ends a backward in all modules, also in those that were not run
+            # FSDP2 ends a backward in all modules, also in those that were not run.
+            self._sharded.wait_for_gathers(chunk)
             run(unit)
 
         return backward

@@ -128,7 +128,8 @@ class PlanRecorder(Verbs):
     def _run(self, kind: Kind, verb: str, chunk: int | None, number: int | None = None) -> None:
         if self.forward_only and not kind.is_forward:
             return
-        self._check_chunk(kind.verb, None if kind.message is None else chunk)
+        if chunk is not None or kind.message is not None:
+            self._check_chunk(kind.verb, chunk)
         chunk, number = self._begin(kind.name, chunk, number)
         self._move(kind, chunk, number)
         self.events.append(self._event(verb, chunk, number, kind.is_forward))
@@ -145,7 +146,7 @@ class PlanRecorder(Verbs):
         self.events.insert(len(self.events) - is_made, event)
 
     def _check_chunk(self, verb: str, chunk: int | None) -> None:
-        if chunk is not None and chunk not in range(self.num_chunks):
+        if chunk not in range(self.num_chunks):
             raise ScheduleError(
                 f"rank {self.pp_rank} calls {verb}({chunk}): it has {self.num_chunks} chunks, counted from 0."
             )

@@ -423,6 +423,8 @@ def test_a_saved_plan_keeps_the_limit_in_bytes(capsys: pytest.CaptureFixture[str
         ("import sys; sys.exit(3)", "mine.py ends with SystemExit: 3"),
         ("x = (", "mine.py ends with SyntaxError: "),
         ("pipe.forward_step(1)", "mine: rank 0 calls forward_step(1): it has 1 chunks, counted from 0"),
+        ("pipe.run('F', None)", "mine: rank 0 calls forward_step(None): it has 1 chunks"),
+        ("pipe.run('R', 7)", "mine: rank 0 calls recompute_step(7): it has 1 chunks"),
         ("pipe.run('Q')", "mine: rank 0 runs a 'Q', which is none of F, "),
     ],
 )
