@@ -71,10 +71,6 @@ def import_schedule(name: str) -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    for name in ("min_pending_weights", "max_pending_weights"):
-        number = getattr(args, name)
-        if number is not None and number < 0:
-            raise ValueError(f"--{name.replace('_', '-')} is a number of Ws from 0 on, got {number}.")
     return Settings(
         min_pending_weights=args.min_pending_weights or 0,
         max_pending_weights=args.max_pending_weights,

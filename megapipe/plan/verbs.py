@@ -98,6 +98,11 @@ class Settings:
     recompute: bool | tuple[bool, ...] = False
     offload: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("min_pending_weights", "max_pending_weights"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is a number of Ws from 0 on, got {getattr(self, name)}.")
+
     @property
     def recomputes(self) -> bool:
         """Whether any stage does."""
