@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, proxy
 
 from torch import nn
 
@@ -59,6 +59,8 @@ class Recompute(Compared):
         return regions_of(model, self.config.recompute_of(info.index), f"stage {info.index}")
 
     def forward_step(self, stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
+        stage = proxy(stage)  # which will hold this function
+
         def run(*args: Any) -> Any:
             unit = stage.unit
             assert unit is not None

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..chunks import find_attribute
 from ..plan import RECOMPUTE, Kind
 from ..slices import CarriedState, SequenceSlice
 from ..stages import Call, Extension, Loss, Run, Stage, Unit, call_loss_func, divide_loss
@@ -76,7 +75,8 @@ def sequence_slices(step: Call) -> list[SequenceSlice]:
 def _check_others(step: Call) -> None:
     """What does not go with slices."""
     config = step.config
-    is_captured = any(find_attribute(model, "hands_on_state") is False for model in step.models)
+    is_captured = any(map(_is_captured, step.models))
+    is_read = all(items is None or hasattr(items, "__next__") for items in step.data_iterators)
     num_partial = config.num_microbatches_with_partial_activation_checkpoints
     for name, is_set, remedy in (
         ("context_parallel_size", config.context_parallel_size > 1, "cut sequences one way only"),
@@ -84,12 +84,21 @@ def _check_others(step: Call) -> None:
         ("pipeline_inputs", step.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
         ("post_validated_optimizer", config.post_validated_optimizer is not None, "clip before the optimizer's step"),
         ("num_microbatches_with_partial_activation_checkpoints", num_partial is not None, "leave it None"),
-        ("a captured stage", is_captured, "its graph hands on no state, so do not capture it"),
+        ("a captured stage", is_captured, CAPTURED),
+        ("a data_iterator without __next__()", not is_read, "pass an iterator, whose items all slices read"),
     ):
         if is_set:
             raise ValueError(
                 f"num_sequence_slices={config.num_sequence_slices} does not go with {name}: {remedy}, or use 1 slice."
             )
+
+
+CAPTURED = "its graph hands on no state, so do not capture it"
+
+
+def _is_captured(model: nn.Module) -> bool:
+    """Whether a part of it is."""
+    return any(getattr(module, "hands_on_state", True) is False for module in model.modules())
 
 
 class Microbatch:
@@ -106,6 +115,8 @@ class SlicedStage(Stage):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        if _is_captured(self.module):  # since the first step
+            raise ValueError(f"stage {self.info.index} is captured and runs slices: {CAPTURED}.")
         self._microbatch = Microbatch(needs_grad=False)
         self._items = _SharedItems(self._data_iterator) if hasattr(self._data_iterator, "__next__") else None
         if self._items is not None:

@@ -198,10 +198,10 @@ def _group_of(tensor: Tensor, group: dist.ProcessGroup) -> dist.ProcessGroup:
 def _split(parameters: list[Tensor], cap: float) -> list[list[Tensor]]:
     """Parameters in their order, in lists of at most `cap` bytes, or of one parameter."""
     parts: list[list[Tensor]] = []
-    size = cap
+    size = 0.0
     for parameter in parameters:
         num_bytes = parameter.numel() * parameter.element_size()
-        if size + num_bytes > cap:
+        if not parts or size + num_bytes > cap:
             parts.append([])
             size = 0.0
         parts[-1].append(parameter)

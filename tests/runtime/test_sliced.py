@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +237,18 @@ def test_a_captured_stage_is_refused() -> None:
     capture(model, (torch.zeros(3, BATCH, dtype=torch.long),))
     with pytest.raises(ValueError, match="does not go with a captured stage: its graph hands on no state"):
         run("seq1f1b", model, 2, (3, 3))
+    model = stage_of(StageInfo(0, 1), num_sequence_slices=2)
+    run("seq1f1b", model, 2, (3, 3))
+    capture(model.head, (torch.zeros(3, BATCH, HIDDEN, requires_grad=True),))  # later, and a part of it
+    with pytest.raises(ValueError, match="stage 0 is captured and runs slices: its graph hands on no state"):
+        run("seq1f1b", model, 2, (3, 3))
+
+
+def test_data_that_slices_cannot_read_again_is_refused() -> None:
+    """Each slice read another microbatch, where a data_iterator was asked by a method of its own."""
+    model = stage_of(StageInfo(0, 1), num_sequence_slices=2)
+    with pytest.raises(ValueError, match="does not go with a data_iterator without __next__"):
+        run("seq1f1b", model, 2, (3, 3), data_iterator=SimpleNamespace(get=lambda: None))
 
 
 def test_slices_are_as_equal_as_can_be() -> None:

@@ -189,6 +189,7 @@ def test_mistakes(rank: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2 + rank), nn.Embedding(3, 2, sparse=True))
     with pytest.raises(ValueError, match=r"chunk 0's 0.weight is \[2, 2\] .* replica 0 and \[3, 2\] .* on replica 1"):
         GradientReducer([model])
+    GradientReducer([nn.ParameterList([torch.zeros(0), torch.zeros(2)])])  # no bucket was there for the first
     with pytest.raises(ValueError, match="bucket_cap_mb must be positive, got 0"):
         GradientReducer([model], bucket_cap_mb=0)
     reducer = GradientReducer([model[1]])
