@@ -71,6 +71,7 @@ class TiedWeights:
             everywhere = parallel_state.all_gather_json(own, group)
         copies = [_Copy(*copy) for one in everywhere for copy in one]
         _check(copies, names)
+        self._num_copies, self._trained = len(copies), [parameter.requires_grad for _, parameter in found]
         holders = sorted({copy.rank for copy in copies})
         self._group = None if group is None else _group_of(holders, group)
         first = next(copy.rank for copy in copies if copy.name == names[0])
@@ -122,7 +123,24 @@ class TiedWeights:
         self.is_summed = True
         self._mark(copies := self._copies())
         with collective("the summing of tied weights' gradients"):
+            self._check_trained(copies)
             self._sum({parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad})
+
+    def _check_trained(self, copies: list[Any]) -> None:
+        """Raises ValueError where only some of the copies are frozen, on a rank where that has changed: only there the
+        host waits for the answer."""
+        own = [parameter.requires_grad for parameter in copies]
+        if not copies:
+            return
+        num_frozen = torch.full((), float(own.count(False)), device=local(copies[0]).device)
+        if self._group is not None:
+            dist.all_reduce(num_frozen, group=self._group)
+        if own != self._trained and num_frozen.item() not in (0, self._num_copies):
+            raise ValueError(
+                f"{num_frozen.item():g} of the {self._num_copies} copies of {', '.join(sorted({*self.names}))}, one "
+                "tied weight, are frozen: freeze all of them, or none."
+            )
+        self._trained = own
 
     def _sum(self, copies: dict[nn.Parameter, str]) -> None:
         if not copies:

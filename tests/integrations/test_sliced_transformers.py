@@ -11,9 +11,9 @@ from tools.ranks import on_ranks
 pytest.importorskip("transformers")
 
 import torch
-from tools import hf_models
+from tools import hf_kinds, hf_models
 
-from megapipe.integrations.transformers import count_items
+from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items
 
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0]])
 PADDED = torch.tensor([[0] * 3 + [1] * 9, [1] * 10 + [0] * 2])
@@ -63,9 +63,23 @@ def test_slices_have_the_gradients_of_the_whole_model(
 
 
 @pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mamba", "MambaForCausalLM cannot be cut into slices: .* gradient"),  # states are handed on
+        ("bloom", "BloomForCausalLM cannot be cut into slices: .* gradient"),  # attention of its own
+        ("falcon", "FalconForCausalLM cannot be cut into slices: .*KeyError"),
+        ("gemma2", "Gemma2ForCausalLM cannot be cut into slices: .*Gemma2Attention has softcap"),
+    ],
+)
+def test_kinds_that_slices_compute_otherwise_are_refused(kind: str, message: str) -> None:
+    """They had losses and gradients of something else, without a word: by 34 kinds of transformers."""
+    with pytest.raises(CannotCutError, match=message):  # on every rank alike
+        build_chunks(hf_kinds.make_config(kind), "seq1f1b", num_sequence_slices=2)
+
+
+@pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("gemma2", "whole", "Gemma2Attention has softcap"),
         ("mixtral", "whole", "set output_router_logits=False"),
         ("llama4", "packed", "do not pack them"),
     ],

@@ -69,9 +69,44 @@ def test_new_weights_do_not_depend_on_the_cut(rank: int) -> None:
 def test_what_only_a_constructor_sets_has_its_value() -> None:
     """Chunks are made without memory, and had what lay there: Apertus was trained wrong, or refused."""
     (chunk,) = build_chunks(hf_kinds.make_config("apertus"), "no_pipelining", dtype=torch.float32)
+    with pytest.raises(ValueError, match="resize those of the whole model"):
+        chunk.resize_token_embeddings(99)
     activation = chunk.model.layers[1].mlp.act_fn
     assert activation.beta == 0.5
     assert torch.equal(activation.alpha_p, torch.tensor([0.8]).expm1().log())
+
+
+@on_ranks(2)
+def test_in_16_bits(rank: int, tmp_path: Path) -> None:
+    """What transformers keeps in float32 was rounded: the bias by which tokens are routed, which was saved so, too, and
+    the logits of routers on their way to the loss."""
+    dtype = torch.bfloat16
+    for name, changes in (
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+        ("granitemoe", {"output_router_logits": True, "router_aux_loss_coef": 1.0}),
+    ):
+        torch.manual_seed(0)
+        whole = transformers.AutoModelForCausalLM.from_config(hf_kinds.make_config(name, **changes))
+        for key, buffer in whole.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(8 + torch.rand_like(buffer) / 500)
+        hf_models.save_on_first(whole, tmp_path / name)
+        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype)
+        chunks = hf_models.load_chunks(tmp_path / name, "1f1b", dtype=dtype)
+        for chunk in chunks:
+            chunk.eval()
+        hf_models.compare("1f1b", chunks, whole, count_items(hf_models.batches(2)))
+        save_pretrained(chunks, tmp_path / f"{name} saved")
+        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} saved", dtype=dtype)
+        hf_models.assert_same_weights(saved, whole)
+
+
+@on_ranks(2)
+def test_a_kind_whose_layers_are_initialised_from_outside(rank: int) -> None:
+    """Falcon-H1 goes through all layers, of which a stage has some."""
+    hf_models.initialise(2)
+    for seed in (0, None):
+        build_chunks(hf_kinds.make_config("falcon_h1"), "1f1b", seed=seed)
 
 
 @on_ranks(2)
@@ -131,6 +166,7 @@ def test_sizes_need_not_be_said(rank: int, tmp_path: Path) -> None:
     [
         (lambda: transformers.T5Config(num_layers=2), "encoder"),
         (lambda: transformers.ViTConfig(), "is no decoder with a head"),
+        (lambda: hf_kinds.make_config("opt", layerdrop=0.5), "leaves out layers at random: set layerdrop=0"),
         *[  # a reward or value model was built as a model of language, and the weights of its head dropped
             (
                 lambda head=head: hf_models.make_config("llama", architectures=[head]),

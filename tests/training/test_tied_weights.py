@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from megapipe import (
+    PipelineError,
     StageInfo,
     TiedWeights,
     divide_by_num_tokens,
@@ -33,6 +34,31 @@ def unpartitioned() -> Stage:
     add_gradients(model, M)
     model.embedding.weight.grad = model.head.weight.grad = model.embedding.weight.grad + model.head.weight.grad
     return model
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(2)
+def test_one_copy_is_frozen_later(rank: int, schedule: str) -> None:
+    """The other's rank waited for ever; on one rank the copies grew apart. Frozen together they stay as they are."""
+    chunks = build(schedule, 2, 8)
+    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    run(schedule, chunks, M)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(name not in NAMES)
+        chunk.zero_grad()
+    run(schedule, chunks, M)
+    if chunks[0].embedding is not None:
+        chunks[0].embedding.requires_grad_(True)
+    what = r"1 of the 2 copies of embedding.weight, head.weight, one tied weight, are frozen"
+
+    def train() -> None:
+        for _ in range(2):  # where nothing has changed it is heard of in the second
+            run(schedule, chunks, M)
+
+    with pytest.raises(PipelineError if rank else ValueError, match=what):
+        train()
 
 
 @on_ranks(2)

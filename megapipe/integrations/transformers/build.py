@@ -16,13 +16,13 @@ from ...layouts import distribute_layers
 from ...plan import StageInfo
 from ...runtime import stages_for_rank
 from ...weight_grad import let_convert, transposed_linear
-from .check import check_cut
+from .check import check_cut, check_slices
 from .cut import Crossing
 from .flow import Flow
 from .sliced import IMPLEMENTATION, register
 from .stage import ChunkConfig, as_stage
 from .step import tie_weights
-from .whole import allocate, check_kind, has_towers, initialise, make_meta_model
+from .whole import allocate, check_kind, has_towers, initialise, keep_in_float32, make_meta_model
 
 __all__ = ["build_chunks"]
 
@@ -81,6 +81,8 @@ def build_chunks(
     if chunk_config.num_sequence_slices > 1:
         register()
         attn_implementation = IMPLEMENTATION
+        if not has_towers(config):
+            check_slices(config)
     ends = num_virtual_layers_pre, num_virtual_layers_post
     own = stages_for_rank(schedule, num_chunks=num_chunks)
     stages = [StageInfo(index, own[0].num_stages) for index in range(own[0].num_stages)]
@@ -132,6 +134,7 @@ def _make_chunk(
     else:
         as_stage(model, stage, layers, flow.course, Crossing(flow.borders[stage.index], layers, flow.course.forms))
     model.flow = flow
+    keep_in_float32(model)
     allocate(model, device)
     initialise(model, seed)
     model.is_drawn = seed is not None

@@ -7,29 +7,36 @@ stages, one after the other, and so comes to the same result as all others witho
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ...plan import StageInfo
+from ...slices import CarriedState, SequenceSlice
 from .cut import CannotCutError, Crossing, Parts, Reached, find_parts
 from .flow import Course, Flow, Trial, borders_of, watched
 from .generation import compare_decoding
+from .sliced import IMPLEMENTATION
 from .stage import ChunkConfig, as_stage, is_for_first
 from .step import names_between_stages
 from .whole import initialise, make_meta_model, make_small_config, make_untouched
 
-__all__ = ["Checked", "check_cut"]
+__all__ = ["Checked", "check_cut", "check_slices"]
 
 LARGE = 2**20
 """Parameters of a model that is tried at a smaller size than its own."""
 
 ROUNDING = 1e-5
 """What gradients may differ by, relative to their norm, where the stages add up numbers in another order."""
+SLICED = 1e-3
+"""The same where sequences are in slices, whose attention is computed in another order."""
+
+Result = TypeVar("Result")
 
 
 class Checked(NamedTuple):
@@ -58,22 +65,66 @@ def check_cut(
         return None
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
         torch.default_generator.manual_seed(0)
-        whole = make_meta_model(copy.deepcopy(config), torch.float32, "eager")
-        find_parts(whole)
-        sizes = [config]
-        if sum(parameter.numel() for parameter in whole.parameters()) > LARGE:
-            sizes = [make_small_config(config, num_heads) for num_heads in (2, 4)]  # which some kinds need
-        for size in sizes:
-            try:
-                result = _tried(_make_whole(copy.deepcopy(size)), layers, example, text_only)
-                break
-            except CannotCutError:
-                raise
-            except Exception as error:
-                result = f"tried at a small size, it fails with {type(error).__name__}: {error}"
+        return _small(config, lambda size: _tried(_make_whole(size), layers, example, text_only), "stages")
+
+
+def check_slices(config: Any) -> None:
+    """Compare the loss and all gradients with sequences in slices with those of whole ones.
+
+    Raises:
+        CannotCutError: they differ: layers hand on more than keys and values, or have attention of their own.
+    """
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
+        torch.default_generator.manual_seed(0)
+        _small(config, _sliced, "slices")
+
+
+def _small(config: Any, check: Callable[[Any], Result | str], parts: str) -> Result:
+    """The result of a check of a small config. Raises CannotCutError where it is a text."""
+    whole = make_meta_model(copy.deepcopy(config), torch.float32, "eager")
+    find_parts(whole)
+    sizes = [config]
+    if sum(parameter.numel() for parameter in whole.parameters()) > LARGE:
+        sizes = [make_small_config(config, num_heads) for num_heads in (2, 4)]  # which some kinds need
+    for size in sizes:
+        try:
+            result = check(copy.deepcopy(size))
+            break
+        except CannotCutError:
+            raise
+        except Exception as error:
+            result = f"tried at a small size, it fails with {type(error).__name__}: {error}"
     if isinstance(result, str):
-        raise CannotCutError(f"{type(whole).__name__} cannot be cut into stages: {result}.")
+        raise CannotCutError(f"{type(whole).__name__} cannot be cut into {parts}: {result}.")
     return result
+
+
+def _sliced(config: Any) -> str | None:
+    """What is wrong where sequences are cut."""
+    config.output_router_logits = False  # with which slices are refused
+    whole, sliced = _make_whole(config), make_untouched(copy.deepcopy(config), torch.float32, IMPLEMENTATION).eval()
+    sliced.load_state_dict(whole.state_dict())
+    as_stage(sliced, StageInfo(0, 1), range(config.num_hidden_layers))
+    sliced.config = ChunkConfig(sliced.config, hidden_size=config.hidden_size)
+    tokens = torch.randint(config.vocab_size, (2, 6), device="cpu")
+    loss = whole(input_ids=tokens, labels=tokens, use_cache=False).loss
+    state, cuts = CarriedState(needs_grad=True), [SequenceSlice(0, 2, 0, 4), SequenceSlice(1, 2, 4, 2)]
+    losses = []
+    for this in cuts:
+        with state.forward(this):
+            losses.append(sliced(input_ids=tokens, labels=tokens))
+    if not torch.allclose(sum(losses), loss, rtol=SLICED, atol=0):
+        return f"its loss is {sum(losses):.6g} with slices and {loss:.6g} without"
+    for this, part in [*zip(cuts, losses)][::-1]:
+        with state.backward(this):
+            roots = [(get_gradient_edge(part), torch.ones_like(part)), *state.roots(this.index)]
+            ends, grads = zip(*roots)
+            torch.autograd.backward(ends, grads)
+    gradients = _gradients(whole, loss)
+    for name, parameter in sliced.named_parameters():
+        if _distance(parameter.grad, gradients[name], gradients) > SLICED:
+            return f"{name} has another gradient with slices than without"
+    return None
 
 
 def _on_cpu(example: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +245,7 @@ def _compared(
             if wanted is not None and _sizes(message) != _sizes(wanted):
                 return f"stage {number} hands on {_sizes(message)} and not {_sizes(wanted)}"
     if not torch.allclose(message, loss, rtol=ROUNDING, atol=0):
-        return f"its stages have the loss {message.item():.4f}, and the whole model {loss.item():.4f}"
+        return f"its stages have the loss {message.item():.7g}, and the whole model {loss.item():.7g}"
     largest = 0.0
     for name, got in _gradients(whole, message).items():
         largest = max(largest, _distance(got, gradients[name], gradients))

@@ -56,12 +56,12 @@ def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
 def _files_of(path: Path) -> dict[str, str]:
     """Every name in the files, with the file that has it."""
     for single in FILES:
+        if (path / single).exists():  # before an index, which an earlier save may have left
+            with _opened(path / single) as (names, _):
+                return dict.fromkeys(names, single)
         if (index := path / f"{single}.index.json").exists():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
             return files
-        if (path / single).exists():
-            with _opened(path / single) as (names, _):
-                return dict.fromkeys(names, single)
     raise FileNotFoundError(f"{path} has no {' or '.join(FILES)}, nor an index of them: give a folder with one.")
 
 

@@ -115,6 +115,9 @@ class HuggingFaceStage(WithAdapters):
         """The layers of this stage: what `fully_shard` is called with, for instance."""
         return [layer for layer in self.parts.layers_of(self) if not isinstance(layer, Absent)]
 
+    def resize_token_embeddings(self, *arguments: Any, **options: Any) -> Any:
+        raise ValueError("a chunk has a part of the tables: resize those of the whole model, and save it, first.")
+
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Called before forward and backward with what the stage before returned: a list of one tensor, or a dict."""
         self._received = input_tensor
@@ -204,7 +207,7 @@ class HuggingFaceStage(WithAdapters):
         hidden = next(iter(message.values()))
         if len(message) == 1:
             message = {HIDDEN: hidden}
-        if self._balances_load and (logits := _joined(routed, own, self._router_dtype(hidden.dtype))) is not None:
+        if self._balances_load and (logits := _joined(routed, own)) is not None:
             message["router_logits"] = logits
         return message if len(message) > 1 or self._balances_load else hidden
 
@@ -243,7 +246,10 @@ class HuggingFaceStage(WithAdapters):
         """The whole model's forward, whose decoder adds the routers of earlier stages to its own."""
 
         def add_earlier(decoder: nn.Module, inputs: Any, output: Any) -> None:
-            output["router_logits"] = (*routed.unbind(), *output.router_logits)  # type: ignore[union-attr]
+            own = output.router_logits
+            assert routed is not None
+            earlier = routed.to(own[0].dtype if own else self._router_dtype(output[0].dtype))
+            output["router_logits"] = (*earlier.unbind(), *own)
 
         hook = None if routed is None else self.parts.decoder_of(self).register_forward_hook(add_earlier)
         try:
@@ -270,7 +276,8 @@ class HuggingFaceStage(WithAdapters):
             return None  # found in the first step
         num_sequences, seq_length = inputs["input_ids"].shape
         batch_size = num_sequences // num_microbatches
-        dtype: Any = self.config.pipeline_dtype or self.dtype
+        own = torch.float32 if getattr(self.config, "residual_in_fp32", False) else self.dtype
+        dtype: Any = self.config.pipeline_dtype or own
         hidden = torch.empty(batch_size, seq_length, self.config.hidden_size or 0, dtype=dtype)
         if not self._balances_load:
             return hidden
@@ -279,7 +286,7 @@ class HuggingFaceStage(WithAdapters):
         if not num_routers:
             return _message(hidden, None)
         shape = num_routers, batch_size * seq_length, self.routers.num_experts
-        return _message(hidden, torch.empty(shape, dtype=self._router_dtype(dtype)))
+        return _message(hidden, torch.empty(shape))
 
 
 @contextmanager
@@ -305,10 +312,10 @@ def _message(hidden: Tensor, routed: Tensor | None) -> dict[str, Tensor]:
     return message
 
 
-def _joined(earlier: Tensor | None, own: list[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """[routers, tokens, experts], or None where there are no routers yet."""
+def _joined(earlier: Tensor | None, own: list[Tensor]) -> Tensor | None:
+    """[routers, tokens, experts] in float32, which holds all dtypes of logits; None where there are no routers yet."""
     parts = [] if earlier is None else [earlier]
-    parts += [torch.stack(own).to(dtype)] if own else []
+    parts += [torch.stack(own).float()] if own else []
     return torch.cat(parts) if parts else None
 
 

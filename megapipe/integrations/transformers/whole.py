@@ -7,6 +7,8 @@ import importlib
 import math
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ __all__ = [
     "check_kind",
     "has_towers",
     "initialise",
+    "keep_in_float32",
     "make_meta_model",
     "make_small_config",
     "make_untouched",
@@ -45,6 +48,8 @@ def check_kind(config: Any) -> None:
             f"{other[0]} cannot be cut into stages: {made[0]} would be built, without the weights of its head. "
             "Write its stages (docs/own_model.md), or set architectures=None in the config for a model of language."
         )
+    if getattr(config, "layerdrop", 0) or getattr(config, "decoder_layerdrop", 0):
+        raise CannotCutError(f"{name} cannot be cut into stages: it leaves out layers at random: set layerdrop=0.")
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         fields = quantised if isinstance(quantised, dict) else quantised.to_dict()
         raise CannotCutError(
@@ -71,6 +76,16 @@ def make_model(config: Any, dtype: torch.dtype, attn_implementation: str | None 
     sees = has_towers(config) and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     return kind.from_config(config, dtype=dtype, **options)
+
+
+def keep_in_float32(model: Any) -> None:
+    """Let tensors of a model on the meta device have the dtype in which transformers loads them, whatever the model's:
+    the bias that routes tokens, for one."""
+    plan = model._get_dtype_plan(model.dtype)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for pattern, dtype in plan.items():
+            if re.search(pattern.replace("*", "[^.]+"), name):
+                tensor.data = tensor.data.to(dtype)
 
 
 def allocate(model: Any, device: torch.device | str) -> None:
@@ -112,12 +127,27 @@ def initialise(model: Any, seed: int | None) -> None:
                 generator.manual_seed(((seed or 0) + zlib.crc32(name.encode())) % 2**63)
             while not hasattr(owner := model.get_submodule(name), "_init_weights"):
                 name = name.rpartition(".")[0]  # a model within the model initialises what is in it
-            owner._init_weights(module)
+            with _without_absent(module):
+                owner._init_weights(module)
     for tensor in model.parameters():
         del tensor._is_hf_initialized
     left = [name for name, tensor in state.items() if tensor.numel() and bool(tensor.flatten()[0].isnan())]
     if left:
         _copy_constructed(model, state, left)
+
+
+@contextmanager
+def _without_absent(module: nn.Module) -> Iterator[None]:
+    """The lists of layers in a module have those of this stage only, while the block runs."""
+    lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+    before = [dict(one._modules) for one in lists]
+    for one in lists:
+        one._modules = {name: layer for name, layer in one._modules.items() if not isinstance(layer, Absent)}
+    try:
+        yield
+    finally:
+        for one, modules in zip(lists, before):
+            one._modules = modules
 
 
 def _copy_constructed(model: Any, state: dict[str, torch.Tensor], names: list[str]) -> None:
