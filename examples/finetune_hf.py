@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hf_data import Sequences, read_data
-from running import make_parser, run
+from running import count, make_parser, run
 from trainer import CHECKPOINTS, TRAINING, uses_bf16
 from trainer import Trainer as BaseTrainer
 from transformers import AutoTokenizer
@@ -48,17 +48,17 @@ MODEL = {
     "from_scratch": (False, "draw new weights; --model needs none"),
     "data": (..., "a .jsonl file of texts or chats"),
     "output": (str, "folder for the trained model"),
-    "pipeline_model_parallel_size": (int, "default: all ranks"),
+    "pipeline_model_parallel_size": (count, "default: all ranks"),
     "gradient_checkpointing": (False, "compute activations again in backward"),
-    "lora_rank": (int, "train adapters of this rank only (needs peft)"),
+    "lora_rank": (count, "train adapters of this rank only (needs peft)"),
 }
 DATA = {
-    "seq_length": (512, ""),
+    "seq_length": (512, "", count),
     "padding": (False, "one document in each sequence, instead of packing"),
     "epochs": (1.0, "where there are no --train-iters"),
-    "stop_after": (int, "iterations, to go on another time"),
+    "stop_after": (count, "iterations, to go on another time"),
     "eval_fraction": (0.02, "of the data, which is not trained on"),
-    "max_new_tokens": (64, "for each of --prompts"),
+    "max_new_tokens": (64, "for each of --prompts", count),
     "temperature": (0.8, "for --prompts; 0 takes the likeliest tokens"),
 }
 DEFAULTS = {"schedule": "1f1b", "micro_batch_size": 1, "global_batch_size": 16, "train_iters": None, "lr": 2e-5}

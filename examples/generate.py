@@ -29,7 +29,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "load": ("checkpoints/pretrain", "what pretrain_gpt.py was told to --save to"),
         "max_new_bytes": (100, "", count),
         "temperature": (0.8, "0 takes the likeliest byte each time"),
-        "num_virtual_stages_per_pipeline_rank": (1, ""),
+        "num_virtual_stages_per_pipeline_rank": (1, "", count),
         **DEVICE,
     }
     parser = make_parser(__doc__, {"options": options})

@@ -40,8 +40,8 @@ def read_data(path: str, tokenizer: Any, seq_length: int, is_packed: bool) -> Se
         labels.append(torch.where(learnt, found, -100))
         labels[-1][:1] = -100  # which would be predicted from the document before
     sequences = pack(tokens, labels, seq_length) if is_packed else pad(tokens, labels, seq_length, tokenizer)
-    if len(sequences.tokens) < 2:
-        raise ValueError(f"--data {path} is too short for two sequences of {seq_length} tokens.")
+    if len(sequences.tokens) < 2 or seq_length < 2:  # of one token none is predicted
+        raise ValueError(f"--data {path} is too short for two sequences of {max(2, seq_length)} tokens.")
     return sequences
 
 

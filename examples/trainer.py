@@ -24,7 +24,7 @@ TRAINING = {
     "schedule": (str, f"one of {', '.join(megapipe.schedule_names())}"),
     "micro_batch_size": (4, "sequences per microbatch", count),
     "global_batch_size": (32, "sequences per step, over all replicas", count),
-    "train_iters": (200, ""),
+    "train_iters": (200, "", count),
     "lr": (4e-3, ""),
     "lr_warmup_iters": (20, ""),
     "min_lr": (4e-4, "after a cosine"),
@@ -38,7 +38,7 @@ CHECKPOINTS = {
     "log_interval": (25, "", count),
     "save": (str, "folder for checkpoints: at the end, and every --save-interval"),
     "save_interval": (count, "steps between checkpoints"),
-    "keep_last": (int, "checkpoints to keep; default: all"),
+    "keep_last": (count, "checkpoints to keep; default: all"),
     "async_save": (False, "write checkpoints while training goes on"),
     "load": (str, "folder to go on from, saved under any arrangement; that of --save may be empty, at the first start"),
 }

@@ -62,6 +62,8 @@ def distribute_layers(
             f"distribute_layers takes a StageInfo second, one of those that stages_for_rank(schedule) returns, got "
             f"{stage!r}."
         )
+    if stage.index not in range(stage.num_stages):
+        raise ValueError(f"a stage of {stage.num_stages} is one from 0 to {stage.num_stages - 1}, got {stage.index}.")
     if plan is None and (speeds is not None or activations is not None):
         raise ValueError("speeds and activations need the plan of the steps: pass plan=make_plan(schedule, ...).")
     if layout is not None:

@@ -296,20 +296,24 @@ def _check_sizes(world_size: int, pp_size: int, vp_size: int | None, ep_size: in
             "the ranks disagree on pipeline_model_parallel_size, virtual_pipeline_model_parallel_size and "
             f"expert_model_parallel_size ({listed}). Make them the same."
         )
-    if pp_size < 1 or world_size % pp_size:
+    if min(pp_size, ep_size) < 1:
+        raise ValueError(
+            f"pipeline_model_parallel_size={pp_size} and expert_model_parallel_size={ep_size} must be at least 1."
+        )
+    if world_size % pp_size:
         raise ValueError(
             f"pipeline_model_parallel_size={pp_size} does not divide the {world_size} ranks there are: start a "
             f"multiple of {pp_size} ranks, or choose a divisor of {world_size}."
         )
     if vp_size is not None and vp_size < 1:
         raise ValueError(
-            f"virtual_pipeline_model_parallel_size={vp_size}: use None for no virtual stages, or at least 2."
+            f"virtual_pipeline_model_parallel_size={vp_size}: use None for no virtual stages, or at least 1."
         )
     num_replicas = world_size // pp_size
-    if ep_size < 1 or num_replicas % ep_size:
+    if num_replicas % ep_size:
         raise ValueError(
             f"expert_model_parallel_size={ep_size} does not divide the {num_replicas} replicas of the pipeline: start "
-            f"a multiple of {pp_size * max(1, ep_size)} ranks, or choose a divisor of {num_replicas}."
+            f"a multiple of {pp_size * ep_size} ranks, or choose a divisor of {num_replicas}."
         )
 
 

@@ -171,6 +171,13 @@ def test_costs_that_cannot_be(options: dict[str, Any], message: str) -> None:
         layers(4, 2, **options)
 
 
+@pytest.mark.parametrize("index", [-1, 4])
+def test_a_stage_that_there_is_not(index: int) -> None:
+    """One below 0 was taken for one from the end."""
+    with pytest.raises(ValueError, match=f"a stage of 4 is one from 0 to 3, got {index}"):
+        distribute_layers(8, StageInfo(index, 4))
+
+
 # By a plan
 
 

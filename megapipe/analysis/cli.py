@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except FileNotFoundError as error:
-        print(f"megapipe{name}: there is no file {error.filename}.", file=sys.stderr)
+        print(f"megapipe{name}: there is no file or folder {error.filename}.", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"megapipe{name}: {error}", file=sys.stderr)
     return 2

@@ -72,7 +72,8 @@ def _model_of(given: list[str]) -> Transformer:
     if unknown := [name for name in numbers if name not in known]:
         meant = nearest(unknown[0], known)
         raise ValueError(
-            f"no {unknown[0]} is read" + (f": do you mean {meant}?" if meant else f", but {', '.join(known)}.")
+            f"{unknown[0]!r} is no number of a model"
+            + (f": do you mean {meant}?" if meant else f", but {', '.join(known)}.")
         )
     try:
         return model_of({name: json.loads(text) for name, text in numbers.items()}, " ".join(given) or "nothing")

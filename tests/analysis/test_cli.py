@@ -386,9 +386,9 @@ def test_no_line_is_longer_than_80_columns(
             "zbv runs 2 chunk(s) of the model on each rank, got 3: give it 2, one for each stage that stages_for_rank "
             "lists, or choose a schedule that runs 3, such as interleaved_1f1b.",
         ),
-        ("show nothing.csv", "there is no file nothing."),
-        ("show nothing.json", "there is no file nothing."),
-        ("tune nothing.json", "there is no file nothing."),
+        ("show nothing.csv", "there is no file or folder nothing."),
+        ("show nothing.json", "there is no file or folder nothing."),
+        ("tune nothing.json", "there is no file or folder nothing."),
         ("compare --pp 2 --microbatches 0", "--microbatches: a whole number from 1 on, got 0"),
         ("show 1f1b --pp 2 --microbatches 1000000000", "2 x 1000000000 x 1 x 1 forwards (ranks, microbatches"),
         ("compare --pp 1000000000 --microbatches 1", "no schedule runs 1 microbatches on 1000000000 ranks"),

@@ -214,7 +214,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         ([str(path), "--cp", "3"], "8 devices and 64 sequences a step cannot be shared out"),
         ([str(path), "--flops", "inf"], "flops must be finite, got inf"),
         ([str(path), "--speeds", ",".join(["1"] * 7 + ["nan"])], "speeds is one number, or one for each of 8 devices"),
-        ([*given, "hiden_size=8"], "no hiden_size is read: do you mean hidden_size?"),
+        ([*given, "hiden_size=8"], "'hiden_size' is no number of a model: do you mean hidden_size?"),
         ([*given, "num_key_value_heads=-1"], "num_key_value_heads is a whole number, got -1"),
         ([*given, 'hidden_size="x"'], "hidden_size is a whole number, got 'x'"),
     ):

@@ -279,6 +279,8 @@ def test_groups(rank: int) -> None:
     for ep_size in (3, 8):
         with pytest.raises(ValueError, match=f"expert_model_parallel_size={ep_size} does not divide the 4 replicas"):
             parallel_state.initialize_model_parallel(1, expert_model_parallel_size=ep_size)
+    with pytest.raises(ValueError, match=r"pipeline_model_parallel_size=0 and .*_size=1 must be at least 1"):
+        parallel_state.initialize_model_parallel(0)
     parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
     ranks_of = dist.get_process_group_ranks
     assert ranks_of(parallel_state.get_expert_model_parallel_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
