@@ -176,8 +176,8 @@ def test_what_it_prints_and_writes(ranks: RankPool, text: str, tmp_path: Path) -
         f"{part}{name}"
         for name in ("the schedule's own", "uneven stages", "jitter", "waiting for communication", "host")
     ]
-    assert re.fullmatch(rf"bubble {part}= " + r" \+ ".join(parts), lines[-2])
-    assert lines[-1].startswith("saved")
+    assert re.fullmatch(rf"bubble {part}= " + r" \+ ".join(parts), lines[-1])
+    assert lines[-2].startswith("saved")
     timeline = load_timeline(timeline_path)
     assert timeline is not None
     assert timeline.plan.actions == make_plan("1f1b", 2, 8).actions

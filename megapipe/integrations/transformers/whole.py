@@ -84,7 +84,7 @@ def keep_in_float32(model: Any) -> None:
     plan = model._get_dtype_plan(model.dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         for pattern, dtype in plan.items():
-            if re.search(pattern.replace("*", "[^.]+"), name):
+            if re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(dtype)
 
 
