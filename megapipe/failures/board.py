@@ -296,8 +296,8 @@ _making = threading.Lock()
 def _tell_end() -> None:
     """An exception that ends this process ends the waits of others."""
     error = getattr(sys, "last_value", None)  # set where the interpreter has printed it
-    if error is None or _current is None or _current[0] not in _world.pg_map:
-        return
+    if error is None or hasattr(sys, "ps1") or _current is None or _current[0] not in _world.pg_map:
+        return  # an interactive interpreter goes on behind an exception
     board = _current[1]
     board.positions.doing = "its end"
     if board.failure is None:

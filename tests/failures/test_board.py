@@ -100,6 +100,9 @@ def test_an_exception_that_ends_a_process_between_steps_is_told(rank: int) -> No
     run("1f1b", chunks, 4)
     if rank == 1:
         with mock.patch.object(sys, "last_value", ValueError("no more data"), create=True):
+            with mock.patch.object(sys, "ps1", ">>> ", create=True):
+                board._tell_end()  # of an interpreter in which somebody has made a mistake
+            check_failures()
             board._tell_end()  # as Python does at its end, after it has printed the exception
     else:
         with mock.patch.object(TIMING, "until_abort", 0.5):
