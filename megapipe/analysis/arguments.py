@@ -58,7 +58,8 @@ def import_schedule(name: str) -> str:
     if not Path(file).is_file():
         raise ValueError(f"there is no file {file}: give FILE.py:NAME, of a file with functions under @schedule.")
     before = set(schedule_names())
-    sys.path.insert(0, str(Path(file).parent))  # as Python has it for a script
+    if (folder := str(Path(file).parent)) not in sys.path:
+        sys.path.append(folder)  # what lies beside a script can be imported
     try:
         found = runpy.run_path(file).get(wanted)
     except (Exception, SystemExit) as error:

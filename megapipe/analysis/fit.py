@@ -383,7 +383,7 @@ def _plan(job: Job, layout: Layout, num_microbatches: int, costs: Costs) -> Plan
     saved, forward = costs.memory.saved, costs.forward
     assert isinstance(saved, Sequence)
     assert isinstance(forward, Sequence)
-    copying = max(size / job.host_bandwidth / time for size, time in zip(saved, forward))
+    copying = max(size / job.host_bandwidth / time for size, time in zip(saved, forward) if time)
     return make_plan(*sizes, settings=Settings(offload=copying), costs=costs)
 
 
@@ -404,7 +404,8 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         memory = stage_bytes(job, layout, sizes)
         return Costs(forward, inputs, weights, p2p=message / link, memory=memory, speeds=speeds)
 
-    plan = _plan(job, layout, played, costs_of(sizes))
+    planned = costs_of(sizes)
+    plan = _plan(job, layout, played, planned)
     if job.is_uneven:
         sizes = shortest(plan, sizes, costs_of, job.rooms(layout.pp))
     times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
@@ -416,8 +417,8 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     work = _of_ranks(layout, [sum(time[:3]) + r for time, r in zip(times, rs)])
     makespan = simulation.makespan
     if extra:
-        costs, before = costs_of(sizes), played - layout.pp
-        last = makespan - simulate(_plan(job, layout, before, costs), costs).makespan
+        before = _plan(job, layout, played - layout.pp, planned)
+        last = makespan - simulate(before, costs_of(sizes)).makespan
         slowest = max(time / speed for time, speed in zip(work, speeds))
         makespan += extra * max(last / layout.pp, slowest)
     replicas = _time_of_replicas(job, layout, sizes)

@@ -10,7 +10,7 @@ from ..plan import nearest
 from .arguments import parse_bytes, speeds_of
 from .fit import Estimate, Job, Transformer, fit, model_of, read_config
 from .text import bytes_in_words, print_table, say
-from .transformer import FACTS, SIZES
+from .transformer import FACTS, OF_EXPERTS, SIZES
 
 __all__ = ["fit_command"]
 
@@ -68,7 +68,7 @@ def _model_of(given: list[str]) -> Transformer:
     if len(given) == 1 and "=" not in given[0]:
         return read_config(given[0])
     numbers = dict(pair.partition("=")[::2] for pair in given)
-    known = {name: name for name in itertools.chain(FACTS, *SIZES.values())}
+    known = {name: name for name in itertools.chain(FACTS, *SIZES.values(), *OF_EXPERTS.values())}
     if unknown := [name for name in numbers if name not in known]:
         meant = nearest(unknown[0], known)
         raise ValueError(

@@ -17,44 +17,37 @@ from typing import Any
 
 from ..plan import parse_json, read_text
 
-__all__ = ["FACTS", "SIZES", "Transformer", "model_of", "read_config"]
+__all__ = ["FACTS", "OF_EXPERTS", "SIZES", "Transformer", "model_of", "read_config"]
 
 SIZES = {
     "layers": ["num_hidden_layers", "n_layer"],
-    "hidden": ["hidden_size", "n_embd"],
+    "hidden": ["hidden_size", "n_embd", "n_embed"],
     "heads": ["num_attention_heads", "n_head"],
     "vocabulary": ["vocab_size"],
     "kv_heads": ["num_key_value_heads", "num_kv_heads"],
     "head_size": ["head_dim"],
     "ffn": ["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"],
-    "of_expert": ["moe_intermediate_size"],
     "experts": ["num_local_experts", "num_experts", "n_routed_experts"],
     "experts_per_token": ["num_experts_per_tok"],
-    "shared_ffn": ["shared_expert_intermediate_size"],
-    "num_shared": ["n_shared_experts"],
 }
 """Their names in configs of transformers."""
+
+OF_EXPERTS = {
+    "ffn": ["moe_intermediate_size"],
+    "shared": ["shared_expert_intermediate_size"],
+    "num_shared": ["n_shared_experts"],
+}
+"""The same, where there are experts."""
 
 FACTS = ("model_type", "tie_word_embeddings", "multi_query", "new_decoder_architecture", "kv_lora_rank")
 """What is read besides."""
 
-TIED = {
-    "bloom",
-    "cohere",
-    "cohere2",
-    "falcon",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "mpt",
-    "opt",
-    "smollm3",
-    "starcoder2",
-}
+TIED = (
+    "biogpt bloom cohere cohere2 cohere2_moe ctrl ernie4_5 ernie4_5_moe falcon falcon_mamba gemma gemma2 "
+    "gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gpt2 gpt_bigcode gpt_neo jetmoe lfm2 "
+    "lfm2_moe mamba minicpm3 mpt openai-gpt opt recurrent_gemma smollm3 starcoder2 vaultgemma xglm zamba "
+    "zamba2"
+)
 """Kinds of models of transformers that are tied where their config does not say."""
 
 PLAIN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
@@ -196,6 +189,7 @@ def model_of(config: dict[str, Any], where: str) -> Transformer:
         ValueError: some are missing or no sizes, or its layers are not of a kind that is known here.
     """
     sizes: dict[str, Any] = {name: _size(config, names, where) for name, names in SIZES.items()}
+    of_experts = {name: _size(config, names, where) if sizes["experts"] else 0 for name, names in OF_EXPERTS.items()}
     if not all(sizes[name] for name in ("layers", "hidden", "heads", "vocabulary")):
         raise ValueError(
             f"{where} is no config.json with num_hidden_layers, hidden_size, num_attention_heads and vocab_size: give "
@@ -203,13 +197,12 @@ def model_of(config: dict[str, Any], where: str) -> Transformer:
         )
     if config.get("kv_lora_rank"):
         raise ValueError(f"{where} has latent attention (kv_lora_rank), whose sizes are not known here.")
-    kind, is_moe = config.get("model_type"), sizes["experts"] > 0
-    of_expert, num_shared = sizes.pop("of_expert"), sizes.pop("num_shared")
-    sizes["ffn"] = (is_moe and of_expert) or sizes["ffn"]
-    sizes["shared_ffn"] = is_moe * (sizes["shared_ffn"] or num_shared * of_expert)
+    kind = config.get("model_type")
+    sizes["ffn"] = of_experts["ffn"] or sizes["ffn"]
+    sizes["shared_ffn"] = of_experts["shared"] or of_experts["num_shared"] * of_experts["ffn"]
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         sizes["kv_heads"] = 1
-    is_tied = bool(config.get("tie_word_embeddings", kind in TIED))
+    is_tied = bool(config.get("tie_word_embeddings", kind in TIED.split()))
     return Transformer(**sizes, gated=kind not in PLAIN, tied=is_tied)
 
 

@@ -273,7 +273,7 @@ def is_connection_error(error: BaseException) -> bool:
     """Whether a collective failed since another process is gone. Gloo's errors bear no name of their own."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
-    return type(error) is RuntimeError and re.search(r"gloo/\S+\.cc:\d|pair closure", str(error)) is not None
+    return type(error) is RuntimeError and re.search(r"gloo/\S+\.(cc|h):\d|pair closure", str(error)) is not None
 
 
 def join_ranks(ranks: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
@@ -89,9 +90,9 @@ class StageBytes:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            numbers = value if isinstance(value, Sequence) and "PerStage" in str(field.type) else [value]
-            for number in [] if value is None and field.default is None else numbers:
-                if not (isinstance(number, (int, float)) and math.isfinite(number) and number >= 0):
+            given = value if isinstance(value, Sequence) and "PerStage" in str(field.type) else [value]
+            for number in [] if value is None and field.default is None else given:
+                if not (isinstance(number, numbers.Real) and math.isfinite(number) and float(number) >= 0):
                     raise ValueError(f"{field.name} is a number of bytes from 0 on, got {number!r}.")
 
     def even(self, pp_size: int) -> StageBytes:

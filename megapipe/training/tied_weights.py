@@ -127,15 +127,16 @@ class TiedWeights:
             self._sum({parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad})
 
     def _check_trained(self, copies: list[Any]) -> None:
-        """Raises ValueError where only some of the copies are frozen, on a rank where that has changed: only there the
-        host waits for the answer."""
+        """Raises ValueError where only some of the copies are frozen. On a device only a rank where that has changed
+        waits for the answer."""
         own = [parameter.requires_grad for parameter in copies]
         if not copies:
             return
         num_frozen = torch.full((), float(own.count(False)), device=local(copies[0]).device)
         if self._group is not None:
             dist.all_reduce(num_frozen, group=self._group)
-        if own != self._trained and num_frozen.item() not in (0, self._num_copies):
+        may_read = own != self._trained or num_frozen.device.type == "cpu"
+        if may_read and num_frozen.item() not in (0, self._num_copies):
             raise ValueError(
                 f"{num_frozen.item():g} of the {self._num_copies} copies of {', '.join(sorted({*self.names}))}, one "
                 "tied weight, are frozen: freeze all of them, or none."

@@ -163,6 +163,11 @@ def test_unequal_devices_get_unequal_layers() -> None:
     assert estimate(job, layout).step < estimate(replace(job, speeds=[0.5]), layout).step
     found, _ = fit(replace(job, model=replace(model, layers=6), batch=4), top=20, may_split=False)
     assert {one.layout.pp for one in found} == {1, 2, 4}
+    # Stages without layers, whose copies take no time.
+    long = replace(
+        job, model=replace(model, layers=16), batch=64, memory=24e9, speeds=[1, 0.6, 1, 0.8], host_bandwidth=1e9
+    )
+    assert estimate(long, Layout(4, 1, 1, 1, 1, "interleaved_1f1b", 4, 1, "offloaded")).step > 0
 
 
 # Published runs

@@ -120,9 +120,9 @@ def _sliced(config: Any) -> str | None:
             roots = [(get_gradient_edge(part), torch.ones_like(part)), *state.roots(this.index)]
             ends, grads = zip(*roots)
             torch.autograd.backward(ends, grads)
-    gradients = _gradients(whole, loss)
+    most = _largest_norm(gradients := _gradients(whole, loss))
     for name, parameter in sliced.named_parameters():
-        if _distance(parameter.grad, gradients[name], gradients) > SLICED:
+        if _distance(parameter.grad, gradients[name], most) > SLICED:
             return f"{name} has another gradient with slices than without"
     return None
 
@@ -246,22 +246,25 @@ def _compared(
                 return f"stage {number} hands on {_sizes(message)} and not {_sizes(wanted)}"
     if not torch.allclose(message, loss, rtol=ROUNDING, atol=0):
         return f"its stages have the loss {message.item():.7g}, and the whole model {loss.item():.7g}"
-    largest = 0.0
+    largest, most = 0.0, _largest_norm(gradients)
     for name, got in _gradients(whole, message).items():
-        largest = max(largest, _distance(got, gradients[name], gradients))
+        largest = max(largest, _distance(got, gradients[name], most))
         if largest > ROUNDING:
             return f"its stages have another gradient of {name} than the whole model"
     generation = compare_decoding(whole, chunks, batch["input_ids"], ROUNDING)
     return Checked(replace(flow, cannot_generate=generation), largest)
 
 
-def _distance(got: Tensor | None, wanted: Tensor | None, all_gradients: dict[str, Tensor | None]) -> float:
-    """Relative to the norm, of which what is only rounding is not expected to agree."""
+def _largest_norm(gradients: Mapping[str, Tensor | None]) -> float:
+    return max(float(one.norm()) for one in gradients.values() if one is not None)
+
+
+def _distance(got: Tensor | None, wanted: Tensor | None, most: float) -> float:
+    """Relative to the norm, of which what is only rounding, beside the largest of all, is not expected to agree."""
     if got is None or wanted is None:
         return 0.0 if got is wanted else float("inf")
     if torch.equal(got, wanted):
         return 0.0
-    most = max(float(one.norm()) for one in all_gradients.values() if one is not None)
     return float((got - wanted).norm()) / max(float(wanted.norm()), 1e-3 * most)
 
 

@@ -116,7 +116,10 @@ class HuggingFaceStage(WithAdapters):
         return [layer for layer in self.parts.layers_of(self) if not isinstance(layer, Absent)]
 
     def resize_token_embeddings(self, *arguments: Any, **options: Any) -> Any:
-        raise ValueError("a chunk has a part of the tables: resize those of the whole model, and save it, first.")
+        if self.stage.num_stages > 1:
+            raise ValueError("a chunk has a part of the tables: resize those of the whole model, and save it, first.")
+        whole: Any = super()
+        return whole.resize_token_embeddings(*arguments, **options)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Called before forward and backward with what the stage before returned: a list of one tensor, or a dict."""
@@ -286,7 +289,7 @@ class HuggingFaceStage(WithAdapters):
         if not num_routers:
             return _message(hidden, None)
         shape = num_routers, batch_size * seq_length, self.routers.num_experts
-        return _message(hidden, torch.empty(shape))
+        return _message(hidden, torch.empty(shape, dtype=torch.float32))
 
 
 @contextmanager
@@ -313,7 +316,7 @@ def _message(hidden: Tensor, routed: Tensor | None) -> dict[str, Tensor]:
 
 
 def _joined(earlier: Tensor | None, own: list[Tensor]) -> Tensor | None:
-    """[routers, tokens, experts] in float32, which holds all dtypes of logits; None where there are no routers yet."""
+    """[routers, tokens, experts] in float32, which holds 16 bits too; None where there are no routers yet."""
     parts = [] if earlier is None else [earlier]
     parts += [torch.stack(own).float()] if own else []
     return torch.cat(parts) if parts else None

@@ -79,13 +79,12 @@ def make_model(config: Any, dtype: torch.dtype, attn_implementation: str | None 
 
 
 def keep_in_float32(model: Any) -> None:
-    """Let tensors of a model on the meta device have the dtype in which transformers loads them, whatever the model's:
-    the bias that routes tokens, for one."""
-    plan = model._get_dtype_plan(model.dtype)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        for pattern, dtype in plan.items():
+    """Let buffers of a model on the meta device have the dtype in which transformers loads them, whatever the model's:
+    the bias that routes tokens, for one. Parameters have one dtype, as FSDP2 wants."""
+    for pattern, dtype in model._get_dtype_plan(model.dtype).items():
+        for name, buffer in model.named_buffers():
             if re.search(pattern.replace("*", ".*"), name):
-                tensor.data = tensor.data.to(dtype)
+                buffer.data = buffer.data.to(dtype)
 
 
 def allocate(model: Any, device: torch.device | str) -> None:
