@@ -54,9 +54,8 @@ PLAIN = "1f1b"
 def compare(args: argparse.Namespace) -> None:
     if any(not path.endswith((".csv", ".json")) for path in args.save):
         raise ValueError(f"--save {' '.join(args.save)}: a table is saved to a file that ends with .csv or .json.")
-    costs, known = costs_of(args), schedule_names()
-    own = [*map(import_schedule, args.own)]
-    memory, names = memory_of(args, costs.memory), dict.fromkeys([*known, *own])
+    costs, (names, own) = costs_of(args), _names_of(args)
+    memory = memory_of(args, costs.memory)
     sizes = (args.pp, args.microbatches, args.chunks or [None])
     rows = _all_schedules(names, *sizes, costs, args.slices or [1], settings_of(args))
     found = _show_rows(rows, args, memory, own, unit="")
@@ -76,8 +75,7 @@ def tune(args: argparse.Namespace) -> None:
             f"{args.timeline} has forwards only: to choose a schedule for training, record training steps."
         )
     known: dict[str, Any] = {"memory": bytes_of(args)}
-    memory, names = memory_of(args, known["memory"]), schedule_names()
-    own = [*map(import_schedule, args.own)]
+    memory, (names, own) = memory_of(args, known["memory"]), _names_of(args)
     if args.recompute is not None:
         given = recompute_time(args)
         known["recompute"] = measured.rank_costs().recompute if given is None else given
@@ -93,12 +91,19 @@ def tune(args: argparse.Namespace) -> None:
             say(f"(the measured run did what --{option} is for; without it the schedules below do not)")
     slices, chunks = args.slices or [plan.num_slices], args.chunks or [2, 4]
     sizes = (plan.pp_size, args.microbatches or plan.num_microbatches, chunks)
-    rows = _all_schedules(dict.fromkeys([*names, *own]), *sizes, costs, slices, settings_of(args), measured, exact)
+    rows = _all_schedules(names, *sizes, costs, slices, settings_of(args), measured, exact)
     _show_rows(rows, args, memory, own, unit="ms")
     say(UNITS)
     plan, simulation = _recommend(rows, memory, may_split=not args.unsplit)
     for path in args.save:
         _save_placed(plan, simulation, costs, memory, path)
+
+
+def _names_of(args: argparse.Namespace) -> tuple[Iterable[str], list[str]]:
+    """The schedules that are compared, and the caller's own among them: not all that their files register."""
+    known = schedule_names()
+    own = [*map(import_schedule, args.own)]
+    return dict.fromkeys([*known, *own]), own
 
 
 def _print_times(measured: Timeline, costs: Costs) -> None:
