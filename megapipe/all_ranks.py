@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 from . import parallel_state
-from .failures import collective
+from .failures import collective, text_of
 
 __all__ = ["AllRanks", "Phase"]
 
@@ -56,20 +56,13 @@ class AllRanks:
             if self.group is None:
                 raise
             own = error
-        told: list[Any] = [[None if own is None else _described(own), text]]
+        told: list[Any] = [[None if own is None else [type(own).__module__, type(own).__name__, text_of(own)], text]]
         if self.group is not None:
             with collective(self.what):
                 told = parallel_state.all_gather_json(told[0], self.group)
         if errors := [error for error, _ in told if error is not None]:
             raise _error(*errors[0]) from own
         phase.all = [json.loads(text) for _, text in told]
-
-
-def _described(error: Exception) -> list[str]:
-    text = "its __str__ raises"
-    with suppress(Exception):
-        text = str(error)
-    return [type(error).__module__, type(error).__name__, text]
 
 
 def _error(module: str, name: str, text: str) -> Exception:

@@ -7,7 +7,7 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .agreement import Agreement
     from .board import Board, join_ranks
-    from .errors import PipelineError, is_disk_full
+    from .errors import PipelineError, is_disk_full, text_of
     from .mailbox import Mailbox
     from .positions import read_positions
     from .progress import Progress
@@ -32,6 +32,7 @@ __all__ += [  # between rooms
     "join_ranks",
     "read_positions",
     "single_rank_step",
+    "text_of",
 ]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

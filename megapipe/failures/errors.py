@@ -1,8 +1,8 @@
-"""The errors of a failed step, and what a system's error means."""
+"""The errors of a failed step, and what other errors say and mean."""
 
 import errno
 
-__all__ = ["DisagreementError", "NoResponseError", "PipelineError", "is_disk_full"]
+__all__ = ["DisagreementError", "NoResponseError", "PipelineError", "is_disk_full", "text_of"]
 
 
 class PipelineError(RuntimeError):
@@ -20,3 +20,11 @@ class DisagreementError(ValueError):
 def is_disk_full(error: BaseException) -> bool:
     """Whether the disk is full, or what the user may have of it."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def text_of(error: BaseException) -> str:
+    """Its text; where it has none, why."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(no text: its __str__ raises {type(another).__name__})"

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ..p2p_communication import ConnectionLostError
 from .board import Board, Failure, is_connection_error
-from .errors import DisagreementError, NoResponseError, PipelineError
+from .errors import DisagreementError, NoResponseError, PipelineError, text_of
 from .progress import DeviceWaits, Progress
 from .store import InterruptibleStore, StoreGoneError
 
@@ -198,7 +198,7 @@ class Watchdog:
         """What the other ranks are told of an exception."""
         if isinstance(error, (PipelineError, DisagreementError)):
             return str(error)
-        return f"rank {self.rank} failed at {self.progress.action}: {type(error).__name__}: {_text_of(error)}"
+        return f"rank {self.rank} failed at {self.progress.action}: {type(error).__name__}: {text_of(error)}"
 
     def _seconds_waited(self) -> float:
         """How long the main thread, or the device, has been waiting for one and the same message."""
@@ -207,13 +207,6 @@ class Watchdog:
         if waiting != self._waiting or progress.awaited is None:
             self._waiting, self._waiting_since = waiting, self._now()
         return self._now() - self._waiting_since
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as another:
-        return f"(no text: its __str__ raises {type(another).__name__})"
 
 
 def check_failures() -> None:
@@ -277,7 +270,7 @@ def single_rank_step() -> Iterator[None]:
             yield
         except Exception as error:
             if board is not None and not is_connection_error(error) and not isinstance(error, PipelineError):
-                text = f"global rank {board.rank} failed in its step: {type(error).__name__}: {_text_of(error)}"
+                text = f"global rank {board.rank} failed in its step: {type(error).__name__}: {text_of(error)}"
                 board.publish(Failure(text))
                 board.await_others()
                 board.has_raised = True
