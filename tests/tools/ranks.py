@@ -29,7 +29,7 @@ PATIENCE = 240  # seconds until a test counts as hung: many times what the slowe
 MOST_THREADS = 150  # of a rank: pipelines that have failed are not freed
 ENDS_WITHIN = 20  # seconds: threads of gloo end a moment after their process groups
 # torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
-IMPORTED_ONCE = ["torch", "torch._dynamo", "torch.distributed.checkpoint"]
+IMPORTED_ONCE = ["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint"]
 IMPORTED_WHERE_TESTED = {"transformers": "transformers.modeling_utils", "test_megatron": "megatron.core"}
 """By what tells that some of the tests at hand use it: a package, or the file of the tests."""
 
@@ -200,8 +200,6 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
 
     import megapipe
 
-    CACHES.extend(caches())
-    gc.freeze()  # what is imported stays: tests that collect garbage need not search it
     torch.set_num_threads(1)
     timing = megapipe.failures.TIMING
     timing.for_others, timing.look, timing.tick = 1.0, 0.05, 0.05  # on one machine news travels fast
@@ -209,13 +207,17 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     before = held()
+    num_modules = 0
     while True:
         try:
             number, rank, num_ranks, function, args = jobs.recv()
         except EOFError:
             os._exit(0)
-        _meet(dist.PrefixStore(f"job {number}", server), rank, num_ranks)
         result: Any = None
+        if len(sys.modules) > num_modules:
+            freeze()  # what was imported: each first step collects garbage, which took a fifth of the time of all tests
+            num_modules = len(sys.modules)
+        _meet(dist.PrefixStore(f"job {number}", server), rank, num_ranks)
         text = ""
         try:
             result = function(rank, *args)
@@ -223,21 +225,11 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             text = "".join(traceback.format_exception(error))
             result = error
         EXCUSES.extend(excuses_of_torch())
-        board = megapipe.failures.board._current
-        if text or (board is not None and board[1].failure is not None):
+        if text or any(getattr(one, "failure", None) for one in megapipe.failures.board._current or ()):
             EXCUSES.append("a failure")
         # Torch may end a process a minute after one of its messages over NCCL has failed.
         is_spent = torch.cuda.is_initialized() and "a failure" in EXCUSES
-        megapipe.parallel_state.destroy_model_parallel()
-        if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
-            EXCUSES.extend(["Megatron"] * megatron.model_parallel_is_initialized())
-            megatron.destroy_model_parallel()
-        if dist.is_initialized():
-            _shut_down()
-        _forget_shardings()
-        for session in list(megapipe.runtime.session._sessions.values()):
-            session.close()  # the threads of its connections would slow down the next job
-        megapipe.failures.board._current = None  # it keeps the process group that has ended until there is another
+        _end_job()
         if EXCUSES:
             before.update(held() - before - MAY_STAY)
             EXCUSES.clear()
@@ -247,6 +239,24 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             jobs.send((result, text, is_spent))
         except Exception:  # an exception that cannot be pickled
             jobs.send((RuntimeError(text), text, is_spent))
+
+
+def _end_job() -> None:
+    """A variable of the caller's would hold what ends here, as the last session."""
+    import torch.distributed as dist
+
+    import megapipe
+
+    megapipe.parallel_state.destroy_model_parallel()
+    if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
+        EXCUSES.extend(["Megatron"] * megatron.model_parallel_is_initialized())
+        megatron.destroy_model_parallel()
+    if dist.is_initialized():
+        _shut_down()
+    _forget_shardings()
+    for session in list(megapipe.runtime.session._sessions.values()):
+        session.close()  # the threads of its connections would slow down the next job
+    megapipe.failures.board._current = None  # it keeps the process group that has ended until there is another
 
 
 # What a job leaves behind
@@ -338,7 +348,7 @@ def _forget_meshes() -> None:
 
 
 CACHES: list[Any] = []
-"""Those of torch.distributed that were there when objects were frozen."""
+"""Those of torch.distributed that are frozen."""
 
 
 def caches() -> list[Any]:
@@ -348,16 +358,16 @@ def caches() -> list[Any]:
 
 
 def freeze() -> None:
-    """Objects, as `gc.freeze` does, but for those of the last pipeline: the package's helper thread lets them go at its
-    next look, and what is frozen is not freed if it holds itself."""
+    """Objects, as `gc.freeze` does, but for those of the last pipeline and its meshes: the package's helper thread lets
+    them go at its next look, and what is frozen is not freed if it holds itself."""
     from megapipe.failures import helper_thread
 
     is_called = threading.Event()
     helper_thread.begin(is_called.set)
     is_called.wait(ENDS_WITHIN)
     helper_thread.end(is_called.set)
-    gc.unfreeze()
-    gc.collect()
+    _forget_meshes()
+    CACHES.extend(caches())
     gc.freeze()
 
 
