@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,10 @@ from ..activations import noting_draws, tensors_kept
 from .joint import CaptureError, line_in
 
 __all__ = ["refusing_side_effects", "setting_no_random_state"]
+
+TORCH = str(Path(torch.__file__).parent)
+CHANGES = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
+"""Methods of a generator."""
 
 
 @contextmanager
@@ -74,39 +81,46 @@ def _without_drawing(what: str) -> Iterator[None]:
 
 @contextmanager
 def setting_no_random_state(what: str) -> Iterator[None]:
-    """Raises CaptureError where a generator of torch's is given another seed or state, by any function. A profiler is
-    left at its work, and no seed is seen: one written in C, as cProfile's, cannot be put back."""
-
-    def look(frame: FrameType, event: str, called: Any) -> None:
-        if event != "c_call" or not isinstance(getattr(called, "__self__", None), torch.Generator):
-            return
-        changes = called.__name__ in ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
-        if changes and not _is_called_by_dynamo(frame):
-            raise CaptureError(
-                f"{what} cannot be captured: at {line_in(traceback.extract_stack(frame))} it sets the seed or the "
-                "state of the random numbers, which a graph would not do. Set them before the stage is called, or "
-                "leave this stage eager."
-            )
-
-    if sys.getprofile() is not None:
+    """Raises CaptureError where this thread gives one of torch's own generators another seed or state."""
+    own, of_devices = torch.default_generator, torch.cuda.default_generators
+    seed, state = own.initial_seed(), own.get_state()
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.random, "default_generator", _Kept(own, what)))
+        if of_devices:  # else CUDA is not in use, and may come to be meanwhile
+            kept = tuple(_Kept(one, what) for one in of_devices)
+            patches.enter_context(mock.patch.object(torch.cuda, "default_generators", kept))
         yield
-        return
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
+    if own.initial_seed() != seed:  # by its own method
+        own.set_state(state)
+        raise _sets_state(what, "")
 
 
-def _is_called_by_dynamo(frame: FrameType | None) -> bool:
+class _Kept:
+    """A generator that keeps its seed and its state. All functions of torch's that change these call its methods."""
+
+    def __init__(self, generator: torch.Generator, what: str) -> None:
+        self._generator, self._what, self._thread = generator, what, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        frame = sys._getframe(1)
+        if name in CHANGES and threading.get_ident() == self._thread and not _is_called_by_dynamo(frame):
+            raise _sets_state(self._what, f"at {line_in(traceback.extract_stack(frame))} ")
+        return getattr(self._generator, name)
+
+
+def _sets_state(what: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"{what} cannot be captured: {where}it sets the seed or the state of the random numbers, which a graph would "
+        "not do. Set them before the stage is called, or leave this stage eager."
+    )
+
+
+def _is_called_by_dynamo(frame: FrameType) -> bool:
     """Which puts the random numbers back after it has traced what compiles itself, such as flex_attention."""
-    torchs_own = Path(torch.__file__).parent
-    around = str(torchs_own / "_dynamo" / "eval_frame.py")  # which is around torch.manual_seed, too
-    while frame is not None and (file := frame.f_code.co_filename).startswith(str(torchs_own)):
-        if file != around and file.startswith(str(torchs_own / "_dynamo")):
-            return True
-        frame = frame.f_back
-    return False
+    files = (one.f_code.co_filename for one, _ in traceback.walk_stack(frame))
+    of_torch = itertools.takewhile(lambda file: file.startswith(TORCH), files)
+    around = f"{TORCH}/_dynamo/eval_frame.py"  # which is around torch.manual_seed, too
+    return any(file.startswith(f"{TORCH}/_dynamo/") and file != around for file in of_torch)
 
 
 class _SettingNoData(TorchFunctionMode):

@@ -47,6 +47,10 @@ class Refused(nn.Module):
         torch.manual_seed(3)
         return self.dropout(y)
 
+    def seeded_itself(self, y: Tensor, x: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(3)
+        return self.dropout(y)
+
     def forked(self, y: Tensor, x: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             return self.dropout(y)
@@ -162,6 +166,7 @@ class Deferring(torch.autograd.Function):
         ("mask", r"test_graph_refusals.py:\d+ \(return y\[y > 0\].sum\(\)\)"),
         ("number", r"test_graph_refusals.py:\d+ \(return y \* y.detach\(\).max\(\).item\(\)\)"),
         ("seeded", r"test_graph_refusals.py:\d+ \(torch.manual_seed\(3\)\) it sets the seed"),
+        ("seeded_itself", "it sets the seed or the state"),
         ("forked", r"test_graph_refusals.py:\d+ \(with torch.random.fork_rng.*\) it sets the seed or the state"),
         ("state", r"test_graph_refusals.py:\d+ \(torch.set_rng_state.*\) it sets the seed or the state"),
         ("data", r"test_graph_refusals.py:\d+ \(self.linear.bias.data = .*\) it replaces the .data"),
