@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,7 +239,7 @@ def _export(model: nn.Module, arguments: tuple[Any, ...], training: bool) -> tor
             undoing_changes(model.modules()) as changed,
             mock.patch.object(torch.autograd.Function, "apply", classmethod(_refuse_function)),
             mock.patch.object(Tensor, "register_hook", _refuse_hook),
-            mock.patch.multiple(torch.utils.checkpoint, **_CHECKPOINTS),
+            _without_checkpoints(),
             noting_draws() as drawn,
             setting_no_random_state("its forward"),
         ):
@@ -292,8 +293,11 @@ def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-_NAMES = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")  # from 2.15 on
-_CHECKPOINTS: dict[str, Any] = {name: _no_checkpoint for name in _NAMES if hasattr(torch.utils.checkpoint, name)}
+def _without_checkpoints() -> Any:
+    module = importlib.import_module("torch.utils.checkpoint")  # which imports sympy, in torch 2.6
+    names = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")  # from 2.15 on
+    found: dict[str, Any] = {name: _no_checkpoint for name in names if hasattr(module, name)}
+    return mock.patch.multiple(module, **found)
 
 
 def _refuse_hook(tensor: Tensor, hook: Any) -> Any:
