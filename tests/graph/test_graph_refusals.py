@@ -51,6 +51,10 @@ class Refused(nn.Module):
         torch.default_generator.manual_seed(3)
         return self.dropout(y)
 
+    def seeded_on_device(self, y: Tensor, x: Tensor) -> Tensor:
+        torch.cuda.default_generators[0].manual_seed(3)
+        return self.dropout(y)
+
     def forked(self, y: Tensor, x: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             return self.dropout(y)
@@ -167,6 +171,7 @@ class Deferring(torch.autograd.Function):
         ("number", r"test_graph_refusals.py:\d+ \(return y \* y.detach\(\).max\(\).item\(\)\)"),
         ("seeded", r"test_graph_refusals.py:\d+ \(torch.manual_seed\(3\)\) it sets the seed"),
         ("seeded_itself", "it sets the seed or the state"),
+        ("seeded_on_device", r"test_graph_refusals.py:\d+ \(torch.cuda.default_gen.*\) it sets the seed or the state"),
         ("forked", r"test_graph_refusals.py:\d+ \(with torch.random.fork_rng.*\) it sets the seed or the state"),
         ("state", r"test_graph_refusals.py:\d+ \(torch.set_rng_state.*\) it sets the seed or the state"),
         ("data", r"test_graph_refusals.py:\d+ \(self.linear.bias.data = .*\) it replaces the .data"),
@@ -191,12 +196,14 @@ class Deferring(torch.autograd.Function):
         ("dropped_by_numpy", "draws random numbers of NumPy"),
     ],
 )
-def test_refused(how: str, said: str) -> None:
+def test_refused(how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some once were not: tensors in containers and objects were those of the tracing, for ever, and what tracing had
     put there stayed, so that the module could not be run eagerly any more; random numbers besides torch's were drawn
     once; of what is not registered torch's own assertion spoke, about fake tensors, and it was written to. What a
     forward registered stayed, as a tensor of the tracing, or was captured as a constant; counts of calls stood
     still. Where a tensor's memory was read, as cuDNN's LSTM does, torch's own error spoke, without a line."""
+    if not torch.cuda.default_generators:
+        monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
     stage, x = Refused(how), sequence()
     states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2]
     with pytest.raises((ValueError, TypeError), match=said):
