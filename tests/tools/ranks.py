@@ -215,7 +215,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
             os._exit(0)
         result: Any = None
         if len(sys.modules) > num_modules:
-            freeze()  # what was imported: each first step collects garbage, which took a fifth of the time of all tests
+            freeze()  # what was imported: first steps collect garbage, which took a fifth of the time of all tests
             num_modules = len(sys.modules)
         _meet(dist.PrefixStore(f"job {number}", server), rank, num_ranks)
         text = ""
@@ -357,18 +357,30 @@ def caches() -> list[Any]:
     return [one for one in found if str(one.__module__).startswith("torch.distributed.")]
 
 
+NUM_LOOPS = [0]
+"""Gloo's threads when objects were to be frozen last."""
+
+
 def freeze() -> None:
-    """Objects, as `gc.freeze` does, but for those of the last pipeline and its meshes: the package's helper thread lets
-    them go at its next look, and what is frozen is not freed if it holds itself."""
+    """Objects, as `gc.freeze` does, but for those of the last pipeline and its meshes: what is frozen is not freed
+    where it holds itself. So all that looks after them lets them go first. Where they stay, nothing is frozen."""
     from megapipe.failures import helper_thread
 
     is_called = threading.Event()
     helper_thread.begin(is_called.set)
-    is_called.wait(ENDS_WITHIN)
+    for _ in range(2):  # the second time, all others have been called
+        is_called.wait(ENDS_WITHIN)
+        is_called.clear()
     helper_thread.end(is_called.set)
+    for thread in threading.enumerate():
+        if thread.name.startswith("megapipe-") and thread.name != "megapipe-watchdog":
+            thread.join(1.0)  # one that connects to a rank that is gone does not end
     _forget_meshes()
-    CACHES.extend(caches())
-    gc.freeze()
+    number = held()["thread gloo_tcp_loop"]
+    if number <= NUM_LOOPS[0]:
+        CACHES.extend(caches())
+        gc.freeze()
+    NUM_LOOPS[0] = number
 
 
 def _answer(control: Connection, main_thread: int) -> None:
