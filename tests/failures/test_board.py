@@ -192,7 +192,7 @@ def test_odd_exceptions_reach_all_ranks(rank: int) -> None:
             if rank == 1:
                 raise error
 
-    for error, text in ((OddError(), "OddError: .no text: its __str__"), (StopIteration("no more"), "no more$")):
+    for error, text in ((OddError(), "OddError: .no text: its __str__ raises"), (StopIteration("no more"), "no more$")):
         with pytest.raises((RuntimeError, StopIteration), match=text):
             together(error)
 
