@@ -125,7 +125,7 @@ class StageBytes:
         if component == "backward" and value is None:
             return list(map(max, *(self.per_stage(part, plan) for part in ("backward_input", "backward_weight"))))
         num_stages = plan.pp_size * plan.num_chunks
-        if isinstance(value, (int, float)):
+        if not isinstance(value, Sequence):
             return [value / plan.num_chunks if component in SHARED_OUT else value] * num_stages
         if len(value) != num_stages:
             raise ValueError(f"{component} has one number for each of the {num_stages} stages, got {len(value)}.")

@@ -7,7 +7,7 @@ can hold it up: a channel carries one kind of message one way, in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -64,7 +64,8 @@ class Costs:
             value = getattr(self, field_.name)
             if isinstance(value, StageBytes):
                 continue
-            for time in [value] if isinstance(value, (int, float)) else value or ():
+            times = value if isinstance(value, Iterable) else [] if value is None else [value]
+            for time in times:
                 if not (math.isfinite(time) and time >= 0):
                     raise ValueError(f"{field_.name} must be a finite number from 0 on, got {time:g}.")
         if self.slices is not None and not sum(self.slices):
@@ -123,7 +124,7 @@ class Costs:
         if time is None:
             time = self.forward
         num_stages = plan.pp_size * num_chunks
-        times = [time / num_chunks] * num_stages if isinstance(time, (int, float)) else list(time)
+        times = list(time) if isinstance(time, Iterable) else [time / num_chunks] * num_stages
         if len(times) != num_stages:
             raise ValueError(f"a list of times has one for each of the {num_stages} stages, got {len(times)}.")
         if self.speeds is None:

@@ -68,7 +68,7 @@ def situation_of(schedule: Schedule, call: Call) -> Situation:
 
 def _outline(value: Any) -> Any:
     """What of a value counts: of a function, which may hold a model, only that there is one."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence):
         return tuple(one if type(one) in PLAIN else type(one) for one in value)
     return type(value)
 

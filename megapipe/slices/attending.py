@@ -229,7 +229,7 @@ def _in_reach(parts: list[tuple[Tensor, ...]], window: int | None) -> list[tuple
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
     """The tensors as autocast would give them to attention, so that they are kept so."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]

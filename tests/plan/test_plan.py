@@ -22,6 +22,7 @@ from megapipe.plan import (
     Schedule,
     ScheduleError,
     Settings,
+    StageBytes,
     Verbs,
     find_schedule,
     load_plan,
@@ -377,6 +378,15 @@ def test_times_that_cannot_be() -> None:
             plan.simulate(**{name: value})
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         plan.simulate(num_steps=0)
+
+
+def test_numbers_of_numpy() -> None:
+    """Times as NumPy's float32 were "not iterable", and bytes of its integers had "no len()"."""
+    found, wanted = (
+        make_plan("zbv", 2, 3).simulate(kind(2), [kind(1)] * 4, memory=StageBytes(saved=kind(8)))
+        for kind in (np.float32, float)
+    )
+    assert (found.spans, found.peak_bytes) == (wanted.spans, wanted.peak_bytes)
 
 
 @pytest.mark.parametrize(("pp_size", "num_chunks"), [(4, 2), (3, 3)])

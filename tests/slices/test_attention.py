@@ -205,6 +205,8 @@ def test_whole_sequences_have_the_attention_of_torch() -> None:
     q, k, v = torch.randn(3, BATCH, HEADS, SEQUENCE, SIZE)
     ours = slices.attention(q, k, v, owner="layer")
     assert torch.equal(ours, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    meta = [tensor.to("meta") for tensor in (q, k, v)]  # where torch has no autocast to ask for
+    assert slices.attention(*meta, owner="layer").shape == q.shape
 
 
 def test_dropout_is_drawn_again_as_it_was() -> None:
