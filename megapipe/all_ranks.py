@@ -13,8 +13,6 @@ import torch.distributed as dist
 from . import parallel_state
 from .failures import collective, text_of
 
-__all__ = ["AllRanks", "Phase"]
-
 
 class Phase:
     """What ranks tell each other at the end of what they do.

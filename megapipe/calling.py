@@ -16,8 +16,6 @@ from .plan import AnySchedule, Placement, Schedule, Verbs, find_schedule, regist
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ForwardBackward", "get_forward_backward_func", "schedule"]
-
 
 Report = TypeVar("Report")
 Report_co = TypeVar("Report_co", covariant=True)
@@ -179,14 +177,8 @@ def schedule(
 ) -> Callable[[Callable[[Verbs], Any]], ForwardBackward]:
     """Make a function of the verbs a schedule that can be trained with, recorded, and found by its name.
 
-    Args:
-        placement: which rank holds which stage.
-        num_chunks: stages per rank; None where the caller decides.
-        max_pp_size: the largest pipeline it is meant for.
-        forward_only: it has no backward.
-        default_chunks: stages per rank where neither the schedule nor the caller says.
-        min_chunks: the fewest of them on several ranks, where the caller decides.
-        slices: it counts in slices of sequences (`pipe.num_units`), and so can cut them.
+    The keywords are the attributes of `megapipe.plan.Schedule`. One with `slices` counts in slices of sequences
+    (`pipe.num_units`), and so can cut them.
     """
 
     def decorate(loops: Callable[[Verbs], Any]) -> ForwardBackward:

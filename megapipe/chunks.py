@@ -13,29 +13,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "Models",
-    "as_list",
-    "as_sharded",
-    "by_dtype",
-    "device_of",
-    "each_parameter",
-    "find_attribute",
-    "fully_qualified_name",
-    "gradient_like",
-    "gradient_of",
-    "gradients",
-    "laid_out_like",
-    "local",
-    "named_parameters",
-    "parameters_replaced",
-    "tensors_of",
-    "trained_parameters",
-    "unwrap",
-    "wrapped_in",
-    "zero_gradient",
-]
-
 Models = nn.Module | Sequence[nn.Module]
 """A rank's chunks, or its only one."""
 
@@ -188,9 +165,11 @@ def laid_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 def device_of(models: Iterable[nn.Module]) -> torch.device:
-    """The device of their parameters, which may all be frozen."""
-    everything = (parameter for model in models for parameter in model.parameters())
-    return next((local(parameter).device for parameter in everything), torch.device("cpu"))
+    """The device of the first parameter, which may be frozen, or buffer; the CPU where there is none."""
+    for model in models:
+        for tensor in tensors_of(model):
+            return tensor.device
+    return torch.device("cpu")
 
 
 def as_sharded(tensor: Tensor) -> DTensor | None:

@@ -21,16 +21,6 @@ import torch
 
 from .plan import Settings, nearest
 
-__all__ = [
-    "DEFAULTS",
-    "OPTIONS",
-    "PER_CHUNK",
-    "PipelineConfig",
-    "StepConfig",
-    "check_whole_number",
-    "common_config",
-]
-
 PER_CHUNK = ("no_sync_func", "grad_sync_func", "param_sync_func")
 """Settings that may be lists, with one function per chunk."""
 

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["names_on_first_use"]
-
 
 def names_on_first_use(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a package whose imports stand under `if TYPE_CHECKING:`, where type checkers

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-__all__ = ["AroundForward", "ForwardStep", "Framework", "StepEnd", "find_cut", "frameworks", "ties"]
-
 ForwardStep = Callable[..., Any]
 
 

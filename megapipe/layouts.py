@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 
 from .plan import Costs, Plan, StageBytes, StageInfo, simulate
 
-__all__ = ["distribute_layers", "fastest", "shortest"]
-
 
 def distribute_layers(
     num_layers: int,
@@ -122,7 +120,12 @@ def _even(num_layers: int, num_stages: int, pre: float, post: float) -> list[int
 def _sizes_of(layout: str | Sequence[int], num_layers: int, num_stages: int) -> list[int]:
     if isinstance(layout, str):
         stages = _expand(layout).split("|")
-        _check_letters(layout, stages)
+        if not re.fullmatch(r"Et*m*L", everything := "".join(stages)):
+            raise ValueError(
+                f"the layout {layout!r} holds {everything!r}: it must be one E, then t for each layer, m for each "
+                "layer of multi-token prediction, and one L, with | between stages, *n behind a letter or parentheses "
+                "to repeat."
+            )
         sizes = [held.count("t") for held in stages]
     else:
         sizes = list(layout)
@@ -145,15 +148,6 @@ def _expand(layout: str) -> str:
 def _repeat(found: re.Match[str]) -> str:
     group, times, letter, letter_times = found.groups()
     return letter * int(letter_times) if group is None else group * int(times or 1)
-
-
-def _check_letters(layout: str, stages: Sequence[str]) -> None:
-    everything = "".join(stages)
-    if not re.fullmatch(r"Et*m*L", everything):
-        raise ValueError(
-            f"the layout {layout!r} holds {everything!r}: it must be one E, then t for each layer, m for each layer of "
-            "multi-token prediction, and one L, with | between stages, *n behind a letter or parentheses to repeat."
-        )
 
 
 # Costs

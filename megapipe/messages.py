@@ -12,21 +12,6 @@ import torch
 
 from .trees import KEYS, describe, holds_values, rebuild, show
 
-__all__ = [
-    "HEADER",
-    "MessageSpec",
-    "TensorSpec",
-    "can_have_gradient",
-    "check_sendable",
-    "decode_header",
-    "encode_header",
-    "is_no_gradient",
-    "no_gradient",
-    "pack",
-    "unpack",
-    "zeros_if_none",
-]
-
 # Of tensors alone, in one container at most: "tensor", "list", "tuple", or the keys of a dict. Of anything else: its
 # description, which begins with a bracket.
 Structure = str | tuple[str | int, ...]

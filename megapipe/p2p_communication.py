@@ -22,22 +22,6 @@ import torch
 from .messages import HEADER, MessageSpec, decode_header, encode_header
 from .plan import ChannelName, Placement
 
-__all__ = [
-    "HEADERS_AHEAD",
-    "Channel",
-    "Communicator",
-    "ConnectionLostError",
-    "Line",
-    "Link",
-    "LocalLink",
-    "Lookahead",
-    "Receiver",
-    "Sender",
-    "Transfer",
-    "Transport",
-    "edges_in_rounds",
-]
-
 
 class ConnectionLostError(RuntimeError):
     """The transport gave up on a message: its other end is gone, or the connection was aborted."""
@@ -453,10 +437,8 @@ class Transport(ABC):
     """Whether messages from one rank to another are told apart by their order alone."""
     buffered_bytes = 0
     """Messages up to this size travel before their receives are posted."""
-
-    def mark(self) -> Callable[[], bool] | None:
-        """Tells whether the device has come to this point of its current stream. None where the host itself waits."""
-        return None
+    mark: Callable[[], Callable[[], bool]] | None = None
+    """Gives what tells whether the device has come to this point of its current stream. None where the host waits."""
 
     def find_error(self) -> str | None:
         """What has become of a connection, where that is known though no call has failed. Called from any thread."""

@@ -41,13 +41,6 @@ __all__ = [
     "initialize_model_parallel",
     "model_parallel_is_initialized",
 ]
-__all__ += [  # between rooms
-    "Groups",
-    "abort_gloo",
-    "abort_process_groups",
-    "all_gather_json",
-    "find_pipeline_group",
-]
 
 
 class Groups(NamedTuple):

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "SafetensorsFile", "finish_files", "share_out"]
-
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["KEYS", "describe", "holds_values", "rebuild", "show"]
-
 TENSOR = "tensor"
 VALUE = "value"
 CONTAINERS = {"list": list, "tuple": tuple, "dict": dict}

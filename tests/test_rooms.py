@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import megapipe
 
@@ -18,10 +19,14 @@ LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
+def nodes(file: Path, kind: type[ast.AST]) -> list[Any]:
+    return [node for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if isinstance(node, kind)]
+
+
 def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
     """The modules of megapipe that a file imports, or imports from: ("plan",) or ("stages", "hooks")."""
-    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
+    for node in nodes(file, ast.ImportFrom):
+        if node.level:
             base = file.parent.parts[: len(file.parent.parts) + 1 - node.level]
             path = (*base, *(node.module.split(".") if node.module else ()))
             module = importlib.import_module(".".join(("megapipe", *path)))
@@ -44,7 +49,8 @@ def test_no_name_is_both_a_file_and_a_function() -> None:
     """`megapipe.graph.partition` was the function, and `megapipe.graph.partition.Partition` an AttributeError."""
     for room in {file.parent for file in FILES} - {Path()}:
         face = importlib.import_module(".".join(("megapipe", *room.parts)))
-        for name in {file.stem for file in FILES if file.parent == room} & set(getattr(face, "__all__", ())):
+        names = {alias.name for node in nodes(room / "__init__.py", ast.ImportFrom) for alias in node.names}
+        for name in {file.stem for file in FILES if file.parent == room} & names:
             assert isinstance(getattr(face, name), ModuleType), f"{face.__name__}.{name}"
 
 
@@ -70,8 +76,8 @@ def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
     wrong = [
         f"{file}:{node.lineno}: {node.value.value.strip().splitlines()[0]}"
         for file in FILES
-        for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for node in nodes(file, ast.Expr)
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         if BEGINS_WITHOUT_A_SUBJECT.match(node.value.value.strip())
     ]
     assert wrong == []

@@ -11,18 +11,5 @@ if TYPE_CHECKING:
     from .state import autocasts, noting_draws, restores_of, tensors_kept, undoing_changes
 
 __all__: list[str] = []
-__all__ += [  # between rooms
-    "Offload",
-    "as_it_is",
-    "autocasts",
-    "noting_draws",
-    "recomputing",
-    "regions_of",
-    "restores_of",
-    "saving",
-    "storages_of",
-    "tensors_kept",
-    "undoing_changes",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -18,9 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..timing import uncounted
 from .saver import Fingerprint, Saver, check_version, first_difference
 
-__all__ = ["Offload", "storages_of"]
-
-
 SMALLEST = 2**20
 """Bytes of what is copied between a device and the host: a copy takes the host 25 us, by an estimate."""
 

@@ -24,9 +24,6 @@ from ..chunks import unwrap, wrapped_in
 from .saver import Fingerprint, Saver, as_it_is, check_version, first_difference
 from .state import State
 
-__all__ = ["Replay", "recomputing", "regions_of"]
-
-
 WORKSPACE = torch.uint8
 """The dtype of what kernels of recurrent layers save for themselves: parts of it they leave as memory was."""
 

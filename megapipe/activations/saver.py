@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Fingerprint", "Saver", "as_it_is", "check_version", "first_difference", "saving"]
-
 
 class _Saving(threading.local):
     by: Saver | None = None

@@ -19,8 +19,6 @@ from torch.utils import _pytree as pytree
 from ..frameworks import frameworks
 from .offload import storages_of
 
-__all__ = ["State", "autocasts", "noting_draws", "restores_of", "tensors_kept", "undoing_changes"]
-
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Functions that return and set the state of a stream of random numbers."""
 

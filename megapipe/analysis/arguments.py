@@ -26,22 +26,6 @@ from ..plan import (
 )
 from .text import PREFIXES, bytes_in_words
 
-__all__ = [
-    "Memory",
-    "bytes_of",
-    "check_size",
-    "check_time",
-    "costs_of",
-    "import_schedule",
-    "memory_of",
-    "parse_bytes",
-    "recompute_time",
-    "record_plan",
-    "settings_of",
-    "speeds_of",
-    "unsplit",
-]
-
 LARGEST = 1_000_000
 """The most forwards in a plan: ranks x microbatches x chunks x slices. That many take minutes and some GB."""
 

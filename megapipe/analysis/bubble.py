@@ -10,8 +10,6 @@ from statistics import fmean
 from ..plan import Action, Costs, Plan, RankStep, play, simulate
 from .timeline import Timeline, first_start, step_time
 
-__all__ = ["BubbleSplit", "split_bubble"]
-
 
 @dataclass(frozen=True)
 class BubbleSplit:

@@ -7,20 +7,6 @@ from typing import NamedTuple
 
 from ..plan import KINDS, Action, Kind, Plan, Simulation, Span, held_changes
 
-__all__ = [
-    "DARK",
-    "LIGHT",
-    "Cell",
-    "Held",
-    "Level",
-    "cells_of",
-    "held_by_plan",
-    "ink_on",
-    "kinds_in",
-    "levels_in_bytes",
-    "levels_of",
-]
-
 Held = tuple[Sequence[float], Sequence[float]]
 """The bytes of a rank during each of its actions, and after it."""
 

@@ -22,8 +22,6 @@ from .cells import (
 )
 from .text import bytes_in_words
 
-__all__ = ["save_picture"]
-
 TITLES = ("measured: waits for messages in grey, the host in white", "by the plan")
 
 COLUMN, ROW = 0.22, 0.55

@@ -40,8 +40,6 @@ from .show import print_hint
 from .text import bytes_in_words, print_table, say
 from .timeline import Timeline, load_timeline
 
-__all__ = ["compare", "tune"]
-
 Rows = list[tuple[Plan, Simulation]]
 
 UNITS = "held: microbatches at once on the fullest rank; messages: per step; x2: with 2 chunks"

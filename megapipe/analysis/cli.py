@@ -19,8 +19,6 @@ from .fit_command import fit_command
 from .show import show
 from .status import status
 
-__all__ = ["main"]
-
 
 def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:

@@ -19,9 +19,7 @@ from typing import NamedTuple
 
 from ..layouts import distribute_layers, fastest, shortest
 from ..plan import Costs, Plan, Settings, StageBytes, StageInfo, find_schedule, make_plan, simulate
-from .transformer import Transformer, model_of, read_config
-
-__all__ = ["Estimate", "Job", "Layout", "Transformer", "estimate", "fit", "model_of", "read_config"]
+from .transformer import Transformer
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 SPLIT_SCHEDULES = ("zb1p", "interleaved_zb1p", "zbv", "v_half", "v_min")

@@ -8,11 +8,9 @@ import json
 
 from ..plan import nearest
 from .arguments import parse_bytes, speeds_of
-from .fit import Estimate, Job, Transformer, fit, model_of, read_config
+from .fit import Estimate, Job, fit
 from .text import bytes_in_words, print_table, say
-from .transformer import FACTS, OF_EXPERTS, SIZES
-
-__all__ = ["fit_command"]
+from .transformer import FACTS, OF_EXPERTS, SIZES, Transformer, model_of, read_config
 
 LINKS = ("node_bandwidth", "bandwidth", "host_bandwidth")
 

@@ -26,8 +26,6 @@ from ..plan import Plan, RankStep, plan_of
 from ..timing import Clock, HostClock, LiveStorages, StepRecord, clock_of
 from .timeline import Timeline, as_json, measured_messages, read_rank
 
-__all__ = ["TimelineRecorder", "align", "merge"]
-
 
 class TimelineRecorder:
     """Records the last training steps: set it as `config.record_timeline`, and `gather` or `save` when they are done.

@@ -15,8 +15,6 @@ from .charts import save_picture
 from .text import Form, bytes_in_words, listed, print_legend, print_timeline, say
 from .timeline import Timeline, load_timeline
 
-__all__ = ["print_hint", "show"]
-
 
 def show(args: argparse.Namespace) -> None:
     measured = load_timeline(args.schedule) if args.schedule.endswith(".json") else None

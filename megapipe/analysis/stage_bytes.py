@@ -21,8 +21,6 @@ from ..runtime import runs_of
 from ..stages import Call, Extension, Run, Stage, Unit
 from ..timing import LiveStorages
 
-__all__ = ["bytes_of_stages"]
-
 
 def bytes_of_stages(
     make_stage: Callable[[StageInfo], nn.Module],
@@ -58,9 +56,13 @@ def bytes_of_stages(
     found: defaultdict[str, Any] = defaultdict(list)
     most: int | None = None
     received: MessageSpec | None = None
-    around, as_fake = _fake_mode() if fake else (nullcontext(), lambda made: made)
+    around: AbstractContextManager[Any] = nullcontext()
+    if fake:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        around = mode = FakeTensorMode()
+        microbatch = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, microbatch)
     with around:
-        microbatch = torch.utils._pytree.tree_map_only(Tensor, as_fake, microbatch)
         for index in range(num_stages):
             info = StageInfo(index, num_stages)
             module = make_stage(info)
@@ -75,13 +77,6 @@ def bytes_of_stages(
             most = step.config.max_gathered_chunks
             del module, step
     return StageBytes(**found, posted=posted, posted_bytes=posted_bytes, outbox=outbox, max_gathered=most)
-
-
-def _fake_mode() -> tuple[AbstractContextManager[Any], Callable[[Tensor], Tensor]]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode()
-    return mode, mode.from_tensor
 
 
 def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatch: Any) -> Call:

@@ -17,8 +17,6 @@ from typing import Any
 
 from .text import print_table, say
 
-__all__ = ["status"]
-
 NUM_LATE = 3  # signs of life that a rank leaves out until the table calls it silent
 HEADINGS = ("rank", "replica", "pipeline rank", "step", "at", "for", "waits for", "last sign", "process")
 

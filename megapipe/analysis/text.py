@@ -13,20 +13,6 @@ from typing import NamedTuple
 from ..plan import KINDS, Action, Plan, Span
 from .cells import Cell, cells_of, ink_on, kinds_in
 
-__all__ = [
-    "PREFIXES",
-    "Form",
-    "as_text",
-    "bytes_in_words",
-    "forms_of",
-    "listed",
-    "print_legend",
-    "print_table",
-    "print_timeline",
-    "say",
-    "text_rows",
-]
-
 PREFIXES = "kMGTP"
 
 WIDEST = 10_000

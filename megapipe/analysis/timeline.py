@@ -34,17 +34,6 @@ from ..plan import (
     simulate,
 )
 
-__all__ = [
-    "MeasuredMessage",
-    "Timeline",
-    "as_json",
-    "first_start",
-    "load_timeline",
-    "measured_messages",
-    "read_rank",
-    "step_time",
-]
-
 UNEVEN = 0.8
 """The least speed of a rank beside the fastest that may be chance."""
 
@@ -172,7 +161,12 @@ class Timeline:
         plan, times = self.plan, self._work
         stages = range(len(times))
         if num_layers is not None:
-            self._check_layers(num_layers)
+            if len(num_layers) != len(times) or not sum(num_layers[1:-1]):
+                raise ValueError(
+                    f"num_layers must be {len(times)} numbers, one for each measured stage, with layers between the "
+                    f"first and the last, got {list(num_layers)}: measure with at least 3 stages (pipeline ranks times "
+                    "chunks)."
+                )
             stages = range(1, len(times) - 1)
         counts = num_layers or [1] * len(times)
         per_layer = {}
@@ -204,7 +198,6 @@ class Timeline:
             ValueError: there are not as many stages, or none between the first and the last that has layers; or layers
                 take longer on some ranks than on others, and `speeds` does not say why.
         """
-        self._check_layers(num_layers)
         found = self.speeds(num_layers)
         if speeds is None and min(found) < UNEVEN:
             raise ValueError(
@@ -220,14 +213,6 @@ class Timeline:
         of_inner = [time / count for time, count in inner for _ in range(count)]
         embedding, head = (max(0.0, times[end] - mean * num_layers[end]) for end in (0, -1))
         return [mean] * num_layers[0] + of_inner + [mean] * num_layers[-1], embedding, head
-
-    def _check_layers(self, num_layers: Sequence[int]) -> None:
-        times = self._work
-        if len(num_layers) != len(times) or not sum(num_layers[1:-1]):
-            raise ValueError(
-                f"num_layers must be {len(times)} numbers, one for each measured stage, with layers between the first "
-                f"and the last, got {list(num_layers)}: measure with at least 3 stages (pipeline ranks times chunks)."
-            )
 
     @cached_property
     def _mean_slices(self) -> list[float] | None:

@@ -17,8 +17,6 @@ from typing import Any
 
 from ..plan import parse_json, read_text
 
-__all__ = ["FACTS", "OF_EXPERTS", "SIZES", "Transformer", "model_of", "read_config"]
-
 SIZES = {
     "layers": ["num_hidden_layers", "n_layer"],
     "hidden": ["hidden_size", "n_embd", "n_embed"],

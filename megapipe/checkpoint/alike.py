@@ -20,8 +20,6 @@ from ..chunks import local
 from ..training import OF_EACH_GROUP
 from .full_state import FullState, is_extra_state
 
-__all__ = ["check_same", "check_steps", "check_tied", "find_shared", "fingerprint", "fingerprints_of", "uses_of"]
-
 OWN = {*OF_EACH_GROUP, "_last_lr", "lr_lambdas"}
 """What a scheduler says of each parameter group: ranks have groups of their own, and `load_scheduler` minds that."""
 

@@ -49,8 +49,6 @@ from .files import (
 from .folder_lock import lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
 
-__all__ = ["Checkpointer", "Stateful"]
-
 
 class Stateful(Protocol):
     """The Stateful of torch.distributed.checkpoint, which a module is not, since its `load_state_dict` returns

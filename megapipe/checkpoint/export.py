@@ -8,8 +8,6 @@ from pathlib import Path
 from ..safetensors_files import Entry, finish_files, share_out
 from .files import Reader, find_checkpoints
 
-__all__ = ["save_safetensors"]
-
 
 def save_safetensors(
     checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str], max_file_size: int = 5 * 10**9

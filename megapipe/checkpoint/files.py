@@ -39,23 +39,6 @@ from torch.futures import Future
 
 from ..failures import collective, is_disk_full
 
-__all__ = [
-    "EXCHANGE",
-    "DamagedError",
-    "Loaded",
-    "Reader",
-    "Writer",
-    "begin_checkpoint",
-    "checkpoints_in",
-    "deserialise",
-    "find_checkpoints",
-    "read_position",
-    "remove_incomplete",
-    "serialise",
-    "set_aside",
-    "write_tensors",
-]
-
 EXCHANGE = "the saving or loading of a checkpoint"
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"

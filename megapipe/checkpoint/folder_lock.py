@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-__all__ = ["lock_folder"]
-
 _held: set[Path] = set()
 
 

@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from ..chunks import fully_qualified_name, unwrap
 from .files import Reader, serialise
 
-__all__ = ["FullState", "GlobalName", "Parts", "check_all_used", "optimizers_of"]
-
 GlobalName = Callable[[nn.Module, str], str]
 """(chunk, its name for a parameter) to the whole model's name for it."""
 
@@ -60,8 +58,9 @@ class FullState:
         self._chunks = [unwrap(chunk) for chunk in chunks]
         self._optimizers = optimizers
         self._parts = parts
+        named = global_name or (lambda chunk, name: name)
         self.held = [
-            Held(number, local_name, name_of(chunk, local_name, global_name), value)
+            Held(number, local_name, named(chunk, fully_qualified_name(local_name)), value)
             for number, chunk in enumerate(self._chunks)
             for local_name, value in chunk.state_dict(keep_vars=True).items()
         ]
@@ -328,11 +327,6 @@ def _with_dots(key: str) -> str:
     return key.replace("%2E", ".").replace("%25", "%")
 
 
-def name_of(chunk: nn.Module, local_name: str, global_name: GlobalName | None) -> str:
-    name = fully_qualified_name(local_name)
-    return name if global_name is None else global_name(chunk, name)
-
-
 def is_extra_state(held: Held) -> bool:
     """Whether it is what a module's get_extra_state() returns: not a tensor, or one of a size of its own."""
     return held.local_name.endswith("_extra_state") or not isinstance(held.value, Tensor)
@@ -341,9 +335,8 @@ def is_extra_state(held: Held) -> bool:
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
-    several = (
-        [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizers", optimizer)
-    )
+    is_one = isinstance(optimizer, torch.optim.Optimizer)
+    several = optimizer if is_one else getattr(optimizer, "optimizers", optimizer)
     optimizers = list(several) if isinstance(several, (list, tuple)) else [several]
     for found in optimizers:
         if not isinstance(found, torch.optim.Optimizer):

@@ -18,21 +18,5 @@ if TYPE_CHECKING:
 __all__ = [
     "PipelineError",
 ]
-__all__ += [  # between rooms
-    "TIMING",
-    "Agreement",
-    "Board",
-    "InterruptibleStore",
-    "Mailbox",
-    "Progress",
-    "Watchdog",
-    "check_failures",
-    "collective",
-    "is_disk_full",
-    "join_ranks",
-    "read_positions",
-    "single_rank_step",
-    "text_of",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

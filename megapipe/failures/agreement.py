@@ -20,8 +20,6 @@ from .mailbox import Mailbox
 from .timing import TIMING
 from .watchdog import Watchdog
 
-__all__ = ["Agreement"]
-
 
 class Agreement:
     """

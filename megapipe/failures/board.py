@@ -31,8 +31,6 @@ from .store import InterruptibleStore
 from .store_alarm import StoreAlarm
 from .timing import TIMING
 
-__all__ = ["Board", "Failure", "is_connection_error", "join_ranks"]
-
 
 class Failure(NamedTuple):
     """A failure, as the ranks tell it.

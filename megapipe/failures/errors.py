@@ -2,8 +2,6 @@
 
 import errno
 
-__all__ = ["DisagreementError", "NoResponseError", "PipelineError", "is_disk_full", "text_of"]
-
 
 class PipelineError(RuntimeError):
     """A step failed because of another rank, or waited too long. Says which rank, where it was, and why."""

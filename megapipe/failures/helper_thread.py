@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from .timing import TIMING
 
-__all__ = ["begin", "end", "interval", "seconds_busy"]
-
 LOOKS_PER_SECOND = 20_000  # of all ranks of a job: torch.distributed's store answers them with less than half a core
 PATIENCE = 3.0  # seconds that the end of the process waits for the thread
 

@@ -13,8 +13,6 @@ from .errors import NoResponseError
 from .store import InterruptibleStore
 from .watchdog import Watchdog
 
-__all__ = ["Mailbox"]
-
 
 class Mailbox:
     """Waits here end when a rank fails, and after `watchdog.timeout` seconds.

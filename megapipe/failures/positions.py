@@ -20,8 +20,6 @@ from .. import parallel_state
 from .progress import Progress
 from .timing import TIMING
 
-__all__ = ["NUM_MISSED", "POSITIONS", "Member", "Positions", "read_positions"]
-
 NUM_MISSED = 12  # signs of life that a rank leaves out until those that wait give it up
 
 POSITIONS = "megapipe rank {}"
@@ -30,7 +28,7 @@ POSITIONS = "megapipe rank {}"
 
 
 class Member(Protocol):
-    """A pipeline, on one of its ranks."""
+    """A pipeline, on one of its ranks: its `Watchdog`, which has a board with these positions."""
 
     name: str
     rank: int
@@ -39,21 +37,11 @@ class Member(Protocol):
     """Their global numbers, by pipeline rank."""
 
     def current_progress(self) -> Progress: ...
-
-    def await_messages(self) -> None:
-        """Wait until all messages of the step have arrived, or there is a failure."""
-
-    def notify(self) -> None:
-        """Make the helper threads of all its ranks look for a failure at once."""
-
-    def poll(self) -> None:
-        """Called by the helper thread a few times a second, while there is no failure. May raise RuntimeError."""
-
-    def end_waits(self) -> None:
-        """Called by the helper thread again and again, once there is a failure."""
-
-    def close(self) -> None:
-        """Called when torch.distributed has been shut down."""
+    def await_messages(self) -> None: ...
+    def notify(self) -> None: ...
+    def poll(self) -> None: ...
+    def end_waits(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Positions:
@@ -147,7 +135,7 @@ def read_positions(address: str) -> list[dict[str, Any] | None]:
     host, _, port = address.rpartition(":")
     limit = datetime.timedelta(seconds=TIMING.for_status)
     try:
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
         size = POSITIONS.format("size")
         if not store.check([size]):
             raise ValueError(f"no rank has begun a step in the job with the store at {address} yet: ask again later.")

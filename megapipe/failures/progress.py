@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-__all__ = ["DeviceWaits", "Progress", "report"]
-
 
 @dataclass(slots=True)
 class Progress:

@@ -18,8 +18,6 @@ from torch.distributed.distributed_c10d import Store
 
 from . import helper_thread
 
-__all__ = ["InterruptibleStore", "StoreGoneError"]
-
 TIMEOUT = datetime.timedelta(minutes=5)  # as in torch's own stores
 PAUSE = 0.05  # seconds, at most, between two looks of a rank that waits; in large jobs more
 

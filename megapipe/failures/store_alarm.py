@@ -16,13 +16,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from . import helper_thread
 from .timing import TIMING
-
-__all__ = ["StoreAlarm"]
 
 
 class StoreAlarm:

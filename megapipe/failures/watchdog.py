@@ -19,8 +19,6 @@ from .errors import DisagreementError, NoResponseError, PipelineError, text_of
 from .progress import DeviceWaits, Progress
 from .store import InterruptibleStore, StoreGoneError
 
-__all__ = ["Watchdog", "check_failures", "collective", "single_rank_step"]
-
 GRACE = 1.0  # seconds given to the main thread to raise by itself, before its transport is aborted under it
 
 

@@ -31,6 +31,5 @@ __all__ = [
     "split_fsdp_collectives",
     "trace_joint",
 ]
-__all__ += ["setting_no_random_state"]  # between rooms
 
 __getattr__, __dir__ = names_on_first_use(__name__)

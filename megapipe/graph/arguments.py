@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["Arguments", "Structure"]
-
 
 class Structure(NamedTuple):
     """Nested containers, with tensors in some places and fixed values in all others."""
@@ -57,7 +55,7 @@ class Arguments:
         self.structure, tensors = Structure.of(example)
         self._what = what
         self._outline = _outline(example)
-        self.examples = [_meta(tensor) for tensor in tensors]
+        self.examples = [_Meta(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
         self.strides = [tensor.stride() for tensor in tensors]
 
     def tensors(self, value: Any) -> list[Tensor]:
@@ -92,10 +90,6 @@ class _Meta(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-
-
-def _meta(tensor: Tensor) -> _Meta:
-    return _Meta(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

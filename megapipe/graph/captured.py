@@ -28,8 +28,6 @@ from .partitioning import recompute as cut_to_recompute
 from .side_effects import refusing_side_effects
 from .state import Mode, SharedOut, State
 
-__all__ = ["CapturedStage", "capture"]
-
 logger = logging.getLogger(__name__)
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -156,9 +154,7 @@ class _StageGraphs:
         self._signature = inspect.signature(self._class.forward)
         if input_tensor is not None and not self._sets_input:
             raise ValueError(f"input_tensor was given, but {self._what} has no set_input_tensor: give it as an input.")
-        leaves = Structure.of(input_tensor)[1]
-        if any(leaf.is_floating_point() for leaf in leaves):
-            input_tensor = _with_gradients(input_tensor)
+        input_tensor = tree_map(_with_gradient, input_tensor)
         self._example = tree_map(_dense, (_as_set(input_tensor), *self._bind(example, {})))
         self._arguments = Arguments(self._example, self._what)
         self._graphs: dict[Mode, Graphs] = {}
@@ -315,6 +311,5 @@ def _as_set(input_tensor: Any) -> Any:
     return [input_tensor] if input_tensor is None or isinstance(input_tensor, Tensor) else input_tensor
 
 
-def _with_gradients(value: Any) -> Any:
-    structure, tensors = Structure.of(value)
-    return structure.fill([t.detach().requires_grad_(t.is_floating_point()) for t in tensors])
+def _with_gradient(one: Any) -> Any:
+    return one.detach().requires_grad_(one.is_floating_point()) if isinstance(one, Tensor) else one

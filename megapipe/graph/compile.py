@@ -16,8 +16,6 @@ from torch.fx import Graph, GraphModule
 
 from .multiplexing import communicates
 
-__all__ = ["compile_graph"]
-
 logger = logging.getLogger(__name__)
 
 Compiled = Callable[[list[Tensor]], tuple[Any, ...]]

@@ -14,8 +14,6 @@ from torch.fx import GraphModule, Node
 from .joint import Joint
 from .nodes import ancestors, extract, is_start, is_wait
 
-__all__ = ["ShardedJoint", "split_fsdp_collectives"]
-
 
 @dataclass(frozen=True)
 class ShardedJoint:

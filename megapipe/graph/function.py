@@ -36,8 +36,6 @@ from .partitioning import Partition
 from .split import SplitBackward, WeightGradient, split_di_dw
 from .state import SharedOut, autocast_dtype
 
-__all__ = ["Graphs", "OfferedForward", "offering", "run_forward"]
-
 Runner = Callable[[list[Tensor]], tuple[Any, ...]]
 
 

@@ -23,8 +23,6 @@ from torch.fx import GraphModule, Node
 from .nodes import drop_idle_views
 from .strides import lay_out_as_traced
 
-__all__ = ["CaptureError", "Joint", "line_in", "trace_joint"]
-
 _API = "aot_export_joint_with_descriptors"
 _FOREIGN = (
     "it uses a tensor that is no parameter, buffer or input of its own, or one from a cache: register it as a buffer, "

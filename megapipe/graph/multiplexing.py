@@ -12,8 +12,6 @@ from torch.fx import Graph, GraphModule, Node
 from ..overlap import wait_in_window
 from .nodes import Boxed, is_start, is_wait
 
-__all__ = ["communicates", "multiplex", "with_windows"]
-
 PART = "megapipe_part"
 """The key in a node's `meta` for its graph: "forward" or "backward"."""
 

@@ -13,21 +13,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils.flop_counter import flop_registry
 
-__all__ = [
-    "Boxed",
-    "ancestors",
-    "dependents",
-    "drop_idle_views",
-    "extract",
-    "is_compute_bound",
-    "is_random",
-    "is_start",
-    "is_view",
-    "is_wait",
-    "num_bytes",
-    "storage_of",
-]
-
 _aten = torch.ops.aten
 # Besides matrix products, convolutions and attention: gradients of tables, as large as the table.
 _COMPUTE_BOUND = {

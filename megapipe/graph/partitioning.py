@@ -30,8 +30,6 @@ from .nodes import (
     storage_of,
 )
 
-__all__ = ["Partition", "partition", "recompute"]
-
 
 @dataclass(frozen=True)
 class Partition:

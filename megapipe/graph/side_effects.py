@@ -20,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 from ..activations import noting_draws, tensors_kept
 from .joint import CaptureError, line_in
 
-__all__ = ["refusing_side_effects", "setting_no_random_state"]
-
 TORCH = str(Path(torch.__file__).parent)
 CHANGES = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 """Methods of a generator."""
@@ -41,8 +39,13 @@ def refusing_side_effects(
             tensor or what is registered with a module, keeps a tensor as an attribute of one, or changes a number.
     """
     before = [(tensors_kept(module), _registered(module)) for module in modules]
-    with _without_drawing(what), setting_no_random_state(what), _SettingNoData(what):
+    with noting_draws() as drawn, setting_no_random_state(what), _SettingNoData(what):
         yield
+    if drawn:
+        raise CaptureError(
+            f"{what} cannot be captured: its forward draws random numbers of {' and '.join(drawn)}, which would be the "
+            "same in every call of a graph. Draw them with torch, pass them in, or leave this stage eager."
+        )
     for module, (kept, registered) in zip(modules, before):
         known = {id(one) for one in registered.values()}  # in lists too, as layers of torch.nn.RNNBase have them
         for name, tensors in tensors_kept(module).items():
@@ -64,18 +67,6 @@ def refusing_side_effects(
             f"{what} cannot be captured: its forward changes {numbers[0]}, a number or the length of a list, which a "
             "graph would have once and for all. Keep it in a buffer, run the module once before, if it changes only "
             "then, or leave this stage eager."
-        )
-
-
-@contextmanager
-def _without_drawing(what: str) -> Iterator[None]:
-    """Raises CaptureError where random numbers of Python or NumPy are drawn, and puts these back."""
-    with noting_draws() as drawn:
-        yield
-    if drawn:
-        raise CaptureError(
-            f"{what} cannot be captured: its forward draws random numbers of {' and '.join(drawn)}, which would be the "
-            "same in every call of a graph. Draw them with torch, pass them in, or leave this stage eager."
         )
 
 

@@ -19,8 +19,6 @@ from torch.fx import GraphModule, Node
 
 from .nodes import extract, is_compute_bound, is_view, storage_of
 
-__all__ = ["SplitBackward", "WeightGradient", "split_di_dw"]
-
 
 @dataclass(frozen=True)
 class WeightGradient:

@@ -21,8 +21,6 @@ from ..weight_grad import once_differentiable
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Mode", "SharedOut", "State", "autocast_dtype"]
-
 
 class Mode(NamedTuple):
     """A graph is right for one of these, besides the arguments."""

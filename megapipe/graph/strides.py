@@ -13,8 +13,6 @@ from torch.fx import GraphModule, Node
 
 from .arguments import laid_out
 
-__all__ = ["lay_out_as_traced"]
-
 _KERNELS = (
     "aten::native_group_norm",
     "aten::cudnn_batch_norm",

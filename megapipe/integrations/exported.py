@@ -20,8 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..activations import noting_draws, tensors_kept, undoing_changes
 from ..graph import CaptureError, setting_no_random_state
 
-__all__ = ["CannotSplitError", "Trace", "state_of"]
-
 SLACK = 0.1
 """Share of a stage's operations by which its end may move to where fewer bytes are sent."""
 

@@ -25,8 +25,6 @@ from ..training import TiedWeights
 from ..weight_grad import conv1d, conv2d, embedding, linear
 from .exported import CannotSplitError, Trace, state_of
 
-__all__ = ["CannotSplitError", "split"]
-
 aten = torch.ops.aten
 
 

@@ -9,9 +9,5 @@ if TYPE_CHECKING:
     from .around import Autocast
 
 __all__: list[str] = []
-__all__ += [  # between rooms
-    "Autocast",
-    "Recompute",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

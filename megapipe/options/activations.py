@@ -14,8 +14,6 @@ from ..chunks import tensors_of
 from ..plan import FORWARD, LOAD, OFFLOAD, RECOMPUTE, Action, Kind, StageInfo
 from ..stages import Call, Extension, Run, Stage, Unit
 
-__all__ = ["Offloading", "Recompute"]
-
 
 class Compared(Extension):
     """Activations that come back are compared with those that were saved, to the last bit: of the first unit of each

@@ -15,8 +15,6 @@ from ..plan import Action, Kind
 from ..stages import Call, Extension, Run, Stage, Unit
 from ..timing import StepRecord
 
-__all__ = ["Autocast", "Timeline", "Timers"]
-
 
 class Autocast(Extension):
     """Forwards under torch.autocast, around the caller's forward_step_func."""
@@ -59,7 +57,6 @@ class Timeline(Extension):
         return call.schedule.forward_only or not call.forward_only
 
     def begin(self, call: Call) -> None:
-        assert self.config.record_timeline is not None
         self._record: StepRecord = self.config.record_timeline.begin(call.schedule.name, call.device)
 
     def monitor(self, monitor: Any) -> Any:
@@ -69,7 +66,6 @@ class Timeline(Extension):
         return self._record.storages
 
     def end(self) -> None:
-        assert self.config.record_timeline is not None
         self._record.finish()
         self.config.record_timeline.keep(self._record)
 
@@ -94,7 +90,6 @@ class _Recording:
         return tensors
 
     def drain(self) -> None:
-        if self._monitor.waits_at_end:
-            since = self._record.now()
-            self._monitor.drain()
+        since = self._record.now()
+        if self._monitor.drain():
             self._record.waited(since)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,6 @@ from ..plan import Kind, gathered_chunks
 from ..runtime import GradientSync
 from ..sharding import ShardedChunks
 from ..stages import Call, Extension, Run, Stage, Unit
-
-__all__ = ["FullyShard"]
 
 
 class FullyShard(Extension):
@@ -61,20 +60,9 @@ class ShardedSync(GradientSync):
         super().__init__(config, models, *sizes)
         self._sharded = sharded
 
-    def __enter__(self) -> ShardedSync:
-        self._sharded.__enter__()
-        try:
-            super().__enter__()
-        except BaseException as error:
-            self._sharded.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)
-        finally:
-            self._sharded.__exit__(*error)
+    def _begin(self, step: ExitStack) -> None:
+        step.enter_context(self._sharded)
+        super()._begin(step)
 
     def before_action(self) -> None:
         self._sharded.before_action()

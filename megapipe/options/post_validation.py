@@ -18,8 +18,6 @@ from ..plan import Event, Plan
 from ..runtime import BeginAgain
 from ..stages import Call, Extension
 
-__all__ = ["PostValidation", "validation_points"]
-
 
 def validation_points(plan: Plan) -> list[int]:
     """Per rank, how many of its events in `plan` may come before it knows whether the last optimizer step stands.
@@ -52,7 +50,6 @@ class PostValidation(Extension):
 
     def begin(self, call: Call) -> None:
         optimizer = self.config.post_validated_optimizer
-        assert optimizer is not None
         self._is_validated = True
         if call.forward_only or self.watchdog is None:  # a pipeline of one rank waits for no other
             optimizer.finalize_everywhere()
@@ -96,7 +93,6 @@ class PostValidation(Extension):
 
     def _validate(self) -> bool:
         assert self.watchdog is not None
-        assert self.config.post_validated_optimizer is not None
         position = self.watchdog.progress
         position.action, position.peer = "the validation of the last optimizer step", None
         position.awaited = "the norms of all ranks"

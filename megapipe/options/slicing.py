@@ -19,8 +19,6 @@ from ..plan import RECOMPUTE, Kind
 from ..slices import CarriedState, SequenceSlice
 from ..stages import Call, Extension, Loss, Run, Stage, Unit, call_loss_func, divide_loss
 
-__all__ = ["SlicedStage", "Slices"]
-
 
 class Slices(Extension):
     """Cuts sequences, and runs their slices."""

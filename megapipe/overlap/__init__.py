@@ -24,12 +24,5 @@ __all__ = [
     "start_all_to_all",
     "start_reduce_scatter",
 ]
-__all__ += [  # between rooms
-    "Segments",
-    "fill_window",
-    "filling_windows",
-    "find_forward_segments",
-    "wait_in_window",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

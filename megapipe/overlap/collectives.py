@@ -14,11 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..weight_grad import once_differentiable
-from .windows import fill_window, num_stops
-
-__all__ = ["Pending", "start_all_gather", "start_all_reduce", "start_all_to_all", "start_reduce_scatter"]
-
+from ..weight_grad import backward_context, once_differentiable
+from .windows import fill_window
 
 Collective = Callable[[Tensor, dist.ProcessGroup], Any]
 """Starts to exchange a contiguous tensor. What it returns has to be waited for."""
@@ -102,7 +99,7 @@ class Pending:
     def __init__(self, x: Tensor, group: dist.ProcessGroup | None, there: Collective, back: Collective) -> None:
         self._alone = x if group is None else None
         if group is not None:
-            self._num_stops = num_stops()
+            self._num_stops = backward_context.num_stops
             self._exchange = _Exchange(group, there, back)
             self._token: Tensor = _Start.apply(x, self._exchange)  # type: ignore[no-untyped-call]
 
@@ -111,7 +108,7 @@ class Pending:
         host. Where the forward has not yielded since the start, this is an overlap window, for products of Ws."""
         if self._alone is not None:
             return self._alone
-        if self._num_stops == num_stops():
+        if self._num_stops == backward_context.num_stops:
             fill_window()
         return _Finish.apply(self._token, self._exchange)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from ..activations import autocasts
 from ..chunks import wrapped_in
-from .windows import fill_window, stopped
-
-__all__ = ["Segments", "find_forward_segments", "in_segments", "run_segments"]
+from ..weight_grad import backward_context
+from .windows import fill_window
 
 Result = TypeVar("Result")
 
@@ -79,7 +78,7 @@ class Segments:
                 next(self._segments)
                 self._keep_modes()
                 self.has_stopped = True
-                stopped()
+                backward_context.num_stops += 1
             except StopIteration as end:
                 self._is_done, self._result = True, end.value
         return not self._is_done

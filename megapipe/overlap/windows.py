@@ -16,8 +16,6 @@ from torch.distributed import _functional_collectives as functional
 
 from ..weight_grad import backward_context
 
-__all__ = ["fill_window", "filling_windows", "num_stops", "stopped", "wait_in_window"]
-
 
 class filling_windows:  # noqa: N801  # a context; a generator would take longer, around each action
     """Around one action: call `callback` in each of its overlap windows.
@@ -55,16 +53,6 @@ def fill_window() -> None:
         callback()
     finally:
         backward_context.overlap_callback = callback
-
-
-def num_stops() -> int:
-    """How often forwards have stopped so far: one that has since it started to communicate had its window."""
-    return backward_context.num_stops
-
-
-def stopped() -> None:
-    """A forward has."""
-    backward_context.num_stops += 1
 
 
 _original = functional.wait_tensor

@@ -46,31 +46,5 @@ __all__ = [
     "simulate",
     "v_shape",
 ]
-__all__ += [  # between rooms
-    "FORWARD",
-    "KINDS",
-    "LOAD",
-    "OFFLOAD",
-    "RECOMPUTE",
-    "WEIGHTS",
-    "AnySchedule",
-    "ChannelName",
-    "Event",
-    "Kind",
-    "RankStep",
-    "Wait",
-    "actions_of",
-    "gathered_chunks",
-    "held_changes",
-    "loops_of",
-    "nearest",
-    "parse_json",
-    "place_weights",
-    "plan_of",
-    "play",
-    "read_text",
-    "register",
-    "unit_in_words",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -11,8 +11,6 @@ from .program import run
 from .recorder import ChannelName, PlanRecorder
 from .verbs import ScheduleError, unit_in_words, unit_name
 
-__all__ = ["check_channels", "check_ended"]
-
 
 def check_channels(plan: PlanFacts) -> None:
     """`Plan.check`, with one channel per boundary and direction."""

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from .kinds import KINDS, WEIGHTS
 from .verbs import Action
 
-__all__ = ["hide"]
-
 
 def hide(
     actions: Sequence[Action],

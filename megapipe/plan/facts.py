@@ -12,8 +12,6 @@ from .program import Program, compile_events
 from .recorder import ChannelName, Event
 from .verbs import Action
 
-__all__ = ["PlanFacts"]
-
 
 @dataclass(frozen=True)
 class PlanFacts:

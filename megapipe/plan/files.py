@@ -14,8 +14,6 @@ from .memory import StageBytes
 from .plan import Plan, plan_of
 from .verbs import Action
 
-__all__ = ["load_plan", "load_stage_bytes", "parse_json", "read_text"]
-
 
 def read_text(path: str | Path) -> str:
     """The text of a file, without the byte order mark that some editors begin it with.

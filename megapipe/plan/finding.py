@@ -11,8 +11,6 @@ from .registry import Schedule, schedule_named
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["AnySchedule", "find_schedule"]
-
 AnySchedule: TypeAlias = "str | os.PathLike[str] | Plan | Schedule"
 """A schedule, its name, a plan, or the path to a file of a plan."""
 

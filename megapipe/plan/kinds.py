@@ -6,20 +6,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
-__all__ = [
-    "FORWARD",
-    "KINDS",
-    "LOAD",
-    "OFFLOAD",
-    "RECOMPUTE",
-    "TORCHS_LETTERS",
-    "WEIGHTS",
-    "Kind",
-    "is_overlapped",
-    "kind_of",
-    "overlapped",
-]
-
 
 @dataclass(frozen=True)
 class Kind:

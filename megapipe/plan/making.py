@@ -17,8 +17,6 @@ from .verbs import Settings
 if TYPE_CHECKING:
     from .simulation import Costs
 
-__all__ = ["make_plan"]
-
 
 def make_plan(
     schedule: AnySchedule,

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from .simulation import Span
 from .verbs import Action
 
-__all__ = ["RankStep", "Wait"]
-
 
 class Wait(NamedTuple):
     """A wait for a message, in milliseconds."""

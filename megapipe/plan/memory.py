@@ -25,8 +25,6 @@ from .kinds import KINDS, Kind
 from .residency import gathered_chunks
 from .verbs import Action
 
-__all__ = ["RankBytes", "StageBytes", "held_changes", "peak_activations", "peak_held", "rank_bytes"]
-
 PerStage = float | Sequence[float]
 
 SHARED_OUT = ("saved", "replayed", "recomputed", "kept", "model", "gathered", "gradients")

@@ -23,8 +23,6 @@ from .recorder import Event
 from .simulation import Costs, Span, simulate
 from .verbs import Action
 
-__all__ = ["offload_activations"]
-
 Unit = tuple[int, int]
 """A stage and a microbatch."""
 

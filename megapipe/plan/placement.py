@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Placement", "StageInfo", "loop", "v_shape"]
-
 
 @dataclass(frozen=True)
 class StageInfo:

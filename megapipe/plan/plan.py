@@ -1,8 +1,4 @@
-"""A schedule written down: what every rank does, in which order, without a process group or a tensor.
-
-The plan comes from running the schedule function itself on a `PlanRecorder`, once per rank, so it cannot differ from
-what a `Pipeline` does.
-"""
+"""A schedule written down: what every rank does, in which order, without a process group or a tensor."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ from .verbs import Action
 if TYPE_CHECKING:
     from .memory import StageBytes
     from .simulation import PerStage, Simulation
-
-__all__ = ["Plan", "plan_of"]
 
 
 class Plan(PlanFacts):

@@ -17,8 +17,6 @@ from .recorder import record
 from .registry import PlanSizes, Schedule
 from .verbs import Verbs
 
-__all__ = ["loops_of", "schedule_of", "schedule_of_file"]
-
 
 def schedule_of_file(path: Path) -> Schedule:
     """The schedule that runs the plan in a file. Raises as `find_schedule` does."""

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from .program import Program
 
-__all__ = ["posted_ahead"]
-
 
 class _Launch(NamedTuple):
     """An action or an overlapped pair, and its messages from and to other ranks."""

@@ -18,8 +18,6 @@ from typing import NamedTuple
 from .kinds import is_overlapped, kind_of
 from .recorder import ChannelName, Event
 
-__all__ = ["Program", "compile_events", "run"]
-
 NOT_SENT = -float_info.max
 """Stands for the time at which a message arrives. That may be inf, where the times given are."""
 

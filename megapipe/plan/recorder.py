@@ -10,8 +10,6 @@ from .kinds import KINDS, LOAD, OFFLOAD, RECOMPUTE, Kind, is_overlapped, kind_of
 from .placement import Placement
 from .verbs import Action, ScheduleError, Verbs, unit_name
 
-__all__ = ["ChannelName", "Event", "PlanRecorder", "record"]
-
 
 class ChannelName(NamedTuple):
     """One way over one boundary, as both of its ends call it."""

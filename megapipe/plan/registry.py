@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from .placement import Placement, StageInfo
 from .verbs import Verbs
 
-__all__ = ["PlanSizes", "Schedule", "nearest", "register", "schedule_named", "schedule_names"]
-
 
 class PlanSizes(NamedTuple):
     pp_size: int

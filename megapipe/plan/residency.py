@@ -9,8 +9,6 @@ from __future__ import annotations
 from .facts import PlanFacts
 from .kinds import KINDS
 
-__all__ = ["gathered_chunks"]
-
 
 def gathered_chunks(plan: PlanFacts, rank: int, most: int | None = None) -> list[tuple[int, ...]]:
     """The chunks whose parameters are gathered in each action of a rank, by their next use.

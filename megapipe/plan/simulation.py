@@ -19,8 +19,6 @@ from .memory import RankBytes, StageBytes, peak_activations, rank_bytes
 from .program import run
 from .verbs import Action
 
-__all__ = ["Costs", "Simulation", "Span", "play", "simulate"]
-
 PerStage = float | Sequence[float]
 
 
@@ -79,7 +77,12 @@ class Costs:
 
     def of_actions(self, plan: PlanFacts) -> Callable[[Action], float]:
         """Tells the time of an action."""
-        times, shares = self.by_kind(plan), self.shares(plan.num_slices)
+        nothing = [0.0] * plan.pp_size * plan.num_chunks
+        times = {
+            name: [sum(times) for times in zip(nothing, *(self.per_stage(cost, plan) for cost in kind.costs))]
+            for name, kind in KINDS.items()
+        }
+        shares = self.shares(plan.num_slices)
         return lambda action: times[action.kind][action.stage] * shares[action.slice]
 
     def hidden(self, plan: PlanFacts) -> tuple[list[list[float]], list[list[float]] | None]:
@@ -109,14 +112,6 @@ class Costs:
         if len(slices) != num_slices:
             raise ValueError(f"slices has one relative time for each of the {num_slices} slices, got {len(slices)}.")
         return [time / sum(slices) for time in slices]
-
-    def by_kind(self, plan: PlanFacts) -> dict[str, list[float]]:
-        """The time of each kind of action on each stage, for a whole microbatch."""
-        nothing = [0.0] * plan.pp_size * plan.num_chunks
-        return {
-            name: [sum(times) for times in zip(nothing, *(self.per_stage(cost, plan) for cost in kind.costs))]
-            for name, kind in KINDS.items()
-        }
 
     def per_stage(self, cost: str, plan: PlanFacts) -> list[float]:
         """The time of a field on each stage."""
@@ -251,7 +246,7 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
     forward, inputs, weights, exchange = (
         costs.per_stage(cost, plan) for cost in ("forward", "backward_input", "backward_weight", "exchange")
     )
-    recompute = _recompute_times(plan, costs)
+    time_of = costs.of_actions(plan)
     shares = costs.shares(plan.num_slices)
     hops = [
         0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message / plan.num_slices
@@ -266,17 +261,12 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
         work = sum(forward[s] + training * (inputs[s] + weights[s] - hidden[s]) for s in stages)
         start = shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
-        bounds.append(start + plan.num_microbatches * work + recompute[rank])
+        recompute = sum(time_of(action._replace(kind=RECOMPUTE.name)) for action in plan.recomputed[rank])
+        bounds.append(start + plan.num_microbatches * work + recompute)
     latency = max(shares) * sum(forward) + sum(hops)
     if training:
         latency += max(shares) * (sum(inputs) + weights[0] - alone[0]) + sum(hops)
     return max(*bounds, latency)
-
-
-def _recompute_times(plan: PlanFacts, costs: Costs) -> list[float]:
-    """How long each rank's recomputations take."""
-    time = costs.of_actions(plan)
-    return [sum(time(action._replace(kind=RECOMPUTE.name)) for action in actions) for actions in plan.recomputed]
 
 
 def _idle_share(spans: Sequence[Span], duration: float) -> float:

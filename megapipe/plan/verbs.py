@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from .kinds import KINDS, Kind
 from .placement import Placement
 
-__all__ = ["Action", "ScheduleError", "Settings", "Verbs", "actions_of", "unit_in_words", "unit_name"]
-
 # What a microbatch goes through on a chunk, in this order. A kind of action counts as the step of its message, since a
 # microbatch's backward is one or the other, and `forward_backward_step` as both steps.
 COURSE = ("recv_forward", "forward_step", "send_forward", "recv_backward", "backward_step", "send_backward")
@@ -179,17 +177,10 @@ class Verbs(ABC):
         """Backwards of this chunk still to be run in this step, in units: none with `forward_only`."""
         return 0 if self.forward_only else self.num_units - self._counts["backward_step"][chunk]
 
-    def num_pending(self, kind: str, chunk: int | None = None) -> int:
-        """Units that a kind of action which follows another may take now: of this chunk, or of all."""
-        if kind in self._passed:
-            chunks = range(self.num_chunks) if chunk is None else [chunk]
-            return sum(len(range(self._next_optional(kind, one), self._num_forwarded(one))) for one in chunks)
-        pending = self._pending[kind]
-        return len(pending) if chunk is None else [of for of, _ in pending].count(chunk)
-
     def num_pending_weights(self, chunk: int | None = None) -> int:
         """Deferred weight-gradient passes (W) that are still to be run: of this chunk, or of all."""
-        return self.num_pending("W", chunk) if self._pending["W"] else 0
+        pending = self._pending["W"]
+        return len(pending) if chunk is None else [of for of, _ in pending].count(chunk)
 
     # Verbs
 
@@ -297,14 +288,9 @@ class Verbs(ABC):
         else:
             assert chunk is not None
             number = self._advance(self._steps[kind], chunk)
-        if self._followers[kind]:
-            self._note_ready(kind, chunk, number)
-        return chunk, number
-
-    def _note_ready(self, kind: str, chunk: int, number: int) -> None:
-        """After the action of this number: which kinds may follow it."""
         for name in self._followers[kind]:
             self._pending[name].append((chunk, number))
+        return chunk, number
 
     def _take_pending(self, kind: Kind, chunk: int | None, number: int | None = None) -> tuple[int, int]:
         """The unit that goes backward first of those of a chunk; of all, the one that has waited longest."""
@@ -347,5 +333,6 @@ class Verbs(ABC):
         for kind, pending in self._pending.items():
             if pending:
                 chunk, _ = min(pending)
-                without = f"without the {kind}s of {self.num_pending(kind, chunk)} {self._units} of chunk {chunk}"
+                number = [of for of, _ in pending].count(chunk)
+                without = f"without the {kind}s of {number} {self._units} of chunk {chunk}"
                 raise ScheduleError(f"rank {self.pp_rank} ended its step {without}.")

@@ -18,8 +18,6 @@ from .recorder import Event
 from .simulation import Costs, simulate
 from .verbs import Action
 
-__all__ = ["place_weights"]
-
 FILLS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """How long, in Ws, a wait must be to be filled with one. 1 delays no rank, 0 fills every wait."""
 

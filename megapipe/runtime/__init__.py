@@ -14,12 +14,5 @@ __all__ = [
     "stages_for_rank",
     "warm_up",
 ]
-__all__ += [  # between rooms
-    "BeginAgain",
-    "GradientSync",
-    "Pipeline",
-    "run_step",
-    "runs_of",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -21,28 +21,18 @@ from ..frameworks import Framework, find_cut
 from ..plan import Placement, Schedule, StageInfo
 from ..stages import Call
 from ..transports import is_capturing
-from .found_shapes import FoundShapes, Specs, UndescribedMessages, boundary_name
+from .found_shapes import Specs, boundary_name
 from .shapes import message_specs
-
-__all__ = [
-    "Specs",
-    "check_arguments",
-    "check_call",
-    "chunks_of",
-    "config_of",
-    "device_of",
-    "is_forward_only",
-    "iterator_per_chunk",
-    "pipeline_group",
-    "remote_ends",
-    "specs_of",
-    "to_agree_on",
-    "undescribed_messages",
-]
-
 
 GROUPS_WITH_SIZES = (("tensor_model_parallel_size", "tp"), ("context_parallel_size", "cp"))
 """Fields of the config, and the groups of a `pg_collection` that tell them."""
+
+AGREED_ON = (
+    *("variable_seq_lengths", "microbatch_group_size_per_vp_stage", "max_in_flight", "min_pending_weights"),
+    *("max_pending_weights", "recompute", "offload_activations", "p2p_transport", "p2p_max_ctas", "timeout"),
+    "broadcast_reports",
+)
+"""Fields of the config that all ranks must set alike."""
 
 
 def pipeline_group(known: Sequence[Framework], pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
@@ -69,14 +59,6 @@ def config_of(
     for framework in known:
         settings |= framework.read_config(config, schedule)
     return StepConfig.of(config, **settings)
-
-
-def device_of(models: Sequence[nn.Module]) -> torch.device:
-    """The device of the first parameter or buffer; the CPU where there is none."""
-    for model in models:
-        for tensor in itertools.chain(model.parameters(), nn.Module.buffers(model)):
-            return tensor.device
-    return torch.device("cpu")
 
 
 def chunks_of(model: Any) -> list[nn.Module]:
@@ -249,20 +231,6 @@ def specs_of(step: Call, stages: Sequence[StageInfo], ends: Sequence[tuple[bool,
     return specs
 
 
-def undescribed_messages(
-    step: Call,
-    stages: Sequence[StageInfo],
-    ends: Sequence[tuple[bool, bool]],
-    specs: Specs,
-    found: FoundShapes,
-) -> UndescribedMessages:
-    """The messages to be found in the first step. `ends` is that of `specs_of`, which returns `specs`."""
-    is_undescribed = [
-        not step.config.variable_seq_lengths and any(of) and known == (None, None) for of, known in zip(ends, specs)
-    ]
-    return UndescribedMessages(found, step, stages, {n: ends[n] for n, is_one in enumerate(is_undescribed) if is_one})
-
-
 def to_agree_on(called: str, step: Call, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
     """The arguments that ranks must agree on, with their values. Both ends of a boundary tell its message.
 
@@ -275,20 +243,10 @@ def to_agree_on(called: str, step: Call, stages: Sequence[StageInfo], specs: Spe
         "num_microbatches": str(step.num_microbatches),
         "the slices of a sequence": str([part.length for part in step.slices] or "none"),
         "forward_only": str(step.forward_only),
-        "variable_seq_lengths": str(step.config.variable_seq_lengths),
-        "microbatch_group_size_per_vp_stage": str(step.config.microbatch_group_size_per_vp_stage),
-        "max_in_flight": str(step.config.max_in_flight),
-        "min_pending_weights": str(step.config.min_pending_weights),
-        "max_pending_weights": str(step.config.max_pending_weights),
-        "recompute": str(step.config.recompute),
-        "offload_activations": str(step.config.offload_activations),
         "the type of device": step.device.type,
-        "p2p_transport": str(step.config.p2p_transport),
-        "p2p_max_ctas": str(step.config.p2p_max_ctas),
-        "timeout": str(step.config.timeout),
-        "broadcast_reports": str(step.config.broadcast_reports),
         "whether a PostValidatedOptimizer trains the model": str(step.config.post_validated_optimizer is not None),
     }
+    arguments |= {name: str(getattr(step.config, name)) for name in AGREED_ON}
     for stage, (received, sent) in zip(stages, specs):
         if received is not None:
             arguments[boundary_name(stage.index - 1)] = ", then ".join(map(str, received))

@@ -15,8 +15,6 @@ from .found_shapes import Different, Seen, UndescribedMessages
 from .plans import PlanKey
 from .session import Alone, Session
 
-__all__ = ["FirstStep", "end_first_steps", "first_steps"]
-
 _trained: WeakSet[nn.Module] = WeakSet()
 """Chunks that have been looked at in a training step."""
 

@@ -20,8 +20,6 @@ from ..messages import MessageSpec
 from ..plan import StageInfo
 from ..stages import Call
 
-__all__ = ["Different", "FoundShapes", "Seen", "Specs", "UndescribedMessages"]
-
 Specs = list[tuple[Sequence[MessageSpec] | None, Sequence[MessageSpec] | None]]
 """Per stage the message that it receives and the one that it sends, where known: one, or one for each slice."""
 
@@ -47,15 +45,8 @@ class Seen(NamedTuple):
     sent: Different
 
 
-class FoundShapes:
-    """What has been seen in a session, by chunk."""
-
-    def __init__(self) -> None:
-        self._seen: WeakKeyDictionary[nn.Module, dict[object, Seen]] = WeakKeyDictionary()
-
-    def of(self, model: nn.Module) -> dict[object, Seen]:
-        """What has been seen of a chunk, by the situation."""
-        return self._seen.setdefault(model, {})
+FoundShapes = WeakKeyDictionary[nn.Module, dict[object, Seen]]
+"""What has been seen in a session, by chunk and by the situation."""
 
 
 class UndescribedMessages:
@@ -81,7 +72,7 @@ class UndescribedMessages:
         self._sizes = call.seq_length, call.micro_batch_size, call.decoder_seq_length
         self._forward_only = call.forward_only
         situation = (call.forward_only, *self._sizes, *(part.length for part in call.slices))
-        self._found = {n: (found.of(call.models[n]), (stages[n], situation)) for n in ends}
+        self._found = {n: (found.setdefault(call.models[n], {}), (stages[n], situation)) for n in ends}
 
     def __bool__(self) -> bool:
         return bool(self._ends)

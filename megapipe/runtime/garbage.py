@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["Collector", "collector"]
-
 OF_PYTHON = 10_000
 """More objects than Python freezes by itself, and less than a user does: 3.12 freezes its immortal ones, some hundreds,
 in each collection, and whoever has imported torch has a hundred thousand."""

@@ -20,8 +20,6 @@ from ..config import StepConfig
 from ..weight_grad import visit_gradient_nodes
 from .plans import PlanKey
 
-__all__ = ["GradientSync", "check_replicas", "finalize_gradients"]
-
 
 def check_replicas(models: Sequence[nn.Module], key: PlanKey) -> None:
     """torch's DistributedDataParallel prepares its reduction in a forward, for the next backward to make.
@@ -73,14 +71,18 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 
     def __enter__(self) -> GradientSync:
         with ExitStack() as step:
-            if self._forward_only:
-                step.enter_context(torch.no_grad())
-            else:
-                for number, context in enumerate(self._contexts):
-                    step.callback(context.close)
-                    self._hold(number)
+            self._begin(step)
             self._step = step.pop_all()
         return self
+
+    def _begin(self, step: ExitStack) -> None:
+        """Enter what goes around the step."""
+        if self._forward_only:
+            step.enter_context(torch.no_grad())
+            return
+        for number, context in enumerate(self._contexts):
+            step.callback(context.close)
+            self._hold(number)
 
     def __exit__(self, *error: Any) -> None:
         self._step.__exit__(*error)

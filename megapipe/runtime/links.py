@@ -12,8 +12,6 @@ from .found_shapes import Specs, UndescribedMessages
 from .pipeline import Links
 from .plans import PlanKey
 
-__all__ = ["lines_of", "links_around"]
-
 
 def lines_of(plan: Plan, pp_rank: int, forward_only: bool, buffered_bytes: int) -> dict[int, Line]:
     """The line to each peer."""

@@ -14,8 +14,6 @@ from ..failures import Progress, Watchdog
 from ..p2p_communication import Transfer, Transport
 from ..plan import Action
 
-__all__ = ["Monitor"]
-
 NOTHING = nullcontext()
 """Where there is nothing to be around: one for all, since making them shows beside small layers."""
 NO_BOARD = SimpleNamespace(failure=None)
@@ -33,8 +31,7 @@ class Monitor:
         self._watchdog = watchdog
         self._board: Any = NO_BOARD if watchdog is None else watchdog.board
         self._transport = transport
-        has_marks = transport is not None and type(transport).mark is not Transport.mark
-        self._mark = transport.mark if transport is not None and (has_marks or "mark" in vars(transport)) else None
+        self._mark = None if transport is None else transport.mark
         self._progress = Progress() if watchdog is None else watchdog.progress
         self._profiling = torch._C._autograd._profiler_enabled()
 
@@ -59,7 +56,6 @@ class Monitor:
             assert self._mark is not None
             assert self._watchdog is not None
             is_over = self._mark()
-            assert is_over is not None
             here = Progress(progress.step, progress.action, what, peer)  # which no later wait changes
             self._watchdog.device_waits.add(here, is_reached, is_over)
         progress.awaited = None
@@ -71,15 +67,10 @@ class Monitor:
         assert self._watchdog is not None
         self._watchdog.check()
 
-    @property
-    def waits_at_end(self) -> bool:
-        """Whether there are others who have messages to take."""
-        return self._transport is not None
-
-    def drain(self) -> None:
-        """Wait at the end of a step until every message sent has been taken."""
+    def drain(self) -> bool:
+        """Wait at the end of a step until every message sent has been taken. False where there are no others."""
         if self._transport is None:
-            return
+            return False
         progress = self._progress
         progress.action, progress.peer = "the end of its step", None
         progress.awaited = "its last messages to be taken"
@@ -87,3 +78,4 @@ class Monitor:
         progress.awaited = None
         if self._board.failure is not None:
             self._check()
+        return True

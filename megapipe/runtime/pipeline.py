@@ -23,8 +23,6 @@ from .grad_sync import GradientSync
 from .monitor import Monitor
 from .plans import PlanKey
 
-__all__ = ["BeginAgain", "Chunk", "Links", "Pipeline", "checkpoint_arguments", "runs_of"]
-
 
 class BeginAgain(Exception):  # noqa: N818  # no error: the step is run again
     """The step begins again, on all ranks, before any backward.
@@ -71,14 +69,14 @@ class Chunk:
         """Kinds of action that wait for another rank."""
         self.may_wait = {name for name, kind in KINDS.items() if kind.message is not None}
         """Kinds of action that may have overlap windows: all, but those that had none in an earlier step."""
-        self._had_windows: dict[str, bool] = {}
+        self.had_windows: dict[str, bool] = {}
         self.units: dict[tuple[int, int], Unit] = {}
         """Units in flight, by microbatch and slice."""
 
     def begin(self, stage: Stage, runs: dict[str, Run], first_step: FirstStep | None, again: bool) -> None:
         """A step begins."""
         self.stage, self.runs, self.first_step = stage, runs, first_step
-        self._had_windows.clear()
+        self.had_windows.clear()
         self.units.clear()
         if not again:
             for link in self.links:
@@ -91,15 +89,11 @@ class Chunk:
         assert not self.units, "the schedule ended with work left"
         for link in self.links:
             assert link.is_empty(), "the schedule ended with messages left"
-        for name, had_some in self._had_windows.items():
+        for name, had_some in self.had_windows.items():
             if not had_some:
                 self.may_wait.discard(name)
         self.stage.forget_input()
         del self.stage, self.runs, self.first_step
-
-    def note_windows(self, kind: str, unit: Unit) -> None:
-        """After an action that may have had some."""
-        self._had_windows[kind] = self._had_windows.get(kind, False) or unit.has_windows
 
     def send(self, kind: Kind, number: int) -> None:
         """What an action of this number has made, unless others are to be sent before it."""
@@ -230,7 +224,7 @@ class Pipeline(Verbs):
             if kind in this.may_wait and self._weights_per_window:
                 with filling_windows(partial(self._fill_window, unit)):
                     this.runs[kind](unit)
-                this.note_windows(kind, unit)
+                this.had_windows[kind] = this.had_windows.get(kind, False) or unit.has_windows
             else:
                 this.runs[kind](unit)
             self._end(row, chunk, number, unit)

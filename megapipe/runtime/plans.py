@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from ..plan import Action, Plan, Schedule, Settings, Verbs, loops_of, make_plan
 
-__all__ = ["PlanKey"]
-
 
 class PlanKey(NamedTuple):
     """Everything a training step's plan depends on. The fields are `make_plan`'s arguments."""
@@ -23,12 +21,9 @@ class PlanKey(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """Recorded once. Raises ValueError where the schedule cannot keep to the settings."""
+        """Recorded once. Raises ValueError where the schedule cannot keep to the settings, or there are no such stages
+        or slices."""
         return _record(self)
-
-    def check(self) -> None:
-        """Raises ValueError where the schedule cannot keep to the settings, or there are no such stages or slices."""
-        _record(self)
 
     @property
     def loops(self) -> Callable[[Verbs], Any]:

@@ -21,17 +21,15 @@ from ..config import DEFAULTS, OPTIONS, StepConfig
 from ..p2p_communication import Communicator, Line, Lookahead
 from ..plan import Action, Schedule, ScheduleError
 from ..stages import Call, Extension, Stage, find_delayed
-from .arguments import check_arguments, remote_ends, specs_of, to_agree_on, undescribed_messages
+from .arguments import check_arguments, remote_ends, specs_of, to_agree_on
 from .first_step import FirstStep, end_first_steps, first_steps
-from .found_shapes import Specs
+from .found_shapes import Specs, UndescribedMessages
 from .grad_sync import GradientSync, check_replicas
 from .links import lines_of, links_around
 from .monitor import Monitor
 from .pipeline import BeginAgain, Pipeline, checkpoint_arguments
 from .plans import PlanKey
 from .session import Alone, Session
-
-__all__ = ["Runner", "Situation", "situation_of"]
 
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
 
@@ -101,7 +99,7 @@ class Runner:
         sizes = (pp_size, call.num_microbatches, len(self.stages))
         self.key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
         if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
-            self.key.check()
+            _ = self.key.plan  # raises where the schedule cannot keep to these
         self._kinds = self.key.kinds
         if not call.forward_only:
             check_replicas(call.models, self.key)
@@ -110,7 +108,9 @@ class Runner:
         self._asks_models = call.adjust_tensor_shapes_fn is not None or any(
             find_attribute(model, "infer_stage_inputs_from_pipeline_inputs") is not None for model in call.models
         )
-        self.undescribed = undescribed_messages(call, self.stages, self._ends, self._described, session.found_shapes)
+        unknown = {} if config.variable_seq_lengths else dict(enumerate(self._ends))
+        unknown = {n: of for n, of in unknown.items() if any(of) and self._described[n] == (None, None)}
+        self.undescribed = UndescribedMessages(session.found_shapes, call, self.stages, unknown)
         self._delays = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
         self._loops = schedule.loops if call.forward_only else self.key.loops
         self._is_new = True

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,6 @@ from ..plan import Placement
 from ..transports import Members, make_transport
 from .found_shapes import FoundShapes
 from .sharing import share
-
-__all__ = ["Alone", "Session", "one_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class Session:
         self._is_in_step = False
         self._seen: set[str] = set()
         self._is_device_shared = False
-        self.found_shapes = FoundShapes()
+        self.found_shapes: FoundShapes = WeakKeyDictionary()
         self.runners: list[Any] = []
         """What runs steps that were called alike before."""
 
@@ -212,7 +211,7 @@ class Alone:
     watchdog = None
 
     def __init__(self) -> None:
-        self.found_shapes = FoundShapes()
+        self.found_shapes: FoundShapes = WeakKeyDictionary()
         self.runners: list[Any] = []
 
     @contextmanager

@@ -15,8 +15,6 @@ from ..messages import MessageSpec, TensorSpec, can_have_gradient, pack
 from ..plan import StageInfo
 from ..stages import Call
 
-__all__ = ["message_specs", "spec_of"]
-
 
 def message_specs(model: nn.Module, stage: StageInfo, arguments: Call) -> tuple[MessageSpec | None, MessageSpec | None]:
     """The messages that `stage` receives and sends, or None for both where neither the model nor the arguments tell. At

@@ -16,8 +16,6 @@ from torch import Tensor
 from .. import trees
 from ..failures import Mailbox
 
-__all__ = ["share"]
-
 
 def share(
     value: Any,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import parallel_state
+from ..chunks import device_of
 from ..frameworks import Framework, StepEnd, frameworks
 from ..plan import AnySchedule, Schedule, StageInfo, find_schedule
 from ..stages import Call
@@ -21,7 +22,6 @@ from .arguments import (
     check_call,
     chunks_of,
     config_of,
-    device_of,
     is_forward_only,
     iterator_per_chunk,
     pipeline_group,
@@ -30,8 +30,6 @@ from .garbage import collector
 from .grad_sync import finalize_gradients
 from .runner import Runner, situation_of
 from .session import Alone, Session, one_step
-
-__all__ = ["run_step", "stages_for_rank"]
 
 MOST_RUNNERS = 8
 """The number of runners that a session keeps."""

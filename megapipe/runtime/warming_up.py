@@ -1,8 +1,5 @@
-"""The first forward and the first backward of every stage, on all ranks at once and before the first step.
-
-What a stage does in its first run only (compile, load and tune kernels, ask for memory), it would do in the first step
-while the ranks behind it wait for their input: one after the other. Here no stage waits, since each is given random
-numbers for a message.
+"""The first forward and the first backward of every stage, on all ranks at once and before the first step: no stage
+waits, since each is given random numbers for a message.
 
 Nothing of it remains but what was compiled. Stages run on copies of their parameters, which share their memory and
 have no gradients and no hooks; buffers and random numbers are put back. A parameter that a stage reaches by another way
@@ -23,19 +20,17 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..activations import restores_of
-from ..chunks import find_attribute, named_parameters, parameters_replaced, wrapped_in
+from ..chunks import device_of, find_attribute, named_parameters, parameters_replaced, wrapped_in
 from ..frameworks import frameworks
 from ..messages import MessageSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
 from ..stages import Call, Unit, as_sent
-from .arguments import check_call, chunks_of, config_of, device_of, pipeline_group
+from .arguments import check_call, chunks_of, config_of, pipeline_group
 from .pipeline import checkpoint_arguments, runs_of
 from .runner import Runner, situation_of
 from .session import Alone, Session, one_step
 from .shapes import message_specs, spec_of
-
-__all__ = ["warm_up"]
 
 
 def warm_up(

@@ -8,9 +8,5 @@ if TYPE_CHECKING:
     from .fsdp import ShardedChunks, output_dtype
 
 __all__: list[str] = []
-__all__ += [  # between rooms
-    "ShardedChunks",
-    "output_dtype",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

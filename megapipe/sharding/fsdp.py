@@ -22,8 +22,6 @@ from torch import nn
 from .private import PrivateRoot
 from .root import Root
 
-__all__ = ["ShardedChunks", "output_dtype"]
-
 
 class ShardedChunks(AbstractContextManager["ShardedChunks"]):
     """The context of one step of chunks of which some hold modules of `fully_shard` (or of `replicate`, which is built

@@ -16,8 +16,6 @@ from torch import Tensor
 from ..chunks import laid_out_like
 from .root import Root
 
-__all__ = ["PrivateRoot"]
-
 
 class PrivateRoot(Root):
     def __init__(self, module: Any, forward_only: bool) -> None:

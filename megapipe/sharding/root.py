@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ..chunks import gradient_like, zero_gradient
 
-__all__ = ["Root"]
-
 
 class Root:
     """An outermost module of FSDP2, and those in it, which share their communication.

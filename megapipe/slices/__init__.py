@@ -17,8 +17,5 @@ __all__ = [
     "keep",
     "positions",
 ]
-__all__ += [  # between rooms
-    "CarriedState",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

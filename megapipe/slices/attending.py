@@ -20,8 +20,6 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from ..weight_grad import once_differentiable
 from .state import current, earlier, keep
 
-__all__ = ["attention"]
-
 _FLASH_ATTENTION = 1  # torch.nn.attention.SDPBackend, which takes long to import
 
 

@@ -18,8 +18,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..messages import unshared
 
-__all__ = ["CarriedState", "SequenceSlice", "current", "cut", "earlier", "keep", "positions"]
-
 
 class SequenceSlice(NamedTuple):
     """A part of the sequences of one microbatch: their positions from `start` to `stop`."""

@@ -21,21 +21,5 @@ __all__ = [
     "TrainingWarning",
     "UnsplitBackwardWarning",
 ]
-__all__ += [  # between rooms
-    "Call",
-    "Extension",
-    "Forward",
-    "Loss",
-    "Run",
-    "Stage",
-    "Unit",
-    "as_sent",
-    "call_loss_func",
-    "divide_loss",
-    "edge_of",
-    "find_delayed",
-    "run_pair",
-    "warn",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

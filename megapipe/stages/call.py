@@ -16,8 +16,6 @@ from ..plan import StageInfo
 if TYPE_CHECKING:
     from ..slices import SequenceSlice
 
-__all__ = ["Call"]
-
 Shapes = list[tuple[int, ...]]
 
 

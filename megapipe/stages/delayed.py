@@ -9,8 +9,6 @@ from torch import nn
 
 from ..weight_grad import add_gradient
 
-__all__ = ["DelayedGrads", "find_delayed"]
-
 
 def find_delayed(module: nn.Module) -> list[Any]:
     """The innermost modules with a `backward_dw()` method, which computes the oldest gradients that they have deferred.

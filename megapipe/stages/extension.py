@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..slices import SequenceSlice
     from .stage import Stage
 
-__all__ = ["Extension", "Run"]
-
 Run = Callable[..., None]
 """Runs an action of one kind on one stage, for a unit."""
 

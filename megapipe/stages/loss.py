@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .call import Call
 
-__all__ = ["Loss", "call_loss_func", "compute_loss", "describe", "divide_loss", "scale_loss"]
-
 
 class Loss(NamedTuple):
     """A loss to differentiate, and the gradient to begin with.
@@ -21,12 +19,6 @@ class Loss(NamedTuple):
 
     tensor: Tensor
     gradient: float
-
-
-def compute_loss(step: Call, output: Any, loss_func: Any) -> Loss | None:
-    """Call the loss function and note its report in `step`. Returns None if there is nothing to differentiate."""
-    called = call_loss_func(step, output, loss_func)
-    return None if called is None else divide_loss(step, *called)
 
 
 def call_loss_func(step: Call, output: Any, loss_func: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -98,12 +90,10 @@ def _add_tokens(step: Call, num_tokens: Any, loss: Tensor) -> Tensor:
 
 def scale_loss(step: Call, loss: Tensor) -> Tensor:
     """The loss scaled by `config.grad_scale_func`, if there is one."""
-    if step.config.grad_scale_func is not None:
-        scaled = step.config.grad_scale_func(loss)
-        if not isinstance(scaled, Tensor):
-            raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {describe(scaled)}.")
-        return scaled
-    return loss
+    scaled = loss if step.config.grad_scale_func is None else step.config.grad_scale_func(loss)
+    if not isinstance(scaled, Tensor):
+        raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {describe(scaled)}.")
+    return scaled
 
 
 def describe(value: object) -> str:

@@ -8,8 +8,6 @@ import sys
 import warnings
 from pathlib import Path
 
-__all__ = ["NoGradientWarning", "TrainingWarning", "UnsplitBackwardWarning", "warn"]
-
 NOT_THE_CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
 """Files that lie between a warning and the line that called the step."""
 

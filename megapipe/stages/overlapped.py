@@ -7,6 +7,7 @@ communication (megapipe.overlap).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -15,22 +16,16 @@ from .extension import Run
 from .stage import Stage
 from .unit import Unit
 
-__all__ = ["Forward", "run_pair"]
 
+class Forward(NamedTuple):
+    """A forward that is to be run while a backward is."""
 
-class Forward:
-    """A forward that is to be run while a backward is.
-
-    Args:
-        unit: its input has arrived.
-        done: to be called as soon as the output is held no more: else it is copied.
-    """
-
-    def __init__(self, stage: Stage, unit: Unit, extra: tuple[bool, ...], done: Callable[[], None]) -> None:
-        self.stage = stage
-        self.unit = unit
-        self.extra = extra
-        self.done = done
+    stage: Stage
+    unit: Unit
+    """Its input has arrived."""
+    extra: tuple[bool, ...]
+    done: Callable[[], None]
+    """Called as soon as the output is held no more: else it is copied."""
 
 
 def run_pair(forward: Forward, backward: Stage, run_backward: Run, unit: Unit, fill: Callable[[Unit], None]) -> None:

@@ -11,8 +11,6 @@ from ..config import PipelineConfig
 from ..overlap import find_forward_segments
 from ..plan import StageInfo
 
-__all__ = ["PipelineStage", "as_sent"]
-
 
 class ListOfOne(NamedTuple):
     """Goes in the place of a list of one item, which Megatron's stages take for the item."""

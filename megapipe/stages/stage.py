@@ -36,11 +36,9 @@ from ..plan import StageInfo
 from ..weight_grad import AT_ONCE, DeferredGrads
 from .call import Call
 from .delayed import DelayedGrads, find_delayed
-from .loss import Loss, compute_loss, describe, scale_loss
+from .loss import Loss, call_loss_func, describe, divide_loss, scale_loss
 from .notices import NoGradientWarning, warn
 from .unit import Unit, edge_of
-
-__all__ = ["Stage"]
 
 EXPLAINED = (RuntimeError, StopIteration, TypeError, AttributeError)
 """Errors of the caller's functions for which there may be a better sentence."""
@@ -253,7 +251,8 @@ class Stage:
 
     def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
         """None where there is none to differentiate."""
-        return compute_loss(self._step, output, loss_func)
+        called = call_loss_func(self._step, output, loss_func)
+        return None if called is None else divide_loss(self._step, *called)
 
     def _save_output(self, unit: Unit, output: Any) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from ..p2p_communication import Transfer
 from ..weight_grad import DeferredGrads
 from .delayed import DelayedGrads
 
-__all__ = ["Unit", "edge_of"]
 
-
+@dataclass(slots=True, eq=False)
 class Unit:
     """What a unit holds between its actions: each takes what it needs, and leaves what it makes.
 
@@ -23,51 +23,33 @@ class Unit:
     an output is freed as soon as it has been sent, views included.
     """
 
-    __slots__ = (
-        "before_backward",
-        "deferred",
-        "delayed",
-        "edges",
-        "has_run_backward",
-        "has_windows",
-        "input_grads",
-        "inputs",
-        "microbatch",
-        "of",
-        "output",
-        "output_grads",
-        "received",
-        "slice",
-    )
-
-    def __init__(self, microbatch: int, slice: int = 0) -> None:
-        self.microbatch = microbatch
-        self.slice = slice
-        self.received: Transfer | None = None
-        """The input, arrived; None on the first stage. Kept for parts that are computed again in the backward."""
-        self.inputs: list[Tensor] = []
-        """The leaves whose gradients go to the previous stage."""
-        self.output: Transfer | None = None
-        """What F made, to be sent; None on the last stage."""
-        self.edges: list[GradientEdge | None] = []
-        """One per output that a gradient comes back for; None where it does not depend on anything trained. The graph
-        hangs on them."""
-        self.output_grads: list[Tensor] | None = None
-        """The gradients of those. On the last stage, whose output is the loss, F sets it."""
-        self.has_windows = False
-        """Whether F ran in segments, so that the backward may have overlap windows."""
-        self.of: dict[Any, Any] = {}
-        """What options keep with it."""
-        self.before_backward: list[Callable[[], None]] = []
-        """Called before its backward."""
-        self.input_grads: Transfer | None = None
-        """What B made, to be sent."""
-        self.has_run_backward = False
-        """Whether anything of the stage depended on a gradient."""
-        self.deferred: DeferredGrads | None = None
-        """Weight gradients that are left to W."""
-        self.delayed: DelayedGrads | None = None
-        """Those that modules defer by themselves."""
+    microbatch: int
+    slice: int = 0
+    received: Transfer | None = None
+    """The input, arrived; None on the first stage. Kept for parts that are computed again in the backward."""
+    inputs: list[Tensor] = field(default_factory=list)
+    """The leaves whose gradients go to the previous stage."""
+    output: Transfer | None = None
+    """What F made, to be sent; None on the last stage."""
+    edges: list[GradientEdge | None] = field(default_factory=list)
+    """One per output that a gradient comes back for; None where it does not depend on anything trained. The graph hangs
+    on them."""
+    output_grads: list[Tensor] | None = None
+    """The gradients of those. On the last stage, whose output is the loss, F sets it."""
+    has_windows: bool = False
+    """Whether F ran in segments, so that the backward may have overlap windows."""
+    of: dict[Any, Any] = field(default_factory=dict)
+    """What options keep with it."""
+    before_backward: list[Callable[[], None]] = field(default_factory=list)
+    """Called before its backward."""
+    input_grads: Transfer | None = None
+    """What B made, to be sent."""
+    has_run_backward: bool = False
+    """Whether anything of the stage depended on a gradient."""
+    deferred: DeferredGrads | None = None
+    """Weight gradients that are left to W."""
+    delayed: DelayedGrads | None = None
+    """Those that modules defer by themselves."""
 
 
 def edge_of(tensor: Tensor) -> GradientEdge | None:

@@ -9,14 +9,5 @@ if TYPE_CHECKING:
     from .storages import LiveStorages, uncounted
 
 __all__: list[str] = []
-__all__ += [  # between rooms
-    "Clock",
-    "CudaEvents",
-    "HostClock",
-    "LiveStorages",
-    "StepRecord",
-    "clock_of",
-    "uncounted",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

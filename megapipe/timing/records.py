@@ -11,14 +11,12 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..plan import KINDS, Action, RankStep, Span, Wait
 from .storages import LiveStorages
-
-__all__ = ["Clock", "CudaEvents", "HostClock", "RecordedEvent", "StepRecord", "clock_of"]
 
 
 class RecordedEvent:
@@ -66,28 +64,18 @@ class CudaEvents:
         return RecordedEvent(event, self._unused)
 
 
-class Clock(Protocol):
-    """Tells the time on a device."""
-
-    def now(self) -> Any:
-        """A mark, put down without waiting for anything."""
-
-    def elapsed(self, start: Any, end: Any) -> float:
-        """Milliseconds between two marks. Waits until the second one was passed."""
-
-    def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
-        """The records in milliseconds of the host's clock."""
-
-
 class HostClock:
     """`time.perf_counter`, which all processes of a host share."""
 
     now = staticmethod(time.perf_counter)
+    """Puts down a mark, without waiting for anything."""
 
     def elapsed(self, start: float, end: float) -> float:
+        """Milliseconds between two marks. Waits until the second one was passed."""
         return 1000 * (end - start)
 
     def read(self, records: Sequence[StepRecord]) -> list[RankStep]:
+        """The records in milliseconds of the host's clock."""
         return [record.read(lambda mark: 1000 * mark) for record in records]
 
 
@@ -130,6 +118,10 @@ def _between(start: RecordedEvent, end: RecordedEvent) -> float:
     return float(start.event.elapsed_time(end.event))
 
 
+Clock = HostClock | CudaClock
+"""Tells the time on a device."""
+
+
 @functools.cache
 def clock_of(device: torch.device) -> Clock:
     """The clock of computations on `device`."""
@@ -139,32 +131,16 @@ def clock_of(device: torch.device) -> Clock:
 class StepRecord:
     """The actions and waits of one rank in one step. Also the context around each action: they do not nest."""
 
-    __slots__ = (
-        "_action",
-        "_clock",
-        "_inner",
-        "_now",
-        "_start",
-        "begin",
-        "end",
-        "entries",
-        "name",
-        "number",
-        "overlapped",
-        "storages",
-    )
-
     def __init__(self, name: str, number: int, clock: Clock, storages: LiveStorages | None = None) -> None:
         self.storages = nullcontext() if storages is None else storages
         """The context around the step."""
         self.name = name
         self.number = number
-        self._clock = clock
         self.entries: list[tuple[Action | None, bool, Any, Any]] = []
         """(action, whether it is the wait of that action, start, end)"""
         self.overlapped: set[Action] = set()
         """Those of overlapped pairs: of such a pair only the sum of the two times means anything."""
-        self._now = clock.now
+        self.now = clock.now
         self._action: Action | None = None
         self.begin: Any = clock.now()
         self.end: Any = self.begin
@@ -176,25 +152,22 @@ class StepRecord:
         return self
 
     def __enter__(self) -> None:
-        self._start = self._now()
+        self._start = self.now()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
-        self.entries.append((self._action, False, self._start, self._now()))
+        self.entries.append((self._action, False, self._start, self.now()))
         self._action = None
-
-    def now(self) -> Any:
-        return self._now()
 
     def waited(self, since: Any) -> None:
         """A wait is over. An action that it happened in starts only now; outside any it is the step's last."""
-        self._start = now = self._now()
+        self._start = now = self.now()
         self.entries.append((self._action, True, since, now))
 
     def finish(self) -> None:
         """The step has succeeded."""
-        self.end = self._now()
+        self.end = self.now()
 
     def has_same_plan(self, other: StepRecord) -> bool:
         actions, others = ([entry[0] for entry in record.entries] for record in (self, other))

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["LiveStorages", "uncounted"]
-
 _is_counted = True
 
 

@@ -24,9 +24,5 @@ __all__ = [
     "divide_by_num_tokens",
     "split_batch",
 ]
-__all__ += [  # between rooms
-    "OF_EACH_GROUP",
-    "load_scheduler",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -17,8 +17,6 @@ from torch.utils import _pytree as pytree
 
 from ..plan import StageInfo
 
-__all__ = ["data_iterators", "split_batch"]
-
 
 def split_batch(batch: Any, num_microbatches: int, spec: Any = 0, *, uneven: bool = False) -> list[Any]:
     """Cut the tensors of a batch into `num_microbatches` pieces, as views.

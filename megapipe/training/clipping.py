@@ -29,8 +29,6 @@ from ..chunks import (
 )
 from ..failures import collective
 
-__all__ = ["clip_grad_norm_"]
-
 
 def clip_grad_norm_(
     model: Models,

@@ -31,8 +31,6 @@ from ..chunks import (
 )
 from ..failures import collective
 
-__all__ = ["GradientReducer", "divide_by_num_tokens"]
-
 
 class GradientReducer:
     """Averages the gradients of all replicas. Every rank makes one, from all its chunks, before the first step:

@@ -8,7 +8,7 @@ they are read (see `PostValidatedOptimizer`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +21,6 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, ReduceLROnPlateau
 from .. import parallel_state
 from ..chunks import as_list, as_sharded, each_parameter, gradient_like, local
 from ..failures import check_failures, collective
-
-__all__ = ["PipelinedGradScaler", "PipelinedLRScheduler", "PipelinedOptimizer"]
 
 Hyperparameters = dict[str, Any]
 
@@ -59,7 +57,9 @@ class PipelinedOptimizer(Optimizer):
     ) -> None:
         self.models = as_list(model)
         groups: list[tuple[Hyperparameters, list[nn.Parameter]]] = []
-        for name, parameter in _trainable_parameters(self.models):
+        for name, parameter in each_parameter(self.models):
+            if not parameter.requires_grad and not parameter.is_floating_point():
+                continue  # a quantized weight: integers, which may not have a gradient later either
             own = {} if group_of is None else group_of(name, parameter)
             parameters = next((parameters for others, parameters in groups if others == own), None)
             if parameters is None:
@@ -224,13 +224,6 @@ def _own_part(parameter: Tensor) -> Tensor:
     part = local(parameter).detach()
     part.grad = local(grad)
     return part
-
-
-def _trainable_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that have a gradient or may have one later, each once. Quantized weights, which are integers, may not."""
-    for name, parameter in each_parameter(models):
-        if parameter.requires_grad or parameter.is_floating_point():
-            yield name, parameter
 
 
 def copy_hyperparameters(optimizer: Optimizer) -> list[Hyperparameters]:

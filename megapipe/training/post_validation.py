@@ -26,8 +26,6 @@ from ..failures import check_failures
 from .clipping import check_norm, gather_power_sums, norm_of, power_sum, scale_gradients
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
 
-__all__ = ["PostValidatedOptimizer"]
-
 POLL = 2e-5  # seconds between two looks at a collective: a fraction of the time of a message, 1e-4 over gloo
 
 

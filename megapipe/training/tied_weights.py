@@ -19,8 +19,6 @@ from ..chunks import as_list, as_sharded, gradient_of, local, named_parameters, 
 from ..failures import collective
 from ..frameworks import Framework, StepEnd, ties
 
-__all__ = ["TiedWeights"]
-
 
 class TiedWeights:
     """Ties parameters of several stages. Every rank makes it, also those without a copy, after the parallel groups.

@@ -10,11 +10,5 @@ if TYPE_CHECKING:
     from .gloo import GlooTransport
 
 __all__: list[str] = []
-__all__ += [  # between rooms
-    "GlooTransport",
-    "Members",
-    "is_capturing",
-    "make_transport",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

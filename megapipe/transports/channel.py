@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +14,6 @@ from torch.distributed.distributed_c10d import Store
 from ..messages import MessageSpec
 from ..p2p_communication import Channel, ConnectionLostError, Transfer
 from .outbox import Outbox
-
-__all__ = ["BackendChannel", "Members", "ReceiveBufferPool"]
 
 
 class Members(NamedTuple):
@@ -38,7 +38,7 @@ class BackendChannel(Channel):
 
     Args:
         peer: the other rank's number in the backend.
-        allocate: makes a buffer to receive into.
+        allocate: makes a buffer to receive into, of a shape and a dtype.
         outbox: sends, and keeps messages until they have gone. None where the device does both.
         as_carried: the same memory in a type of numbers that the backend carries; None where it carries all.
     """
@@ -48,7 +48,7 @@ class BackendChannel(Channel):
         backend: Any,
         peer: int,
         tag: int,
-        allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+        allocate: Callable[..., torch.Tensor],
         outbox: Outbox | None,
         as_carried: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class BackendChannel(Channel):
     def receive(self, spec: MessageSpec) -> Transfer:
         buffers, self._reserved, works = self._reserved, [], []
         for shape, dtype, _ in spec.tensors[len(buffers) :]:
-            buffers.append(self._allocate(shape, dtype))
+            buffers.append(self._allocate(shape, dtype=dtype))
         try:
             for buffer in buffers:
                 carried = buffer if self._as_carried is None else self._as_carried(buffer)
@@ -91,7 +91,31 @@ class BackendChannel(Channel):
 
     def reserve(self, spec: MessageSpec) -> None:
         for shape, dtype, _ in spec.tensors[len(self._reserved) :]:
-            self._reserved.append(self._allocate(shape, dtype))
+            self._reserved.append(self._allocate(shape, dtype=dtype))
+
+
+class Connecting(Future[Any]):
+    """A connection that a thread sets up, where nothing ends its waits: the thread is left to itself where this is
+    cancelled."""
+
+    def run(self, connect: Callable[[], Any]) -> None:
+        """Called in that thread."""
+        with suppress(InvalidStateError):  # cancelled
+            try:
+                connected = connect()
+            except BaseException as error:
+                self.set_exception(error)
+            else:
+                self.set_result(connected)
+
+    def wait(self) -> None:
+        """Raises ConnectionLostError where a rank has failed meanwhile, cannot be reached, or this is cancelled."""
+        try:
+            self.result()
+        except CancelledError:
+            raise ConnectionLostError("aborted while it was connecting") from None
+        except RuntimeError as error:
+            raise ConnectionLostError.of(error) from error
 
 
 class ReceiveBufferPool:

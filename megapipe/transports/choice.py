@@ -12,8 +12,6 @@ from ..timing import CudaEvents
 from .channel import Members
 from .gloo import GlooTransport
 
-__all__ = ["DEVICES", "is_capturing", "make_transport"]
-
 DEVICES: dict[str, Callable[[torch.device], CudaEvents]] = {"cuda": CudaEvents}
 """Events that mark points of a device's current stream, by type of device that may hold stages."""
 
@@ -46,14 +44,10 @@ def make_transport(
             f"messages over NCCL need torch 2.9 or newer, got {torch.__version__}: install one, or set "
             'config.p2p_transport="host".'
         )
-    events = DEVICES[device.type](device)
-
-    def mark() -> Callable[[], bool]:
-        return events.record().query
-
     from .nccl import NcclTransport
 
-    return NcclTransport(members, device, mark, max_ctas)
+    events = DEVICES[device.type](device)
+    return NcclTransport(members, device, lambda: events.record().query, max_ctas)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..p2p_communication import Channel, ConnectionLostError, Lookahead, Transport
+from ..p2p_communication import Channel, Lookahead, Transport
 from ..parallel_state import abort_gloo
 from ..plan import ChannelName
-from .channel import BackendChannel, Members, ReceiveBufferPool
+from .channel import BackendChannel, Connecting, Members, ReceiveBufferPool
 from .outbox import Outbox
-
-__all__ = ["GlooTransport"]
 
 
 class GlooTransport(Transport):
@@ -31,32 +27,22 @@ class GlooTransport(Transport):
     def __init__(self, members: Members) -> None:
         self.outbox = Outbox()
         self._members = members
-        self._backend: Future[Any] = Future()
+        self._backend = Connecting()
         self._pools: list[ReceiveBufferPool] = []
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Gloo waits for all ranks that have given their addresses, also for one that has failed since, and nothing
         ends that wait. So a thread connects, and is left to itself where this is aborted."""
-        threading.Thread(target=self._connect, name="megapipe-connect", daemon=True).start()
-        try:
-            self._backend.result()
-        except CancelledError:
-            raise ConnectionLostError("aborted while it was connecting") from None
-        except RuntimeError as error:  # a rank has failed meanwhile, or cannot be reached
-            raise ConnectionLostError.of(error) from error
+        connect = threading.Thread(target=self._backend.run, args=[self._connect], name="megapipe-connect", daemon=True)
+        connect.start()
+        self._backend.wait()
 
-    def _connect(self) -> None:
+    def _connect(self) -> Any:
         store, _, pp_rank, ranks, timeout = self._members
         # Not `dist.new_group`, which names a group of some ranks only by how many groups the process is in already:
         # ranks that are in different numbers of groups then wait for each other for ever.
         limit = datetime.timedelta(seconds=timeout)
-        with suppress(InvalidStateError):  # aborted
-            try:
-                backend = dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, len(ranks), limit)
-            except BaseException as error:
-                self._backend.set_exception(error)
-            else:
-                self._backend.set_result(backend)
+        return dist.ProcessGroupGloo(PrefixStore("host", store), pp_rank, len(ranks), limit)
 
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
         pool = ReceiveBufferPool()

@@ -15,8 +15,6 @@ from ..plan import ChannelName
 from .channel import Members
 from .gloo import GlooTransport
 
-__all__ = ["HostTransport"]
-
 
 class HostTransport(GlooTransport):
     """Carries messages between devices over gloo's channels between their hosts."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
 from functools import partial
 from typing import Any
 
@@ -17,13 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..p2p_communication import Channel, ConnectionLostError, Lookahead, Transport
+from ..p2p_communication import Channel, Transport
 from ..plan import ChannelName
-from .channel import BackendChannel, Members
+from .channel import BackendChannel, Connecting, Members
 from .gloo import GlooTransport
 from .outbox import TaskThread
-
-__all__ = ["NcclTransport"]
 
 CARRIED = {
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
@@ -58,13 +54,12 @@ class NcclTransport(Transport):
     """
 
     matches_by_order = True
-    lookahead = Lookahead(0)
 
     def __init__(
         self, members: Members, device: torch.device, mark: Callable[[], Callable[[], bool]], max_ctas: int
     ) -> None:
         _check_connections()
-        self.mark = mark  # type: ignore[method-assign]
+        self.mark = mark
         self._members = members
         self._device = device
         self._max_ctas = max_ctas
@@ -73,7 +68,7 @@ class NcclTransport(Transport):
         """Carries headers."""
         self._backends: dict[tuple[int, int], Any] = {}
         self._threads: dict[tuple[int, int], TaskThread] = {}
-        self._connecting: Future[None] | None = None
+        self._connecting: Connecting | None = None
         self._is_aborted = False
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
@@ -93,28 +88,13 @@ class NcclTransport(Transport):
         backend = self._backend(sender, receiver)
         exchange = backend.send if self._members.pp_rank == sender else backend.recv
         first = torch.zeros(1, device=self._device)
-        connected: Future[None] = Future()
-
-        def connect() -> None:
-            with contextlib.suppress(InvalidStateError):  # aborted
-                try:
-                    exchange([first], 1 if self._members.pp_rank == sender else 0, 0).wait()
-                except BaseException as error:
-                    connected.set_exception(error)
-                else:
-                    connected.set_result(None)
-
-        self._connecting = connected
+        peer = 1 if self._members.pp_rank == sender else 0
+        self._connecting = connecting = Connecting()
         if self._is_aborted:
-            connected.cancel()
+            connecting.cancel()
         self._threads[sender, receiver] = thread = TaskThread("megapipe-nccl")
-        thread.put(connect)
-        try:
-            connected.result()
-        except CancelledError:
-            raise ConnectionLostError("aborted while it was connecting") from None
-        except RuntimeError as error:
-            raise ConnectionLostError.of(error) from error
+        thread.put(partial(connecting.run, lambda: exchange([first], peer, 0).wait()))
+        connecting.wait()
         self._backends[sender, receiver] = backend
 
     def connect_headers(self) -> None:
@@ -141,7 +121,8 @@ class NcclTransport(Transport):
         pp_rank = self._members.pp_rank
         backend = self._backends[(pp_rank, peer) if sends else (peer, pp_rank)]
         # No outbox: memory of a tensor that is dropped stays taken until the stream has sent it.
-        return BackendChannel(backend, 1 if sends else 0, 0, partial(_allocate, self._device), None, _as_carried)
+        allocate = partial(torch.empty, device=self._device)
+        return BackendChannel(backend, 1 if sends else 0, 0, allocate, None, _as_carried)
 
     def drain(self) -> None:
         """The host waits for headers only: the device sends and receives in its own time."""
@@ -185,10 +166,6 @@ class NcclTransport(Transport):
         end = time.monotonic() + PATIENCE
         for is_over in ended:
             is_over.wait(max(0.0, end - time.monotonic()))
-
-
-def _allocate(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _check_connections() -> None:

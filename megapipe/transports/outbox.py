@@ -18,8 +18,6 @@ import torch
 
 from ..p2p_communication import ConnectionLostError, Transfer
 
-__all__ = ["Outbox", "TaskThread"]
-
 
 class TaskThread:
     """Runs tasks one after the other, and drops each once it has run."""

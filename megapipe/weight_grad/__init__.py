@@ -44,18 +44,5 @@ __all__ = [
     "linear",
     "transposed_linear",
 ]
-__all__ += [  # between rooms
-    "AT_ONCE",
-    "DeferredGrads",
-    "SavedTensor",
-    "add_gradient",
-    "add_weight_gradient",
-    "backward_context",
-    "capturing",
-    "deferring_to",
-    "once_differentiable",
-    "save_for_w",
-    "visit_gradient_nodes",
-]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

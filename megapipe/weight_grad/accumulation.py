@@ -12,17 +12,6 @@ from torch import Tensor
 from .context import backward_context
 from .grad_hooks import call_hooks, post_accumulate_hooks
 
-__all__ = [
-    "Contributions",
-    "accumulate",
-    "accumulate_all",
-    "add_dummy_grad",
-    "add_gradient",
-    "has_main_grad",
-    "remove_dummy_grads",
-    "without_grad",
-]
-
 
 class without_grad:  # noqa: N801  # torch.no_grad() takes longer than a small gradient
     def __enter__(self) -> None:

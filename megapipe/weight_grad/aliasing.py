@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .context import backward_context
 
-__all__ = ["SavedTensor", "copy_shared", "save_for_w"]
-
 
 class SavedTensor:
     """A tensor that a layer keeps until W. As in autograd, it is an error to change it in place before."""

@@ -8,29 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
-
-__all__ = ["BackwardContext", "Deferring", "backward_context"]
-
-
-class Deferring(Protocol):
-    """What takes the weight gradients of a backward: `DeferredGrads`."""
-
-    saved: list[Any]
-
-    def is_under_way(self) -> bool: ...
-    def add(
-        self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
-    ) -> None: ...
-
-
-class Hooked(Protocol):
-    """Weights whose hooks are to be called: `HooksToCall`."""
-
-    weights: dict[Tensor, None]
 
 
 class BackwardContext:
@@ -38,14 +19,14 @@ class BackwardContext:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.deferred: Deferring | None = None
-        """Takes the weight gradients; None where they are computed at once."""
+        self.deferred: Any = None
+        """The `DeferredGrads` that take the weight gradients; None where they are computed at once."""
         self.dummy_grads: dict[Tensor, Tensor] | None = None
         """Zeros that take the place of `.grad` until the backward ends. None outside of a backward."""
-        self.outer: list[tuple[Deferring | None, dict[Tensor, Tensor] | None]] = []
+        self.outer: list[tuple[Any, dict[Tensor, Tensor] | None]] = []
         """Both, of the backwards around this one."""
-        self.hooks_to_call: WeakValueDictionary[int, Hooked] = WeakValueDictionary()
-        """Weights whose hooks are to be called at the end of a backward, by autograd's number of it."""
+        self.hooks_to_call: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """The `HooksToCall` at the end of a backward, by autograd's number of it."""
         self.overlap_callback: Callable[[], object] | None = None
         """Called in each overlap window of the action under way (megapipe.overlap)."""
         self.overlap_thread = 0

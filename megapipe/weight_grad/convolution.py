@@ -13,8 +13,6 @@ from torch import Tensor
 from .aliasing import SavedTensor, save_for_w
 from .layer_base import Layer, add, as_autocast, can_defer, deferred_gradient, once_differentiable
 
-__all__ = ["conv1d", "conv2d"]
-
 Numbers = int | Sequence[int]
 
 

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from .accumulation import Contributions, accumulate, accumulate_all, add_dummy_grad, remove_dummy_grads, without_grad
 from .aliasing import SavedTensor, copy_shared
-from .context import Deferring, backward_context
+from .context import backward_context
 from .grad_hooks import (
     SilencedHooks,
     autograd_calls_hooks_without_gradient,
@@ -25,16 +25,6 @@ from .grad_hooks import (
     pass_through_weights,
     post_accumulate_hooks,
 )
-
-__all__ = [
-    "AT_ONCE",
-    "DeferredGrads",
-    "capturing",
-    "defer",
-    "deferring_to",
-    "is_capturing",
-    "visit_gradient_nodes",
-]
 
 
 class Backward:
@@ -179,9 +169,9 @@ def _this_thread() -> _Thread:
 _KEY = "megapipe.weight_grad"
 
 
-def deferring_to() -> Deferring | None:
+def deferring_to() -> DeferredGrads | None:
     """Takes the weight gradients that the backward that is running leaves to its W; None where it leaves none."""
-    deferred = backward_context.deferred
+    deferred: DeferredGrads | None = backward_context.deferred
     return deferred if deferred is not None and deferred.is_under_way() else None
 
 

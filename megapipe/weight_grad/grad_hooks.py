@@ -11,15 +11,6 @@ from torch.autograd import Variable
 
 from .context import backward_context
 
-__all__ = [
-    "SilencedHooks",
-    "autograd_calls_hooks_without_gradient",
-    "call_hooks",
-    "call_hooks_after_backward",
-    "pass_through_weights",
-    "post_accumulate_hooks",
-]
-
 _NOTE = "megapipe"  # a key among the hooks, whose other keys are numbers
 
 

@@ -26,8 +26,6 @@ from torch.autograd import Function
 from .accumulation import has_main_grad
 from .deferred import defer, deferring_to, is_capturing
 
-__all__ = ["Layer", "add", "as_autocast", "can_defer", "deferred_gradient", "once_differentiable"]
-
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that has no graph of its own, and says so. With torch's decorator a gradient that depends on the input

@@ -14,8 +14,6 @@ from .aliasing import SavedTensor, save_for_w
 from .layer_base import Layer, add, as_autocast, can_defer, deferred_gradient, once_differentiable
 from .products import add_weight_gradient, cast, rows, weight_gradient
 
-__all__ = ["embedding", "grouped_linear", "linear", "transposed_linear"]
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a deferred weight gradient.

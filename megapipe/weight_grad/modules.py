@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from . import convolution, layers
 
-__all__ = ["Conv1d", "Conv2d", "Embedding", "GroupedLinear", "Linear", "convert", "let_convert"]
-
 Module = TypeVar("Module", bound=nn.Module)
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_weight_gradient", "cast", "rows", "weight_gradient"]
-
 _APEX_FUNCTIONS = {
     torch.float32: "wgrad_gemm_accum_fp32",
     torch.float16: "wgrad_gemm_accum_fp16",

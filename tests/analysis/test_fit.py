@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.published import TABLES
 from megapipe.analysis.cli import main
-from megapipe.analysis.fit import Job, Layout, Transformer, _sizes, _times, estimate, fit, read_config, stage_bytes
+from megapipe.analysis.fit import Job, Layout, _sizes, _times, estimate, fit, stage_bytes
+from megapipe.analysis.transformer import Transformer, read_config
 from megapipe.plan import Costs, Settings, make_plan, simulate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()

@@ -22,7 +22,6 @@ from .stages import at_its_stage, build_model_chunks
 from .ties import framework
 
 __all__ = ["at_its_stage", "build_model_chunks", "defer_weight_gradients", "global_name"]
-__all__ += ["framework"]  # between rooms
 
 _MEGATRONS = (
     "backward_step",

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from ...weight_grad import linear
 
-__all__ = ["defer_weight_gradients", "global_name"]
-
 Module = TypeVar("Module", bound=nn.Module)
 
 

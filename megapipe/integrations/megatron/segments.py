@@ -23,19 +23,17 @@ from ...stages import edge_of
 from ...weight_grad import once_differentiable
 from .settings import loaded, megatrons_config
 
-__all__ = ["find_cut"]
 
-
-def find_cut(chunk: nn.Module) -> Callable[[ForwardStep], ForwardStep] | None:
-    if not getattr(megatrons_config(chunk), "overlap_moe_expert_parallel_comm", False):
+def find_cut(model: nn.Module) -> Callable[[ForwardStep], ForwardStep] | None:
+    if not getattr(megatrons_config(model), "overlap_moe_expert_parallel_comm", False):
         return None
-    model = next((inner for inner in wrapped_in(chunk) if hasattr(inner, "build_schedule_plan")), None)
-    if model is None:
+    inside = next((inner for inner in wrapped_in(model) if hasattr(inner, "build_schedule_plan")), None)
+    if inside is None:
         raise ValueError(
             "config.overlap_moe_expert_parallel_comm takes a model with build_schedule_plan, such as Megatron's "
-            f"GPTModel, and a {type(chunk).__name__} has none: set it to False."
+            f"GPTModel, and a {type(model).__name__} has none: set it to False."
         )
-    return functools.partial(_cut, model)
+    return functools.partial(_cut, inside)
 
 
 def _cut(model: nn.Module, forward_step_func: ForwardStep) -> ForwardStep:

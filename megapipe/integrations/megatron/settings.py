@@ -19,17 +19,6 @@ from ...frameworks import AroundForward, StepEnd
 from ...parallel_state import Groups
 from ...plan import Schedule
 
-__all__ = [
-    "around_forwards",
-    "check_groups",
-    "groups",
-    "is_in_use",
-    "loaded",
-    "megatrons_config",
-    "read_config",
-    "reset_offloading",
-]
-
 
 def loaded(name: str) -> Any:
     """A module of Megatron, where it is imported already; None elsewhere."""
@@ -61,13 +50,8 @@ def is_in_use(models: Sequence[nn.Module]) -> bool:
     return groups() is not None or any(megatrons_config(model) is not None for model in models)
 
 
-# Features of Megatron's own schedules, with what to do instead.
-_UNSUPPORTED = {
-    "defer_embedding_wgrad_compute": "set it to False",
-    "hybrid_context_parallel": "set it to False",
-    "moe_paged_stash": "set it to False",
-    "use_ring_exchange_p2p": "set it to False",
-}
+# Features of Megatron's own schedules.
+_UNSUPPORTED = ("defer_embedding_wgrad_compute", "hybrid_context_parallel", "moe_paged_stash", "use_ring_exchange_p2p")
 
 _OFFLOADING = "pipeline_parallel.fine_grained_activation_offload"
 _INTERFACE = "FineGrainedActivationOffloadingInterface"
@@ -77,9 +61,11 @@ _MEGATRONS_ORDERS = ("no_pipelining", "1f1b", "interleaved_1f1b")
 
 
 def read_config(config: Any, schedule: Schedule) -> dict[str, Any]:
-    for name, remedy in _UNSUPPORTED.items():
+    for name in _UNSUPPORTED:
         if getattr(config, name, False):
-            raise ValueError(f"config.{name} is part of Megatron's own schedules and not supported here: {remedy}.")
+            raise ValueError(
+                f"config.{name} is part of Megatron's own schedules and not supported here: set it to False."
+            )
     _check_cuda_graphs(config, schedule)
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         _check_overlap(config, schedule)
@@ -164,7 +150,7 @@ def check_groups(groups: Any) -> None:
         )
 
 
-def around_forwards(model: nn.Module, num_microbatches: int, device: torch.device) -> AroundForward | None:
+def around_forwards(model: nn.Module, num_forwards: int, device: torch.device) -> AroundForward | None:
     """Megatron's own functions, of the release that is there: each has more per-microbatch state, and more scales of
     losses that are attached to the graph and not returned."""
     config = megatrons_config(model)
@@ -183,7 +169,7 @@ def around_forwards(model: nn.Module, num_microbatches: int, device: torch.devic
             config=without_timers,
             vp_stage=None,
             collect_non_loss_data=False,
-            num_microbatches=num_microbatches,
+            num_microbatches=num_forwards,
             forward_data_store=[],
             cp_group_size=config.context_parallel_size,
             is_last_stage=False,  # the loss itself is not its business here, only the scales

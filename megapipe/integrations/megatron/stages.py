@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +22,6 @@ from ... import parallel_state as own_parallel_state
 from ...chunks import find_attribute
 from ...plan import AnySchedule, StageInfo, find_schedule
 from .settings import loaded
-
-__all__ = ["at_its_stage", "build_model_chunks", "copies_of_embedding", "without_embedding_group"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -150,14 +149,10 @@ def _seen_from(place: int) -> Iterator[Callable[[Any], Any]]:
         if not parallel_state.model_parallel_is_initialized():
             yield seen
             return
-        group, rank = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK
-        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = _group_seen_from(group, place)
-        parallel_state.set_pipeline_model_parallel_rank(place)
-        try:
+        group = _group_seen_from(parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, place)
+        own = {"_PIPELINE_MODEL_PARALLEL_GROUP": group, "_MPU_PIPELINE_MODEL_PARALLEL_RANK": place}
+        with mock.patch.multiple(parallel_state, **own):
             yield seen
-        finally:
-            parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = group
-            parallel_state.set_pipeline_model_parallel_rank(rank)
 
 
 def _group_seen_from(group: Any, rank: int) -> Any:
@@ -167,16 +162,9 @@ def _group_seen_from(group: Any, rank: int) -> Any:
 # Tied embeddings
 
 
-@contextmanager
-def without_embedding_group() -> Iterator[None]:
+def without_embedding_group() -> AbstractContextManager[Any]:
     """Show Megatron that embeddings have no copies on other ranks."""
-    parallel_state = loaded("parallel_state")
-    group = parallel_state._EMBEDDING_GROUP
-    parallel_state._EMBEDDING_GROUP = None
-    try:
-        yield
-    finally:
-        parallel_state._EMBEDDING_GROUP = group
+    return mock.patch.object(loaded("parallel_state"), "_EMBEDDING_GROUP", None)
 
 
 def without_embedding(pg_collection: Any) -> Any:

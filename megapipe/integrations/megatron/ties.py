@@ -6,17 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ...frameworks import AroundForward, ForwardStep, Framework, StepEnd
-from ...parallel_state import Groups
-from ...plan import Schedule
+from ...frameworks import Framework, StepEnd
 from . import segments, settings
-from .settings import groups, is_in_use, loaded
+from .settings import is_in_use, loaded
 from .stages import copies_of_embedding, without_embedding, without_embedding_group
-
-__all__ = ["framework"]
 
 
 @contextmanager
@@ -68,20 +63,11 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
 class Megatron(Framework):
     """Megatron's groups, its settings, what its schedules do around forwards, and the end of a step."""
 
-    def groups(self) -> Groups | None:
-        return groups()
-
-    def check_groups(self, groups: Any) -> None:
-        settings.check_groups(groups)
-
-    def read_config(self, config: Any, schedule: Schedule) -> dict[str, Any]:
-        return settings.read_config(config, schedule)
-
-    def around_forwards(self, model: nn.Module, num_forwards: int, device: torch.device) -> AroundForward | None:
-        return settings.around_forwards(model, num_forwards, device)
-
-    def find_cut(self, model: nn.Module) -> Callable[[ForwardStep], ForwardStep] | None:
-        return segments.find_cut(model)
+    groups = staticmethod(settings.groups)
+    check_groups = staticmethod(settings.check_groups)
+    read_config = staticmethod(settings.read_config)
+    around_forwards = staticmethod(settings.around_forwards)
+    find_cut = staticmethod(segments.find_cut)
 
     def random_streams(self) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         """Those of its tracker, which dropout in tensor-parallel regions and attention draws from."""

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from .cut import Absent
 from .whole import make_meta_model
 
-__all__ = ["WithAdapters", "adapters_of", "has_adapters", "save_adapter_config"]
-
 
 class WithAdapters(nn.Module):
     """What stages do otherwise than transformers' models."""

@@ -24,8 +24,6 @@ from .stage import ChunkConfig, as_stage
 from .step import tie_weights
 from .whole import allocate, check_kind, has_towers, initialise, keep_in_float32, make_meta_model
 
-__all__ = ["build_chunks"]
-
 
 def build_chunks(
     model: Any,

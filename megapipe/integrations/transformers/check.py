@@ -26,8 +26,6 @@ from .stage import ChunkConfig, as_stage, is_for_first
 from .step import names_between_stages
 from .whole import initialise, make_meta_model, make_small_config, make_untouched
 
-__all__ = ["Checked", "check_cut", "check_slices"]
-
 LARGE = 2**20
 """Parameters of a model that is tried at a smaller size than its own."""
 

@@ -20,24 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "FIRST",
-    "Absent",
-    "AbsentLayer",
-    "Border",
-    "CannotCutError",
-    "Crossing",
-    "Parts",
-    "Place",
-    "Reached",
-    "cut",
-    "find_at",
-    "find_parts",
-    "let_cross",
-    "replace_at",
-    "tensors_in",
-]
-
 
 class CannotCutError(ValueError):
     """A model that cannot be cut into stages."""

@@ -36,8 +36,6 @@ from .cut import (
 )
 from .step import tied_names
 
-__all__ = ["Course", "Flow", "Trial", "borders_of", "watched"]
-
 
 @dataclass
 class Course:

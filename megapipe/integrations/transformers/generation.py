@@ -12,8 +12,9 @@ import copy
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ from ... import parallel_state
 from ...all_ranks import AllRanks
 from ...schedules import get_forward_backward_func
 from .stage import CACHES, HuggingFaceStage
-
-__all__ = ["compare_decoding", "generate"]
 
 NAMES = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 """What is told: numbers for [sequences, new tokens]."""
@@ -251,17 +250,11 @@ def whole_forward(chunk: Any) -> Any:
     return super(HuggingFaceStage, chunk).forward
 
 
-@contextmanager
-def without_balance(config: Any) -> Iterator[None]:
+def without_balance(config: Any) -> AbstractContextManager[Any]:
     """No loss balances experts while the block runs: transformers' would need the routers of all tokens before."""
-    before = getattr(config, "output_router_logits", None)
-    if before:
-        config.output_router_logits = False
-    try:
-        yield
-    finally:
-        if before:
-            config.output_router_logits = before
+    if not getattr(config, "output_router_logits", False):
+        return nullcontext()
+    return mock.patch.object(config, "output_router_logits", False)
 
 
 def compare_decoding(whole: Any, chunks: Sequence[Any], tokens: Tensor, tolerance: float) -> str:

@@ -25,8 +25,6 @@ from .cut import Absent, cut
 from .step import tied_names
 from .whole import make_meta_model
 
-__all__ = ["load_weights"]
-
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What weights are in, or in several with an index of this name and `.index.json`. The first that is there is read."""
 

@@ -25,8 +25,6 @@ from ...safetensors_files import Entry, SafetensorsFile, finish_files, share_out
 from .adapters import adapters_of, has_adapters, save_adapter_config
 from .step import tied_names
 
-__all__ = ["save_pretrained"]
-
 OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 

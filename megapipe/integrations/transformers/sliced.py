@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ... import slices
 
-__all__ = ["IMPLEMENTATION", "of_slice", "register", "shifted"]
-
 IMPLEMENTATION = "megapipe_slices"
 """The name of this attention in transformers."""
 

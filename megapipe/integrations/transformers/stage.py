@@ -6,9 +6,10 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,6 @@ from .sliced import of_slice
 
 CACHES = ("cache", "past_key_values")
 """The argument that holds keys and values: the first from transformers 5.24 on, the second before."""
-
-__all__ = ["CACHES", "ChunkConfig", "HuggingFaceStage", "Routers", "as_stage", "find_routers", "is_for_first"]
 
 HIDDEN = "hidden_states"
 FOR_FIRST = re.compile(r"^(inputs_embeds$|pixel_values|input_features|image_(?!grid|sizes)|audio_values|video_values)")
@@ -286,33 +285,19 @@ class HuggingFaceStage(WithAdapters):
             return hidden
         assert self.routers is not None
         num_routers = self.routers.num_before + (len(self.routers.own) if is_output else 0)
-        if not num_routers:
-            return _message(hidden, None)
-        shape = num_routers, batch_size * seq_length, self.routers.num_experts
-        return _message(hidden, torch.empty(shape, dtype=torch.float32))
+        message = {HIDDEN: hidden}
+        if num_routers:
+            shape = num_routers, batch_size * seq_length, self.routers.num_experts
+            message["router_logits"] = torch.empty(shape, dtype=torch.float32)
+        return message
 
 
-@contextmanager
-def _telling_of_tracing(tensor: Any) -> Iterator[None]:
+def _telling_of_tracing(tensor: Any) -> AbstractContextManager[Any]:
     """While a stage is captured: transformers then makes masks without a look at the values of tensors."""
     functional = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensor
     if not isinstance(tensor, functional):
-        yield
-        return
-    compiler: Any = torch.compiler  # which transformers asks
-    before = compiler._is_compiling_flag
-    compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        compiler._is_compiling_flag = before
-
-
-def _message(hidden: Tensor, routed: Tensor | None) -> dict[str, Tensor]:
-    message = {HIDDEN: hidden}
-    if routed is not None:
-        message["router_logits"] = routed
-    return message
+        return nullcontext()
+    return mock.patch.object(torch.compiler, "_is_compiling_flag", True)  # which transformers asks
 
 
 def _joined(earlier: Tensor | None, own: list[Tensor]) -> Tensor | None:

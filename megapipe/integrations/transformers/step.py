@@ -14,8 +14,6 @@ from ...training import TiedWeights
 from .cut import CannotCutError
 from .sliced import shifted
 
-__all__ = ["count_items", "forward_step", "names_between_stages", "tie_weights", "tied_names"]
-
 Batch = Mapping[str, Any]
 
 

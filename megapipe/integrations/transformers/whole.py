@@ -16,18 +16,6 @@ from torch import nn
 
 from .cut import Absent, CannotCutError
 
-__all__ = [
-    "allocate",
-    "check_kind",
-    "has_towers",
-    "initialise",
-    "keep_in_float32",
-    "make_meta_model",
-    "make_small_config",
-    "make_untouched",
-]
-
-
 OTHER_HEAD = re.compile(r"For(?=[A-Z])(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|Reward|Value")
 
 
