@@ -259,9 +259,10 @@ class Auxiliary(Feature):
 
 @dataclass(frozen=True)
 class Number(Feature):
-    """Messages hold a plain number, another one in each step."""
+    """Messages hold plain values, others in each microbatch from the second step on."""
 
     has_entries = True
+    is_whole = False  # slices have numbers of their own
     chance = 0.2
 
     def before(self, trial: Any, step: int) -> None:
@@ -269,7 +270,11 @@ class Number(Feature):
             stage.number = step
 
     def take(self, x: Tensor, stage: Any, entries: dict[str, Any], tokens: Tensor | None) -> Tensor:
-        return x * (1 + 0.1 * entries.setdefault("number", getattr(stage, "number", 0)))
+        if tokens is not None:
+            number = getattr(stage, "number", 0) * int(tokens.sum())
+            entries |= {"number": number, "text": "x" * number, "rest": (number / 2, number > 2)}
+        assert entries["text"] == "x" * entries["number"]
+        return x * (1 + 0.01 * sum(entries["rest"]))
 
 
 @dataclass(frozen=True)

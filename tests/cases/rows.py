@@ -109,7 +109,7 @@ OF_FEATURES = [
     ),
     Case("zbv", 2, 5, [Auxiliary(0.0), Message("registered dict"), DEFERRING]),
     Case("1f1b", 2, 3, [Auxiliary(0.25), Message("nested"), Recompute()]),
-    Case("1f1b", 2, 3, [Number(), Message("dict")], steps=3),
+    *(Case(name, 2, 3, [Number(), Message("dict")], steps=3) for name in ("1f1b", "zbv")),
     Case("zb1p", 2, 3, [Mask(), DEFERRING]),
     Case("looped_bfs", 2, 3, [AsPipelineStage(), Message("list"), Mask()], chunks=2),
     Case("1f1b", 3, 4, [Double(), Frozen([("layers.0.",), ()])], steps=2),
@@ -200,10 +200,11 @@ if CAN_CAPTURE:
     OF_FEATURES += [
         Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"]), WarmUp(1)], steps=2),
         Case("zb1p", 2, 3, [Forms(["captured"]), AsPipelineStage()]),
+        *(Case(name, 1, 3, [Forms(["captured"]), Replicas("fully_shard")]) for name in ("1f1b", "zb1p")),
     ]
 
 
-def draw_pairs(seed: int, tries: int, most_units: int = 40) -> list[Case]:
+def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
     """Of so many random cases, small ones that have a pair of features that no case before them has."""
     kept, seen = [], set()
     for number in range(tries):

@@ -61,7 +61,8 @@ class Replicas(Feature):
         return cls("fully_shard" if is_sharded else "reducer")
 
     def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
-        for module in (*stage.layers.values(), chunk) if self.kind == "fully_shard" else ():
+        layers = () if "captured" in stage.case.forms else stage.layers.values()
+        for module in (*layers, chunk) if self.kind == "fully_shard" else ():
             fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
         if self.kind == "replicate":
             from torch.distributed._composable.replicate_with_fsdp import replicate  # from torch 2.13 on

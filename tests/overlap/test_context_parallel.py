@@ -1,7 +1,6 @@
 """Attention over sequences that are shared out among ranks, in overlap windows: keys and values are gathered, or heads
 exchanged for parts of the sequence."""
 
-import functools
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from tools.against import add_gradients, step, unlabelled
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 
@@ -89,27 +89,22 @@ class Stage(nn.Module):
         return run_segments(self.forward_segments(x))
 
 
-def forward_step(batches: Any, chunk: Stage, call: Any) -> Any:
-    return call(chunk, next(batches)), lambda output: ((loss := output.sin().sum()), loss.detach())
+def loss_of(output: Tensor, target: None) -> Tensor:
+    return output.sin().sum()
 
 
 @pytest.mark.parametrize(
-    ("kind", "schedule", "call"),
-    [
-        (Layer, "zbv", nn.Module.__call__),
-        (Exchanging, "combined_zb1p", in_segments),
-        (Exchanging, "combined_zb1p", nn.Module.__call__),
-    ],
+    ("kind", "schedule", "in_parts"),
+    [(Layer, "zbv", False), (Exchanging, "combined_zb1p", True), (Exchanging, "combined_zb1p", False)],
 )
 @on_ranks(4)
-def test_equal_to_the_whole_sequence(rank: int, kind: type[Layer], schedule: str, call: Any) -> None:
+def test_equal_to_the_whole_sequence(rank: int, kind: type[Layer], schedule: str, in_parts: bool) -> None:
     """pp=2 x cp=2. A forward that does not yield has windows where it waits, all the same."""
     parallel_state.initialize_model_parallel(2)  # replicas, whose gradients are added up, share sequences out
     group, own = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_rank()
     data = torch.randn(NUM_MICROBATCHES, SEQUENCE, 2, HIDDEN, generator=torch.Generator().manual_seed(0))
     whole = Stage(Layer, range(NUM_LAYERS), None, None)
-    for x in data:
-        (whole(x).sin().sum() / NUM_MICROBATCHES).backward()
+    add_gradients([whole], unlabelled(data), loss_of)
     config = SimpleNamespace(hidden_size=HIDDEN, context_parallel_size=2, min_pending_weights=1)
     infos = stages_for_rank(schedule)
     chunks = [convert(Stage(kind, megapipe.distribute_layers(NUM_LAYERS, info), group, config)) for info in infos]
@@ -121,14 +116,8 @@ def test_equal_to_the_whole_sequence(rank: int, kind: type[Layer], schedule: str
         return products[-1]
 
     with mock.patch.object(DeferredGrads, "compute_next", noting):
-        megapipe.get_forward_backward_func(schedule)(
-            forward_step_func=functools.partial(forward_step, call=call),
-            data_iterator=iter(data.chunk(2, 1)[own]),
-            model=chunks,
-            num_microbatches=NUM_MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=2,
-        )
+        sizes = {"seq_length": SEQUENCE, "micro_batch_size": 2}
+        step(schedule, chunks, unlabelled(data.chunk(2, 1)[own]), loss_of, in_parts=in_parts, **sizes)
     assert any(products)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

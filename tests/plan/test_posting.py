@@ -94,7 +94,8 @@ def as_source(action: Action) -> Action:
 
 def plans() -> Iterator[Plan]:
     for name, pp_size, rounds in product(SCHEDULES, (2, 3, 4, 8), (1, 2, 4)):
-        yield make_plan(name, pp_size, rounds * pp_size)
+        if pp_size * rounds < 32:
+            yield make_plan(name, pp_size, rounds * pp_size)
 
 
 def test_no_rank_waits_for_ever() -> None:
@@ -118,7 +119,7 @@ WHEN_NEEDED = {"zb2p", "dualpipev", "interleaved_1f1b", "seq_interleaved_1f1b", 
 def test_where_messages_are_large_and_memory_is_short(name: str) -> None:
     """The table of docs/gpus.md. Receives' own memory was taken in front of them, where two neighbours that were short
     of memory waited for ever under 1F1B, too: each for the send that the other was about to receive."""
-    plan = make_plan(name, 4, 16)
+    plan = make_plan(name, 4, 12)
     of_two = [{rank, rank + 1} for rank in range(3)]
     for posted_ahead, hang_by_two, hang_by_all in (
         (plan.posted_ahead, {"zbv", "combined_zb1p"}, MAY_HANG),

@@ -57,6 +57,8 @@ def test_plans_are_no_longer_and_hold_less(schedule: str, tmp_path: Path) -> Non
             assert all(less <= more for less, more in zip(after.peak_activations, before.peak_activations))
             for row in plan.actions:
                 assert all(peak(without) > peak(row) for without in without_one(row)), "a copy is for nothing"
+            for spans, forwards in zip(after.spans, plan.offloaded):
+                assert_in_time(list(spans), forwards, copying / plan.num_chunks)
     plan.save_json(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").actions == plan.actions
 
@@ -72,13 +74,12 @@ def without_one(actions: list[Action]) -> Iterator[list[Action]]:
         yield [one for one in actions if one not in (out, out._replace(kind="L"))]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_no_action_waits_for_a_copy(schedule: str, recompute: bool) -> None:
+def test_no_action_waits_for_a_copy(schedule: str) -> None:
     """An O that waited for its copy held up an L behind it, whose B then came too late."""
-    for pp_size, m, copying in itertools.product((2, 4), (5, 16), (0.3, 1.0, 2.5)):
+    for (pp_size, m), copying in itertools.product(((2, 16), (4, 5), (4, 16)), (0.3, 1.0, 2.5)):
         num_stages = pp_size * find_schedule(schedule).check(pp_size, CHUNKS.get(schedule))
-        settings = Settings(None, None, 0, 1, tuple(recompute and stage % 2 > 0 for stage in range(num_stages)))
+        settings = Settings(None, None, 0, 1, tuple(stage % 2 > 0 for stage in range(num_stages)))
         plan = offloaded(schedule, pp_size, m, copying, settings)
         for spans, forwards in zip(plan.simulate().spans, plan.offloaded):
             assert_in_time(list(spans), forwards, copying * pp_size / num_stages)

@@ -5,6 +5,7 @@ import gc
 import itertools
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from megapipe import StageInfo, stages_for_rank
+from megapipe import PipelineError, StageInfo, stages_for_rank
 from megapipe.transports.outbox import Outbox
 
 # Steps
@@ -230,6 +231,14 @@ def test_timers_and_profiler_ranges(rank: int) -> None:
     assert log == ["start forward-backward", *inner, "stop forward-backward"]
     ranges = {event.key for event in profile.key_averages()}
     assert {f"{rank}F0", f"{rank}F1", f"{rank}B0", f"{rank}B1"} <= ranges
+
+    log.clear()
+    with pytest.raises((PipelineError, ValueError)):  # a step that failed left its timers running
+        run("1f1b", [chunk], 2, data_iterator=iter([]))
+    assert "start forward-compute" in log or rank == 1
+    assert Counter(text.removeprefix("start ") for text in log if "start" in text) == Counter(
+        text.removeprefix("stop ") for text in log if "stop" in text
+    )
 
 
 @on_ranks(2)

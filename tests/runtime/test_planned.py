@@ -64,28 +64,20 @@ def test_ranks_with_different_plans(rank: int, tmp_path: Path) -> None:
         run(path, chunks, 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", "would hang: rank 0 waits at 0B0"),
-        ("0F0 0B0 0B1\n1F0 1F1 1B0 1B1", r"rank 0 calls recv_backward\(0\) for microbatch 1 before send_forward"),
-        ("0F0 0F1 0B0 0B1\n1F0 1B0", "rank 1 ended its step after 1 calls of recv_forward"),
-    ],
-)
-def test_plans_that_cannot_run_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.txt"
-    path.write_text(text)
-    with pytest.raises(ScheduleError, match=message):
+def test_a_plan_that_cannot_run_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "plan.txt").write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
+    with pytest.raises(ScheduleError, match="would hang: rank 0 waits at 0B0"):
         get_forward_backward_func(path)
 
 
 def test_the_files_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path was that of the folder where it was first looked up, and a line of 131,073 letters was none."""
-    for num_microbatches in (14_000, 14_001):
+    for num_microbatches in (140, 141):
         folder = tmp_path / str(num_microbatches)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        Path("plan.txt").write_text(" ".join(f"0{kind}{number}" for kind in "FB" for number in range(num_microbatches)))
+        cells = [f"0{kind}{number}" for kind in "FB" for number in range(num_microbatches)]
+        Path("plan.txt").write_text((" " * 500).join(cells))
         os.utime("plan.txt", (0, 0))
         assert get_forward_backward_func("plan.txt").sizes == (1, num_microbatches, 1)
 
@@ -107,12 +99,12 @@ def save_torchs(name: str, pp_size: int, num_microbatches: int, path: Path) -> N
 
 
 @pytest.mark.skipif(not hasattr(theirs, "ScheduleDualPipeV"), reason="this torch writes down fewer orders")
-@on_ranks(4)
+@on_ranks(2)
 def test_plans_that_torch_wrote(rank: int, tmp_path: Path) -> None:
     names = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     for name in (*OF_ONE_CHUNK, *(f"Schedule{name}" for name in names)):
         path = write(tmp_path, rank, "", f"{name}.csv")
-        save_torchs(name, 4, 8, path)
+        save_torchs(name, 2, 4, path)
         pairs = [cell for row in load_plan(path).cells() for cell in row if "OVERLAP" in cell]
         assert bool(pairs) == (name == "ScheduleDualPipeV")
-        assert_trains(path, 4, 8, deferred=True)
+        assert_trains(path, 2, 4, deferred=True)

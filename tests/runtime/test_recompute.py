@@ -290,64 +290,35 @@ def test_layers_that_are_left_out_and_counters_that_are_no_buffers(recompute: An
     assert [m.calls for m in modules[0]] == [m.calls for m in modules[1]] == [[torch.tensor(6.0)]] * 2
 
 
-CALLS = itertools.count()
-"""A state that no module holds."""
+def moody(saves: Any) -> Calling:
+    """Saves another number of tensors each time, or of another shape, or other ones: the state is no module's."""
+    calls = itertools.count()
+    return Calling(lambda self, x: saves(self.a(x), next(calls)))
 
 
-class Moody(nn.Module):
-    """Saves another number of tensors each time, or of another shape, or other ones."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(HIDDEN))
-        self.how, self.first = how, next(CALLS) + 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        num_calls = next(CALLS) - self.first
-        if self.how == "grows":
-            return torch.exp((x * self.weight).repeat(num_calls + 1, 1)).sum(0, keepdim=True)
-        if self.how == "changes":
-            return torch.exp(num_calls * x * self.weight)
-        if self.how == "returns another":
-            return torch.exp(x * self.weight) + num_calls
-        return torch.exp(x * self.weight) if num_calls > 1 else torch.exp(torch.exp(x * self.weight))
-
-
-class Nested(nn.Module):
-    """Is given its input in a container."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Any) -> Tensor:
-        return self.inner(x[0] if isinstance(x, list) else x)
-
-
-class Overwriting(nn.Module):
-    """Changes its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.inner(x)
-        with torch.no_grad():
-            x.add_(1)
-        return out
+def overwrites(self: Calling, x: Any) -> Tensor:
+    x = x[0] if isinstance(x, list) else x
+    out = self.a(x)
+    with torch.no_grad():
+        x.add_(1)
+    return out
 
 
 MISTAKES = [
-    (lambda: Moody("shrinks"), {}, RuntimeError, r"Moody cannot be .* again: it saves \d+ tensors"),
-    (lambda: Moody("grows"), {}, RuntimeError, r"Moody .* has a tensor of shape .* its forward had"),
-    (lambda: Moody("changes"), {}, RuntimeError, r"Moody .*: a tensor \(.*32 of shape \[2, 16\]\) is not"),
-    (lambda: Moody("returns another"), {}, RuntimeError, r"Moody cannot .* Leave it out of config.recompute"),
+    (lambda: moody(lambda h, n: (h if n else h.exp()).exp()), {}, RuntimeError,
+     r"Calling cannot be .* again: it saves \d+ tensors"),
+    (lambda: moody(lambda h, n: h.repeat(n + 1, 1).exp().sum(0, keepdim=True)), {}, RuntimeError,
+     r"Calling .* has a tensor of shape .* its forward had"),
+    (lambda: moody(lambda h, n: (n * h).exp()), {}, RuntimeError,
+     r"Calling .*: a tensor \(.*32 of shape \[2, 16\]\) is not"),
+    (lambda: moody(lambda h, n: h.exp() + n), {}, RuntimeError, r"Calling cannot .* Leave it out of config.recompute"),
     (lambda: Calling(moves_large_buffer, n=torch.zeros(2**18)), {}, RuntimeError, r"Calling .* a buffer, .* of 1 MiB"),
     (lambda: Calling(writes_to_saved), {}, RuntimeError, "modified by an inplace operation"),
     (lambda: Calling(differentiates), {}, RuntimeError, r"its forward runs a backward of its own \(torch"),
-    (lambda: Nested(Overwriting()), {}, RuntimeError, r"Nested cannot .* its input of shape \[2, 16\] was changed"),
-    (Overwriting, {}, RuntimeError, r"Overwriting cannot .* its input of shape \[2, 16\] was changed"),
+    (lambda: Calling(overwrites), {}, RuntimeError, r"Calling cannot .* its input of shape \[2, 16\] was changed"),
+    (lambda: Calling(overwrites),
+     {"forward_step": lambda items, chunk: (chunk([next(items)]), lambda out: (out.mean(), 0))},
+     RuntimeError, r"Calling cannot .* its input of shape \[2, 16\] was changed"),
     (Layer, {"recompute": 1}, ValueError, r"last 1 layers of stage 0, but they are not to be found in its"),
     (Layer, {"recompute": ["all"] * 3}, ValueError, r"a sequence of 3 but the pipeline has 1 stages"),
     (Layer, {"forward_step": lambda items, chunk: (chunk.module.up(next(items)), lambda out: (out.mean(), 0))},
@@ -369,8 +340,7 @@ def test_mistakes(make: Any, options: dict[str, Any], error: type[Exception], te
     chunk = PipelineStage(make(), info, PipelineConfig(recompute=options.get("recompute", "all")))
 
     def forward_step(items: Any, chunk: nn.Module) -> Any:
-        batch = next(items)
-        return chunk([batch] if make().__class__ is Nested else batch), lambda out: (out.mean(), 0)
+        return chunk(next(items)), lambda out: (out.mean(), 0)
 
     with pytest.raises(error, match=text):
         get_forward_backward_func("gpipe")(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tools.models import assert_same_gradients, batches, build, reference, run
+from tools.models import batches, build, run
 from tools.ranks import RankPool, on_ranks, start_again
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
@@ -15,16 +15,6 @@ from torch.utils.data import DataLoader
 from megapipe import PipelineError, parallel_state
 from megapipe.plan import Schedule, Verbs, loop, make_plan
 from megapipe.schedules import BW, F
-
-
-class WrapperWithBuffers(torch.nn.Module):
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.buffers = []
-
-    def forward(self, *args: object) -> object:
-        return self.module(*args)
 
 
 def of_megatron(schedule: str) -> list[torch.nn.Module]:
@@ -90,39 +80,6 @@ def test_calls_that_cannot_be(rank: int) -> None:
         with pytest.raises((TypeError, ValueError, PipelineError), match=message):
             run(schedule, **arguments)
         start_again()
-
-
-@on_ranks(2)
-def test_a_wrapper_may_call_something_else_buffers(rank: int) -> None:
-    """The device was found by asking the model for its buffers. Megatron's DistributedDataParallel keeps a list of
-    gradient buffers under that name, and every step of a wrapped model failed."""
-    (chunk,) = build("1f1b", 2, 4)
-    run("1f1b", WrapperWithBuffers(chunk), 2)
-    assert_same_gradients([chunk], reference(4, 2)[0])
-
-
-class StrictTimer:
-    def __init__(self) -> None:
-        self.running = False
-
-    def start(self, barrier: bool = False) -> None:
-        assert not self.running, "timer has already been started"
-        self.running = True
-
-    def stop(self) -> None:
-        assert self.running
-        self.running = False
-
-
-@on_ranks(2)
-def test_timers_are_stopped_by_a_failure(rank: int) -> None:
-    """A step that failed left its timers running."""
-    timers: dict[str, StrictTimer] = {}
-    (chunk,) = build("1f1b", 2, 4)
-    chunk.config.timers = lambda name, log_level=0: timers.setdefault(name, StrictTimer())
-    with pytest.raises((PipelineError, ValueError)):
-        run("1f1b", chunk, 2, data_iterator=iter([]))
-    assert not any(timer.running for timer in timers.values())
 
 
 def wrapped_by_torch(rank: int) -> int:

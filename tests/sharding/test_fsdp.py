@@ -304,19 +304,8 @@ def test_mistakes(rank: int) -> None:
 
 @needs_graphs
 @on_ranks(2)
-def test_captured_stages(rank: int) -> None:
+def test_a_captured_stage_of_sharded_layers_is_refused(rank: int) -> None:
     use_mesh(pp=1, dp=2)
-    tokens = torch.zeros(SEQUENCE, BATCH, dtype=torch.long)
-    for schedule in ("1f1b", "zb1p"):
-        gradients = []
-        for is_captured in (False, True):
-            chunk = Stage(StageInfo(0, 1), 2, deferred=not is_captured and schedule == "zb1p")
-            if is_captured:
-                capture(chunk, (tokens,))
-            shard([chunk], by_layer=False)
-            run(schedule, [chunk], 3, seed=rank, forward_step_func=unseeded_step)
-            gradients.append([full(parameter.grad) for parameter in chunk.parameters()])
-        assert all(torch.equal(one, other) for one, other in zip(*gradients)), schedule
-    (chunk,) = shard([capture(Stage(StageInfo(0, 1), 2), (tokens,))])
+    (chunk,) = shard([capture(Stage(StageInfo(0, 1), 2), (torch.zeros(SEQUENCE, BATCH, dtype=torch.long),))])
     with pytest.raises(ValueError, match=r"layers\.0\.norm\.weight is a shard.*call fully_shard on the stage only"):
         run("1f1b", [chunk], 1, forward_step_func=unseeded_step)

@@ -86,31 +86,6 @@ def test_other_shapes_after_the_first_step(rank: int) -> None:
     assert "pass another seq_length or micro_batch_size with it" in str(caught.value)
 
 
-class Counting(nn.Module):
-    """Hands on a number and a text that change from call to call, from the second step on."""
-
-    def __init__(self, info: StageInfo) -> None:
-        super().__init__()
-        seed_cpu(info.index)
-        self.info, self.layer, self.num_calls = info, nn.Linear(WIDTH, WIDTH), 0
-
-    def forward(self, x: Any) -> Any:
-        self.num_calls += 1
-        number = max(self.num_calls - NUM_MICROBATCHES, 0)
-        values = {"number": number, "text": "x" * number, "rest": (number / 2, number > 2)}
-        if not self.info.is_first:
-            x, received = x
-            assert received == values
-        x = self.layer(x)
-        return x if self.info.is_last else (x, values)
-
-
-@on_ranks(2)
-def test_plain_values_that_change(rank: int) -> None:
-    """Every second step failed: those of the first were expected from then on."""
-    compare(Counting, ("1f1b", "zbv"), NUMBERS)
-
-
 @on_ranks(2)
 def test_one_rank_with_new_chunks_is_told(rank: int) -> None:
     """It finds shapes while the other expects those it has found: no rank may wait for a header that nobody sends."""
@@ -143,9 +118,7 @@ def test_shapes_that_the_model_says_are_not_looked_for(rank: int) -> None:
     (chunk,) = chunks_of(lambda info: Inferring(*mlp(info)), "1f1b")
     for size in (4, 3):
         step("1f1b", [chunk], of_sizes(size, size), pipeline_inputs={"images": torch.empty(2 * size, WIDTH)})
-    assert not megapipe.runtime.session.Session.of(
-        parallel_state.get_pipeline_model_parallel_group()
-    ).found_shapes._seen
+    assert not megapipe.runtime.session.Session.of(parallel_state.get_pipeline_model_parallel_group()).found_shapes
 
 
 # The module in it
