@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from soak_restart import ROOT, TINY, everything_in
+from soak_restart import ROOT, TINY
+from tools.saving import everything_in
 
 from megapipe.checkpoint.files import checkpoints_in
 

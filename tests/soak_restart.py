@@ -38,10 +38,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tools.saving import everything_in
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from megapipe.checkpoint.files import Reader, checkpoints_in
+from megapipe.checkpoint.files import checkpoints_in
 
 ROOT = Path(__file__).parent.parent
 INTERVAL = 2  # steps between checkpoints
@@ -295,14 +296,6 @@ def small_disk(folder: Path) -> Iterator[bool]:
     finally:
         if mounting.returncode == 0:
             subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def everything_in(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of the model and the optimizer."""
-    reader = Reader(checkpoint)
-    tensors = {key: reader.empty(key) for key in reader.contents if key.startswith(("model.", "optimizer."))}
-    reader.read(tensors)
-    return tensors
 
 
 def undisturbed(folder: Path, step: int, num_ranks: int, options: str) -> dict[str, Tensor]:

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from tools.device import needs_devices
+from tools.device import ranks as ranks
 from tools.ranks import RankPool
 from torch.multiprocessing import ProcessExitedException
 
 from megapipe.timing.records import CudaClock
 
-pytest.importorskip("torch.utils.backend_registration")
-HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
-pytestmark = pytest.mark.skipif(not HAS_PYTHON_DEVICES, reason="this torch has no devices in Python")
+pytestmark = needs_devices
 
 SIZES = "--device cpu --dtype float32 --layers 2 --hidden-size 16 --heads 2 --seq-length 8 --microbatches 2 --repeats 1"
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Processes of their own: a device that is registered stays so."""
-    pool = RankPool()
-    yield pool
-    pool.stop()
 
 
 class CalledCuda(str):

@@ -37,10 +37,6 @@ def test_a_replica_that_fails_is_heard_of_everywhere(rank: int, where: str) -> N
     process group's own time limit, half an hour. Rank 2 is the last of the replica that has rank 0 too."""
     chunks = build("1f1b", 2, 4)
     config = chunks[0].config
-    if where == "reducer":
-        config.finalize_model_grads_func = GradientReducer(chunks).finish
-    elif where == "own collective in a step":
-        config.finalize_model_grads_func = lambda *args: dist.all_reduce(torch.ones(1))
 
     def train() -> None:
         run("1f1b", chunks, 4, forward_step_func=raising(KeyError("no such thing")) if rank == 2 else forward_step)
@@ -48,6 +44,10 @@ def test_a_replica_that_fails_is_heard_of_everywhere(rank: int, where: str) -> N
             clip_grad_norm_(chunks, 1.0)
 
     with mock.patch.object(TIMING, "until_abort", 0.5):
+        if where == "reducer":
+            config.finalize_model_grads_func = GradientReducer(chunks).finish
+        elif where == "own collective in a step":
+            config.finalize_model_grads_func = lambda *args: dist.all_reduce(torch.ones(1))
         text = heard(train, KeyError)
     told = "rank 1 failed at 1F0: KeyError: 'no such thing'"
     assert text == [told, of_replica(0) + told, "'no such thing'", of_replica(0) + told][rank]
@@ -96,8 +96,9 @@ def test_a_rank_that_fails_while_another_sums_tied_weights(rank: int) -> None:
 @on_ranks(2)
 def test_an_exception_that_ends_a_process_between_steps_is_told(rank: int) -> None:
     """The others learned of it by a connection that broke, without the reason, or not at all."""
-    chunks = build("1f1b", 2, 4)
-    run("1f1b", chunks, 4)
+    with mock.patch.object(TIMING, "until_abort", 0.5):
+        chunks = build("1f1b", 2, 4)
+        run("1f1b", chunks, 4)
     if rank == 1:
         with mock.patch.object(sys, "last_value", ValueError("no more data"), create=True):
             with mock.patch.object(sys, "ps1", ">>> ", create=True):
@@ -105,17 +106,16 @@ def test_an_exception_that_ends_a_process_between_steps_is_told(rank: int) -> No
             check_failures()
             board._tell_end()  # as Python does at its end, after it has printed the exception
     else:
-        with mock.patch.object(TIMING, "until_abort", 0.5):
-            text = heard(lambda: clip_grad_norm_(chunks, 1.0))
-        assert text == "global rank 1 ended with ValueError: no more data"
+        assert heard(lambda: clip_grad_norm_(chunks, 1.0)) == "global rank 1 ended with ValueError: no more data"
 
 
 def a_replica_is_killed(rank: int) -> str:
-    chunks = build("1f1b", 2, 4)
-    reducer = GradientReducer(chunks)
-    run("1f1b", chunks, 4)
-    chunks[0].config.finalize_model_grads_func = reducer.finish
-    return heard(lambda: run("1f1b", chunks, 4, forward_step_func=killed if rank == 2 else forward_step))
+    with mock.patch.object(TIMING, "until_abort", 0.5):
+        chunks = build("1f1b", 2, 4)
+        reducer = GradientReducer(chunks)
+        run("1f1b", chunks, 4)
+        chunks[0].config.finalize_model_grads_func = reducer.finish
+        return heard(lambda: run("1f1b", chunks, 4, forward_step_func=killed if rank == 2 else forward_step))
 
 
 def test_a_killed_rank_reaches_its_replicas(ranks: RankPool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random  # noqa: F401, for lines
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import numpy  # noqa: F401, for lines
 import torch
 import torch.nn.functional as F
 from cases.model import CAN_CAPTURE
@@ -163,6 +165,13 @@ x if self.training else x * 2
 class MLP(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+
+
+class Encoder(nn.TransformerEncoder):
+    """torch's own, which reads attributes of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(D, 2, 2 * D, 0.0, batch_first=True), 2)
 
 
 class Scale(nn.Module):

@@ -31,6 +31,7 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
             "device_of": lambda rank: lazy.device.DEVICE,
             "TRANSPORT": {"p2p_transport": "host" if num_devices == 1 else "nccl"},
             "KINDS": ["dualpipev"],
+            "NUM_LAYERS": 8,
         }
         with (
             mock.patch.multiple(test_gpu, **on_device),
@@ -42,6 +43,7 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
 
 
 NAMES = [
+    "test_a_step_leaves_nothing_in_memory",
     "test_a_wait_for_the_whole_device_within_a_step",
     "test_a_failure_reaches_both_ranks",
     "test_a_wait_runs_out",
@@ -50,9 +52,8 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", ["test_a_step_leaves_nothing_in_memory", *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
 @on_ranks(2)
 def test_as_on_a_gpu(rank: int, name: str) -> None:
     with emulated():

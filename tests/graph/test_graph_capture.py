@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tools.against import assert_same_gradients
-from tools.graphs import H, Part, Plain, sequence, skip_without_tracer
+from tools.graphs import H, Plain, sequence, skip_without_tracer
 from tools.one_layer import backward
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -168,6 +168,68 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Rotary(nn.Module):
+    """As in Llama, by complex numbers. A conjugate looked like the tensor it is of, in shape, stride, offset and dtype,
+    and was dropped as a view that changes nothing: gradients were wrong, silently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.register_buffer("angles", torch.polar(torch.ones(H // 2), torch.arange(H / 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.linear(x).unflatten(-1, (H // 2, 2)))
+        return torch.view_as_real(pairs * self.angles).flatten(-2)
+
+
+class TimesNumber(Plain):
+    """The conjugate of a number is a view of nothing, at which the capture ended with an IndexError."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(super().forward(x)) * (1 + 2j), n=H)
+
+
+class BufferToo(Plain):
+    """A parameter that is a buffer too had two names, which torch's functional_call refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("again", self.linear.weight)
+
+
+class HandsOutWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x + p.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return grad, x.reshape(10, H)
+
+
+class SavedIsGradient(nn.Module):
+    """A saved tensor handed out as a gradient became `.grad`, and the next B added to it in place. The W of the first
+    read it only afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.linear = nn.Linear(H, H), nn.Linear(H, H)
+        self.p = nn.Parameter(torch.randn(10, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x).tanh()
+        return self.linear(y) + HandsOutWhatItSaved.apply(y, self.p)
+
+
+class DropsNothing(Plain):
+    """Recomputing multiplied with the mask over 1 - p, whether the dropout was in training or not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.native_dropout(self.linear(x), 0.5, False)[0])
+
+
 def tokens() -> Tensor:
     return torch.randint(11, (5, 2))
 
@@ -197,37 +259,58 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "weight norm, rolled": (WeightNormed, lambda: (channels_last(),)),
     "outputs": (Outputs, lambda: (sequence(), 3.0)),
     "custom Function, unused": (Custom, lambda: (sequence(),)),
+    "complex": (Rotary, lambda: (sequence(),)),
+    "complex number": (TimesNumber, lambda: (sequence(),)),
+    "parameter and buffer": (BufferToo, lambda: (sequence(),)),
+    "saved is gradient": (SavedIsGradient, lambda: (sequence(),)),
+    "drops nothing": (DropsNothing, lambda: (sequence(),)),
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "autocast"),
-    [*((case, False) for case in CASES), ("stack of two, with dropout", True), ("tied", True), ("outputs", True)],
+    ("case", "way"),
+    [
+        *((case, "") for case in CASES),
+        *((case, "autocast") for case in ("stack of two, with dropout", "tied", "outputs")),
+        *((case, "recompute") for case in ("batch norm", "complex", "drops nothing")),
+    ],
 )
-def test_equal_to_eager(case: str, autocast: bool) -> None:
-    """Two microbatches in one backward each, then two more with B and W apart, all of them accumulated."""
+def test_equal_to_eager(case: str, way: str) -> None:
+    """Two microbatches in one backward each and two whose Bs come before their Ws, either pair first, accumulated."""
     torch.manual_seed(0)
     make, inputs_of = CASES[case]
     eager = make()  # 0.5 of them dropped, so that the others are doubled: exact in bfloat16 too
-    around = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    around = torch.autocast("cpu", torch.bfloat16) if way == "autocast" else nullcontext()
     with around:
         # In a capture, layers that defer their weight gradients are plain ones.
-        captured = graph.capture(weight_grad.convert(copy.deepcopy(eager)), inputs_of())
+        twin = weight_grad.convert(copy.deepcopy(eager))
+        captured = graph.capture(twin, inputs_of(), recompute=way == "recompute")
     assert isinstance(captured, type(eager))
     assert captured.state_dict().keys() == eager.state_dict().keys()
-    for microbatch in range(4):
-        inputs = inputs_of()
-        results = []
-        for model in (eager, captured):
-            again = [i.detach().requires_grad_(i.requires_grad) if isinstance(i, Tensor) else i for i in inputs]
-            torch.manual_seed(microbatch)
-            with around:
-                output = model(*again)
-            backward(scalar(output), split=model is captured and microbatch >= 2)
-            results.append((output, [i.grad for i in again if isinstance(i, Tensor)]))
-        assert_same(results[1], results[0])
-    assert_same_gradients([captured], eager)
+    for is_first_split in (False, True):
+        eager.zero_grad(), captured.zero_grad()
+        for is_split in (is_first_split, not is_first_split):
+            pair = [inputs_of() for _ in range(2)]
+            assert_same(*(run_pair(model, pair, around, is_split and model is captured) for model in (captured, eager)))
+        assert_same_gradients([captured], eager)
     assert_same(list(captured.buffers()), list(eager.buffers()))
+
+
+def run_pair(model: nn.Module, pair: list[tuple[Any, ...]], around: Any, is_split: bool) -> list[Any]:
+    """Outputs, and gradients of inputs."""
+    results, waiting = [], []
+    for number, inputs in enumerate(pair):
+        again = [i.detach().requires_grad_(i.requires_grad) if isinstance(i, Tensor) else i for i in inputs]
+        torch.manual_seed(number)
+        with around:
+            output = model(*again)
+        waiting.append(DeferredGrads())
+        with waiting[-1] if is_split else AT_ONCE:
+            scalar(output).backward()
+        results.append((output, [i.grad for i in again if isinstance(i, Tensor)]))
+    for deferred in waiting:
+        deferred.run()
+    return results
 
 
 def scalar(output: Any) -> Tensor:
@@ -247,27 +330,6 @@ def assert_same(ours: Any, theirs: Any, name: str = "") -> None:
         assert torch.equal(ours, theirs), f"{name}: {(ours - theirs).abs().max()}"
     else:
         assert ours == theirs, name
-
-
-def squares(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).mean()
-
-
-def test_last_stage_with_its_loss() -> None:
-    torch.manual_seed(0)
-    eager, x, target = Part(Block()), sequence(), torch.randn(5, 2, H)
-    captured = graph.capture(copy.deepcopy(eager), (None, target), squares, input_tensor=torch.empty(5, 2, H))
-    results = []
-    for model, split in ((eager, False), (captured, False), (captured, True)):
-        model.zero_grad()
-        again = x.detach().requires_grad_()
-        model.set_input_tensor([again])
-        loss = model(None, target) if model is captured else squares(model(), target)
-        backward(loss, split=split)
-        results.append([loss, again.grad, *(p.grad for p in model.parameters())])
-    assert_same(results[1], results[0])
-    assert_same(results[2], results[0])
-    assert eager.input_tensor is not None, "what the capture passed it is forgotten"
 
 
 def test_other_modes_are_captured_when_they_are_run() -> None:
@@ -422,65 +484,7 @@ def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         graph.capture(Flexible(False), (x.clone().requires_grad_(),))
 
 
-def test_recompute_around_a_batch_norm_reads_the_statistics_once() -> None:
-    plain = nn.Sequential(Normed(), Normed())
-    captured = graph.capture(copy.deepcopy(plain), (torch.randn(3, 2, 8, requires_grad=True),), recompute=True)
-    for _ in range(2):
-        x = torch.randn(3, 2, 8, requires_grad=True)
-        for stage in (plain, captured):
-            stage(x).sin().sum().backward()
-    assert_same([p.grad for p in captured.parameters()], [p.grad for p in plain.parameters()])
-    assert_same(list(captured.buffers()), list(plain.buffers()))
-
-
 # What it once got wrong
-
-
-def assert_same_as_eager(module: nn.Module, num_microbatches: int = 1, **options: Any) -> None:
-    """Gradients, also where several Bs come before their Ws."""
-    captured = graph.capture(copy.deepcopy(module), (sequence(),), **options)
-    inputs = [sequence().detach() for _ in range(num_microbatches)]
-    for one, is_split in ((module, False), (captured, True)):
-        all_deferred = []
-        for x in inputs:
-            deferred = DeferredGrads() if is_split else None
-            y = one(x.clone().requires_grad_())
-            with deferred or AT_ONCE:
-                y.sin().sum().backward()
-            all_deferred.append(deferred)
-        for deferred in filter(None, all_deferred):
-            deferred.run()
-    assert_same_gradients([captured], module)
-
-
-class Rotary(nn.Module):
-    """As in Llama, by complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(H, H)
-        self.register_buffer("angles", torch.polar(torch.ones(H // 2), torch.arange(H / 2)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(self.linear(x).unflatten(-1, (H // 2, 2)))
-        return torch.view_as_real(pairs * self.angles).flatten(-2)
-
-
-def test_complex_numbers() -> None:
-    """A conjugate looked like the tensor it is of, in shape, stride, offset and dtype, and was dropped as a view that
-    changes nothing. Rotary embeddings had wrong gradients, silently."""
-    for options in ({}, {"recompute": True}):
-        assert_same_as_eager(Rotary(), **options)
-
-
-class TimesNumber(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(super().forward(x)) * (1 + 2j), n=H)
-
-
-def test_a_complex_number() -> None:
-    """The conjugate of a number is a view of nothing, at which the capture ended with an IndexError."""
-    assert_same_as_eager(TimesNumber())
 
 
 class DrawsMore(Plain):
@@ -533,52 +537,6 @@ def test_captured_under_a_profiler() -> None:
     with cProfile.Profile() as profile:
         graph.capture(Plain(), (torch.randn(2, H),))
     assert profile.getstats()
-
-
-def test_a_parameter_that_is_a_buffer_too() -> None:
-    """It had two names, which torch's functional_call refuses."""
-    module = Plain()
-    module.register_buffer("again", module.linear.weight)
-    assert_same_as_eager(module)
-
-
-class HandsOutWhatItSaved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x + p.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        (x,) = ctx.saved_tensors
-        return grad, x.reshape(10, H)
-
-
-class SavedIsGradient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.linear = nn.Linear(H, H), nn.Linear(H, H)
-        self.p = nn.Parameter(torch.randn(10, H))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.before(x).tanh()
-        return self.linear(y) + HandsOutWhatItSaved.apply(y, self.p)
-
-
-def test_a_gradient_in_memory_that_w_reads() -> None:
-    """A saved tensor handed out as a gradient became `.grad`, and the next B added to it in place. The W of the first
-    read it only afterwards."""
-    assert_same_as_eager(SavedIsGradient(), num_microbatches=3)
-
-
-class DropsNothing(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.native_dropout(self.linear(x), 0.5, False)[0])
-
-
-def test_recomputed_dropout_that_does_not_train() -> None:
-    """Recomputing multiplied with the mask over 1 - p, whether the dropout was in training or not."""
-    assert_same_as_eager(DropsNothing(), recompute=True)
 
 
 class Scales(Plain):
@@ -688,7 +646,10 @@ def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
     look.register_fake(torch.empty_like)
     x = torch.randn(5, H)
     parts = graph.partition(graph.trace_joint(lambda x: (F.dropout(look(x.sin()), 0.5),), [x], "a test"))
-    with caplog.at_level("INFO", "megapipe"):
+    inductor = importlib.import_module("torch._inductor.config")
+    # To compile each header, and for each set of instructions that the processor may have, takes half a minute.
+    quickly = inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False})
+    with caplog.at_level("INFO", "megapipe"), quickly:
         compiled = graph.compile_graph(parts.forward_only, "a graph")
     torch.manual_seed(1)
     expected = F.dropout(x.sin(), 0.5)
@@ -702,7 +663,6 @@ def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
     begun, ended = (record.message for record in caplog.records if record.name.startswith("megapipe."))
     assert re.fullmatch(r"compiling a graph, \d+ operators", begun)
     assert re.fullmatch(r"compiled a graph in \d+\.\d s", ended)
-    inductor = importlib.import_module("torch._inductor.config")
     with (
         inductor.patch({"cpp.cxx": (None, "/no/such/g++"), "force_disable_caches": True}),
         pytest.raises(RuntimeError, match=r'install one .* or capture without compile="inductor"'),

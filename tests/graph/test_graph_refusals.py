@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from fuzz.forwards import Forward, judge
 from tools.graphs import H, Part, Plain, sequence, skip_without_tracer
 from torch import Tensor, nn
 
@@ -24,10 +26,9 @@ class Refused(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.linear, self.dropout = nn.Linear(H, H), nn.Dropout(0.5)
+        self.linear = nn.Linear(H, H)
         self.register_buffer("count", torch.zeros(4))
         self.register_buffer("part", self.count[:2])
-        self.scale, self.losses, self.cache = torch.ones(H), [], {"calls": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, self.how)(self.linear(x), x)
@@ -37,104 +38,32 @@ class Refused(nn.Module):
             return y
         return -y
 
-    def mask(self, y: Tensor, x: Tensor) -> Tensor:
-        return y[y > 0].sum()
-
-    def number(self, y: Tensor, x: Tensor) -> Tensor:
-        return y * y.detach().max().item()
-
     def seeded(self, y: Tensor, x: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        return self.dropout(y)
-
-    def seeded_itself(self, y: Tensor, x: Tensor) -> Tensor:
         torch.default_generator.manual_seed(3)
-        return self.dropout(y)
-
-    def seeded_on_device(self, y: Tensor, x: Tensor) -> Tensor:
-        torch.cuda.default_generators[0].manual_seed(3)
-        return self.dropout(y)
-
-    def forked(self, y: Tensor, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            return self.dropout(y)
-
-    def state(self, y: Tensor, x: Tensor) -> Tensor:
-        torch.set_rng_state(torch.get_rng_state())
-        return self.dropout(y)
-
-    def data(self, y: Tensor, x: Tensor) -> Tensor:
-        self.linear.bias.data = self.linear.bias.data + 1
         return y
 
     def view(self, y: Tensor, x: Tensor) -> Tensor:
         self.part.add_(1)
         return y * self.count.sum()
 
-    def attribute(self, y: Tensor, x: Tensor) -> Tensor:
-        self.last = y
-        return y
-
-    def buffer(self, y: Tensor, x: Tensor) -> Tensor:
-        self.count = self.count + 1
-        return y
-
-    def late(self, y: Tensor, x: Tensor) -> Tensor:
-        if not hasattr(self, "scale_late"):
-            self.register_buffer("scale_late", torch.arange(float(H)))
-        return y * self.scale_late
-
-    def late_weight(self, y: Tensor, x: Tensor) -> Tensor:
-        self.register_parameter("bias", nn.Parameter(torch.zeros(H)))
-        return y + self.bias
-
     def removed(self, y: Tensor, x: Tensor) -> Tensor:
         del self.part
         return y
 
-    def counted(self, y: Tensor, x: Tensor) -> Tensor:
-        self.cache["calls"] += 1
-        return y * self.cache["calls"]
-
-    def in_place(self, y: Tensor, x: Tensor) -> Tensor:
-        self.linear.bias.detach().add_(1)
-        return y
-
     def deferring(self, y: Tensor, x: Tensor) -> Tensor:
         return Deferring.apply(y, self.linear.weight)
-
-    def in_list(self, y: Tensor, x: Tensor) -> Tensor:
-        self.losses.append(y.square().mean())
-        return y
-
-    def in_dict(self, y: Tensor, x: Tensor) -> Tensor:
-        if len(x) not in self.cache:
-            self.cache[len(x)] = torch.arange(float(len(x))).view(-1, 1, 1)
-        return y * self.cache[len(x)]
-
-    def written(self, y: Tensor, x: Tensor) -> Tensor:
-        return y * self.scale.add_(1)
-
-    def unregistered(self, y: Tensor, x: Tensor) -> Tensor:
-        return y * self.scale
-
-    def addressed(self, y: Tensor, x: Tensor) -> Tensor:
-        return y if y.data_ptr() % 2 else x
-
-    def to_numpy(self, y: Tensor, x: Tensor) -> Tensor:
-        return y * float(y.detach().numpy().max())
-
-    def in_object(self, y: Tensor, x: Tensor) -> tuple[Tensor, Output]:
-        return y, Output(y * 2)
-
-    def in_slots(self, y: Tensor, x: Tensor) -> tuple[Tensor, Slotted]:
-        return y, Slotted(y * 2)
 
     def dropped(self, y: Tensor, x: Tensor) -> Tensor:
         return y if random.random() < 0.5 else x
 
     def dropped_by_numpy(self, y: Tensor, x: Tensor) -> Tensor:
         return y if numpy.random.rand() < 0.5 else x
+
+    def in_object(self, y: Tensor, x: Tensor) -> tuple[Tensor, Output]:
+        return y, Output(y * 2)
+
+    def in_slots(self, y: Tensor, x: Tensor) -> tuple[Tensor, Slotted]:
+        return y, Slotted(y * 2)
 
 
 @dataclasses.dataclass
@@ -167,36 +96,54 @@ class Deferring(torch.autograd.Function):
     ("how", "said"),
     [
         ("branch", r"test_graph_refusals.py:\d+ \(if y.sum\(\) > 0:\) .*leave this stage eager"),
-        ("mask", r"test_graph_refusals.py:\d+ \(return y\[y > 0\].sum\(\)\)"),
-        ("number", r"test_graph_refusals.py:\d+ \(return y \* y.detach\(\).max\(\).item\(\)\)"),
-        ("seeded", r"test_graph_refusals.py:\d+ \(torch.manual_seed\(3\)\) it sets the seed"),
-        ("seeded_itself", "it sets the seed or the state"),
-        ("seeded_on_device", r"test_graph_refusals.py:\d+ \(torch.cuda.default_gen.*\) it sets the seed or the state"),
-        ("forked", r"test_graph_refusals.py:\d+ \(with torch.random.fork_rng.*\) it sets the seed or the state"),
-        ("state", r"test_graph_refusals.py:\d+ \(torch.set_rng_state.*\) it sets the seed or the state"),
-        ("data", r"test_graph_refusals.py:\d+ \(self.linear.bias.data = .*\) it replaces the .data"),
+        ("seeded", "it sets the seed or the state"),
         ("view", "shares its memory with another"),
-        ("attribute", "keeps a tensor as Refused.last"),
-        ("buffer", "registers, replaces or removes count of Refused"),
-        ("late", "registers, replaces or removes scale_late of Refused"),
-        ("late_weight", "registers, replaces or removes bias of Refused"),
         ("removed", "registers, replaces or removes part of Refused"),
-        ("counted", "changes calls, a number.*Keep it in a buffer"),
-        ("in_place", "changes linear.bias in place"),
         ("deferring", "return the gradient from the Function's backward"),
-        ("in_list", r"keeps a tensor as Refused\.losses"),
-        ("in_dict", r"keeps a tensor as Refused\.cache"),
-        ("unregistered", r"test_graph_refusals.*no parameter, buffer or input.*register it"),
-        ("written", r"test_graph_refusals.*no parameter, buffer or input.*register it"),
-        ("addressed", r"test_graph_refusals.py:\d+ \(return y if .*\) it reads a tensor's memory"),
-        ("to_numpy", r"test_graph_refusals.py:\d+ \(return y \* float\(.*\)\) it reads a tensor's memory"),
-        ("in_slots", r"returns a Slotted with tensors in it"),
-        ("in_object", r"returns a Output with tensors in it.*dict, list or tuple"),
         ("dropped", "draws random numbers of Python"),
         ("dropped_by_numpy", "draws random numbers of NumPy"),
+        ("in_slots", r"returns a Slotted with tensors in it"),
+        ("in_object", r"returns a Output with tensors in it.*dict, list or tuple"),
     ],
 )
-def test_refused(how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused(how: str, said: str) -> None:
+    stage, x = Refused(how), sequence()
+    states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2]
+    with pytest.raises((ValueError, TypeError), match=said):
+        graph.capture(stage, (x,))
+    assert type(stage) is Refused, "as it was"
+    assert [*stage._buffers] == ["count", "part"]
+    assert states == (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2])
+
+
+CACHE = 'cache = vars(self).setdefault("cache", {"calls": 0});'
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("made[-1] + made[-1][made[-1] > 0].sum()", r"forwards.py:\d+ \(.*leave this stage eager"),
+        ("made[-1] * made[-1].detach().max().item()", r"forwards.py:\d+ \(.*leave this stage eager"),
+        ("torch.manual_seed(3); z = made[-1]", r"forwards.py:\d+ \(.* it sets the seed"),
+        ("torch.cuda.default_generators[0].manual_seed(3); z = made[-1]", "it sets the seed or the state"),
+        ("with torch.random.fork_rng(devices=[]): F.dropout(made[-1])", "it sets the seed or the state"),
+        ("torch.set_rng_state(torch.get_rng_state())", "it sets the seed or the state"),
+        ("self.head.bias.data = self.head.bias.data + 1", r"forwards.py:\d+ \(.* it replaces the .data"),
+        ("self.last = made[-1]", "keeps a tensor as Net.last"),
+        ("self.mean = self.mean + 1", "registers, replaces or removes mean of Net"),
+        ("late(self); z = made[-1] * self.late", "registers, replaces or removes late of Net"),
+        ('self.register_parameter("weight", nn.Parameter(torch.ones(D)))', "replaces or removes weight of Net"),
+        (f'{CACHE} cache["calls"] += 1; z = made[-1] * cache["calls"]', "changes calls, a number.*Keep it in a buffer"),
+        ("self.head.bias.detach().add_(1)", "changes head.bias in place"),
+        ("self.kept.append(made[-1].square().mean())", r"keeps a tensor as Net\.kept"),
+        (f"{CACHE} cache[B] = made[-1]", r"keeps a tensor as Net\.cache"),
+        ("made[-1] * self.plain", r"forwards.py.*no parameter, buffer or input.*register it"),
+        ("made[-1] * self.plain.add_(1)", r"forwards.py.*no parameter, buffer or input.*register it"),
+        ("made[-1] if made[-1].data_ptr() % 2 else made[0]", r"forwards.py:\d+ \(.* it reads a tensor's memory"),
+        ("made[-1] * float(made[-1].detach().numpy().max())", r"forwards.py:\d+ \(.* it reads a tensor's memory"),
+    ],
+)
+def test_lines_that_are_refused(line: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some once were not: tensors in containers and objects were those of the tracing, for ever, and what tracing had
     put there stayed, so that the module could not be run eagerly any more; random numbers besides torch's were drawn
     once; of what is not registered torch's own assertion spoke, about fake tensors, and it was written to. What a
@@ -204,16 +151,8 @@ def test_refused(how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     still. Where a tensor's memory was read, as cuDNN's LSTM does, torch's own error spoke, without a line."""
     if not torch.cuda.default_generators:
         monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
-    stage, x = Refused(how), sequence()
-    states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2]
-    with pytest.raises((ValueError, TypeError), match=said):
-        graph.capture(stage, (x,))
-    assert type(stage) is Refused, "as it was"
-    assert not hasattr(stage, "last")
-    assert (stage.losses, stage.cache) == ([], {"calls": 0})
-    assert torch.equal(stage.scale, torch.ones(H))
-    assert ([*stage._parameters], [*stage._buffers]) == ([], ["count", "part"])
-    assert states == (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2])
+    forward = Forward("captured 1f1b", ("torch.tanh(own(nn.Linear, D, D)(made[-1]))", line))
+    assert re.match(f"refused: the stage Net cannot be captured: .*{said}", found := judge(forward)), found
 
 
 class Outputs(nn.Module):

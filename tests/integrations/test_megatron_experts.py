@@ -101,7 +101,6 @@ def train(
 @pytest.mark.parametrize(
     ("schedule", "change"),
     [
-        ("combined_1f1b", id),
         ("combined_zb1p", defer_weight_gradients),
         ("dualpipev", delay_weight_gradients),
     ],

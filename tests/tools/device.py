@@ -22,12 +22,10 @@ needs_devices = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
+@pytest.fixture
+def ranks(device_ranks: RankPool) -> RankPool:
     """Processes of their own: a device that is registered stays so."""
-    pool = RankPool()
-    yield pool
-    pool.stop()
+    return device_ranks
 
 
 @contextlib.contextmanager

@@ -73,10 +73,7 @@ def check(kind: str, schedule: str, folder: Path, layout: list[int] | None = Non
     chunks = hf_models.load_chunks(folder / "given", schedule, layout=layout)
     for chunk in chunks:
         chunk.eval()  # the kinds' dropout
-    microbatches = count_items(hf_models.batches(4))
-    losses = hf_models.reference(model, microbatches)
-    hf_models.assert_same_losses(hf_models.run(schedule, chunks, microbatches), losses, chunks)
-    hf_models.assert_same_gradients(chunks, model)
+    hf_models.compare(schedule, chunks, model, count_items(hf_models.batches(4)))
     save_pretrained(chunks, folder / "saved")
     if dist.get_rank() == 0:
         hf_models.assert_same_weights(transformers.AutoModelForCausalLM.from_pretrained(folder / "saved"), model)

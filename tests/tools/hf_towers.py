@@ -11,7 +11,7 @@ import transformers
 from tools import hf_models
 from tools.hf_models import BASE
 
-from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained
+from megapipe.integrations.transformers import count_items, save_pretrained
 
 IMAGE = 5
 """The token that stands for a piece of an image."""
@@ -151,19 +151,14 @@ def load(kind: str, folder: Path, schedule: str, **options: Any) -> tuple[Any, l
     """The whole model, and chunks that have read its weights."""
     model = make_model(kind)
     hf_models.save_on_first(model, folder)
-    hf_models.initialise(dist.get_world_size())
-    chunks = build_chunks(folder, schedule, seed=None, **options)
-    load_weights(chunks, folder)
+    chunks = hf_models.load_chunks(folder, schedule, **options)
     for chunk in chunks:
         chunk.eval()
     return model, chunks
 
 
 def check(model: Any, chunks: list[Any], schedule: str, microbatches: list[dict[str, Any]]) -> None:
-    microbatches = count_items(microbatches)
-    losses = hf_models.reference(model, microbatches)
-    hf_models.assert_same_losses(hf_models.run(schedule, chunks, microbatches), losses, chunks)
-    hf_models.assert_same_gradients(chunks, model)
+    hf_models.compare(schedule, chunks, model, count_items(microbatches))
 
 
 def run_all(kind: str, schedule: str, folder: Path) -> None:

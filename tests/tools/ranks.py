@@ -207,6 +207,8 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     before = held()
+    CACHES.extend(caches())
+    gc.freeze()  # what the server of forks has imported: collections took half of the start
     num_modules = 0
     while True:
         try:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from megapipe.checkpoint.files import Reader
+
+
+def everything_in(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of the model and the optimizer."""
+    reader = Reader(checkpoint)
+    tensors = {key: reader.empty(key) for key in reader.contents if key.startswith(("model.", "optimizer."))}
+    reader.read(tensors)
+    return tensors
 
 
 def error_of(call: Callable[[], Any]) -> str:
