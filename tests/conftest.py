@@ -23,14 +23,6 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def device_ranks() -> Iterator[RankPool]:
-    """The same for tests on the asynchronous device (`tools/device.py`): once registered it stays so."""
-    pool = RankPool()
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="session")
 def eight_ranks() -> Iterator[RankPool]:
     """The same for the few tests that take more ranks."""
     pool = RankPool(8)

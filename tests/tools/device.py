@@ -22,10 +22,12 @@ needs_devices = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def ranks(device_ranks: RankPool) -> RankPool:
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
     """Processes of their own: a device that is registered stays so."""
-    return device_ranks
+    pool = RankPool()
+    yield pool
+    pool.stop()
 
 
 @contextlib.contextmanager
