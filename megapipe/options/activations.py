@@ -110,13 +110,10 @@ class Offloading(Compared):
         return forward
 
     def kinds(self, stage: Stage) -> Mapping[str, Run]:
-        def of(unit: Unit) -> Offload:
-            if Offloading not in unit.of:
-                stage.O(unit)  # which refuses it
-            offload: Offload = unit.of[Offloading]
-            return offload
-
-        return {OFFLOAD.name: lambda unit: of(unit).free(), LOAD.name: lambda unit: of(unit).load()}
+        return {
+            OFFLOAD.name: lambda unit: unit.of[Offloading].free(),
+            LOAD.name: lambda unit: unit.of[Offloading].load(),
+        }
 
     def _begin(self, stage: Stage, unit: Unit) -> Offload:
         if stage.info not in self._storages:  # those of parameters and buffers, which stay where they are
