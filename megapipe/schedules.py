@@ -11,10 +11,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from .calling import ForwardBackward as ForwardBackward
-from .calling import get_forward_backward_func as get_forward_backward_func
-from .calling import schedule as schedule
+from .calling import ForwardBackward, get_forward_backward_func, schedule
 from .plan import Verbs, loop, v_shape
+
+__all__ = [
+    "BW",
+    "B",
+    "F",
+    "ForwardBackward",
+    "W",
+    "forward_backward_gpipe",
+    "forward_backward_looped_bfs",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_seq1f1b",
+    "forward_backward_seq_interleaved_1f1b",
+    "forward_inference",
+    "get_forward_backward_func",
+    "schedule",
+]
+
 
 # The letters of the figures, of which schedules are made. Each does nothing where its chunk has nothing left to do: so
 # a loop may run past the last microbatch.

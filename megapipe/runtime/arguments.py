@@ -28,8 +28,16 @@ GROUPS_WITH_SIZES = (("tensor_model_parallel_size", "tp"), ("context_parallel_si
 """Fields of the config, and the groups of a `pg_collection` that tell them."""
 
 AGREED_ON = (
-    *("variable_seq_lengths", "microbatch_group_size_per_vp_stage", "max_in_flight", "min_pending_weights"),
-    *("max_pending_weights", "recompute", "offload_activations", "p2p_transport", "p2p_max_ctas", "timeout"),
+    "variable_seq_lengths",
+    "microbatch_group_size_per_vp_stage",
+    "max_in_flight",
+    "min_pending_weights",
+    "max_pending_weights",
+    "recompute",
+    "offload_activations",
+    "p2p_transport",
+    "p2p_max_ctas",
+    "timeout",
     "broadcast_reports",
 )
 """Fields of the config that all ranks must set alike."""
