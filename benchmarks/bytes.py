@@ -46,11 +46,7 @@ class Sizes(NamedTuple):
     layers: int
 
 
-MODELS = {
-    "small": Sizes(64, 2, 128, 512, 8),
-    "deep": Sizes(256, 1, 192, 4096, 16),
-    "wide": Sizes(128, 4, 512, 2048, 8),
-}
+MODELS = {"small": Sizes(64, 2, 128, 512, 8), "deep": Sizes(256, 1, 192, 4096, 16), "wide": Sizes(128, 4, 512, 2048, 8)}
 
 RECOMPUTED = {"R": 0.0, "both": 0.5}
 """The ways that recompute, and where they begin to: at this share of the stages."""

@@ -84,11 +84,7 @@ KINDS = [
     Kind("interleaved_zb1p", 4, True, 1),
     Kind("combined_zb1p", 4, True, 1),
 ]
-ALONE = [
-    Kind("no_pipelining", 1, False),
-    Kind("combined_1f1b", 1, True),
-    Kind("combined_zb1p", 1, True, 1),
-]
+ALONE = [Kind("no_pipelining", 1, False), Kind("combined_1f1b", 1, True), Kind("combined_zb1p", 1, True, 1)]
 """On one rank."""
 
 

@@ -25,10 +25,7 @@ NOTES = "Medians of interleaved backwards, in brackets the middle half; gradient
 
 
 def measure(rank: int, args: argparse.Namespace) -> list[Table]:
-    rows = [
-        compare(2, 1024, 4096, args.tokens, args.repeats, "ms"),
-        compare(16, 8, 8, 4, 20 * args.repeats, "us"),
-    ]
+    rows = [compare(2, 1024, 4096, args.tokens, args.repeats, "ms"), compare(16, 8, 8, 4, 20 * args.repeats, "us")]
     return [("split", "Splitting the backward of linear layers", HEADER, rows, NOTES)]
 
 

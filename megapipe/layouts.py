@@ -282,10 +282,7 @@ def fastest(
 
 
 def _best_split(
-    cost: Callable[[int, int, int], float],
-    num_layers: int,
-    num_stages: int,
-    combine: Callable[[float, float], float],
+    cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, combine: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
     """The least combined cost of stages, and their sizes: of splits that cost the same, one with more layers in front.
 

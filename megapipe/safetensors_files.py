@@ -70,11 +70,7 @@ class SafetensorsFile:
                 raise ValueError(f"{entry.name} is of {entry.dtype}, which files of safetensors cannot hold.")
             begin, end = end, end + entry.num_bytes
             self._places[entry.name] = begin
-            header[entry.name] = {
-                "dtype": NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [begin, end],
-            }
+            header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._start = len(text).to_bytes(8, "little") + text

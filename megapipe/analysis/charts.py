@@ -8,18 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span
-from .cells import (
-    DARK,
-    LIGHT,
-    Held,
-    Level,
-    cells_of,
-    held_by_plan,
-    ink_on,
-    kinds_in,
-    levels_in_bytes,
-    levels_of,
-)
+from .cells import DARK, LIGHT, Held, Level, cells_of, held_by_plan, ink_on, kinds_in, levels_in_bytes, levels_of
 from .text import bytes_in_words
 
 TITLES = ("measured: waits for messages in grey, the host in white", "by the plan")

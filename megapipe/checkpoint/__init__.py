@@ -9,10 +9,6 @@ if TYPE_CHECKING:
     from .export import save_safetensors
     from .files import read_position
 
-__all__ = [
-    "Checkpointer",
-    "read_position",
-    "save_safetensors",
-]
+__all__ = ["Checkpointer", "read_position", "save_safetensors"]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .timing import TIMING
     from .watchdog import Watchdog, check_failures, collective, single_rank_step
 
-__all__ = [
-    "PipelineError",
-]
+__all__ = ["PipelineError"]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

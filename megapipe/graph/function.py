@@ -47,12 +47,7 @@ class Graphs:
     """
 
     def __init__(
-        self,
-        partition: Partition,
-        num_weights: int,
-        output: Structure,
-        shared_out: SharedOut,
-        compiled_as: str | None,
+        self, partition: Partition, num_weights: int, output: Structure, shared_out: SharedOut, compiled_as: str | None
     ) -> None:
         self.partition = partition
         self.shared_out = shared_out
@@ -71,13 +66,7 @@ class Graphs:
     def split(self) -> SplitBackward:
         return split_di_dw(self.partition.backward, range(self.num_weights))
 
-    def run(
-        self,
-        graph: GraphModule,
-        name: str,
-        arguments: list[Tensor],
-        has_windows: bool = True,
-    ) -> tuple[Any, ...]:
+    def run(self, graph: GraphModule, name: str, arguments: list[Tensor], has_windows: bool = True) -> tuple[Any, ...]:
         """One of the graphs. Empties `arguments`.
 
         Args:
@@ -92,11 +81,7 @@ class Graphs:
             return self._runners[graph](arguments)
 
     def run_with(
-        self,
-        forward: OfferedForward | None,
-        graph: GraphModule,
-        name: str,
-        arguments: list[Tensor],
+        self, forward: OfferedForward | None, graph: GraphModule, name: str, arguments: list[Tensor]
     ) -> tuple[Any, ...]:
         """One of the backward graphs, and in its overlap windows the forward of another stage, if there is one."""
         if forward is None:
@@ -150,11 +135,7 @@ def _find_aliases(parts: Partition, num_saved: int) -> list[bool]:
     return [storage_of(node) in others for node in values[len(values) - num_saved :]]
 
 
-def run_forward(
-    graphs: Graphs,
-    inputs: list[Tensor],
-    results: tuple[Tensor, ...] | None = None,
-) -> Any:
+def run_forward(graphs: Graphs, inputs: list[Tensor], results: tuple[Tensor, ...] | None = None) -> Any:
     """Returns the output of the stage.
 
     Args:
@@ -236,10 +217,7 @@ def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Ten
 
 
 def _deferred(
-    graphs: Graphs,
-    weights: Sequence[Tensor],
-    forward: OfferedForward | None,
-    arguments: list[Tensor],
+    graphs: Graphs, weights: Sequence[Tensor], forward: OfferedForward | None, arguments: list[Tensor]
 ) -> list[Tensor | None]:
     """B. Hands the weight gradients to `defer`, one at a time."""
     split = graphs.split

@@ -10,9 +10,6 @@ if TYPE_CHECKING:
     from .step import run_step, stages_for_rank
     from .warming_up import warm_up
 
-__all__ = [
-    "stages_for_rank",
-    "warm_up",
-]
+__all__ = ["stages_for_rank", "warm_up"]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

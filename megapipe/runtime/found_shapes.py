@@ -61,11 +61,7 @@ class UndescribedMessages:
     """
 
     def __init__(
-        self,
-        found: FoundShapes,
-        call: Call,
-        stages: Sequence[StageInfo],
-        ends: dict[int, tuple[bool, bool]],
+        self, found: FoundShapes, call: Call, stages: Sequence[StageInfo], ends: dict[int, tuple[bool, bool]]
     ) -> None:
         self._stages = stages
         self._ends = ends

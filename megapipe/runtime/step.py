@@ -18,14 +18,7 @@ from ..chunks import device_of
 from ..frameworks import Framework, StepEnd, frameworks
 from ..plan import AnySchedule, Schedule, StageInfo, find_schedule
 from ..stages import Call
-from .arguments import (
-    check_call,
-    chunks_of,
-    config_of,
-    is_forward_only,
-    iterator_per_chunk,
-    pipeline_group,
-)
+from .arguments import check_call, chunks_of, config_of, is_forward_only, iterator_per_chunk, pipeline_group
 from .garbage import collector
 from .grad_sync import finalize_gradients
 from .runner import Runner, situation_of
@@ -110,10 +103,7 @@ def _end_step(
 
 
 def stages_for_rank(
-    schedule: AnySchedule,
-    pp_rank: int | None = None,
-    pp_size: int | None = None,
-    num_chunks: int | None = None,
+    schedule: AnySchedule, pp_rank: int | None = None, pp_size: int | None = None, num_chunks: int | None = None
 ) -> list[StageInfo]:
     """The stages that a rank holds under `schedule`, one per chunk, in the order of the `model` argument.
 

@@ -8,14 +8,6 @@ if TYPE_CHECKING:
     from .attending import attention
     from .state import CarriedState, SequenceSlice, current, cut, earlier, keep, positions
 
-__all__ = [
-    "SequenceSlice",
-    "attention",
-    "current",
-    "cut",
-    "earlier",
-    "keep",
-    "positions",
-]
+__all__ = ["SequenceSlice", "attention", "current", "cut", "earlier", "keep", "positions"]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from .stage import Stage
     from .unit import Unit, edge_of
 
-__all__ = [
-    "NoGradientWarning",
-    "PipelineStage",
-    "TrainingWarning",
-    "UnsplitBackwardWarning",
-]
+__all__ = ["NoGradientWarning", "PipelineStage", "TrainingWarning", "UnsplitBackwardWarning"]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

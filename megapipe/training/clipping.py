@@ -16,17 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import (
-    Models,
-    as_list,
-    as_sharded,
-    by_dtype,
-    device_of,
-    gradient_of,
-    gradients,
-    local,
-    trained_parameters,
-)
+from ..chunks import Models, as_list, as_sharded, by_dtype, device_of, gradient_of, gradients, local, trained_parameters
 from ..failures import collective
 
 

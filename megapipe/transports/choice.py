@@ -17,11 +17,7 @@ DEVICES: dict[str, Callable[[torch.device], CudaEvents]] = {"cuda": CudaEvents}
 
 
 def make_transport(
-    name: str | None,
-    members: Members,
-    device: torch.device,
-    is_shared: Callable[[torch.device], bool],
-    max_ctas: int,
+    name: str | None, members: Members, device: torch.device, is_shared: Callable[[torch.device], bool], max_ctas: int
 ) -> Transport:
     """
     Args:

@@ -47,10 +47,7 @@ def job_of(model: Transformer, devices: int, memory: float = 80e9, **more: Any) 
         (LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46.70),
         ({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "model_type": "gpt2"}, 0.124),
         # Two that do not say that they are tied, of which one has a single head of keys.
-        (
-            _of(18, 2048, 8, 256000, model_type="gemma", num_key_value_heads=1, intermediate_size=16384),
-            2.506,
-        ),
+        (_of(18, 2048, 8, 256000, model_type="gemma", num_key_value_heads=1, intermediate_size=16384), 2.506),
         (_of(32, 4544, 71, 65024, model_type="falcon", multi_query=True), 6.92),
     ],
     ids=["8B", "70B", "8x7B", "gpt2", "gemma", "falcon"],

@@ -87,10 +87,7 @@ def measure(rank: int, name: str, recompute: str | None, end: str = "contiguous"
     return recorder.gather().peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [("zb1p", "all"), ("interleaved_1f1b", "all"), ("zbv", None)],
-)
+@pytest.mark.parametrize(("name", "recompute"), [("zb1p", "all"), ("interleaved_1f1b", "all"), ("zbv", None)])
 def test_a_run_takes_the_bytes_of_its_plan(ranks: RankPool, name: str, recompute: str | None) -> None:
     """When a send is over, and its message is freed, depends on the moment: so some messages lie between the two."""
     settings = Settings(recompute=recompute is not None)

@@ -32,12 +32,7 @@ class Run:
     """A model under a schedule, its optimizer and LR scheduler, and a checkpointer for them."""
 
     def __init__(
-        self,
-        schedule: str,
-        pp_size: int,
-        folder: Path,
-        num_chunks: int | None = None,
-        **options: Any,
+        self, schedule: str, pp_size: int, folder: Path, num_chunks: int | None = None, **options: Any
     ) -> None:
         parallel_state.destroy_model_parallel()
         self.schedule = schedule

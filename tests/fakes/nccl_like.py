@@ -42,11 +42,7 @@ class Link(NamedTuple):
     tells_errors: bool
 
 
-LINKS = {
-    "nvlink": Link(2**20, 6e9, False),
-    "pcie": Link(2**17, 1.5e9, False),
-    "network": Link(2**18, 3e9, True),
-}
+LINKS = {"nvlink": Link(2**20, 6e9, False), "pcie": Link(2**17, 1.5e9, False), "network": Link(2**18, 3e9, True)}
 link = "nvlink"
 """The one between all ranks."""
 connecting_time = 0.0

@@ -96,8 +96,7 @@ def test_gradients_as_on_a_gpu(rank: int, schedule: str, num_devices: int) -> No
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    [name if name == "zb2p" else pytest.param(name, marks=pytest.mark.soak) for name in test_gpu.SCHEDULES],
+    "schedule", [name if name == "zb2p" else pytest.param(name, marks=pytest.mark.soak) for name in test_gpu.SCHEDULES]
 )
 @on_ranks(2)
 def test_large_messages_as_on_a_gpu(rank: int, schedule: str) -> None:

@@ -23,13 +23,7 @@ from tools import hf_generation, hf_kinds, hf_models
 from megapipe import PipelinedOptimizer, clip_grad_norm_, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
-from megapipe.integrations.transformers import (
-    build_chunks,
-    count_items,
-    load_weights,
-    save_pretrained,
-    tie_weights,
-)
+from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained, tie_weights
 from megapipe.safetensors_files import SafetensorsFile
 from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert

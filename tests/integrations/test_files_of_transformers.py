@@ -21,13 +21,7 @@ import transformers
 from tools import hf_models
 
 from megapipe.failures import is_disk_full
-from megapipe.integrations.transformers import (
-    CannotCutError,
-    build_chunks,
-    count_items,
-    load_weights,
-    save_pretrained,
-)
+from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items, load_weights, save_pretrained
 from megapipe.safetensors_files import Entry, SafetensorsFile
 
 

@@ -18,15 +18,7 @@ import torch.distributed as dist
 from fakes.megatron_on_cpu import with_optimizers
 from tools import replicas
 from tools.against import assert_same_gradients
-from tools.megatron_models import (
-    HIDDEN,
-    batches,
-    copy_of,
-    forward_step,
-    megatron,
-    provider,
-    step,
-)
+from tools.megatron_models import HIDDEN, batches, copy_of, forward_step, megatron, provider, step
 from tools.models import Stage, add_gradients, run
 from tools.ranks import on_ranks
 from torch import Tensor, nn

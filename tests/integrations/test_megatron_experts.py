@@ -99,11 +99,7 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "change"),
-    [
-        ("combined_zb1p", defer_weight_gradients),
-        ("dualpipev", delay_weight_gradients),
-    ],
+    ("schedule", "change"), [("combined_zb1p", defer_weight_gradients), ("dualpipev", delay_weight_gradients)]
 )
 @on_ranks(4)
 def test_overlapped_is_equal(rank: int, schedule: str, change: Callable[[nn.Module], object]) -> None:

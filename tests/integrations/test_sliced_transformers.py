@@ -81,10 +81,7 @@ def test_kinds_that_slices_compute_otherwise_are_refused(kind: str, message: str
 
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
-    [
-        ("mixtral", "whole", "set output_router_logits=False"),
-        ("llama4", "packed", "do not pack them"),
-    ],
+    [("mixtral", "whole", "set output_router_logits=False"), ("llama4", "packed", "do not pack them")],
 )
 @on_ranks(1)
 def test_what_cannot_be_cut_is_an_error(rank: int, name: str, kind: str, message: str, tmp_path: Path) -> None:

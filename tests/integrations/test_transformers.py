@@ -18,13 +18,7 @@ from tools import hf_kinds, hf_models
 from transformers.pytorch_utils import Conv1D
 
 import megapipe
-from megapipe.integrations.transformers import (
-    CannotCutError,
-    ChunkConfig,
-    build_chunks,
-    count_items,
-    save_pretrained,
-)
+from megapipe.integrations.transformers import CannotCutError, ChunkConfig, build_chunks, count_items, save_pretrained
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,7 @@ import random
 
 import pytest
 
-from megapipe.plan import (
-    Action,
-    Costs,
-    Schedule,
-    Verbs,
-    make_plan,
-    place_weights,
-    schedule_names,
-    simulate,
-    v_shape,
-)
+from megapipe.plan import Action, Costs, Schedule, Verbs, make_plan, place_weights, schedule_names, simulate, v_shape
 from megapipe.plan.weight_placement import fill
 from megapipe.schedules import FB, B, F, W
 

@@ -105,12 +105,7 @@ def assert_in_time(spans: list[Span], forwards: frozenset[Action], size: float) 
 
 @pytest.mark.parametrize(
     ("schedule", "peaks"),
-    [
-        ("1f1b", [8, 2, 5]),
-        ("interleaved_1f1b", [11.5, 1.5, 6.5]),
-        ("zbv", [8, 1.5, 5.5]),
-        ("v_half", [5, 1.5, 2.5]),
-    ],
+    [("1f1b", [8, 2, 5]), ("interleaved_1f1b", [11.5, 1.5, 6.5]), ("zbv", [8, 1.5, 5.5]), ("v_half", [5, 1.5, 2.5])],
 )
 def test_peaks(schedule: str, peaks: list[float]) -> None:
     """Without, and where a copy takes as long as the F, or twice as long."""

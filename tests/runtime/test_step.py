@@ -49,19 +49,9 @@ WRONG_CALLS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("zbv", "zbv", {"data_iterator": DataLoader([*batches(2)])}, "is a DataLoader, not an iterator: pass iter"),
     ("interleaved_1f1b", "zbv", {}, r"made for stage [23] of 4, but the schedule runs it as stage [32] of 4"),
     ("dualpipev", "zbv", {}, ""),
-    (
-        "megatron's interleaved_1f1b",
-        "zbv",
-        {},
-        "made with post_process=False, but .* stage 3 .*build_model_chunks",
-    ),
+    ("megatron's interleaved_1f1b", "zbv", {}, "made with post_process=False, but .* stage 3 .*build_model_chunks"),
     ("1f1b", "1f1b", {"forward_step_func": complex_loss}, "must be a real tensor of one element, but it is a complex"),
-    (
-        "1f1b",
-        make_plan("inference", 2, 2),
-        {},
-        r"inference \[\w+\] is a plan without backwards: pass forward_only",
-    ),
+    ("1f1b", make_plan("inference", 2, 2), {}, r"inference \[\w+\] is a plan without backwards: pass forward_only"),
     ("1f1b", Schedule("moves", moves, loop), {}, "runs O, but no F knew .*: set config.offload_activations"),
 ]
 """What chunks are made for, the schedule that runs them, with which arguments, and what is said of it, if anything."""

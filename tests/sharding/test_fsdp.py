@@ -9,13 +9,7 @@ from tools.against import assert_same_gradients, full
 from tools.marks import needs_fsdp_on_cpu, needs_graphs
 from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, add_gradients, batches, loss_of, run, unseeded_step
 from tools.ranks import on_ranks, start_again
-from tools.replicas import (
-    NUM_LAYERS,
-    NUM_MICROBATCHES,
-    SPLIT,
-    average,
-    build_replicas,
-)
+from tools.replicas import NUM_LAYERS, NUM_MICROBATCHES, SPLIT, average, build_replicas
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard

@@ -145,11 +145,7 @@ def whole_gradients(case: Case, dtype: torch.dtype = torch.float64) -> list[Tens
 
 
 def gradients(
-    case: Case,
-    lengths: Sequence[int],
-    run: Run = plain,
-    dtype: torch.dtype = torch.float64,
-    deferred: bool = False,
+    case: Case, lengths: Sequence[int], run: Run = plain, dtype: torch.dtype = torch.float64, deferred: bool = False
 ) -> list[Tensor]:
     layers, x = make_layers(case, dtype), make_input(dtype)
     if deferred:
@@ -246,10 +242,7 @@ def test_forwards_alone_keep_no_graph() -> None:
     ("arguments", "message"),
     [
         ({"window": 0}, "window must be at least 1, got 0"),
-        (
-            {"document_ids": torch.zeros(2, 24)},
-            r"document_ids must be of shape \[2, 8\] \(batch, length\), got",
-        ),
+        ({"document_ids": torch.zeros(2, 24)}, r"document_ids must be of shape \[2, 8\] \(batch, length\), got"),
         ({"attn_mask": torch.zeros(8, 8)}, r"attn_mask of shape \[8, 8\] must end in 16"),
         ({"attn_mask": torch.zeros(8, 16, requires_grad=True)}, "attn_mask must not require a gradient"),
         ({"query": torch.zeros(2, 1, 24, 4)}, "keys for its 24 queries and no others, got 8"),

@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools.against import (
-    add_gradients,
-    assert_same_gradients,
-    chunks_of,
-    normal,
-    same_as_whole,
-    step,
-    use_groups,
-)
+from tools.against import add_gradients, assert_same_gradients, chunks_of, normal, same_as_whole, step, use_groups
 from tools.models import seed_cpu
 from tools.ranks import on_ranks, start_again
 from torch import Tensor, nn

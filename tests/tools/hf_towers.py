@@ -51,11 +51,7 @@ def _tokens(**more: Any) -> dict[str, Any]:
 KINDS = {
     "llava": Kind("LlavaConfig", _LLAMA, _CLIP, _ID | _INDEX, 4),
     "vipllava": Kind(
-        "VipLlavaConfig",
-        _LLAMA,
-        _CLIP | {"num_hidden_layers": 3},
-        _INDEX | {"vision_feature_layers": [-2, -3]},
-        4,
+        "VipLlavaConfig", _LLAMA, _CLIP | {"num_hidden_layers": 3}, _INDEX | {"vision_feature_layers": [-2, -3]}, 4
     ),
     "aya_vision": Kind(
         "AyaVisionConfig", _tokens(model_type="cohere2", head_dim=8), _SIGLIP, _INDEX | {"downsample_factor": 2}, 1

@@ -49,11 +49,7 @@ def test_split_batch() -> None:
 def test_batches_that_do_not_fit() -> None:
     x = torch.zeros(6, 4)
     for arguments, keywords, message in (
-        (
-            (x, 4),
-            {},
-            "the 6 samples of batch cannot be divided evenly into 4 microbatches: use a multiple of 4, or",
-        ),
+        ((x, 4), {}, "the 6 samples of batch cannot be divided evenly into 4 microbatches: use a multiple of 4, or"),
         (({"x": x}, 7), {"uneven": True}, r"6 samples of batch\['x'\] cannot .* into 7 .*: use a multiple of 7\.$"),
         (
             ({"x": x, "y": [x.T]}, 2),

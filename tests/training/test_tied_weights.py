@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from megapipe import (
-    PipelineError,
-    StageInfo,
-    TiedWeights,
-    divide_by_num_tokens,
-    parallel_state,
-)
+from megapipe import PipelineError, StageInfo, TiedWeights, divide_by_num_tokens, parallel_state
 
 NAMES = ["embedding.weight", "head.weight"]
 M = 5

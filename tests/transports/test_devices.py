@@ -26,14 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
-from megapipe import (
-    PipelineError,
-    StageInfo,
-    TimelineRecorder,
-    parallel_state,
-    stages_for_rank,
-    weight_grad,
-)
+from megapipe import PipelineError, StageInfo, TimelineRecorder, parallel_state, stages_for_rank, weight_grad
 from megapipe.failures import check_failures
 from megapipe.messages import MessageSpec, TensorSpec
 from megapipe.p2p_communication import Communicator
