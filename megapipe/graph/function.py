@@ -22,6 +22,7 @@ from ..overlap import fill_window
 from ..weight_grad import (
     SavedTensor,
     add_weight_gradient,
+    autocast_dtype,
     backward_context,
     defer,
     deferring_to,
@@ -34,7 +35,7 @@ from .multiplexing import communicates, multiplex, with_windows
 from .nodes import storage_of
 from .partitioning import Partition
 from .split import SplitBackward, WeightGradient, split_di_dw
-from .state import SharedOut, autocast_dtype
+from .state import SharedOut
 
 Runner = Callable[[list[Tensor]], tuple[Any, ...]]
 
@@ -154,7 +155,7 @@ def run_forward(graphs: Graphs, inputs: list[Tensor], results: tuple[Tensor, ...
 
 def _as_captured(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """The casts of autocast are in the graph already."""
-    if autocast_dtype(tensors) is None:
+    if not tensors or autocast_dtype(tensors[0].device.type) is None:
         return nullcontext()
     return torch.autocast(tensors[0].device.type, enabled=False)
 

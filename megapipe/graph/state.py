@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..chunks import as_sharded
-from ..weight_grad import once_differentiable
+from ..weight_grad import autocast_dtype, once_differentiable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -52,7 +52,7 @@ class State:
         return Mode(
             tuple([module.training for module in self.modules]),
             tuple([(getattr(t, "placements", type(t)), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
-            autocast_dtype(tensors),
+            autocast_dtype(tensors[0].device.type if tensors else "cpu"),
         )
 
     def name(self, number: int) -> str:
@@ -86,13 +86,6 @@ class State:
             for tensors in (module._parameters, module._buffers):
                 look += [(name, found.setdefault(id(tensor), len(found))) for name, tensor in tensors.items()]
         return look
-
-
-def autocast_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    device_type = tensors[0].device.type if tensors else "cpu"
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from ..weight_grad import once_differentiable
+from ..weight_grad import autocast_dtype, once_differentiable
 from .state import current, earlier, keep
 
 _FLASH_ATTENTION = 1  # torch.nn.attention.SDPBackend, which takes long to import
@@ -226,11 +226,8 @@ def _in_reach(parts: list[tuple[Tensor, ...]], window: int | None) -> list[tuple
 
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
     """The tensors as autocast would give them to attention, so that they are kept so."""
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]
+    dtype = autocast_dtype(tensors[0].device.type)
+    return [tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]
 
 
 def _check(

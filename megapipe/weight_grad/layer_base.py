@@ -89,15 +89,19 @@ def deferred_gradient(
     return None
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What torch.autocast casts to there; None where it is off."""
+    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
+
+
 def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands as torch.autocast casts them. Its own casts must not happen within a Function: it would remember the
     cast weight, which is without a graph there, for other users of the weight."""
     if not torch._C._is_any_autocast_enabled():
         return x, weight, bias
-    device_type = x.device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if (dtype := autocast_dtype(x.device.type)) is None:
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(device_type)
     x, weight = (tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in (x, weight))
     weight.requires_grad_()  # or torch makes many small products of a strided input, in place of one
     return x, weight, bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
