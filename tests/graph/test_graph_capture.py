@@ -633,6 +633,12 @@ def test_stages_of_the_same_shape_share_their_compiled_graphs(monkeypatch: pytes
     assert compiled == [f"{name} of the stage Sequential" for name in names]
 
 
+def quick_inductor() -> Any:
+    """To compile each header, and for each set of instructions that the processor may have, takes half a minute."""
+    inductor = importlib.import_module("torch._inductor.config")
+    return inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False})
+
+
 def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
     """Compiles a graph, says so, draws the same random numbers, and frees what it needs no more: each argument was held
     until the graph had ended."""
@@ -646,10 +652,7 @@ def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
     look.register_fake(torch.empty_like)
     x = torch.randn(5, H)
     parts = graph.partition(graph.trace_joint(lambda x: (F.dropout(look(x.sin()), 0.5),), [x], "a test"))
-    inductor = importlib.import_module("torch._inductor.config")
-    # To compile each header, and for each set of instructions that the processor may have, takes half a minute.
-    quickly = inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False})
-    with caplog.at_level("INFO", "megapipe"), quickly:
+    with caplog.at_level("INFO", "megapipe"), quick_inductor():
         compiled = graph.compile_graph(parts.forward_only, "a graph")
     torch.manual_seed(1)
     expected = F.dropout(x.sin(), 0.5)
@@ -663,11 +666,33 @@ def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
     begun, ended = (record.message for record in caplog.records if record.name.startswith("megapipe."))
     assert re.fullmatch(r"compiling a graph, \d+ operators", begun)
     assert re.fullmatch(r"compiled a graph in \d+\.\d s", ended)
+    inductor = importlib.import_module("torch._inductor.config")
     with (
         inductor.patch({"cpp.cxx": (None, "/no/such/g++"), "force_disable_caches": True}),
         pytest.raises(RuntimeError, match=r'install one .* or capture without compile="inductor"'),
     ):
         graph.compile_graph(graph.partition(graph.trace_joint(lambda x: (x.sin(),), [x], "a test")).forward, "a test")
+
+
+def test_inductor_of_a_split_backward(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F, B and each W are compiled; the Bs of two microbatches come before their Ws. It was tried on GPUs only."""
+    monkeypatch.setattr(graph.compile, "_compiled", {})
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(H, 64), nn.GELU(), nn.Linear(64, H))
+    pair = [(sequence(),) for _ in range(2)]
+    with caplog.at_level("INFO", "megapipe"), quick_inductor():
+        captured, deferred = graph.capture(copy.deepcopy(eager), (sequence(),), compile="inductor"), DeferredGrads()
+        with deferred:
+            scalar(captured(sequence())).backward()
+        assert [name for name, p in captured.named_parameters() if p.grad is None] == ["0.weight", "2.weight"]
+        deferred.run()
+        captured.zero_grad()
+        found, expected = (run_pair(one, pair, nullcontext(), one is captured) for one in (captured, eager))
+    compiled = "".join(record.message for record in caplog.records if record.message.startswith("compiled "))
+    assert all(what in compiled for what in ("the forward of", "the input gradients of", "a weight gradient of"))
+    found.append([p.grad for p in captured.parameters()])
+    expected.append([p.grad for p in eager.parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_inductor_makes_no_cuda_graphs_of_its_own() -> None:
