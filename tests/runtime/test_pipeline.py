@@ -29,12 +29,13 @@ from tools.models import (
     loss_of,
     reference,
     run,
+    unpartitioned,
 )
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from megapipe import PipelineError, StageInfo, stages_for_rank
+from megapipe import PipelineError, StageInfo, schedule_names, stages_for_rank
 from megapipe.transports.outbox import Outbox
 
 # Steps
@@ -51,6 +52,21 @@ def test_microbatches_and_sequence_length_change_from_step_to_step(rank: int) ->
         run("1f1b", chunks, num_microbatches, seq_length=seq_length, data_iterator=data)
         add_gradients(model := Stage(StageInfo(0, 1), 4), num_microbatches, seq_lengths=lengths)
         assert_same_gradients(chunks, model)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 5))
+@on_ranks()
+def test_every_schedule_takes_any_number_of_microbatches(rank: int, num_ranks: int) -> None:
+    """Another one in each step, some of them fewer than there are ranks."""
+    for schedule in (name for name in schedule_names() if name not in ("inference", "no_pipelining")):
+        chunks = build(schedule, num_ranks, 8, deferred=True)
+        for num_microbatches in (5, 1, 3, 8):
+            for chunk in chunks:
+                chunk.zero_grad()
+            reports = run(schedule, chunks, num_microbatches)
+            model, losses = unpartitioned(8, num_microbatches, 0.0)
+            assert_same_losses(reports, losses, chunks)
+            assert_same_gradients(chunks, model, f"{schedule}, {num_microbatches} microbatches")
 
 
 def live_tensors() -> list[Tensor]:
