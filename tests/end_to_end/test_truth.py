@@ -67,8 +67,9 @@ SHOWN = {
     "DualPipeV": "dualpipev",
     "overlap of forward and backward of two microbatches in one chunk": "dualpipev combined_1f1b combined_zb1p",
     "Seq1F1B (slices of sequences)": "seq1f1b seq_interleaved_1f1b seq_zb1p",
-    "number of microbatches": "tests/plan/test_schedules.py",
-    "split backward with `torch.compile`": "tests/graph/test_graph_capture.py::test_inductor",
+    "number of microbatches": "tests/plan/test_schedules.py "
+    "tests/runtime/test_pipeline.py::test_every_schedule_takes_any_number_of_microbatches",
+    "split backward with `torch.compile`": "tests/graph/test_graph_capture.py::test_inductor_of_a_split_backward",
     "split backward with activation checkpointing": "Forms Recompute",
     "a schedule from a file": "Planned tests/runtime/test_planned.py::test_plans_that_torch_wrote",
     "a schedule of your own": "docs/tutorials/own_schedule.md",
@@ -86,7 +87,7 @@ SHOWN = {
     "activation offloading by schedule": "Offload docs/howto/memory.md",
     "Hugging Face models, unchanged": "docs/huggingface.md tests/integrations/test_transformers.py",
     "LoRA; towers of images": "tests/integrations/finetuning.py tests/integrations/test_towers_of_transformers.py",
-    "post-training": "tests/integrations/test_dpo.py docs/huggingface.md",
+    "post-training": "tests/integrations/test_dpo.py tests/integrations/test_grpo.py",
     "**measured on GPUs**": "tests/gpu/test_gpu.py",
 }
 """What runs each feature of the comparison: a schedule or a feature of the rows in tests/cases, a page, or a test."""
