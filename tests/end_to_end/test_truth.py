@@ -86,7 +86,8 @@ SHOWN = {
     "tensor parallelism": "tests/integrations/test_tensor_parallel.py::test_the_script_trains",
     "activation offloading by schedule": "Offload docs/howto/memory.md",
     "Hugging Face models, unchanged": "docs/huggingface.md tests/integrations/test_transformers.py",
-    "LoRA; towers of images": "tests/integrations/finetuning.py tests/integrations/test_towers_of_transformers.py",
+    "LoRA; towers of images": "tests/integrations/test_towers_of_transformers.py "
+    "tests/integrations/models_of_transformers.py::test_adapters_are_trained_and_only_they_are_saved",
     "post-training": "tests/integrations/test_dpo.py tests/integrations/test_grpo.py",
     "**measured on GPUs**": "tests/gpu/test_gpu.py",
 }

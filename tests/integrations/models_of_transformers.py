@@ -109,7 +109,7 @@ def test_captured_stages(rank: int, num_ranks: int, name: str, schedule: str, tm
     model = hf_models.make_model(name, attn_implementation="eager")
     hf_models.save_on_first(model, tmp_path)
     chunks = hf_models.load_chunks(tmp_path, schedule, attn_implementation="eager")
-    microbatches = count_items(hf_models.batches(2 * num_ranks))  # DualPipeV takes no fewer
+    microbatches = count_items(hf_models.batches(2 * num_ranks))
     first = microbatches[0]
     for chunk in chunks:
         example = (first["input_ids"], None, None, first["labels"], first["num_items_in_batch"])
