@@ -675,16 +675,16 @@ def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_inductor_of_a_split_backward(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F, B and each W are compiled; the Bs of two microbatches come before their Ws. It was tried on GPUs only."""
+    """F, B and W are compiled; the Bs of two microbatches come before their Ws. It was tried on GPUs only."""
     monkeypatch.setattr(graph.compile, "_compiled", {})
     torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(H, 64), nn.GELU(), nn.Linear(64, H))
+    eager = nn.Sequential(nn.Linear(H, H), nn.GELU())
     pair = [(sequence(),) for _ in range(2)]
     with caplog.at_level("INFO", "megapipe"), quick_inductor():
         captured, deferred = graph.capture(copy.deepcopy(eager), (sequence(),), compile="inductor"), DeferredGrads()
         with deferred:
             scalar(captured(sequence())).backward()
-        assert [name for name, p in captured.named_parameters() if p.grad is None] == ["0.weight", "2.weight"]
+        assert [name for name, p in captured.named_parameters() if p.grad is None] == ["0.weight"]
         deferred.run()
         captured.zero_grad()
         found, expected = (run_pair(one, pair, nullcontext(), one is captured) for one in (captured, eager))

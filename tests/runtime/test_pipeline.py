@@ -54,7 +54,7 @@ def test_microbatches_and_sequence_length_change_from_step_to_step(rank: int) ->
         assert_same_gradients(chunks, model)
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 5))
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks()
 def test_every_schedule_takes_any_number_of_microbatches(rank: int, num_ranks: int) -> None:
     """Another one in each step, some of them fewer than there are ranks."""
