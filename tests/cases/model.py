@@ -176,8 +176,8 @@ def keeping_output(odd: Odd, x: Tensor) -> Tensor:
 
 
 def conjugated(z: Tensor) -> Tensor:
-    """A tensor and its conjugate share memory."""
-    return torch.tanh((z.conj() * z * z).real + z.conj().imag)
+    """A tensor and its conjugate share memory. The imaginary part of one is the other's, marked as negative."""
+    return torch.tanh((z.conj() * z * z).real + torch.sin(z.conj().imag))
 
 
 ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {

@@ -114,6 +114,7 @@ def test_points_and_tied_weights(rank: int) -> None:
     chunks = check(model, batches, "1f1b", tied=("tokens.weight", "head.weight"), points=["blocks.1"])
     wanted = [name for name in model.state_dict() if name.startswith(("tokens", "positions", "blocks.0"))]
     assert ({*wanted} == {*chunks[0].state_dict()}) == (rank == 0)
+    assert ("head.weight" in chunks[0].state_dict()) == (rank == 1)
 
 
 @on_ranks(2)
@@ -371,6 +372,9 @@ def test_arguments_are_checked() -> None:
     for wrong in ((torch.zeros(2, 9, dtype=torch.long),), (tokens, tokens), (tokens.int(),)):
         with pytest.raises(ValueError, match=r"arguments like the example's, \['torch\.int64 \[2, 8\]'\], got"):
             chunk(*wrong)
+    (chunk,) = split(Net(lambda net, x, scale: through(net, x) * scale), (*X(), 0.5), "no_pipelining")
+    with pytest.raises(ValueError, match=r"like the example's, \['torch\.float32 \[3, 5, 8\]', 0\.5\], got .*, 1\.0\]"):
+        chunk(*X(), 1.0)
     mixed = plain_models.GPT(1)
     mixed.blocks[0].eval()
     with pytest.raises(CannotSplitError, match="some modules are in training mode and some are not"):

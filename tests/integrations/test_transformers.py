@@ -38,6 +38,16 @@ def test_losses_gradients_and_files_are_those_of_the_whole_model(
         hf_models.assert_same_weights(saved, given)
 
 
+@on_ranks(2)
+def test_a_function_of_the_users_own_is_called_besides(rank: int, tmp_path: Path) -> None:
+    """It took the place of what sums the gradients of a tied weight, whose copies grew apart without a word."""
+    model, chunks = hf_models.load_both("gemma2", tmp_path, "1f1b")
+    called = []
+    chunks[0].config.finalize_model_grads_func = lambda *arguments: called.append(rank)
+    hf_models.compare("1f1b", chunks, model, count_items(hf_models.batches(2)))
+    assert called == [rank]
+
+
 def test_linear_layers_with_transposed_weights_defer() -> None:
     (chunk,) = build_chunks(hf_models.make_config("gpt2"), megapipe.get_forward_backward_func("no_pipelining"))
     layers = [module for module in chunk.modules() if isinstance(module, Conv1D)]

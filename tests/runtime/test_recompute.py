@@ -147,6 +147,14 @@ def swallows(self: Calling, x: Tensor) -> Tensor:
     return h
 
 
+def says_otherwise(self: Calling, x: Tensor) -> Tensor:
+    try:
+        h = torch.tanh(self.a(x))
+    except BaseException as error:
+        raise ValueError("the layer has failed") from error
+    return h
+
+
 def writes_into_dict(self: Calling, given: Any) -> Any:
     given = given if isinstance(given, dict) else {"x": given, "all": []}
     given["x"] = torch.tanh(self.a(given["x"]))
@@ -210,6 +218,7 @@ RIGHT: dict[str, tuple[Any, str | int]] = {
     "a generator of Python's": (one(lambda s, x: s.a(x * s.g.random()), g=lambda: random.Random(3)), "all"),
     "a generator of NumPy's": (one(lambda s, x: s.a(x * s.g.random()), g=lambda: numpy.random.default_rng(3)), "all"),
     "a bare except": (one(swallows), "all"),
+    "an except that raises another error": (one(says_otherwise), "all"),
     "a recurrent layer": (one(lambda s, x: s.r(s.a(x)[:, None])[0][:, 0], r=lambda: nn.LSTM(HIDDEN, HIDDEN)), "all"),
     "a forward of the instance's own": (with_own_forward, "all"),
     **{f"the last {number} layers, of which one calls another": (nested, number) for number in (1, 2, 3)},

@@ -146,3 +146,7 @@ def test_settings_that_cannot_be(rank: int) -> None:
             vars(chunk.config).update(options)
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):
             run("zbv", chunks, 2)
+    chunks = build("zbv", 2, 4)
+    vars(chunks[1].config).update(max_in_flight=3)
+    with pytest.raises(ValueError, match="max_in_flight is 3 for one of this rank's chunks and None for the first"):
+        run("zbv", chunks, 2)
