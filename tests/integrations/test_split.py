@@ -273,6 +273,7 @@ def test_a_shared_weight_that_is_unfrozen_later() -> None:
     chunks = split(model, batches[0], "zbv")
     copies = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith("emb.weight")]
     assert [(p.no_decay, p.requires_grad) for p in copies] == [(True, False)] * 2
+    assert copies[0] is not copies[1], "optimizers of both stages would step it twice"
     assert all(len(chunk.tied_weights) == 1 for chunk in chunks)
     model.emb.weight.requires_grad_(True).register_hook(lambda grad: 2 * grad)
     with pytest.raises(CannotSplitError, match=r"emb.weight has hooks, and several stages read it"):
