@@ -270,7 +270,7 @@ class _StageGraphs:
                 if self._sets_input:
                     self._module.set_input_tensor(received)  # type: ignore[operator]
                 with refusing_side_effects(self._state.modules, self._what, changed):
-                    output = self._module.forward(*args, **kwargs)
+                    output = self._class.forward(self._module, *args, **kwargs)  # that of the instance may be replaced
         finally:
             self._module.__class__ = captured_class
         return output if self._loss_fn is None else self._loss_fn(output, target)

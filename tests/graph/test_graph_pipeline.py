@@ -115,3 +115,25 @@ def test_a_captured_pipeline_stage_is_recomputed() -> None:
             )
         gradients.append([parameter.grad for parameter in chunk.parameters()])
     assert all(map(torch.equal, gradients[0], gradients[1]))
+
+
+def test_a_captured_stage_that_is_recomputed_is_captured_again_for_other_modes() -> None:
+    """What runs the module again was traced in its place, and the step failed: the stage was said to set the state of
+    random numbers, which only the replay does."""
+    (info,) = stages_for_rank("gpipe", 0, 1)
+    gradients = []
+    for recompute in (None, "all"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        chunk = PipelineStage(layers, info, PipelineConfig(recompute=recompute))
+        capture(layers, (torch.zeros(2, 4),))
+        layers[0].requires_grad_(False)
+        layers.eval()
+        get_forward_backward_func("gpipe")(
+            lambda items, chunk: (chunk(next(items)), lambda out: (out.square().mean(), 0)),
+            iter(torch.randn(3, 2, 4)),
+            chunk,
+            3,
+        )
+        gradients.append([parameter.grad for parameter in layers[1:].parameters()])
+    assert all(map(torch.equal, *gradients))
