@@ -82,16 +82,13 @@ def _check_others(step: Call) -> None:
         ("pipeline_inputs", step.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
         ("post_validated_optimizer", config.post_validated_optimizer is not None, "clip before the optimizer's step"),
         ("num_microbatches_with_partial_activation_checkpoints", num_partial is not None, "leave it None"),
-        ("a captured stage", is_captured, CAPTURED),
+        ("a captured stage", is_captured, "its graph hands on no state, so do not capture it"),
         ("a data_iterator without __next__()", not is_read, "pass an iterator, whose items all slices read"),
     ):
         if is_set:
             raise ValueError(
                 f"num_sequence_slices={config.num_sequence_slices} does not go with {name}: {remedy}, or use 1 slice."
             )
-
-
-CAPTURED = "its graph hands on no state, so do not capture it"
 
 
 def _is_captured(model: nn.Module) -> bool:
@@ -113,8 +110,6 @@ class SlicedStage(Stage):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if _is_captured(self.module):  # since the first step
-            raise ValueError(f"stage {self.info.index} is captured and runs slices: {CAPTURED}.")
         self._microbatch = Microbatch(needs_grad=False)
         self._items = _SharedItems(self._data_iterator) if hasattr(self._data_iterator, "__next__") else None
         if self._items is not None:

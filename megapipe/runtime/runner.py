@@ -49,7 +49,8 @@ class Situation(NamedTuple):
     settings: tuple[Any, ...]
     """The values of all fields of the config, functions and other objects in outline."""
     chunks: tuple[Any, ...]
-    """Which they are, their types, those of their first parameters, and what is imported that they may be made of."""
+    """Which they are, the types of the modules in them, which may be exchanged or wrapped between steps, and of their
+    first parameters, and what is imported that they may be made of."""
     device: torch.device
 
 
@@ -58,7 +59,7 @@ def situation_of(schedule: Schedule, call: Call) -> Situation:
     chunks: list[Any] = [MODULES & sys.modules.keys()]
     for model in call.models:
         parameter = next(model.parameters(), None)
-        chunks += [ref(model), type(model), None if parameter is None else parameter.dtype]
+        chunks += [ref(model), {*map(type, model.modules())}, None if parameter is None else parameter.dtype]
     has_own = call.adjust_tensor_shapes_fn is not None
     sizes = (call.num_microbatches, call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
     return Situation(schedule, call.forward_only, sizes, tuple(settings), tuple(chunks), call.device)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tools.against import add_gradients, assert_same_gradients, mean_square, normal, step, unlabelled
 from tools.models import batches, build, run
 from tools.ranks import RankPool, on_ranks, start_again
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
 
-from megapipe import PipelineError, parallel_state
+from megapipe import PipelineError, PipelineStage, parallel_state, stages_for_rank
 from megapipe.plan import Schedule, Verbs, loop, make_plan
 from megapipe.schedules import BW, F
 
@@ -112,6 +113,42 @@ def test_torchs_data_parallelism_is_refused(rank: int) -> None:
         start_again()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
     run("zbv", wrapped, 3, forward_only=True)
+
+
+class Later(torch.nn.Linear):
+    """Leaves its weight gradient to `backward_dw`, as transformer-engine's layers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = torch.nn.functional.linear(x, self.weight.detach(), self.bias)
+        output.register_hook(lambda grad: vars(self).setdefault("left", []).append((grad, x.detach())))
+        return output
+
+    def backward_dw(self) -> None:
+        grad, x = self.left.pop(0)
+        self.weight.grad = grad.t() @ x
+
+
+@on_ranks(2)
+def test_modules_within_chunks_are_exchanged_between_steps(rank: int) -> None:
+    """The steps went on as before: layers that defer weight gradients by themselves never got them, and torch's
+    DistributedDataParallel within a PipelineStage was not refused and reduced nothing."""
+    import torch.distributed.fsdp  # what is imported in between is seen
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    data = unlabelled(normal(3, 4, seed=number) for number in range(3))
+    (info,) = stages_for_rank("gpipe")
+    chunk, whole = (PipelineStage(torch.nn.Sequential(torch.nn.Linear(4, 4)), info) for _ in range(2))
+    whole.load_state_dict(chunk.state_dict())
+    step("gpipe", chunk, data, mean_square)
+    chunk.zero_grad()
+    chunk.module[0].__class__ = Later
+    step("gpipe", chunk, data, mean_square)
+    add_gradients([whole.module], data, mean_square)
+    assert_same_gradients([chunk], whole.module)
+    chunk.module[0].__class__ = torch.nn.Linear
+    chunk.module = torch.nn.parallel.DistributedDataParallel(chunk.module)
+    with pytest.raises(ValueError, match=r"would not reduce the gradients of its 2 replicas"):
+        step("gpipe", chunk, data, mean_square)
 
 
 @on_ranks(1)
