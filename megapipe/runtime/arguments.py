@@ -131,9 +131,6 @@ def check_arguments(step: Call, stages: Sequence[StageInfo]) -> None:
         if step.forward_only:
             continue
         find_cut(model, step.frameworks)  # may refuse it
-    is_pipelined = len(stages) < stages[0].num_stages
-    if is_pipelined and not step.forward_only:
-        _check_scaler(step.config.grad_scale_func)
 
 
 def check_call(call: Call, pp_size: int) -> None:
@@ -141,6 +138,8 @@ def check_call(call: Call, pp_size: int) -> None:
     check_whole_number("num_microbatches", call.num_microbatches, 1)
     if not callable(call.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(call.forward_step_func).__name__}.")
+    if pp_size > 1 and not call.forward_only and call.config.grad_scale_func is not None:
+        _check_scaler(call.config.grad_scale_func)
     if pp_size > 1 and not call.forward_only and call.config.post_validated_optimizer is not None:
         _check_rereadable(call)
     if call.device.type != "cpu" and is_capturing(call.device):
@@ -182,7 +181,7 @@ def is_forward_only(schedule: Schedule, forward_only: bool) -> bool:
     return forward_only or schedule.forward_only
 
 
-def _check_scaler(grad_scale_func: Callable[..., Any] | None) -> None:
+def _check_scaler(grad_scale_func: Callable[..., Any]) -> None:
     scaler = getattr(grad_scale_func, "__self__", None)
     if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
         return

@@ -159,6 +159,9 @@ def test_torchs_own_scaler_is_refused(rank: int) -> None:
         run("1f1b", chunks, 2)
     chunks[0].config.grad_scale_func = torch.amp.GradScaler("cpu", enabled=False).scale
     run("1f1b", chunks, 2)
+    chunks[0].config.grad_scale_func = torch.amp.GradScaler("cpu").scale  # also one that comes later
+    with pytest.raises(ValueError, match=r"only on the rank that finds an Inf"):
+        run("1f1b", chunks, 2)
 
 
 def test_nothing_to_train() -> None:
