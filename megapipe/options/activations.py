@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
-from weakref import WeakSet, proxy
+from weakref import WeakKeyDictionary, proxy
 
 from torch import nn
 
@@ -17,16 +17,16 @@ from ..stages import Call, Extension, Run, Stage, Unit
 
 class Compared(Extension):
     """Activations that come back are compared with those that were saved, to the last bit: of the first unit of each
-    chunk."""
+    chunk, and again where other parts of it are meant, its layers are others, or train in place of evaluating."""
 
     compares = True
-    known: ClassVar[WeakSet[nn.Module]]
-    """Chunks for which that has been done."""
+    known: ClassVar[WeakKeyDictionary[nn.Module, set[Any]]]
+    """Chunks for which that has been done, and what they were like."""
     _forwards: frozenset[Action]
     """Those of this rank whose activations go and come back."""
 
     def takes_part(self, call: Call) -> bool:
-        self._first: dict[StageInfo, int] = {}
+        self._first: dict[StageInfo, int | None] = {}
         return not call.forward_only
 
     def is_of(self, stage: Stage, unit: Unit) -> bool:
@@ -34,16 +34,20 @@ class Compared(Extension):
         return Action(stage.info.index, FORWARD.name, unit.microbatch, unit.slice) in self._forwards
 
     def is_compared(self, stage: Stage, unit: Unit) -> bool:
-        if self.compares and stage.module not in self.known:
-            self.known.add(stage.module)
-            self._first[stage.info] = unit.microbatch
-        return self._first.get(stage.info) == unit.microbatch
+        if stage.info not in self._first:
+            layers = ((type(module), module.training) for module in stage.module.modules())
+            like = (self.config.recompute_of(stage.info.index), *layers)
+            is_first = self.compares and like not in self.known.get(stage.module, ())
+            self._first[stage.info] = unit.microbatch if is_first else None
+            if is_first:
+                self.known.setdefault(stage.module, set()).add(like)
+        return self._first[stage.info] == unit.microbatch
 
 
 class Recompute(Compared):
     """The F of a unit that has an R keeps nothing, and the R makes what any other F keeps."""
 
-    known: ClassVar[WeakSet[nn.Module]] = WeakSet()
+    known: ClassVar[WeakKeyDictionary[nn.Module, set[Any]]] = WeakKeyDictionary()
 
     def takes_part(self, call: Call) -> bool:
         if not super().takes_part(call):
@@ -83,7 +87,7 @@ class Recompute(Compared):
 class Offloading(Compared):
     """Moves what the Fs save that have an O in the plan."""
 
-    known: ClassVar[WeakSet[nn.Module]] = WeakSet()
+    known: ClassVar[WeakKeyDictionary[nn.Module, set[Any]]] = WeakKeyDictionary()
 
     def takes_part(self, call: Call) -> bool:
         if not super().takes_part(call):

@@ -358,3 +358,33 @@ def test_mistakes(make: Any, options: dict[str, Any], error: type[Exception], te
             model=chunk,
             num_microbatches=2,
         )
+
+
+def test_what_is_recomputed_in_later_steps_is_compared_too() -> None:
+    """A chunk was compared once: where more of it was recomputed later, another layer was put in, or it began to train,
+    what was not as in the forward went into the gradients without a word."""
+    generator = torch.Generator()  # of no module
+
+    def drops(self: Calling, x: Tensor) -> Tensor:
+        return self.a(x) * torch.rand(x.shape, generator=generator) if self.training else self.a(x)
+
+    def run() -> None:
+        get_forward_backward_func("gpipe")(
+            lambda items, chunk: (chunk(next(items)), lambda out: (out.square().mean(), 0)),
+            iter(torch.randn(2, BATCH, HIDDEN)),
+            chunk,
+            2,
+        )
+
+    (info,) = stages_for_rank("gpipe", 0, 1)
+    for change in ("more is recomputed", "another layer", "training"):
+        layers = nn.Sequential(nn.Tanh() if change == "another layer" else Calling(drops), nn.Linear(HIDDEN, HIDDEN))
+        recompute = 1 if change == "more is recomputed" else "all"
+        chunk = PipelineStage(layers.train(change != "training"), info, PipelineConfig(recompute=recompute))
+        run()
+        chunk.config.recompute = "all"
+        if change == "another layer":
+            layers[0] = Calling(drops)
+        chunk.train()
+        with pytest.raises(RuntimeError, match="cannot be computed again: a tensor"):
+            run()
