@@ -116,7 +116,7 @@ class UndescribedMessages:
                 (sends and sent is None, index),
             ):
                 if is_undescribed:
-                    arguments[boundary_name(boundary)] = "described by a header"
+                    arguments[boundary_name(boundary)] = "described by a header, as in the first step of a new chunk"
         return arguments
 
 
