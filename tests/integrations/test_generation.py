@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.marks import needs_fsdp_on_cpu
 from tools.ranks import RankPool, on_ranks
 
 pytest.importorskip("transformers")
 
 import torch
 from tools import hf_generation, hf_models
+from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig
 
+from megapipe import parallel_state
 from megapipe.integrations.transformers import generate
 
 
@@ -34,6 +37,19 @@ def test_training_is_left_as_it_was(rank: int, tmp_path: Path) -> None:
     generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=2, do_sample=True, seed=3)
     assert [module.training for module in chunks[0].modules()] == before
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@needs_fsdp_on_cpu
+@on_ranks(2)
+def test_sharded_chunks_write(rank: int, tmp_path: Path) -> None:
+    """FSDP2's classes make a copy from anew, which failed: LlamaForCausalLM.__init__() misses its config."""
+    hf_models.save_on_first(hf_models.make_model("llama"), tmp_path)
+    parallel_state.initialize_model_parallel()
+    (chunk,) = chunks = hf_models.load_chunks(tmp_path, "1f1b")
+    wanted = generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3)
+    for module in (*chunk.own_layers, chunk):
+        fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+    assert torch.equal(generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3), wanted)
 
 
 def generate_wrongly(rank: int, folder: Path, options: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ stage keeps keys and values, or states, of its own layers.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence
@@ -45,7 +44,8 @@ def generate(
     seed: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Let the model go on with prompts. Every rank of a pipeline calls it; its replicas may have other prompts.
+    """Let the model go on with prompts. Every rank of a pipeline calls it; its replicas may have other prompts. Where
+    chunks are sharded over the replicas, all of these call it and write the same number of tokens.
 
     Each stage keeps the keys and values of its own layers. In each step the sequences go through the pipeline as
     microbatches. Tokens are chosen by transformers' own code, and are those that the whole model's `generate` returns.
@@ -183,10 +183,9 @@ def _as_whole(last: Any, pipeline: _Pipeline) -> Any:
 
     forward.__signature__ = inspect.signature(whole_forward(last).__func__)  # type: ignore[attr-defined]
     kind = type(last)
-    model = copy.copy(last)
-    model.__class__ = type(
-        kind.__name__, (kind,), {"forward": forward, "__call__": forward, "__module__": kind.__module__}
-    )
+    own = {"forward": forward, "__call__": forward, "__module__": kind.__module__}
+    model: Any = object.__new__(type(kind.__name__, (kind,), own))  # FSDP2's own would make a model without shards
+    model.__dict__.update(last.__dict__)
     model.config = last.config.model_config
     return model
 
