@@ -20,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from tools import hf_models
 
+import megapipe
 from megapipe.failures import is_disk_full
 from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items, load_weights, save_pretrained
 from megapipe.safetensors_files import Entry, SafetensorsFile
@@ -102,6 +103,28 @@ def test_a_folder_has_nothing_else_than_the_model(rank: int, tmp_path: Path) -> 
         chunk.__class__ = type(f"FSDP{type(chunk).__name__}", (type(chunk),), {})
     save_pretrained(chunks, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@on_ranks(2)
+def test_files_while_a_step_is_not_validated(rank: int, tmp_path: Path) -> None:
+    """Weights were saved that the next step took back, and loaded ones were lost to those from before the step."""
+    hf_models.save_on_first(hf_models.make_model("llama"), tmp_path / "given")
+    chunks = hf_models.load_chunks(tmp_path / "given", "1f1b")
+    given = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+    optimizer = megapipe.PostValidatedOptimizer(chunks, lambda groups: torch.optim.SGD(groups, lr=1.0), max_norm=1e-3)
+    chunks[0].config.post_validated_optimizer = optimizer
+    for function in (save_pretrained, load_weights):
+        optimizer._waits = False
+        hf_models.run("1f1b", chunks, hf_models.batches(2))
+        optimizer.step()  # is to be clipped
+        function(chunks, tmp_path / ("saved" if function is save_pretrained else "given"))
+        optimizer.finalize()
+        optimizer.zero_grad()
+        if function is save_pretrained:
+            dist.barrier()
+            saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+            assert all(torch.equal(p, saved[name]) for chunk in chunks for name, p in chunk.named_parameters())
+    assert all(map(torch.equal, (p for chunk in chunks for p in chunk.parameters()), given))
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ...all_ranks import AllRanks
 from .cut import Absent, cut
-from .step import tied_names
+from .step import finalize_weights, tied_names
 from .whole import make_meta_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -44,6 +44,7 @@ def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
     path = Path(path)
     with AllRanks("the loading of a model", dist.group.WORLD).together(), _no_progress_bars():
         files = _files_of(path)
+        finalize_weights(chunks)  # or a step that is taken back would put the old ones back
         for chunk in chunks:
             _load_chunk(chunk, files, path)
             if (path / "generation_config.json").exists() and chunk.can_generate():

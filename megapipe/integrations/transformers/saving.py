@@ -23,7 +23,7 @@ from ...all_ranks import AllRanks
 from ...failures import is_disk_full
 from ...safetensors_files import Entry, SafetensorsFile, finish_files, share_out
 from .adapters import adapters_of, has_adapters, save_adapter_config
-from .step import tied_names
+from .step import finalize_weights, tied_names
 
 OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -45,6 +45,7 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
     folder, group = Path(folder), parallel_state.find_pipeline_group()
     ranks = AllRanks("the saving of a model", dist.group.WORLD)
     with ranks.together() as phase:
+        finalize_weights(chunks)
         phase.own = [_described(chunk) for chunk in chunks]
     members = [0] if group is None else dist.get_process_group_ranks(group)
     stages = sorted(one for member in members for one in phase.all[member])
