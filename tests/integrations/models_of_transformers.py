@@ -127,10 +127,11 @@ def test_captured_stages(rank: int, num_ranks: int, name: str, schedule: str, tm
         ("llama", None, {"target_modules": ["q_proj", "lm_head"]}),
         ("llama", None, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 1]}),
         ("llama", None, {"target_modules": r".*layers\.[67]\.mlp\.up_proj", "modules_to_save": ["lm_head"]}),
+        ("llama-tied", None, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
         ("llama", [8, 0, 0, 0], {"target_modules": ["embed_tokens", "down_proj"]}),
         ("mixtral", None, {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}),
     ],
-    ids=["all", "gemma2", "gpt2", "head", "first layers", "last layers", "one stage", "experts"],
+    ids=["all", "gemma2", "gpt2", "head", "first layers", "last layers", "tied head", "one stage", "experts"],
 )
 @on_ranks(2)
 def test_adapters_are_trained_and_only_they_are_saved(

@@ -145,8 +145,9 @@ def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
     else:  # a layer whose adapters were deleted keeps its own in it
         state = {name.replace(".base_layer.", "."): tensor for name, tensor in chunk.state_dict().items()}
     by_layer: dict[int | None, dict[str, Tensor]] = defaultdict(dict)
+    ties = {} if has_adapters(chunk) else tied_names(chunk)  # a copy of the head that an adapter trains is not tied
     for name, tensor in state.items():
-        if name not in tied_names(chunk):
+        if name not in ties:
             by_layer[chunk.parts.layer_of(name)][name] = tensor
     for tensors in by_layer.values():
         whole = {name: tensor.to("meta") if on_meta else _whole(tensor) for name, tensor in tensors.items()}
