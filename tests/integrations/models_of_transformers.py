@@ -165,6 +165,16 @@ def test_adapters_are_trained_and_only_they_are_saved(
 
 
 @on_ranks(2)
+def test_single_tokens_are_not_trained(rank: int) -> None:
+    """Stages without an embedding raised that AbsentWeights have no in_features, and others went on."""
+    peft = pytest.importorskip("peft")
+    hf_models.initialise(2)
+    (chunk,) = build_chunks(hf_models.make_config("llama"), "1f1b")
+    with pytest.raises(ValueError, match="trainable_token_indices are not known to the stages without an embedding"):
+        chunk.add_adapter(peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2]))
+
+
+@on_ranks(2)
 def test_a_deleted_adapter_leaves_no_names(rank: int, tmp_path: Path) -> None:
     """Layers stay those of peft, and weights were saved under names that from_pretrained does not know."""
     peft = pytest.importorskip("peft")

@@ -22,11 +22,21 @@ class WithAdapters(nn.Module):
     """What stages do otherwise than transformers' models."""
 
     config: Any
+    stage: Any
     peft_config: dict[str, Any]
     _active: list[str]
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """What there is of it on this stage, as in transformers. Every rank calls it for all of its chunks."""
+        """What there is of it on this stage, as in transformers. Every rank calls it for all of its chunks.
+
+        Raises:
+            ValueError: where single tokens are to be trained, whose embedding or head other stages lack.
+        """
+        if self.stage.num_stages > 1 and getattr(adapter_config, "trainable_token_indices", None):
+            raise ValueError(
+                "trainable_token_indices are not known to the stages without an embedding, nor summed over those of a "
+                "tied one: name the embedding among target_modules."
+            )
         peft, constants = (importlib.import_module(name) for name in ("peft", "peft.utils.constants"))
         name, wanted, own = adapter_name or "default", copy.deepcopy(adapter_config), copy.deepcopy(adapter_config)
         whole = make_meta_model(copy.deepcopy(self.config.model_config), torch.float32)
