@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import as_list, as_sharded, gradient_of, local, named_parameters, zero_gradient
+from ..chunks import Models, as_list, as_sharded, gradient_of, local, named_parameters, zero_gradient
 from ..failures import collective
 from ..frameworks import Framework, StepEnd, ties
 
@@ -53,6 +54,7 @@ class TiedWeights:
         found = [(name, parameter) for wanted in dict.fromkeys(names) for name, parameter in named if name == wanted]
         self.names = tuple(names)
         self.is_summed = False
+        self._checked: WeakSet[nn.Module] = WeakSet()  # chunks in whose steps it has summed
         owners = {
             id(parameter): (module, key)
             for chunk in as_list(model)
@@ -75,6 +77,11 @@ class TiedWeights:
         first = next(copy.rank for copy in copies if copy.name == names[0])
         self._has_first = first == rank
         self._make_equal(holders.index(first))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TiedWeights:
+        """Itself, for copies of a chunk that has it: connections cannot be copied. Copies that are to be trained need
+        one made from them, as `sum_gradients` says."""
+        return self
 
     def _copies(self) -> list[Any]:
         """Those of this rank now: `fully_shard` puts others in their place."""
@@ -109,20 +116,36 @@ class TiedWeights:
             known: dict[Any, TiedWeights] = chunk.__dict__.setdefault("tied_weights", {})
             known[self.names] = self
 
-    def sum_gradients(self, *finalize_arguments: object) -> None:
+    def sum_gradients(self, models: Models = (), *finalize_arguments: object) -> None:
         """Give all copies the sum of their gradients. Every rank calls it, once after each training step.
 
-        It may be the `finalize_model_grads_func` itself, whose arguments it ignores, or be called by it.
+        It may be the `finalize_model_grads_func` itself, or be called by it.
+
+        Args:
+            models: the chunks of the step, to check that the copies are theirs.
+            finalize_arguments: further ones, which it ignores.
 
         Raises:
-            ValueError: for gradients kept as `main_grad`.
+            ValueError: for gradients kept as `main_grad`, and where the chunks are others.
             PipelineError: where another rank has failed.
         """
         self.is_summed = True
+        self._check_owned(as_list(models))
         self._mark(copies := self._copies())
         with collective("the summing of tied weights' gradients"):
             self._check_trained(copies)
             self._sum({parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad})
+
+    def _check_owned(self, chunks: list[nn.Module]) -> None:
+        if self._checked.issuperset(chunks):
+            return
+        modules = {id(module) for chunk in chunks for module in chunk.modules()}
+        if any(id(module) not in modules for module, _ in self._owners):
+            raise ValueError(
+                f"{', '.join(self._names)}, a tied weight, is not that of the chunks of this step, which are copies or "
+                "have other modules now: make a TiedWeights of these, and call its sum_in_steps."
+            )
+        self._checked.update(chunks)
 
     def _check_trained(self, copies: list[Any]) -> None:
         """Raises ValueError where only some of the copies are frozen. On a device only a rank where that has changed
@@ -166,7 +189,7 @@ class _InSteps(Framework):
         yield
         for one in tied.values():
             if not one.is_summed and not end.step.forward_only:
-                one.sum_gradients()
+                one.sum_gradients(end.step.models)
 
 
 framework = _InSteps()

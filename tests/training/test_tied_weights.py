@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -73,6 +74,27 @@ def test_steps_sum_by_themselves(rank: int) -> None:
     run("1f1b", chunks, M)
     own = chunks[0].head.weight if rank else chunks[0].embedding.weight
     assert not torch.equal(own.grad, unpartitioned().head.weight.grad)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(2)
+def test_copies_of_chunks(rank: int, schedule: str) -> None:
+    """Chunks could not be copied, as averages of the weights are. In a V each copy had a sum of its own, of weights
+    that were not trained, and the two weights grew apart."""
+    chunks = build(schedule, 2, 8)
+    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    copies = [torch.optim.swa_utils.AveragedModel(chunk).module for chunk in chunks]
+    run(schedule, copies, M, forward_only=True)
+    run(schedule, chunks, M)
+    assert_same_gradients(chunks, unpartitioned(), schedule)
+    TiedWeights(copies, NAMES).sum_in_steps(copies)
+    run(schedule, copies, M)
+    assert_same_gradients(copies, unpartitioned(), schedule)
+    copies = copy.deepcopy(chunks)
+    has_none = schedule == "zbv" and rank == 1  # and hears of it in the next step
+    what = "a tied weight, is not that of the chunks of this step"
+    with pytest.raises((PipelineError, ValueError), match=what) if not has_none else nullcontext():
+        run(schedule, copies, M)
 
 
 @on_ranks(2)
