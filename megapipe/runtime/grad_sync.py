@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ..chunks import wrapped_in
+from ..chunks import as_sharded, trained_parameters, wrapped_in
 from ..config import StepConfig
 from ..weight_grad import visit_gradient_nodes
 from .plans import PlanKey
@@ -149,17 +150,34 @@ class GradientSync(AbstractContextManager["GradientSync"]):
             self._contexts[context].enter_context(no_sync())
 
 
+_tokens_before: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""By a model's first chunk, the tokens of its calls since gradients were finalized."""
+
+
+def forget_tokens(models: Sequence[nn.Module]) -> None:
+    """Before a call: where gradients have been cleared, tokens of earlier calls do not count. Shards do not tell."""
+    if models[0] in _tokens_before:
+        trained = [parameter for _, parameter in trained_parameters(models)]
+        if trained and all(p.grad is None and as_sharded(p) is None for p in trained):
+            del _tokens_before[models[0]]
+
+
 def finalize_gradients(
     config: StepConfig, models: list[nn.Module], num_tokens: Tensor, keywords: dict[str, Any]
 ) -> None:
-    """Call the caller's `finalize_model_grads_func`, with those of Megatron's `keywords` that it takes.
+    """Call the caller's `finalize_model_grads_func`, with those of Megatron's `keywords` that it takes. Without one
+    gradients go on to be added up, and their tokens with them.
 
     Args:
         num_tokens: sum over the microbatches, of shape [], in float64.
     """
     function = config.finalize_model_grads_func
+    tokens: Tensor | None = None
+    if config.calculate_per_token_loss:
+        tokens = num_tokens + _tokens_before.pop(models[0], 0)
+        if function is None:
+            _tokens_before[models[0]] = tokens
     if function is not None:
-        tokens = num_tokens if config.calculate_per_token_loss else None
         function(models, tokens, **{name: value for name, value in keywords.items() if _takes(function, name)})
 
 

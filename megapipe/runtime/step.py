@@ -20,7 +20,7 @@ from ..plan import AnySchedule, Schedule, StageInfo, find_schedule
 from ..stages import Call
 from .arguments import check_call, chunks_of, config_of, is_forward_only, iterator_per_chunk, pipeline_group
 from .garbage import collector
-from .grad_sync import finalize_gradients
+from .grad_sync import finalize_gradients, forget_tokens
 from .runner import Runner, situation_of
 from .session import Alone, Session, one_step
 
@@ -60,6 +60,8 @@ def run_step(
         keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
         with collector.between_steps(call.config.gc_interval, models):
             runner = find_runner(schedule, call, session)
+            if not call.forward_only:
+                forget_tokens(models)
             try:
                 runner.run(call)
             except BaseException:
@@ -67,7 +69,7 @@ def run_step(
                 raise
             if known or call.config.broadcast_reports:
                 _end_step(known, call, runner, session, keywords)
-            elif not call.forward_only and call.config.finalize_model_grads_func is not None:
+            elif not call.forward_only:
                 finalize_gradients(call.config, models, call.num_tokens, keywords)
     return call.results
 

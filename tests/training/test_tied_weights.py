@@ -229,6 +229,29 @@ def test_divided_by_the_tokens_of_all_stages_and_replicas(
     ranks.run(num_ranks, divided, schedule, averaged)
 
 
+@on_ranks(2)
+def test_tokens_of_several_calls(rank: int) -> None:
+    """Gradients that were added up over two calls were divided by the tokens of the second, so they were too large."""
+    chunks = build("1f1b", 2, 8)
+    chunks[0].config.calculate_per_token_loss = True
+    found: list[float] = []
+
+    def call(*, is_last: bool) -> None:
+        noted = (lambda models, num_tokens: found.append(num_tokens.item())) if is_last else None
+        chunks[0].config.finalize_model_grads_func = noted
+        run("1f1b", chunks, M, forward_step_func=sums_over_tokens)
+
+    for are_last in ([True], [False, True], [True]):
+        for is_last in are_last:
+            call(is_last=is_last)
+        chunks[0].zero_grad()
+    call(is_last=False)
+    chunks[0].zero_grad()  # nothing is to be divided by the tokens of what was thrown away
+    call(is_last=True)
+    assert found == [found[0] * number for number in (1, 2, 1, 1)]
+    assert (found[0] > 0) == (rank == 1)
+
+
 def test_dividing_needs_a_number(ranks: RankPool) -> None:
     with pytest.raises(ValueError, match="set config\\.calculate_per_token_loss"):
         divide_by_num_tokens([nn.Linear(1, 1)], None)
