@@ -14,6 +14,7 @@ on one is the same error on all.
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import random
 import sys
@@ -107,7 +108,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._naming = (global_name, parts)
-        self._names_are_checked = False
+        self._uses: list[Any] = []  # by rank, the names that have been checked
         self._shared: set[str] = set()
         self._writing: Future[None] | None = None
         self._damaged: list[Path] = []  # checkpoints that `load` has passed over
@@ -142,9 +143,10 @@ class Checkpointer:
         with self._ranks.together() as phase:
             check_steps([rank["step"] for rank in ranks])
             check_same([rank["fingerprints"] for rank in ranks])
-            if not self._names_are_checked:
-                self._shared = find_shared(use for rank in ranks for use in rank["uses"])
-            shared = self._shared
+            uses, shared = [rank["uses"] for rank in ranks], self._shared
+            if any(one is not None for one in uses):
+                uses = [before if one is None else one for one, before in itertools.zip_longest(uses, self._uses)]
+                shared = find_shared(use for one in uses for use in one)
             sums = uses_of(state, self._ranks.rank, shared) if shared else []
             name = ""
             if self._ranks.rank == 0:
@@ -156,7 +158,8 @@ class Checkpointer:
         (name, _), *_ = phase.all
         with self._ranks.together():
             check_tied(use for _, sums in phase.all for use in sums)
-            self._names_are_checked = True
+            if None not in uses:
+                self._uses, self._shared = uses, shared
             writer = Writer(self._folder / name, self._keep_last)
             if self._asynchronous:
                 tensors = _on_host(tensors)
@@ -276,13 +279,14 @@ class Checkpointer:
     def _own(self, step: int, state: FullState, common: dict[str, Any]) -> dict[str, Any]:
         """What other ranks need from this rank to save."""
         rank, is_alone = self._ranks.rank, self._ranks.num_ranks == 1
+        uses = [list(use) for use in uses_of(state, rank)]
         packed = serialise(state.settings(), "what the optimizer has in its groups and state").numpy().data
         return {
             "step": self._claim(step),
             "fingerprints": {} if is_alone else fingerprints_of(**common),
             "optimizers": base64.b64encode(packed).decode(),
             "aliases": state.aliases,
-            "uses": [] if self._names_are_checked else uses_of(state, rank),
+            "uses": uses if self._uses[rank : rank + 1] != [uses] else None,  # as before
         }
 
     def _run_of(self, step: int, data: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -497,6 +497,25 @@ def test_errors_that_cannot_be_sent(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_names_that_are_new_are_compared(rank: int, tmp_path: Path) -> None:
+    """Only the first save looked for one name of different parameters: of those added later one was lost."""
+    parallel_state.initialize_model_parallel(2)
+    chunk = nn.ModuleDict({str(rank): filled(1.0)})
+    checkpointer = Checkpointer(tmp_path, chunk)
+    checkpointer.save(1)
+    chunk["new"] = filled(float(rank))
+    with pytest.raises(ValueError, match="new.weight is the name of different parameters"):
+        checkpointer.save(2)
+    del chunk["new"]
+    if rank == 1:
+        chunk["new"] = filled(1.0)
+    checkpointer.save(2)
+    chunk["0"] = filled(1.0 + rank)  # a name that rank 0 has had from the first
+    with pytest.raises(ValueError, match="0.weight is the name of different parameters"):
+        checkpointer.save(3)
+
+
+@on_ranks(2)
 def test_ranks_tell_each_other_three_times(rank: int, tmp_path: Path) -> None:
     """A save had ten exchanges, the first seventeen, and a load fifteen, all pickled. Now what a rank tells comes with
     its error, as JSON."""
