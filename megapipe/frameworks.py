@@ -62,6 +62,9 @@ class Framework:
         """Functions that return and set the states of random numbers that it keeps besides torch's own."""
         return ()
 
+    def begin_training(self, models: Sequence[Any]) -> None:
+        """Called before the loops of a training step."""
+
     def around_finalizing(self, end: StepEnd) -> AbstractContextManager[None]:
         """Entered on every rank when the loops of a step are done, and left when gradients are finalized."""
         return nullcontext()

@@ -151,7 +151,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 
 
 _tokens_before: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""By a model's first chunk, the tokens of its calls since gradients were finalized."""
+"""The tokens of calls since gradients were finalized, by the model's first chunk."""
 
 
 def forget_tokens(models: Sequence[nn.Module]) -> None:

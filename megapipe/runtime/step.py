@@ -61,7 +61,10 @@ def run_step(
         with collector.between_steps(call.config.gc_interval, models):
             runner = find_runner(schedule, call, session)
             if not call.forward_only:
-                forget_tokens(models)
+                for framework in known:
+                    framework.begin_training(models)
+                if call.config.calculate_per_token_loss:
+                    forget_tokens(models)
             try:
                 runner.run(call)
             except BaseException:
@@ -69,7 +72,9 @@ def run_step(
                 raise
             if known or call.config.broadcast_reports:
                 _end_step(known, call, runner, session, keywords)
-            elif not call.forward_only:
+            elif not call.forward_only and (
+                call.config.calculate_per_token_loss or call.config.finalize_model_grads_func is not None
+            ):
                 finalize_gradients(call.config, models, call.num_tokens, keywords)
     return call.results
 

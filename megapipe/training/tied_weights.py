@@ -54,6 +54,7 @@ class TiedWeights:
         found = [(name, parameter) for wanted in dict.fromkeys(names) for name, parameter in named if name == wanted]
         self.names = tuple(names)
         self.is_summed = False
+        self._holds_sum = False  # since the last training step, each copy
         self._checked: WeakSet[nn.Module] = WeakSet()  # chunks in whose steps it has summed
         owners = {
             id(parameter): (module, key)
@@ -107,7 +108,7 @@ class TiedWeights:
 
     def sum_in_steps(self, chunks: Sequence[nn.Module]) -> None:
         """Let each training step sum the gradients by itself, behind `finalize_model_grads_func`, unless that has done
-        it. `split` and `build_chunks` do so. To add gradients up over several calls, clear `chunk.tied_weights`.
+        it. `split` and `build_chunks` do so. Gradients may be added up over several calls.
 
         Args:
             chunks: this rank's.
@@ -135,6 +136,15 @@ class TiedWeights:
         with collective("the summing of tied weights' gradients"):
             self._check_trained(copies)
             self._sum({parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad})
+        self._holds_sum = True
+
+    def begin_step(self) -> None:
+        """Before a training step that sums by itself: what is in the gradients of all copies counts once."""
+        if self._holds_sum:
+            for parameter in self._copies():
+                if parameter.grad is not None and getattr(parameter, "shared", False):
+                    local(parameter.grad).zero_()
+        self._holds_sum = False
 
     def _check_owned(self, chunks: list[nn.Module]) -> None:
         if self._checked.issuperset(chunks):
@@ -179,17 +189,25 @@ class TiedWeights:
 
 
 class _InSteps(Framework):
-    """The end of a step, where chunks have weights that it sums."""
+    """Training steps of chunks that have weights which they sum."""
+
+    def begin_training(self, models: Sequence[nn.Module]) -> None:
+        for one in self._of(models):
+            one.begin_step()
 
     @contextmanager
     def around_finalizing(self, end: StepEnd) -> Iterator[None]:
-        tied = {names: one for chunk in end.step.models for names, one in getattr(chunk, "tied_weights", {}).items()}
-        for one in tied.values():
+        tied = self._of(end.step.models)
+        for one in tied:
             one.is_summed = False
         yield
-        for one in tied.values():
+        for one in tied:
             if not one.is_summed and not end.step.forward_only:
                 one.sum_gradients(end.step.models)
+
+    def _of(self, models: Sequence[nn.Module]) -> list[TiedWeights]:
+        tied = {names: one for chunk in models for names, one in getattr(chunk, "tied_weights", {}).items()}
+        return list(tied.values())
 
 
 framework = _InSteps()

@@ -78,6 +78,23 @@ def test_steps_sum_by_themselves(rank: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(2)
+def test_several_calls_add_up(rank: int, schedule: str) -> None:
+    """The sum of the first call was counted once for each copy."""
+    chunks, model = build(schedule, 2, 8), unpartitioned()
+    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    for calls in range(1, 4):
+        run(schedule, chunks, M)
+        run(schedule, chunks, M, forward_only=True)
+        for name, grad in ((name, grad) for chunk in chunks for name, grad in gradients(chunk).items()):
+            torch.testing.assert_close(grad, calls * model.get_parameter(name).grad)
+    for chunk in chunks:
+        chunk.zero_grad(set_to_none=False)
+    run(schedule, chunks, M)
+    assert_same_gradients(chunks, model, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(2)
 def test_copies_of_chunks(rank: int, schedule: str) -> None:
     """Chunks could not be copied, as averages of the weights are. In a V each copy had a sum of its own, of weights
     that were not trained, and the two weights grew apart."""
