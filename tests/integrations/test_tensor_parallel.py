@@ -36,7 +36,7 @@ from megapipe.overlap import in_segments
 from megapipe.weight_grad import DeferredGrads
 
 NUM_LAYERS, NUM_MICROBATCHES, SEQUENCE = 4, 4, 6
-SCHEDULES = ("1f1b", "zbv", "dualpipev")
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
 
 
 def parallelize(model: Stage, mesh: DeviceMesh, shares_logits: bool = False) -> Stage:
@@ -109,7 +109,7 @@ def test_gradients_and_norms(rank: int) -> None:
     norm = torch.nn.utils.get_total_norm(list(on_one_rank.values()))
     in_no_pipeline = reference(parallelize(Stage(StageInfo(0, 1), NUM_LAYERS), mesh["tp"]))
     for schedule in SCHEDULES:
-        chunks = build(schedule, mesh, deferred=schedule != "1f1b")
+        chunks = build(schedule, mesh, deferred="1f1b" not in schedule)
         step(schedule, chunks)
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
