@@ -171,6 +171,9 @@ def _names_by_stage(names: list[str], readers: Mapping[int, set[str]]) -> dict[i
 class Part(nn.Module):
     """The operations of one stage, in training and in evaluation, over the same parameters and buffers."""
 
+    calls_no_modules = True
+    """Those in it only hold parameters: it wraps none, one called `module` neither, and their hooks do not run."""
+
     def __init__(self, traces: Sequence[Trace], state: State, stage: int, arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self._structure = pytree.tree_structure(arguments) if stage == 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,17 @@ def test_a_shared_weight_that_is_unfrozen_later() -> None:
     model.emb.weight.requires_grad_(True).register_hook(lambda grad: 2 * grad)
     with pytest.raises(CannotSplitError, match=r"emb.weight has hooks, and several stages read it"):
         split(model, batches[0], "zbv")
+
+
+@on_ranks(2)
+def test_a_part_called_module(rank: int) -> None:
+    """A stage with nothing else was taken for a wrapper: names that others know lacked it, and tied weights were on no
+    stage. What a wrapper wraps would be computed again, which here is never called."""
+    use_groups()
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(module=Net(reads_a_weight_again), out=nn.Linear(16, D)))
+    config = megapipe.PipelineConfig(recompute="all")
+    check(model, [TOKENS() for _ in range(4)], "1f1b", tied=("module.emb.weight",), config=config)
 
 
 def test_one_tensor_twice_in_the_example() -> None:
