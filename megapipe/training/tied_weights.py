@@ -54,7 +54,7 @@ class TiedWeights:
         found = [(name, parameter) for wanted in dict.fromkeys(names) for name, parameter in named if name == wanted]
         self.names = tuple(names)
         self.is_summed = False
-        self._holds_sum = False  # since the last training step, each copy
+        self._summed: list[Any] = []  # copies that hold the sum since the last training step
         self._checked: WeakSet[nn.Module] = WeakSet()  # chunks in whose steps it has summed
         owners = {
             id(parameter): (module, key)
@@ -136,15 +136,14 @@ class TiedWeights:
         with collective("the summing of tied weights' gradients"):
             self._check_trained(copies)
             self._sum({parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad})
-        self._holds_sum = True
+        self._summed = copies
 
     def begin_step(self) -> None:
         """Before a training step that sums by itself: what is in the gradients of all copies counts once."""
-        if self._holds_sum:
-            for parameter in self._copies():
-                if parameter.grad is not None and getattr(parameter, "shared", False):
-                    local(parameter.grad).zero_()
-        self._holds_sum = False
+        for parameter in self._summed:  # `fully_shard` may have put others in their place since
+            if parameter.grad is not None and getattr(parameter, "shared", False):
+                local(parameter.grad).zero_()
+        self._summed = []
 
     def _check_owned(self, chunks: list[nn.Module]) -> None:
         if self._checked.issuperset(chunks):

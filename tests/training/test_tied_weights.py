@@ -145,6 +145,22 @@ def test_sharded_after_they_were_tied(rank: int) -> None:
     assert getattr(own, "shared", False) == (rank == 1)
 
 
+@needs_fsdp_on_cpu
+@on_ranks(2)
+def test_shards_whose_gradients_are_whole_meanwhile(rank: int) -> None:
+    """A validation between two calls shards parameters. Their sum was then counted once for each copy."""
+    chunks = build("1f1b", 2, 8)
+    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    fully_shard(chunks[0], mesh=DeviceMesh.from_group(parallel_state.get_data_parallel_group(), "cpu"))
+    for is_last in (False, True):
+        chunks[0].set_requires_gradient_sync(is_last)
+        chunks[0].set_reshard_after_backward(is_last)
+        run("1f1b", chunks, M)
+        run("1f1b", chunks, M, forward_only=True)
+    own = chunks[0].head.weight if rank else chunks[0].embedding.weight
+    torch.testing.assert_close(own.grad.full_tensor(), 2 * unpartitioned().head.weight.grad)
+
+
 @on_ranks(2)
 def test_one_parameter_under_two_names(rank: int) -> None:
     """V placement: nothing to sum."""
