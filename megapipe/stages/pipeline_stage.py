@@ -136,6 +136,7 @@ def _without_prefix(stage: nn.Module, state_dict: Any, prefix: str, local_metada
 
 def _with_prefix(stage: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     own = {*stage._parameters, *stage._buffers, *stage._modules} - {"module"}  # registered on the stage itself
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        if key.removeprefix(prefix).partition(".")[0] not in own:
-            state_dict[prefix + PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
+    names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    of_module = {name: state_dict.pop(prefix + name) for name in names if name.partition(".")[0] not in own}
+    for name, value in of_module.items():  # behind that: one may have the name that another one gets
+        state_dict[prefix + PREFIX + name] = value

@@ -129,6 +129,9 @@ def test_names_are_those_of_the_module() -> None:
         assert module[0].weight.eq(3).all()
     with pytest.raises(RuntimeError, match=r'Missing key.* "module.0.weight"'):
         stage.load_state_dict({name: t for name, t in stage.state_dict().items() if name != "0.weight"})
+    module[0].register_module("module", nn.Linear(2, 2))
+    PipelineStage(module[0], StageInfo(0, 2)).load_state_dict(module[0].state_dict())  # `weight` took another's name
+    del module[0].module
     stage.register_buffer("own", torch.ones(1))  # as docs/own_model.md has it for stages without parameters
     stage.load_state_dict(stage.state_dict())
 
