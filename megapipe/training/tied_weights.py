@@ -128,6 +128,7 @@ class TiedWeights:
 
         Raises:
             ValueError: for gradients kept as `main_grad`, and where the chunks are others.
+            TypeError: for sparse gradients.
             PipelineError: where another rank has failed.
         """
         self.is_summed = True
@@ -260,4 +261,6 @@ def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
     if gradient_of(name, parameter) is None:
         parameter.grad = zero_gradient(parameter)
     assert parameter.grad is not None
+    if parameter.grad.layout is not torch.strided:
+        raise TypeError(f"the gradient of {name}, a tied weight, is sparse: make it dense (sparse=False).")
     return local(parameter.grad)

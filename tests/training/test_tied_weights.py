@@ -132,6 +132,17 @@ def test_copies_that_are_laid_out_otherwise(rank: int) -> None:
         assert torch.equal(weight.grad, 3 * value)
 
 
+@on_ranks(2)
+def test_a_sparse_gradient_is_refused(rank: int) -> None:
+    """Torch's error was of a memory format, and named no weight."""
+    chunks = build("1f1b", 2, 8)
+    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    if rank == 0:
+        chunks[0].embedding.sparse = True
+    with pytest.raises((PipelineError, TypeError), match=r"gradient of embedding.weight, a tied weight, is sparse"):
+        run("1f1b", chunks, M)
+
+
 @needs_fsdp_on_cpu
 @on_ranks(2)
 def test_sharded_after_they_were_tied(rank: int) -> None:
