@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..chunks import find_attribute
 from ..plan import Kind, gathered_chunks
 from ..runtime import GradientSync
 from ..sharding import ShardedChunks
@@ -35,16 +36,16 @@ class FullyShard(Extension):
         return True
 
     def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
-        if kind.message != "backward":
+        # FSDP2 ends a backward in all modules, also in those that were not run, and waits itself where one is called.
+        if kind.message != "backward" and not (kind.is_forward and find_attribute(stage.module, "calls_no_modules")):
             return run
         chunk = [model is stage.module for model in self._models].index(True)
 
-        def backward(unit: Unit) -> None:
-            # FSDP2 ends a backward in all modules, also in those that were not run.
+        def gathered(unit: Unit, *extra: bool) -> None:
             self._sharded.wait_for_gathers(chunk)
-            run(unit)
+            run(unit, *extra)
 
-        return backward
+        return gathered
 
     def gradient_sync(self, make: Callable[..., GradientSync]) -> Callable[..., GradientSync]:
         return partial(ShardedSync, self._sharded)

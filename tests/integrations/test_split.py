@@ -13,13 +13,14 @@ import torch
 from fuzz.forwards import Forward, judge
 from tools import plain_models
 from tools.against import use_groups
-from tools.marks import needs_masks_exported
+from tools.marks import needs_fsdp_on_cpu, needs_masks_exported
 from tools.ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import megapipe
-from megapipe import CannotSplitError, split
+from megapipe import CannotSplitError, parallel_state, split
 
 D = 8
 
@@ -279,6 +280,27 @@ def test_a_shared_weight_that_is_unfrozen_later() -> None:
     model.emb.weight.requires_grad_(True).register_hook(lambda grad: 2 * grad)
     with pytest.raises(CannotSplitError, match=r"emb.weight has hooks, and several stages read it"):
         split(model, batches[0], "zbv")
+
+
+@needs_fsdp_on_cpu
+@on_ranks(2)
+def test_layers_that_are_sharded(rank: int) -> None:
+    """They are never called, so nothing waited for their parameters: an error of mixed tensors."""
+    use_groups(1)
+    model, batches = make("gpt")
+    expected = [loss_of(model(*batch)) for batch in batches]
+    torch.stack(expected).mean().backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    (chunk,) = split(model, batches[0], "1f1b")
+    for one in (chunk.module.blocks.get_submodule("1"), chunk):
+        fully_shard(one, mesh=parallel_state.get_data_parallel_mesh())
+    train = megapipe.get_forward_backward_func("1f1b")
+    for options in ({"forward_only": True}, {}):
+        data = iter(batches)
+        losses = train(forward_step_func=step, data_iterator=data, model=chunk, num_microbatches=4, **options)
+        assert losses == expected
+    for name, grad in wanted.items():
+        torch.testing.assert_close(chunk.module.get_parameter(name).grad.full_tensor(), grad)
 
 
 @on_ranks(2)
