@@ -11,7 +11,7 @@ from torch import nn
 
 from ..chunks import find_attribute
 from ..plan import Kind, gathered_chunks
-from ..runtime import GradientSync
+from ..runtime import BeginAgain, GradientSync
 from ..sharding import ShardedChunks
 from ..stages import Call, Extension, Run, Stage, Unit
 
@@ -64,6 +64,11 @@ class ShardedSync(GradientSync):
     def _begin(self, step: ExitStack) -> None:
         step.enter_context(self._sharded)
         super()._begin(step)
+
+    def __exit__(self, kind: type[BaseException] | None = None, *error: Any) -> None:
+        super().__exit__(kind, *error)
+        if kind not in (None, BeginAgain):
+            self._sharded.fail()
 
     def before_action(self) -> None:
         self._sharded.before_action()

@@ -127,6 +127,11 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
         for root in self._roots():
             root.drop_forwards()
 
+    def fail(self) -> None:
+        """The step has failed: what is left of it is no part of the next one. Waits for nobody."""
+        for root in self._roots():
+            root.fail()
+
     def _roots(self) -> Iterator[Root]:
         for roots in self._chunks:
             yield from roots

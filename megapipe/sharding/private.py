@@ -57,6 +57,12 @@ class PrivateRoot(Root):
         self.reshard()
         self._forget_forwards()
 
+    def fail(self) -> None:
+        super().fail()
+        self._forget_forwards()
+        for parameter in self._parameters():
+            parameter.unsharded_accumulated_grad = None
+
     def _finish_backwards(self) -> None:
         for group in reversed(self._groups):
             group.post_backward()

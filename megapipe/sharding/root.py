@@ -118,6 +118,13 @@ class Root:
             parameter.grad = grad
         self._module.set_manual_backward_finalization(False)
 
+    def fail(self) -> None:
+        """Forget the gradients of a step, and what was set for it."""
+        self._restore()
+        for parameter in self._parameters():
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
     # What torch before 2.15 does otherwise
 
     def _finish_backwards(self) -> None:

@@ -232,6 +232,20 @@ def test_accumulated_over_calls(rank: int) -> None:
     assert_same(chunks, expected, "accumulated")
 
 
+@pytest.mark.parametrize("forward_only", [False, True])
+@on_ranks(1)
+def test_a_step_after_one_that_failed(rank: int, forward_only: bool) -> None:
+    """On one rank the next step may be right. Its gradients stayed whole, where no optimizer looks for them."""
+    use_mesh(pp=1, dp=1)
+    (chunk,) = shard(build_replicas("1f1b", 1), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    sharded = list(chunk.parameters())
+    with pytest.raises(ValueError, match="data_iterator ended at microbatch 3 of 4"):
+        run("1f1b", chunk, 4, data_iterator=batches(3), forward_only=forward_only)
+    run("1f1b", chunk, 4)
+    for parameter, wanted in zip(sharded, replica_gradients(Stage(StageInfo(0, 1), NUM_LAYERS), 0)):
+        assert torch.equal(full(parameter.grad), wanted)
+
+
 @pytest.mark.skipif(hasattr(FSDPModule, "finalize_backward"), reason="this torch cannot do it")
 @on_ranks(4)
 def test_reduced_in_part_first(rank: int) -> None:
