@@ -90,7 +90,7 @@ def _lives(
     for action, start, end in spans:
         unit = action.stage, action.microbatch
         if KINDS[action.kind].is_forward:
-            if action not in kept:
+            if action not in kept and forward[action.stage] > 0:  # or there is nothing to copy
                 made[unit] = end
         elif KINDS[action.kind].message is not None and unit in made:
             lives[unit] = _Life(made.pop(unit), start, copying * forward[action.stage])
@@ -129,7 +129,7 @@ def _trips(lives: Mapping[Unit, _Life], or_none: bool = False) -> dict[Unit, _Tr
     for unit, life in sorted(lives.items(), key=lambda item: item[1].made):
         left[unit] = free = max(free, life.made) + life.size
     trips, before = {}, float("inf")
-    for unit, life in sorted(lives.items(), key=lambda item: -item[1].needed):
+    for unit, life in sorted(lives.items(), key=lambda item: item[1].needed)[::-1]:  # also of Bs that take no time
         before = min(before, life.needed) - life.size
         if or_none and before < left[unit] - 1e-9:
             return {}

@@ -115,6 +115,13 @@ def test_peaks(schedule: str, peaks: list[float]) -> None:
     assert [max(one.simulate().peak_activations) for one in plans] == peaks
 
 
+@pytest.mark.parametrize("costs", [Costs(forward=[1, 0, 1, 1]), Costs(backward_input=[0, 0, 1, 1], backward_weight=0)])
+def test_actions_that_take_no_time(costs: Costs) -> None:
+    """Stages without layers, and frozen ones: O came before its F, and Ls in an order that backwards do not take."""
+    for copying in (0.1, 0.5, 1):
+        offload_activations(make_plan("looped_bfs", 2, 4), costs, copying).check()
+
+
 def test_what_cannot_be_offloaded() -> None:
     plan = make_plan("1f1b", 2, 4)
     with pytest.raises(ValueError, match="more than 0, got 0"):
