@@ -255,11 +255,13 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
     training = not plan.forward_only
     alone = [min(part / 2, weight) for part, weight in zip(exchange, weights)]
     pairs = any(map(bool, plan.program.pairs))
-    hidden = [2 * part if pairs else min(2 * part, weight) for part, weight in zip(exchange, weights)]
     bounds = []
     for rank in range(plan.pp_size):
         stages = [stage for stage in range(num_stages) if plan.rank_of(stage) == rank]
-        work = sum(forward[s] + training * (inputs[s] + weights[s] - hidden[s]) for s in stages)
+        # The Ws of a chunk hide exchanges of others, too.
+        hidden, most = 2 * sum(exchange[s] for s in stages), sum(weights[s] for s in stages)
+        hidden = training * (hidden if pairs else min(hidden, most))
+        work = sum(forward[s] + training * (inputs[s] + weights[s]) for s in stages) - hidden
         start = shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
         recompute = sum(time_of(action._replace(kind=RECOMPUTE.name)) for action in plan.recomputed[rank])
         bounds.append(start + plan.num_microbatches * work + recompute)

@@ -59,6 +59,13 @@ def test_exchanges_are_a_part_of_an_action() -> None:
         plan.simulate(2.0, 1.0, exchange=1.2)
 
 
+def test_weights_of_one_chunk_hide_exchanges_of_another() -> None:
+    """The bound had each chunk's hidden by its own Ws only: a step was said to be shorter than possible."""
+    plan = make_plan("v_half", 1, 4, settings=Settings(min_pending_weights=5))
+    simulation = plan.simulate([0.36, 0.36], [0.32, 0.32], [2.6, 0.0], exchange=[0.2, 0.2])
+    assert simulation.lower_bound <= simulation.makespan
+
+
 def test_pending_weights_hide_exchanges() -> None:
     """By hand, on one rank. F0 has nothing to run meanwhile. B0 runs a part of its own W, in half of its window. F1 and
     B1 run the rest of that W, and then B1 a part of its own."""
