@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -97,6 +98,8 @@ class Settings:
     offload: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.recompute, Iterable):  # a list is true, whatever it says of each stage
+            object.__setattr__(self, "recompute", tuple(self.recompute))
         for name in ("min_pending_weights", "max_pending_weights"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is a number of Ws from 0 on, got {getattr(self, name)}.")

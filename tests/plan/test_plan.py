@@ -411,3 +411,10 @@ def test_forwards_of_pairs_are_no_pairs(name: str) -> None:
     plan = make_plan(schedule, 2, 6, forward_only=True)
     assert not any(plan.program.pairs)
     plan.check()
+
+
+def test_settings_of_each_stage_in_a_list() -> None:
+    """Any list was true: all stages were computed again, also those for which it said False."""
+    plan = make_plan("1f1b", 2, 4, settings=Settings(recompute=[False, True]))  # type: ignore[arg-type]
+    assert plan == make_plan("1f1b", 2, 4, settings=Settings(recompute=(False, True)))
+    assert not any(plan.recomputed)
