@@ -185,7 +185,8 @@ def _by_plan(
             raise ValueError(f"{name} must be {num_layers} numbers from 0 on, one for each layer, got {list(values)}.")
     limits = list(limit) if isinstance(limit, Sequence) else [math.inf if limit is None else limit] * plan.pp_size
     sums = [[0.0, *itertools.accumulate(values)] for values in layers]
-    extra = [ends[0], *[0.0] * (plan.pp_size * plan.num_chunks - 2), ends[1]] if len(plan.actions) > 1 else [sum(ends)]
+    num_stages = plan.pp_size * plan.num_chunks
+    extra = [ends[0], *[0.0] * (num_stages - 2), ends[1]] if num_stages > 1 else [sum(ends)]
 
     def costs_of(sizes: Sequence[int]) -> Costs:
         places = [0, *itertools.accumulate(sizes)]

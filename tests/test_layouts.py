@@ -223,6 +223,11 @@ def test_the_layout_is_the_best_of_all(seed: int) -> None:
         assert step(found) == pytest.approx(best)
 
 
+def test_a_plan_of_several_chunks_on_one_rank() -> None:
+    """It was refused: "a list of times has one for each of the 2 stages, got 1"."""
+    assert sizes_by(make_plan("zbv", 1, 4), 8) == [5, 3]
+
+
 def test_what_a_plan_needs() -> None:
     plan, stage = make_plan("1f1b", 4, 8), StageInfo(0, 4)
     for arguments, message in (
