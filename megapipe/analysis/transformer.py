@@ -25,15 +25,15 @@ SIZES = {
     "kv_heads": ["num_key_value_heads", "num_kv_heads"],
     "head_size": ["head_dim"],
     "ffn": ["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"],
-    "experts": ["num_local_experts", "num_experts", "n_routed_experts"],
-    "experts_per_token": ["num_experts_per_tok"],
+    "experts": ["num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"],
+    "experts_per_token": ["num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"],
 }
 """Their names in configs of transformers."""
 
 OF_EXPERTS = {
     "ffn": ["moe_intermediate_size"],
     "shared": ["shared_expert_intermediate_size"],
-    "num_shared": ["n_shared_experts"],
+    "num_shared": ["n_shared_experts", "moe_num_shared_experts"],
 }
 """The same, where there are experts."""
 
@@ -193,6 +193,8 @@ def model_of(config: dict[str, Any], where: str) -> Transformer:
             f"{where} is no config.json with num_hidden_layers, hidden_size, num_attention_heads and vocab_size: give "
             "one, or these, such as hidden_size=4096."
         )
+    if sizes["experts"] and not sizes["experts_per_token"]:
+        raise ValueError(f"{where} has {sizes['experts']} experts, but not num_experts_per_tok: give both.")
     if config.get("kv_lora_rank"):
         raise ValueError(f"{where} has latent attention (kv_lora_rank), whose sizes are not known here.")
     kind = config.get("model_type")

@@ -57,6 +57,17 @@ def test_sizes_of_known_models(tmp_path: Path, config: dict[str, Any], billions:
     assert read_config(path).weights == pytest.approx(billions * 1e9, rel=0.01)  # biases and positions are left out
 
 
+def test_names_of_experts(tmp_path: Path) -> None:
+    """Ernie's and HunYuan's were not known: the model was taken for one without experts, and nothing said so."""
+    for config in (
+        {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_intermediate_size": 512},
+        {"num_experts": 64, "moe_topk": 6, "n_shared_experts": 2, "moe_intermediate_size": 512},
+    ):
+        (path := tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
+        found = read_config(path)
+        assert (found.experts, found.experts_per_token, found.shared_ffn) == (64, 6, 1024)
+
+
 def test_formulas_of_the_paper() -> None:
     """2205.05198, equations 2 and 7: 34 bytes for each token and hidden unit of a layer without scores of attention,
     and the operations of a model."""
@@ -219,6 +230,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         ([str(path), "--speeds", ",".join(["1"] * 7 + ["nan"])], "speeds is one number, or one for each of 8 devices"),
         ([*given, "hiden_size=8"], "'hiden_size' is no number of a model: do you mean hidden_size?"),
         ([*given, "num_key_value_heads=-1"], "num_key_value_heads is a whole number, got -1"),
+        ([*given, "num_local_experts=8"], "has 8 experts, but not num_experts_per_tok: give both"),
         ([*given, 'hidden_size="x"'], "hidden_size is a whole number, got 'x'"),
     ):
         assert main(["fit", *arguments, *wrong]) == 2
