@@ -118,5 +118,5 @@ def held_by_plan(simulation: Simulation) -> list[Held] | None:
 
 def kinds_in(plan: Plan) -> list[Kind]:
     """The kinds of action that a plan has."""
-    names = {action.kind for action in plan.actions[0]}
+    names = {action.kind for row in plan.actions for action in row}
     return [kind for name, kind in KINDS.items() if name in names and kind.costs]

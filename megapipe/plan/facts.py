@@ -89,7 +89,7 @@ class PlanFacts:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether the schedule runs weight-gradient passes (W) by themselves."""
-        return any(action.kind == WEIGHTS.name for action in self.actions[0])
+        return any(action.kind == WEIGHTS.name for row in self.actions for action in row)
 
     def number_in_backwards(self, event: Event) -> int:
         """The place of an event's unit in the order of its stage's backwards, whatever the microbatches' numbers."""

@@ -13,6 +13,7 @@ from tools.measured import as_measured
 from tools.torchs import torch_order, torchs_schedule
 
 from megapipe.analysis import load_timeline
+from megapipe.analysis.cells import kinds_in
 from megapipe.analysis.recorder import merge
 from megapipe.plan import (
     Action,
@@ -418,3 +419,11 @@ def test_settings_of_each_stage_in_a_list() -> None:
     plan = make_plan("1f1b", 2, 4, settings=Settings(recompute=[False, True]))  # type: ignore[arg-type]
     assert plan == make_plan("1f1b", 2, 4, settings=Settings(recompute=(False, True)))
     assert not any(plan.recomputed)
+
+
+def test_weights_of_one_rank_alone(tmp_path: Path) -> None:
+    """Only the first rank was looked at: no W was said to be there, nor was it in legends."""
+    (path := tmp_path / "plan.txt").write_text("0F0 0B0\n1F0 1B0 1W0\n")
+    plan = load_plan(path)
+    assert plan.splits_backward
+    assert [kind.name for kind in kinds_in(plan)] == ["F", "BW", "B", "W"]
