@@ -38,7 +38,7 @@ FLAG: dict[str, Any] = {"action": "store_true"}
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     # What is looked at
-    "schedule": ("a schedule's name, FILE.py:NAME, a file of a plan (.csv, .json), or a measured timeline", {}),
+    "schedule": ("a schedule's name, FILE.py:NAME, a file of a plan (.csv, .json, .txt), or a measured timeline", {}),
     "own": ("FILE.py:NAME, a schedule of your own to look at too", {"nargs": "*", "metavar": "FILE.py:NAME"}),
     "timeline": ("the file that was recorded", {}),
     "model": ("a config.json of Hugging Face, or its numbers, such as hidden_size=4096", {"nargs": "*"}),

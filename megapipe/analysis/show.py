@@ -15,11 +15,15 @@ from .charts import save_picture
 from .text import Form, bytes_in_words, listed, print_legend, print_timeline, say
 from .timeline import Timeline, load_timeline
 
+SIZES = ("pp", "microbatches", "chunks", "slices")
+SETTINGS = ("min_pending_weights", "max_pending_weights", "recompute", "offload")
+TIMES = ("unsplit", "times", "p2p", "exchange", "speeds", "bytes")
+
 
 def show(args: argparse.Namespace) -> None:
     measured = load_timeline(args.schedule) if args.schedule.endswith(".json") else None
-    if measured is not None and args.unsplit:
-        raise ValueError("--unsplit is for plans: a measured timeline shows what its layers did. See megapipe tune.")
+    if measured is not None and (given := _given(args, SIZES + SETTINGS + TIMES)):
+        raise ValueError(f"{given[0]} is for plans: a measured timeline shows what its layers did. See megapipe tune.")
     plan = _find_plan(args) if measured is None else measured.plan
     plan.check()
     check_size(*plan.sizes.values())
@@ -56,8 +60,12 @@ def _save(plan: Plan, simulation: Simulation, measured: Timeline | None, path: s
 
 
 def _find_plan(args: argparse.Namespace) -> Plan:
-    if args.schedule.endswith((".csv", ".json")):
-        return load_plan(args.schedule)
+    if args.schedule.endswith((".csv", ".json", ".txt")):
+        plan = load_plan(args.schedule)
+        told = [name for name in SIZES + SETTINGS if name != "recompute" or not any(plan.recomputed)]  # or R's time
+        if given := _given(args, told):
+            raise ValueError(f"{given[0]} is for schedules by their names: {args.schedule} says what each rank does.")
+        return plan
     name = import_schedule(args.schedule)
     find_schedule(name)  # an unknown name is the first thing to complain about
     missing = [option for option, size in (("--pp", args.pp), ("--microbatches", args.microbatches)) if size is None]
@@ -67,6 +75,12 @@ def _find_plan(args: argparse.Namespace) -> Plan:
     if len(chunks) + len(slices) > 2:
         raise ValueError("show draws one plan: give one number of --chunks and of --slices, or see megapipe compare.")
     return record_plan(name, args.pp, args.microbatches, chunks[0], slices[0], settings_of(args), costs_of(args))
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Those of the options that say something else than their defaults."""
+    defaults = {"unsplit": False, "times": [1.0, 1.0, 1.0], "p2p": 0.0, "exchange": 0.0}
+    return ["--" + name.replace("_", "-") for name in names if getattr(args, name) != defaults.get(name)]
 
 
 def _print_both(measured: Timeline, simulation: Simulation, width: int | None) -> list[Form]:

@@ -127,6 +127,12 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert Path(table).read_text() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
     assert output_of(capsys, "show", table, "--width", "60") == out
     assert output_of(capsys, "show", plan, "--width", "60") == out
+    # A text was taken for a schedule without sizes, and what a file says itself was passed over without a word.
+    (text := tmp_path / "plan.txt").write_text(Path(table).read_text().replace(",", " "))
+    assert output_of(capsys, "show", str(text), "--width", "60") == out
+    for option in (["--pp", "3"], ["--recompute"], ["--offload", "1"]):
+        assert main(["show", plan, *option]) == 2
+        assert f"{option[0]} is for schedules by their names" in capsys.readouterr().err
     events = json.loads(Path(trace).read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["rank 0", "rank 1"]
     first = next(event for event in events if event["ph"] == "X")
@@ -214,8 +220,9 @@ def test_schedules_that_need_layers_that_defer_are_marked(capsys: pytest.Capture
     sizes = ("--pp", "4", "--microbatches", "8")
     assert "step       27," in output_of(capsys, "show zb1p", *sizes)
     assert "step       33," in output_of(capsys, "show zb1p", *sizes, "--unsplit")
-    assert main(["show", recorded, "--unsplit"]) == 2
-    assert "--unsplit is for plans" in capsys.readouterr().err
+    for option in (["--unsplit"], ["--p2p", "1"], ["--chunks", "2"]):
+        assert main(["show", recorded, *option]) == 2
+        assert f"{option[0]} is for plans" in capsys.readouterr().err
 
 
 @pytest.fixture
