@@ -6,6 +6,8 @@ import ctypes
 import functools
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -255,3 +257,16 @@ def _memory_of_no_gradient(dtype: torch.dtype, count: int) -> tuple[Any, bytes]:
     head = _signed_zeros(dtype) if count == len(SIGNS) else _nans(dtype, count, torch.device("cpu"))
     memory = ctypes.c_char * head.nbytes
     return memory, memory.from_address(head.data_ptr()).raw
+
+
+@contextmanager
+def made_anew() -> Iterator[None]:
+    """The context of tensors without memory, such as torch's fake ones: none that is kept here goes in or out."""
+    kept = (_nans, _signed_zeros, _memory_of_no_gradient)
+    try:
+        for function in kept:
+            function.cache_clear()
+        yield
+    finally:
+        for function in kept:
+            function.cache_clear()

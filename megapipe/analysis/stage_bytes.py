@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import StepConfig
-from ..messages import MessageSpec
+from ..messages import MessageSpec, made_anew
 from ..options import Autocast, Recompute
 from ..p2p_communication import Transfer
 from ..plan import Action, StageBytes, StageInfo
@@ -62,7 +62,7 @@ def bytes_of_stages(
 
         around = mode = FakeTensorMode()
         microbatch = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, microbatch)
-    with around:
+    with made_anew(), around:
         for index in range(num_stages):
             info = StageInfo(index, num_stages)
             module = make_stage(info)
