@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _APEX_FUNCTIONS = {
     torch.float32: "wgrad_gemm_accum_fp32",
@@ -67,10 +68,11 @@ def _apex_function(target: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], No
 @functools.cache
 def _addmm_widens(device_type: str, operand: torch.dtype, target: torch.dtype) -> bool:
     """Whether this torch multiplies matrices of one dtype and adds the product to another."""
-    matrix = torch.zeros(16, 16, dtype=operand, device=device_type)
-    out = torch.zeros(16, 16, dtype=target, device=device_type)
-    try:
-        torch.addmm(out, matrix, matrix, out_dtype=target, out=out)
-    except (TypeError, RuntimeError):  # unknown argument; NotImplementedError is a RuntimeError
-        return False
-    return True
+    with _disable_current_modes():  # torch's fake tensors can what their device cannot
+        matrix = torch.zeros(16, 16, dtype=operand, device=device_type)
+        out = torch.zeros(16, 16, dtype=target, device=device_type)
+        try:
+            torch.addmm(out, matrix, matrix, out_dtype=target, out=out)
+        except (TypeError, RuntimeError):  # unknown argument; NotImplementedError is a RuntimeError
+            return False
+        return True

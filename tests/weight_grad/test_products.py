@@ -126,3 +126,15 @@ def test_layers_on_cuda() -> None:
     deferred.run()
     want = x.flatten(0, 1).float().sum(0).expand(48, 64)
     torch.testing.assert_close(layer.weight.main_grad, want, atol=1e-2, rtol=1e-2)
+
+
+def test_what_fake_tensors_can_is_not_kept() -> None:
+    """After `bytes_of_stages` products in bfloat16 were to be added to float32 by what torch has for fake tensors only:
+    the next W raised."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    products._addmm_widens.cache_clear()
+    with FakeTensorMode():
+        found = products._addmm_widens("cpu", torch.bfloat16, torch.float32)
+    products._addmm_widens.cache_clear()
+    assert found == products._addmm_widens("cpu", torch.bfloat16, torch.float32)
