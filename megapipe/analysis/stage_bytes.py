@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import StepConfig
+from ..config import StepConfig, check_whole_number
 from ..messages import MessageSpec, made_anew
 from ..options import Autocast, Recompute
 from ..p2p_communication import Transfer
@@ -53,6 +53,8 @@ def bytes_of_stages(
     Raises:
         ValueError, TypeError: as in a step.
     """
+    check_whole_number("num_stages", num_stages, 1)
+    check_whole_number("replicas", replicas, 1)
     found: defaultdict[str, Any] = defaultdict(list)
     most: int | None = None
     received: MessageSpec | None = None

@@ -47,6 +47,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: for norms that are not positive, and for gradients kept as `main_grad`.
+        TypeError: for sparse gradients.
         RuntimeError: with `error_if_nonfinite`, on every rank; it names the parameters and the ranks that hold them.
         PipelineError: where another rank has failed.
     """
@@ -73,8 +74,10 @@ def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     device = device_of(models)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, parameters in _by_holders(models).items():
-        grads = [grad for name, p in parameters if (grad := gradient_of(name, p)) is not None]
-        part = _power_sum([local(grad) for grad in grads], norm_type, device)
+        grads = [(name, local(grad)) for name, p in parameters if (grad := gradient_of(name, p)) is not None]
+        if sparse := [name for name, grad in grads if grad.layout is not torch.strided]:
+            raise TypeError(f"the gradient of {sparse[0]} is sparse, and has no norm: make it dense (sparse=False).")
+        part = _power_sum([grad for _, grad in grads], norm_type, device)
         if math.isinf(norm_type):
             part = part.nan_to_num(math.inf, math.inf)  # a maximum over ranks may pass over a NaN
         for group in groups:

@@ -64,6 +64,8 @@ def test_short_messages_once_more() -> None:
     def make_small(info: StageInfo) -> torch.nn.Module:
         return megapipe.PipelineStage(torch.nn.Linear(2, 2), info)
 
+    with pytest.raises(ValueError, match="num_stages must be a whole number from 1 on, got 0"):
+        bytes_of_stages(make_small, 0, forward_step, torch.randn(4, 2))
     for fake in (True, True, False):
         bytes_of_stages(make_small, 2, forward_step, torch.randn(4, 2), fake=fake)
 

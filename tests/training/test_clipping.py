@@ -205,6 +205,14 @@ def test_one_kernel_for_gradients_of_a_type(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(parameter.grad, clipped / 4)
 
 
+def test_sparse_gradients_have_no_norm() -> None:
+    """Torch's error took a page, and named no parameter."""
+    model = nn.Embedding(3, 2, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="the gradient of weight is sparse"):
+        clip_grad_norm_(model, 1.0)
+
+
 def test_more_tokens_than_float16_can_say() -> None:
     model = nn.Linear(3, 3).half()
     for parameter in model.parameters():
