@@ -26,7 +26,7 @@ def wrapped_in(chunk: Any) -> list[Any]:
     found, inner = [], chunk
     while isinstance(inner, nn.Module):
         found.append(inner)
-        if getattr(inner, "calls_no_modules", False):
+        if getattr(type(inner), "calls_no_modules", False):
             break
         modules = inner._modules  # no dict where torch.jit.script made it
         inner = modules["_orig_mod"] if "_orig_mod" in modules else getattr(inner, "module", None)
