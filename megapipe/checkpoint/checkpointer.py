@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..all_ranks import AllRanks
-from ..chunks import as_list, find_attribute
-from ..training import PostValidatedOptimizer, load_scheduler
+from ..chunks import as_list
+from ..training import finalize_weights, load_scheduler
 from .alike import check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
 from .files import (
     EXCHANGE,
@@ -252,11 +252,7 @@ class Checkpointer:
         return Loaded(run["step"], run["data"])
 
     def _full_state(self) -> FullState:
-        configs = (find_attribute(chunk, "config") for chunk in self._chunks)
-        training = (getattr(config, "post_validated_optimizer", None) for config in configs)
-        for optimizer in (*self._optimizers, *training):  # whether or not it is to be saved
-            if isinstance(optimizer, PostValidatedOptimizer):
-                optimizer.finalize_everywhere()
+        finalize_weights(self._chunks, self._optimizers)
         return FullState(self._chunks, self._optimizers, *self._naming)
 
     def _restore(self, reader: Reader, state: FullState, run: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .clipping import clip_grad_norm_
     from .data_parallel import GradientReducer, divide_by_num_tokens
     from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
-    from .post_validation import PostValidatedOptimizer
+    from .post_validation import PostValidatedOptimizer, finalize_weights
     from .tied_weights import TiedWeights
 
 __all__ = [

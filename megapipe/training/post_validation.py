@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..chunks import device_of, gradients, local
+from ..chunks import device_of, find_attribute, gradients, local
 from ..failures import check_failures
 from .clipping import check_norm, gather_power_sums, norm_of, power_sum, scale_gradients
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
@@ -204,6 +204,16 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         """The ordinary step."""
         scale_gradients(grads, norm_of(sums, self.norm_type), self.max_norm)
         super()._make_step()
+
+
+def finalize_weights(chunks: Sequence[nn.Module], optimizers: Sequence[Any] = ()) -> None:
+    """Wait until the weights are final, whether or not the optimizer that validates them is among `optimizers`. Every
+    rank calls it."""
+    configs = (find_attribute(chunk, "config") for chunk in chunks)
+    training = (getattr(config, "post_validated_optimizer", None) for config in configs)
+    for optimizer in (*optimizers, *training):
+        if isinstance(optimizer, PostValidatedOptimizer):
+            optimizer.finalize_everywhere()
 
 
 def _await(work: dist.Work, check: Callable[[], None]) -> None:

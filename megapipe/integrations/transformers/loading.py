@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from ...all_ranks import AllRanks
+from ...training import finalize_weights
 from .cut import Absent, cut
-from .step import finalize_weights, tied_names
+from .step import tied_names
 from .whole import make_meta_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")

@@ -22,8 +22,9 @@ from ... import parallel_state
 from ...all_ranks import AllRanks
 from ...failures import is_disk_full
 from ...safetensors_files import Entry, SafetensorsFile, finish_files, share_out
+from ...training import finalize_weights
 from .adapters import adapters_of, has_adapters, save_adapter_config
-from .step import finalize_weights, tied_names
+from .step import tied_names
 
 OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 

@@ -69,14 +69,6 @@ def count_items(microbatches: Sequence[Batch], group: dist.ProcessGroup | None =
     return [{**batch, "num_items_in_batch": total} for batch in microbatches]
 
 
-def finalize_weights(chunks: Sequence[nn.Module]) -> None:
-    """Wait until the weights are final, where a PostValidatedOptimizer trains them. Every rank calls it."""
-    for config in {id(config): config for config in (chunk.config for chunk in chunks)}.values():
-        optimizer: Any = getattr(config, "post_validated_optimizer", None)
-        if optimizer is not None:
-            optimizer.finalize_everywhere()
-
-
 def tied_names(model: Any) -> dict[str, str]:
     """The names of parameters that are tied, each with the one it is tied to."""
     return dict(model.all_tied_weights_keys or {})
