@@ -152,6 +152,13 @@ def gradient_like(parameter: Tensor) -> Tensor | None:
     return grad
 
 
+def dense(whose: str, grad: Tensor) -> Tensor:
+    """The gradient itself. Raises TypeError where it is sparse."""
+    if grad.layout is not torch.strided:
+        raise TypeError(f"the gradient of {whose} is sparse: make it dense (sparse=False in nn.Embedding).")
+    return grad
+
+
 def zero_gradient(parameter: Tensor) -> Tensor:
     """Zeros in place of a gradient that is missing, in the dtype that its owner has chosen, where torch lets them."""
     return torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))

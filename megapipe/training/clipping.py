@@ -16,7 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import Models, as_list, as_sharded, by_dtype, device_of, gradient_of, gradients, local, trained_parameters
+from ..chunks import (
+    Models,
+    as_list,
+    as_sharded,
+    by_dtype,
+    dense,
+    device_of,
+    gradient_of,
+    gradients,
+    local,
+    trained_parameters,
+)
 from ..failures import collective
 
 
@@ -74,10 +85,9 @@ def power_sum(models: Sequence[nn.Module], norm_type: float) -> Tensor:
     device = device_of(models)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, parameters in _by_holders(models).items():
-        grads = [(name, local(grad)) for name, p in parameters if (grad := gradient_of(name, p)) is not None]
-        if sparse := [name for name, grad in grads if grad.layout is not torch.strided]:
-            raise TypeError(f"the gradient of {sparse[0]} is sparse, and has no norm: make it dense (sparse=False).")
-        part = _power_sum([grad for _, grad in grads], norm_type, device)
+        found = ((name, gradient_of(name, parameter)) for name, parameter in parameters)
+        grads = [local(dense(name, grad)) for name, grad in found if grad is not None]
+        part = _power_sum(grads, norm_type, device)
         if math.isinf(norm_type):
             part = part.nan_to_num(math.inf, math.inf)  # a maximum over ranks may pass over a NaN
         for group in groups:

@@ -21,6 +21,7 @@ from .. import parallel_state
 from ..chunks import (
     as_sharded,
     by_dtype,
+    dense,
     each_parameter,
     gradient_like,
     gradients,
@@ -127,12 +128,8 @@ class _Bucket:
         parts = []
         for parameter in self._parameters:
             grad = gradient_like(parameter)
-            if grad is not None and grad.layout is not torch.strided:
-                raise TypeError(
-                    f"the gradient of a parameter of shape {list(parameter.shape)} is sparse, which cannot be averaged "
-                    "in a bucket: make it dense (sparse=False in nn.Embedding)."
-                )
-            parts.append(local(zero_gradient(parameter) if grad is None else grad).flatten())
+            grad = zero_gradient(parameter) if grad is None else grad
+            parts.append(local(dense(f"a parameter of shape {list(parameter.shape)}", grad)).flatten())
         flags = parts[0].new_ones(len(parts))  # filled on the device: a copy from the host would wait for it
         for parameter, flag in zip(self._parameters, flags):
             if parameter.grad is None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..chunks import Models, as_list, as_sharded, gradient_of, local, named_parameters, zero_gradient
+from ..chunks import Models, as_list, as_sharded, dense, gradient_of, local, named_parameters, zero_gradient
 from ..failures import collective
 from ..frameworks import Framework, StepEnd, ties
 
@@ -261,6 +261,4 @@ def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
     if gradient_of(name, parameter) is None:
         parameter.grad = zero_gradient(parameter)
     assert parameter.grad is not None
-    if parameter.grad.layout is not torch.strided:
-        raise TypeError(f"the gradient of {name}, a tied weight, is sparse: make it dense (sparse=False).")
-    return local(parameter.grad)
+    return local(dense(f"{name}, a tied weight,", parameter.grad))
