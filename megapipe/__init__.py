@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .analysis import TimelineRecorder
     from .config import PipelineConfig
     from .failures import PipelineError
+    from .gradients import discard_gradients
     from .integrations.splitting import CannotSplitError, split
     from .layouts import distribute_layers
     from .plan import StageInfo, schedule_names
@@ -45,6 +46,7 @@ __all__ = [
     "TrainingWarning",
     "UnsplitBackwardWarning",
     "clip_grad_norm_",
+    "discard_gradients",
     "distribute_layers",
     "divide_by_num_tokens",
     "get_forward_backward_func",

@@ -75,9 +75,9 @@ def _says_what_to_recompute(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy's or torch's, or a list of them, as Python's."""
+    """A number of NumPy's or torch's as Python's. A list becomes a tuple, whose items cannot be set unchecked."""
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+        return tuple(map(_plain, value)) if type(value) in (list, tuple) else value
     if isinstance(value, float):
         return float(value)
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, (bool, int)) else value

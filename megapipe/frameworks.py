@@ -20,11 +20,11 @@ class AroundForward(NamedTuple):
     """Called after each."""
 
 
-class StepEnd(NamedTuple):
-    """A step whose loops are done."""
+class Step(NamedTuple):
+    """A step on which all ranks have agreed."""
 
-    step: Any
-    """Its arguments and results."""
+    call: Any
+    """Its arguments, and when its loops are done its results."""
     pp_rank: int
     pp_size: int
     last_stage: int
@@ -62,10 +62,15 @@ class Framework:
         """Functions that return and set the states of random numbers that it keeps besides torch's own."""
         return ()
 
-    def begin_training(self, models: Sequence[Any]) -> None:
-        """Called before the loops of a training step."""
+    def check_chunks(self, models: Sequence[Any]) -> None:
+        """Called before anything is done, in a training step of chunks in which anything is not as in an earlier step.
+        May raise ValueError."""
 
-    def around_finalizing(self, end: StepEnd) -> AbstractContextManager[None]:
+    def around_loops(self, step: Step) -> AbstractContextManager[None]:
+        """Entered before the loops of a step, and left when they are done, or have failed."""
+        return nullcontext()
+
+    def around_finalizing(self, step: Step) -> AbstractContextManager[None]:
         """Entered on every rank when the loops of a step are done, and left when gradients are finalized."""
         return nullcontext()
 

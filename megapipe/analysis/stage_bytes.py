@@ -19,6 +19,7 @@ from ..p2p_communication import Transfer
 from ..plan import Action, StageBytes, StageInfo
 from ..runtime import runs_of
 from ..stages import Call, Extension, Run, Stage, Unit
+from ..structure import structure_of
 from ..timing import LiveStorages
 
 
@@ -91,6 +92,7 @@ def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatc
         config=StepConfig.of(getattr(module, "config", None)),
         device=device,
         num_tokens=torch.zeros((), dtype=torch.float64, device=device),
+        structures=[structure_of(module)],
     )
 
 

@@ -105,6 +105,11 @@ class CapturedStage(nn.Module):
         stage: _StageGraphs = self.__dict__["_megapipe_graphs"]
         return run_forward(*stage.prepare(args, kwargs))
 
+    def find_change(self) -> str | None:
+        """What has changed since the capture that the graphs cannot know. Steps ask before they begin."""
+        stage: _StageGraphs = self.__dict__["_megapipe_graphs"]
+        return stage.find_change()
+
     @property
     def forward_segments(self) -> Callable[..., Generator[None, None, Any]] | None:
         """The forward for an overlap with another stage's backward (see `overlap.in_segments`). None if the stage does
@@ -173,6 +178,16 @@ class _StageGraphs:
         tensors = self._arguments.tensors((received, *self._bind(args, kwargs)))
         return self.graphs(), self._state.tensors() + tensors
 
+    def find_change(self) -> str | None:
+        """See `structure.GraphFacts`. A whole sentence."""
+        change = self._state.find_change()
+        if change is None:
+            return None
+        return (
+            f"{self._what} was captured, and its graphs do not know that {change}: put that back, or make the stage "
+            "anew and capture it as it is to be."
+        )
+
     @property
     def communicates(self) -> bool:
         """Any of its modes will do, since the one of the next call may not be entered yet."""
@@ -187,8 +202,8 @@ class _StageGraphs:
 
     def graphs(self) -> Graphs:
         """The graphs for the mode that the module is in."""
-        if not self._state.is_same():
-            raise RuntimeError(f"{self._what} has other modules or ties than when it was captured: capture it last.")
+        if (change := self.find_change()) is not None:
+            raise ValueError(change)
         mode = self._state.mode()
         if mode not in self._graphs:
             self._graphs[mode] = self._capture(self._state.tensors())

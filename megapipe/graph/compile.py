@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 Compiled = Callable[[list[Tensor]], tuple[Any, ...]]
 
-_compiled: dict[tuple[Any, ...], Compiled] = {}
+_compiled: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+"""Those that a stage still runs, by all that inductor's code depends on."""
 
 
 def compile_graph(graph: GraphModule, what: str) -> Compiled:
@@ -39,10 +41,17 @@ def compile_graph(graph: GraphModule, what: str) -> Compiled:
     metas = tuple((tuple(e.shape), e.stride(), e.dtype, e.device) for e in examples)
     if any(node.op == "get_attr" for node in graph.graph.nodes):  # constants of its own
         return _compile(graph, examples, what)
-    key = (graph.code, metas)
-    if key not in _compiled:
-        _compiled[key] = _compile(graph, examples, what)
-    return _compiled[key]
+    key = (graph.code, metas, *_settings())
+    compiled: Compiled | None = _compiled.get(key)
+    if compiled is None:
+        compiled = _compiled[key] = _compile(graph, examples, what)
+    return compiled
+
+
+def _settings() -> tuple[Any, ...]:
+    """What torch is set to, which is compiled in."""
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    return (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), inductor.get_hash())
 
 
 def _compile(graph: GraphModule, examples: list[Any], what: str) -> Compiled:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..chunks import as_sharded
+from ..structure import GraphFacts
 from ..weight_grad import autocast_dtype, once_differentiable
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class State:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
+        self._facts = GraphFacts(module)
         weights = {parameter: name for name, parameter in module.named_parameters()}
         self.num_weights = len(weights)
         self.names = [*weights.values(), *(name for name, buffer in module.named_buffers() if buffer not in weights)]
@@ -59,33 +61,34 @@ class State:
         """The name of one of the tensors, or of the inputs that come after them."""
         return self.names[number] if number < len(self.names) else f"its input {number - len(self.names)}"
 
-    def is_same(self) -> bool:
-        """Whether the modules inside, and which of their tensors are the same, are as they were."""
+    def find_change(self) -> str | None:
+        """What has changed since the module was captured that its graphs cannot know; None where nothing has."""
+        change = self._facts.find_change(self.modules[0])
+        if change is not None:
+            return change
         found = self._all()
-        if len(found) == len(self._seen) and all(map(operator.is_, found, self._seen)):
-            return True
-        if self._look() != self._structure:
-            return False
-        self._seen = found
-        return True
+        if len(found) != len(self._seen) or not all(map(operator.is_, found, self._seen)):
+            if self._look() != self._structure:
+                return "others of its tensors are one and the same"
+            self._seen = found
+        return None
 
     def _all(self) -> list[Any]:
         return [
-            value
+            tensor
             for module in self.modules
-            for values in (module._modules, module._parameters, module._buffers)
-            for value in values.values()
+            for tensors in (module._parameters, module._buffers)
+            for tensor in tensors.values()
         ]
 
     def _look(self) -> list[Any]:
-        numbers = {id(module): number for number, module in enumerate(self.modules)}
+        """Which tensors are one and the same."""
         found: dict[int, int] = {}
-        look: list[Any] = []
-        for module in self.modules:
-            look += [numbers.get(id(child)) for child in module._modules.values()]
-            for tensors in (module._parameters, module._buffers):
-                look += [(name, found.setdefault(id(tensor), len(found))) for name, tensor in tensors.items()]
-        return look
+        return [
+            [(name, found.setdefault(id(tensor), len(found))) for name, tensor in tensors.items()]
+            for module in self.modules
+            for tensors in (module._parameters, module._buffers)
+        ]
 
 
 def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

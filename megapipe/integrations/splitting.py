@@ -21,6 +21,7 @@ from ..activations import restores_of
 from ..config import PipelineConfig
 from ..runtime import stages_for_rank
 from ..stages import PipelineStage
+from ..structure import GraphFacts
 from ..training import TiedWeights
 from ..weight_grad import conv1d, conv2d, embedding, linear
 from .exported import CannotSplitError, Trace, state_of
@@ -172,7 +173,7 @@ class Part(nn.Module):
     """The operations of one stage, in training and in evaluation, over the same parameters and buffers."""
 
     calls_no_modules = True
-    """Those in it only hold parameters: it wraps none, one called `module` neither, and their hooks do not run."""
+    """Those in it only hold parameters: it wraps none, one called `module` neither."""
 
     def __init__(self, traces: Sequence[Trace], state: State, stage: int, arguments: tuple[Any, ...]) -> None:
         super().__init__()
@@ -186,6 +187,20 @@ class Part(nn.Module):
             self._runs[trace.training] = self._compile(trace, state, stage)
             if stage == trace.last:
                 self._structures[trace.training] = trace.structure
+        self._facts = GraphFacts(self, reads_values=False)
+
+    def find_change(self) -> str | None:
+        """What has changed in its modules, which are never called. Steps ask before they begin."""
+        change = self._facts.find_change(self)
+        if change is None and any(part.training is not self.training for part in self.modules()):
+            name = next(name for name, part in self.named_modules() if part.training is not self.training)
+            change = f"its part {name} is in {'evaluation' if self.training else 'training'} mode by itself"
+        if change is None:
+            return None
+        return (
+            f"a module was split, and its stages run the operations that it had then, so they do not know that "
+            f"{change}: put that back, or change the module and split it again."
+        )
 
     def _compile(self, trace: Trace, state: State, stage: int) -> Callable[..., Any]:
         """The forward of this stage."""

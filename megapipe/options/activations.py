@@ -4,8 +4,8 @@ own (R). `config.offload_activations`: they lie in host memory, from O to L, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, proxy
+from typing import Any
+from weakref import proxy
 
 from torch import nn
 
@@ -13,20 +13,22 @@ from ..activations import Offload, recomputing, regions_of, storages_of
 from ..chunks import tensors_of
 from ..plan import FORWARD, LOAD, OFFLOAD, RECOMPUTE, Action, Kind, StageInfo
 from ..stages import Call, Extension, Run, Stage, Unit
+from ..structure import Structure, plain_values
 
 
 class Compared(Extension):
-    """Activations that come back are compared with those that were saved, to the last bit: of the first unit of each
-    chunk, and again where other parts of it are meant, its layers are others, or train in place of evaluating."""
+    """Activations that come back are compared with those that were saved, to the last bit: for the first unit of each
+    chunk, until a step with that has succeeded, and again when the structure of the chunk, a plain value in one of its
+    modules, or what is computed again has changed."""
 
     compares = True
-    known: ClassVar[WeakKeyDictionary[nn.Module, set[Any]]]
-    """Chunks for which that has been done, and what they were like."""
     _forwards: frozenset[Action]
     """Those of this rank whose activations go and come back."""
 
     def takes_part(self, call: Call) -> bool:
-        self._first: dict[StageInfo, int | None] = {}
+        self._structures: dict[StageInfo, Structure] = dict(zip(call.stages, call.structures))
+        self._first: dict[StageInfo, int] = {}
+        self._like: dict[StageInfo, Any] = {}
         return not call.forward_only
 
     def is_of(self, stage: Stage, unit: Unit) -> bool:
@@ -34,20 +36,21 @@ class Compared(Extension):
         return Action(stage.info.index, FORWARD.name, unit.microbatch, unit.slice) in self._forwards
 
     def is_compared(self, stage: Stage, unit: Unit) -> bool:
-        if stage.info not in self._first:
-            layers = ((type(module), module.training) for module in stage.module.modules())
-            like = (self.config.recompute_of(stage.info.index), *layers)
-            is_first = self.compares and like not in self.known.get(stage.module, ())
-            self._first[stage.info] = unit.microbatch if is_first else None
-            if is_first:
-                self.known.setdefault(stage.module, set()).add(like)
-        return self._first[stage.info] == unit.microbatch
+        info = stage.info
+        if info not in self._like and self.compares:
+            values = [item for module in stage.module.modules() for item in plain_values(module).items()]
+            self._like[info] = (self.config.recompute_of(info.index), *values)
+            if self._structures[info].kept.get(type(self)) != self._like[info]:
+                self._first[info] = unit.microbatch
+        return self._first.get(info) == unit.microbatch
+
+    def end(self) -> None:
+        for info in self._first:
+            self._structures[info].kept[type(self)] = self._like[info]
 
 
 class Recompute(Compared):
     """The F of a unit that has an R keeps nothing, and the R makes what any other F keeps."""
-
-    known: ClassVar[WeakKeyDictionary[nn.Module, set[Any]]] = WeakKeyDictionary()
 
     def takes_part(self, call: Call) -> bool:
         if not super().takes_part(call):
@@ -86,8 +89,6 @@ class Recompute(Compared):
 
 class Offloading(Compared):
     """Moves what the Fs save that have an O in the plan."""
-
-    known: ClassVar[WeakKeyDictionary[nn.Module, set[Any]]] = WeakKeyDictionary()
 
     def takes_part(self, call: Call) -> bool:
         if not super().takes_part(call):

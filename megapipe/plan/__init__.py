@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .placement import Placement, StageInfo, loop, v_shape
     from .plan import Plan, plan_of
     from .planned import loops_of
-    from .recorder import ChannelName, Event
+    from .recorder import ChannelName, Event, record
     from .registry import Schedule, nearest, register, schedule_names
     from .residency import gathered_chunks
     from .simulation import Costs, Simulation, Span, play, simulate

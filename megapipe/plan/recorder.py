@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 from .kinds import KINDS, LOAD, OFFLOAD, RECOMPUTE, Kind, is_overlapped, kind_of, overlapped
@@ -168,14 +168,18 @@ class PlanRecorder(Verbs):
             )
 
 
-def record(loops: Callable[[Verbs], Any], placement: Placement, pp_size: int, *sizes: Any) -> list[list[Event]]:
+def record(
+    loops: Callable[[Verbs], Any], placement: Placement, pp_size: int, *sizes: Any, ranks: Container[int] | None = None
+) -> list[list[Event]]:
     """The calls of a schedule's loops on each rank.
 
     Args:
         sizes: the arguments of `Verbs` behind `pp_size`.
+        ranks: whose calls are recorded; others have none. None: those of all.
     """
     recorders = [PlanRecorder(placement, rank, pp_size, *sizes) for rank in range(pp_size)]
-    for recorder in recorders:
-        loops(recorder)
-        recorder.finish()  # again, for loops that do not
+    for rank, recorder in enumerate(recorders):
+        if ranks is None or rank in ranks:
+            loops(recorder)
+            recorder.finish()  # again, for loops that do not
     return [recorder.events for recorder in recorders]

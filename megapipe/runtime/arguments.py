@@ -18,6 +18,7 @@ from .. import parallel_state
 from ..chunks import find_attribute
 from ..config import PER_CHUNK, StepConfig, check_whole_number, common_config
 from ..frameworks import Framework, find_cut
+from ..gradients import check_added_up
 from ..plan import Placement, Schedule, StageInfo
 from ..stages import Call
 from ..transports import is_capturing
@@ -120,8 +121,10 @@ def check_arguments(step: Call, stages: Sequence[StageInfo]) -> None:
             f"config.recompute is a sequence of {len(per_stage)} but the pipeline has {stages[0].num_stages} stages: "
             "give one for each, or a single one for all."
         )
-    for model, stage in zip(step.models, stages):
+    for model, stage, structure in zip(step.models, stages, step.structures):
         _check_stage(model, stage)
+        for change in structure.changes:
+            raise ValueError(f"stage {stage.index} cannot run: {change}")
         if not stage.is_first and find_attribute(model, "set_input_tensor") is None:
             raise TypeError(
                 f"the model of stage {stage.index} ({type(model).__name__}) has no set_input_tensor(input): wrap it "
@@ -131,6 +134,8 @@ def check_arguments(step: Call, stages: Sequence[StageInfo]) -> None:
         if step.forward_only:
             continue
         find_cut(model, step.frameworks)  # may refuse it
+    for framework in step.frameworks if not step.forward_only else ():
+        framework.check_chunks(step.models)
 
 
 def check_call(call: Call, pp_size: int) -> None:
@@ -138,6 +143,8 @@ def check_call(call: Call, pp_size: int) -> None:
     check_whole_number("num_microbatches", call.num_microbatches, 1)
     if not callable(call.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(call.forward_step_func).__name__}.")
+    if call.config.calculate_per_token_loss and not call.forward_only:
+        check_added_up(call.models, call.config.finalize_model_grads_func is not None)
     if pp_size > 1 and not call.forward_only and call.config.grad_scale_func is not None:
         _check_scaler(call.config.grad_scale_func)
     if pp_size > 1 and not call.forward_only and call.config.post_validated_optimizer is not None:
@@ -213,28 +220,29 @@ def _check_capture(step: Call, pp_size: int) -> None:
             raise ValueError(f"config.{name} cannot measure a step that is captured as a CUDA graph: unset it.")
 
 
-def remote_ends(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: int) -> tuple[bool, bool]:
-    """Whether it receives from another rank, and whether it sends to one."""
-    last = stage.num_stages - 1
-    receives = stage.index > 0 and placement.rank(stage.index - 1, pp_size) != pp_rank
-    sends = stage.index < last and placement.rank(stage.index + 1, pp_size) != pp_rank
-    return receives, sends
+Peers = tuple[int | None, int | None]
+"""The ranks that a stage receives from and sends to; None where that is its own rank, or there is no such stage."""
+NO_PEERS: Peers = None, None
 
 
-def specs_of(step: Call, stages: Sequence[StageInfo], ends: Sequence[tuple[bool, bool]]) -> Specs:
-    """Per stage, the messages from and to other ranks, where they are known beforehand.
+def remote_peers(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: int) -> Peers:
+    """The peers of a stage of this rank."""
+    around = stage.index - 1, stage.index + 1
+    ranks = [placement.rank(index, pp_size) if 0 <= index < stage.num_stages else None for index in around]
+    below, above = (None if rank == pp_rank else rank for rank in ranks)
+    return below, above
 
-    Args:
-        ends: of each stage, whether it receives from another rank, and whether it sends to one.
-    """
+
+def specs_of(step: Call, stages: Sequence[StageInfo], peers: Sequence[Peers]) -> Specs:
+    """Per stage, the messages from and to other ranks, where they are known beforehand."""
     specs: Specs = []
-    for model, stage, (receives, sends) in zip(step.models, stages, ends):
-        if step.config.variable_seq_lengths or not (receives or sends):
+    for model, stage, (below, above) in zip(step.models, stages, peers):
+        if step.config.variable_seq_lengths or (below, above) == NO_PEERS:
             specs.append((None, None))
         else:
             parts = [message_specs(model, stage, part) for part in step.of_slices(step.slices)]
             received, sent = ([spec for spec in of_parts if spec is not None] for of_parts in zip(*parts))
-            specs.append((received if receives and received else None, sent if sends and sent else None))
+            specs.append((None if below is None else received or None, None if above is None else sent or None))
     return specs
 
 

@@ -1,11 +1,10 @@
 """What is looked at in a chunk's first steps only: the messages that it exchanges, where they are not described yet,
-and whether it is trained."""
+and whether it is trained, which is looked at again when the structure of the chunk has changed."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from weakref import WeakSet
 
 from torch import nn
 
@@ -15,15 +14,12 @@ from .found_shapes import Different, Seen, UndescribedMessages
 from .plans import PlanKey
 from .session import Alone, Session
 
-_trained: WeakSet[nn.Module] = WeakSet()
-"""Chunks that have been looked at in a training step."""
-
 
 def first_steps(stages: Sequence[Stage], step: Call, undescribed: UndescribedMessages) -> list[FirstStep | None]:
     """What looks at each chunk; None where this is not its first step."""
     return [
         FirstStep(stage, step.num_slices)
-        if (not step.forward_only and stage.module not in _trained) or undescribed.is_first(chunk)
+        if (not step.forward_only and FirstStep not in step.structures[chunk].kept) or undescribed.is_first(chunk)
         else None
         for chunk, stage in enumerate(stages)
     ]
@@ -47,8 +43,9 @@ def end_first_steps(
     for chunk, look in enumerate(looks):
         if look is not None:
             undescribed.keep(chunk, look.seen)
-            if not step.forward_only and look.stage.module not in _trained:
-                _trained.add(look.stage.module)
+            kept = step.structures[chunk].kept
+            if not step.forward_only and FirstStep not in kept:
+                kept[FirstStep] = True
                 look.warn_of_what_is_not_trained(has_gradients)
                 if look.leaves_nothing_to_w:
                     unsplit.append(look.stage.info.index)

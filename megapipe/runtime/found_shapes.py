@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
-
-from torch import nn
+from weakref import ref
 
 from ..messages import MessageSpec
 from ..plan import StageInfo
 from ..stages import Call
+from ..structure import kept_for
 
 Specs = list[tuple[Sequence[MessageSpec] | None, Sequence[MessageSpec] | None]]
 """Per stage the message that it receives and the one that it sends, where known: one, or one for each slice."""
@@ -45,49 +44,54 @@ class Seen(NamedTuple):
     sent: Different
 
 
-FoundShapes = WeakKeyDictionary[nn.Module, dict[object, Seen]]
-"""What has been seen in a session, by chunk and by the situation."""
-
-
 class UndescribedMessages:
     """The messages of a step between this rank and others that neither the model nor the arguments describe.
 
     What may change their shapes, and is known to all ranks before the step, is its situation: whether there will be
     gradients, the sizes that the schedule is called with, and the slices of a sequence. In another one they are found
-    anew.
+    anew. They are kept for the chunk, whatever becomes of its parts, of which the peer does not know; by the peer,
+    since another one has not seen them.
 
     Args:
-        ends: by chunk, whether it exchanges such messages with the stage before it, and with the one behind it.
+        session: in which they are found.
+        peers: by chunk, the ranks with which it exchanges such messages: that before it, and that behind it.
     """
 
     def __init__(
-        self, found: FoundShapes, call: Call, stages: Sequence[StageInfo], ends: dict[int, tuple[bool, bool]]
+        self, session: object, call: Call, stages: Sequence[StageInfo], peers: dict[int, tuple[int | None, int | None]]
     ) -> None:
         self._stages = stages
-        self._ends = ends
+        self._peers = peers
         self._sizes = call.seq_length, call.micro_batch_size, call.decoder_seq_length
         self._forward_only = call.forward_only
-        situation = (call.forward_only, *self._sizes, *(part.length for part in call.slices))
-        self._found = {n: (found.setdefault(call.models[n], {}), (stages[n], situation)) for n in ends}
+        situation = (ref(session), call.forward_only, *self._sizes, *(part.length for part in call.slices))
+        self._found: dict[int, dict[object, Different]] = {
+            chunk: kept_for(call.models[chunk]).setdefault(UndescribedMessages, {}) for chunk in peers
+        }
+        self._keys = {
+            chunk: [(stages[chunk], side, peer, situation) for side, peer in zip(Seen._fields, around)]
+            for chunk, around in peers.items()
+        }
 
     def __bool__(self) -> bool:
-        return bool(self._ends)
+        return bool(self._peers)
 
     def __contains__(self, chunk: int) -> bool:
-        return chunk in self._ends
+        return chunk in self._peers
 
     def is_first(self, chunk: int) -> bool:
-        """Whether the chunk's messages are to be found in this step."""
-        if chunk not in self._ends:
-            return False
-        seen, situation = self._found[chunk]
-        return situation not in seen
+        """Whether messages of the chunk are to be found in this step."""
+        return None in [of for of, peer in zip(self._known(chunk), self._peers.get(chunk, ())) if peer is not None]
+
+    def _known(self, chunk: int) -> list[Different | None]:
+        """What was seen of the messages from below and to above in an earlier step."""
+        return [self._found[chunk].get(key) for key in self._keys.get(chunk, ())]
 
     def fill_in(self, specs: Specs) -> None:
         """Put in what was found in an earlier step. Where messages varied there, each is described again."""
-        for chunk, (seen, situation) in self._found.items():
-            if situation in seen:
-                specs[chunk] = seen[situation].received.only(), seen[situation].sent.only()
+        for chunk in self._peers:
+            received, sent = (None if seen is None else seen.only() for seen in self._known(chunk))
+            specs[chunk] = received, sent
 
     def have_headers(self, chunk: int, specs: Sequence[MessageSpec] | None) -> bool:
         """Whether a header precedes each message over a boundary of the chunk.
@@ -99,23 +103,19 @@ class UndescribedMessages:
 
     def keep(self, chunk: int, seen: Seen) -> None:
         """After a whole step."""
-        if self.is_first(chunk):
-            receives, sends = self._ends[chunk]
-            known, situation = self._found[chunk]
-            known[situation] = Seen(seen.received if receives else Different(), seen.sent if sends else Different())
+        for key, peer, different in zip(self._keys.get(chunk, ()), self._peers.get(chunk, ()), seen):
+            if peer is not None:
+                self._found[chunk].setdefault(key, different)
 
     def to_agree_on(self, specs: Specs) -> dict[str, str]:
         """Both ends of a boundary find a message, or neither does."""
         arguments = {"whether shapes are found in the first step": str(bool(self))}
         if self:
             arguments["seq_length, micro_batch_size and decoder_seq_length"] = ", ".join(map(str, self._sizes))
-        for chunk, (receives, sends) in self._ends.items():
-            index, (received, sent) = self._stages[chunk].index, specs[chunk]
-            for is_undescribed, boundary in (
-                (receives and received is None, index - 1),
-                (sends and sent is None, index),
-            ):
-                if is_undescribed:
+        for chunk, peers in self._peers.items():
+            index = self._stages[chunk].index
+            for peer, spec, boundary in zip(peers, specs[chunk], (index - 1, index)):
+                if peer is not None and spec is None:
                     arguments[boundary_name(boundary)] = "described by a header, as in the first step of a new chunk"
         return arguments
 

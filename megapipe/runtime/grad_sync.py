@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ..chunks import as_sharded, trained_parameters, wrapped_in
+from ..chunks import wrapped_in
 from ..config import StepConfig
+from ..gradients import add_tokens, take_tokens
 from ..weight_grad import visit_gradient_nodes
 from .plans import PlanKey
 
@@ -150,18 +150,6 @@ class GradientSync(AbstractContextManager["GradientSync"]):
             self._contexts[context].enter_context(no_sync())
 
 
-_tokens_before: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""The tokens of calls since gradients were finalized, by the model's first chunk."""
-
-
-def forget_tokens(models: Sequence[nn.Module]) -> None:
-    """Before a call: where gradients have been cleared, tokens of earlier calls do not count. Shards do not tell."""
-    if models[0] in _tokens_before:
-        trained = [parameter for _, parameter in trained_parameters(models)]
-        if trained and all(p.grad is None and as_sharded(p) is None for p in trained):
-            del _tokens_before[models[0]]
-
-
 def finalize_gradients(
     config: StepConfig, models: list[nn.Module], num_tokens: Tensor, keywords: dict[str, Any]
 ) -> None:
@@ -172,13 +160,12 @@ def finalize_gradients(
         num_tokens: sum over the microbatches, of shape [], in float64.
     """
     function = config.finalize_model_grads_func
-    tokens: Tensor | None = None
-    if config.calculate_per_token_loss:
-        tokens = num_tokens + _tokens_before.pop(models[0], 0)
-        if function is None:
-            _tokens_before[models[0]] = tokens
-    if function is not None:
-        function(models, tokens, **{name: value for name, value in keywords.items() if _takes(function, name)})
+    if function is None:
+        if config.calculate_per_token_loss:
+            add_tokens(models, num_tokens)
+        return
+    tokens = num_tokens + take_tokens(models) if config.calculate_per_token_loss else None
+    function(models, tokens, **{name: value for name, value in keywords.items() if _takes(function, name)})
 
 
 def _one_per_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any] | None]:

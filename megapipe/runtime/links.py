@@ -7,16 +7,22 @@ from collections.abc import Mapping, Sequence
 
 from ..messages import HEADER, MessageSpec
 from ..p2p_communication import HEADERS_AHEAD, Communicator, Line, Link, LocalLink, Lookahead, Receiver, Sender
-from ..plan import ChannelName, Plan, StageInfo
+from ..plan import ChannelName, StageInfo
 from .found_shapes import Specs, UndescribedMessages
 from .pipeline import Links
 from .plans import PlanKey
 
 
-def lines_of(plan: Plan, pp_rank: int, forward_only: bool, buffered_bytes: int) -> dict[int, Line]:
-    """The line to each peer."""
+def lines_of(
+    traffic: Mapping[tuple[int, int], Sequence[ChannelName]], pp_rank: int, forward_only: bool, buffered_bytes: int
+) -> dict[int, Line]:
+    """The line to each peer.
+
+    Args:
+        traffic: `PlanKey.traffic_around` this rank.
+    """
     orders: defaultdict[int, list[Sequence[ChannelName]]] = defaultdict(lambda: [(), ()])
-    for (sender, receiver), names in plan.traffic.items():
+    for (sender, receiver), names in traffic.items():
         kept = [name for name in names if name.kind == "forward"] if forward_only else names
         if receiver == pp_rank:
             orders[sender][0] = kept

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..plan import Action, Plan, Schedule, Settings, Verbs, loops_of, make_plan
+from ..plan import Action, ChannelName, Plan, Schedule, Settings, Verbs, loops_of, make_plan, record
 
 
 class PlanKey(NamedTuple):
@@ -29,6 +29,20 @@ class PlanKey(NamedTuple):
     def loops(self) -> Callable[[Verbs], Any]:
         """What a training step runs: the schedule's own loops, or those of its plan where settings have added to it."""
         return self.schedule.loops if self.settings.offload is None else loops_of(self.plan)
+
+    def traffic_around(self, pp_rank: int) -> dict[tuple[int, int], list[ChannelName]]:
+        """`Plan.traffic` from and to a rank. Only the calls of this rank and its neighbours are recorded, unless copies
+        to host memory need a place in the plan."""
+        if self.settings.offload is not None:
+            return self.plan.traffic
+        placement = self.schedule.placement
+        sizes = (self.pp_size, self.num_microbatches, self.num_chunks, self.schedule.forward_only)
+        ranks = {pp_rank}
+        for info in placement.stages(pp_rank, self.pp_size, self.num_chunks):
+            around = {info.index - 1, info.index + 1} & {*range(info.num_stages)}
+            ranks |= {placement.rank(index, self.pp_size) for index in around}
+        events = record(self.schedule.loops, placement, *sizes, self.settings, self.num_slices, ranks=ranks)
+        return Plan(self.schedule.name, placement, *sizes, events, self.num_slices).traffic
 
     def recomputed(self, pp_rank: int) -> frozenset[Action]:
         """The Fs of a rank whose activations are computed again. A plan that is run says so itself."""

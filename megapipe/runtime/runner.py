@@ -1,4 +1,4 @@
-"""A schedule on this rank, for all steps that are called alike.
+"""A schedule on this rank, for all steps that are called alike, with any number of microbatches.
 
 What was checked, agreed on and found out is kept from step to step; a step resets counters. No model is held between
 steps: stages, which hold them, are made for each.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 
@@ -21,7 +20,7 @@ from ..config import DEFAULTS, OPTIONS, StepConfig
 from ..p2p_communication import Communicator, Line, Lookahead
 from ..plan import Action, Schedule, ScheduleError
 from ..stages import Call, Extension, Stage, find_delayed
-from .arguments import check_arguments, remote_ends, specs_of, to_agree_on
+from .arguments import NO_PEERS, check_arguments, remote_peers, specs_of, to_agree_on
 from .first_step import FirstStep, end_first_steps, first_steps
 from .found_shapes import Specs, UndescribedMessages
 from .grad_sync import GradientSync, check_replicas
@@ -36,6 +35,9 @@ PLAIN = {bool, int, float, str, type(None), torch.dtype}
 MODULES = {option.module for option in OPTIONS if option.module}
 """Those that bring an option along where they are imported."""
 
+MOST_NUMBERS = 64
+"""How many numbers of microbatches a runner keeps something for: those used last."""
+
 _read_all = attrgetter(*DEFAULTS)
 
 
@@ -45,24 +47,20 @@ class Situation(NamedTuple):
     schedule: Schedule
     forward_only: bool
     sizes: tuple[int | None, ...]
-    """The number of microbatches, and what is said of the shapes of messages."""
+    """What is said of the shapes of messages."""
     settings: tuple[Any, ...]
     """The values of all fields of the config, functions and other objects in outline."""
     chunks: tuple[Any, ...]
-    """Which they are, the types of the modules in them, which may be exchanged or wrapped between steps, and of their
-    first parameters, and what is imported that they may be made of."""
+    """Their structures, and what is imported that they may be made of."""
     device: torch.device
 
 
 def situation_of(schedule: Schedule, call: Call) -> Situation:
     settings = [value if type(value) in PLAIN else _outline(value) for value in _read_all(call.config)]
-    chunks: list[Any] = [MODULES & sys.modules.keys()]
-    for model in call.models:
-        parameter = next(model.parameters(), None)
-        chunks += [ref(model), {*map(type, model.modules())}, None if parameter is None else parameter.dtype]
+    chunks = (MODULES & sys.modules.keys(), *call.structures)
     has_own = call.adjust_tensor_shapes_fn is not None
-    sizes = (call.num_microbatches, call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
-    return Situation(schedule, call.forward_only, sizes, tuple(settings), tuple(chunks), call.device)
+    sizes = (call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
+    return Situation(schedule, call.forward_only, sizes, tuple(settings), chunks, call.device)
 
 
 def _outline(value: Any) -> Any:
@@ -72,11 +70,27 @@ def _outline(value: Any) -> Any:
     return type(value)
 
 
+class OfNumber:
+    """What steps with one number of microbatches have in common.
+
+    Args:
+        key: of the plan that the schedule follows.
+        to_agree_on: the arguments that all ranks of the pipeline must have alike.
+    """
+
+    def __init__(self, key: PlanKey, loops: Callable[[Any], Any], to_agree_on: dict[str, str]) -> None:
+        self.key = key
+        self.loops = loops
+        self.to_agree_on = to_agree_on
+        self.pipeline: Pipeline | None = None
+        self.lines: list[Line] = []
+
+
 class Runner:
     """A schedule on this rank in one situation.
 
     Attributes:
-        key: of the plan that the schedule follows.
+        key: of the plan that the schedule follows, for the number of microbatches of this step.
         specs: per stage the messages that it receives and sends, where known.
         undescribed: the messages that are known only since the first step, or not yet.
 
@@ -88,37 +102,30 @@ class Runner:
         self.situation = situation
         config = call.config
         self._session = session
-        self.pp_rank, pp_size = session.pp_rank, len(session.ranks)
+        self.pp_rank, self._pp_size = session.pp_rank, len(session.ranks)
         schedule = situation.schedule
-        self.stages = schedule.stages(self.pp_rank, pp_size, len(call.models))
+        self.stages = schedule.stages(self.pp_rank, self._pp_size, len(call.models))
         check_arguments(call, self.stages)
         self._kinds: set[str] = set()
         schedule.check_units(call.num_microbatches, config.num_sequence_slices)
         for extension in self._extensions(config):
             call.slices = extension.slices(call) or call.slices
         self.slices = call.slices
-        sizes = (pp_size, call.num_microbatches, len(self.stages))
-        self.key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
-        if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
-            _ = self.key.plan  # raises where the schedule cannot keep to these
-        self._kinds = self.key.kinds
-        if not call.forward_only:
-            check_replicas(call.models, self.key)
-        self._ends = [remote_ends(stage, schedule.placement, self.pp_rank, pp_size) for stage in self.stages]
-        self._described = specs_of(call, self.stages, self._ends)
+        self._peers = [remote_peers(stage, schedule.placement, self.pp_rank, self._pp_size) for stage in self.stages]
+        self._described = specs_of(call, self.stages, self._peers)
         self._asks_models = call.adjust_tensor_shapes_fn is not None or any(
             find_attribute(model, "infer_stage_inputs_from_pipeline_inputs") is not None for model in call.models
         )
-        unknown = {} if config.variable_seq_lengths else dict(enumerate(self._ends))
-        unknown = {n: of for n, of in unknown.items() if any(of) and self._described[n] == (None, None)}
-        self.undescribed = UndescribedMessages(session.found_shapes, call, self.stages, unknown)
+        unknown = {} if config.variable_seq_lengths else dict(enumerate(self._peers))
+        unknown = {n: of for n, of in unknown.items() if of != NO_PEERS and self._described[n] == (None, None)}
+        self.undescribed = UndescribedMessages(session, call, self.stages, unknown)
         self._delays = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
-        self._loops = schedule.loops if call.forward_only else self.key.loops
         self._is_new = True
         self.specs: Specs = []
         self._communicator: Communicator | None = None
-        self._lines: list[Line] = []
+        self._of_numbers: dict[int, OfNumber] = {}
         self._describe(call)
+        self._turn_to(call)
 
     def _describe(self, call: Call) -> None:
         """Begin with the messages that are known by now."""
@@ -129,16 +136,36 @@ class Runner:
         self.specs = specs
         self._is_found = [chunk in self.undescribed for chunk in range(len(specs))]
         self._headers = [self.undescribed.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
-        self._to_agree_on = to_agree_on(self.key.schedule.name, call, self.stages, self.specs)
-        self._to_agree_on |= self.undescribed.to_agree_on(self.specs)
-        self._pipeline: Pipeline | None = None
+        self._of_numbers.clear()
+
+    def _turn_to(self, call: Call) -> None:
+        """Take what belongs to the number of microbatches of a call. It is made where that is a new one."""
+        known, number = self._of_numbers, call.num_microbatches
+        self._now = known.pop(number) if number in known else self._make_of_number(call)
+        self.key = self._now.key
+        known[number] = self._now
+        for oldest in list(known)[:-MOST_NUMBERS]:
+            del known[oldest]
+
+    def _make_of_number(self, call: Call) -> OfNumber:
+        schedule, config = self.situation.schedule, call.config
+        schedule.check_units(call.num_microbatches, config.num_sequence_slices)
+        sizes = (self._pp_size, call.num_microbatches, len(self.stages))
+        key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
+        if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
+            _ = key.plan  # raises where the schedule cannot keep to these
+        self._kinds = key.kinds
+        if not call.forward_only:
+            check_replicas(call.models, key)
+        agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.undescribed.to_agree_on(self.specs)
+        return OfNumber(key, schedule.loops if call.forward_only else key.loops, agreed)
 
     def fits(self, call: Call) -> bool:
         """Whether the messages of this call are those that the runner knows, where models compute their shapes."""
         if not self._asks_models:
             return True
         call.slices = self.slices
-        return specs_of(call, self.stages, self._ends) == self._described
+        return specs_of(call, self.stages, self._peers) == self._described
 
     def extensions(self, call: Call) -> list[Extension]:
         """Those of the options that are set and have something to do in this step."""
@@ -165,12 +192,13 @@ class Runner:
         if not isinstance(self._session, Session):
             return
         watchdog, agreement = self._session.watchdog, self._session.agreement
-        if agreement.agreed is self._to_agree_on and not what:
+        arguments = self._now.to_agree_on
+        if agreement.agreed is arguments and not what:
             agreement.known_step = watchdog.progress.step
             return
         watchdog.timeout = call.config.timeout
         name = {"the schedule": self.key.schedule.name + what}
-        agreement.agree(self._to_agree_on | name if what else self._to_agree_on)
+        agreement.agree(arguments | name if what else arguments)
 
     def connect(self, call: Call) -> Communicator | None:
         """The channels of the pipeline, opened where this is the first to need them. None for one rank."""
@@ -180,22 +208,31 @@ class Runner:
         placement, device = self.key.schedule.placement, self.situation.device
         return self._session.communicator(placement, self.key.num_chunks, device, has_headers, call.config)
 
-    def run(self, call: Call) -> None:
-        """Run one step. The results are in the call."""
+    def prepare(self, call: Call) -> list[Extension]:
+        """All that comes before the step's first action: whoever refuses the call does it here, and all ranks with it.
+        Collective over the pipeline where arguments have changed. Returns what takes part, for `run`."""
         call.slices = self.slices
+        if self._of_numbers.get(call.num_microbatches) is not self._now:
+            self._turn_to(call)
         extensions = self.extensions(call)
         self.agree(call)
-        if self._pipeline is None:
-            self._pipeline = self._build(call)
+        if self._now.pipeline is None:
+            self._build(call)
+        return extensions
+
+    def run(self, call: Call, extensions: Sequence[Extension]) -> None:
+        """Run one step. The results are in the call."""
+        pipeline = self._now.pipeline
+        assert pipeline is not None
         try:
-            looks = self._run_loops(call, extensions, self._pipeline)
+            looks = self._run_loops(call, extensions, pipeline)
         except BeginAgain as begins:
-            self._pipeline.drop(begins.num_sent)
+            pipeline.drop(begins.num_sent)
             for extension in extensions:
                 extension.again()
             call.results.clear()
             call.num_tokens.zero_()
-            looks = self._run_loops(call, extensions, self._pipeline, again=True)
+            looks = self._run_loops(call, extensions, pipeline, again=True)
         if self._is_new:
             self._is_new = False
             has_gradients = not any(extension.has_gradients for extension in extensions)
@@ -215,7 +252,7 @@ class Runner:
         looks: list[FirstStep | None] = [None] * len(stages)
         if self._is_new:
             looks = first_steps(stages, call, self.undescribed)
-        for line in self._lines:
+        for line in self._now.lines:
             line.begin()
         transport = None if self._communicator is None else self._communicator.transport
         monitor = Monitor(self._session.watchdog, transport)
@@ -231,13 +268,13 @@ class Runner:
             for extension in extensions:
                 if (context := extension.step()) is not None:
                     around.enter_context(context)
-            reports = self._loops(pipeline)
+            reports = self._now.loops(pipeline)
         if reports is not call.results:
             raise ScheduleError(f"{self.key.schedule.name} did not end with `return pipe.finish()`.")
         return looks
 
-    def _build(self, call: Call) -> Pipeline:
-        """The object that the schedule's loops drive, over channels that all ranks open together."""
+    def _build(self, call: Call) -> None:
+        """Make the object that the schedule's loops drive, over channels that all ranks open together."""
         self._communicator = communicator = self.connect(call)
         lookahead = Lookahead(0)
         if communicator is not None and call.config.overlap_p2p_comm:
@@ -246,12 +283,12 @@ class Runner:
         lines = {}
         if communicator is not None and communicator.transport.matches_by_order:
             buffered = communicator.transport.buffered_bytes
-            lines = lines_of(self.key.plan, self.pp_rank, call.forward_only, buffered)
-        self._lines = list(lines.values())
+            lines = lines_of(self.key.traffic_around(self.pp_rank), self.pp_rank, call.forward_only, buffered)
+        self._now.lines = list(lines.values())
         ways = (communicator, lookahead, lines, call.forward_only)
         links = links_around(self.key, self.pp_rank, self.specs, self.undescribed, *ways)
         posted_ahead = self._posted_ahead(communicator, lookahead, call.forward_only)
-        return Pipeline(self.key, self.pp_rank, links, call.forward_only, posted_ahead)
+        self._now.pipeline = Pipeline(self.key, self.pp_rank, links, call.forward_only, posted_ahead)
 
     def _posted_ahead(
         self, communicator: Communicator | None, lookahead: Lookahead, forward_only: bool

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from ..failures import (
 from ..p2p_communication import Communicator
 from ..plan import Placement
 from ..transports import Members, make_transport
-from .found_shapes import FoundShapes
 from .sharing import share
 
 logger = logging.getLogger(__name__)
@@ -72,9 +70,9 @@ class Session:
         self.mailbox = Mailbox(self._store, self.watchdog)
         self.agreement = Agreement(self.mailbox, self.watchdog)
         self._is_in_step = False
+        self._devices: dict[str, torch.device] = {}  # by type, that of the channels
         self._seen: set[str] = set()
         self._is_device_shared = False
-        self.found_shapes: FoundShapes = WeakKeyDictionary()
         self.runners: list[Any] = []
         """What runs steps that were called alike before."""
 
@@ -143,7 +141,15 @@ class Session:
         # A transport keeps its settings for good, so others take another transport; similar time limits the same one.
         patience = 2.0 ** math.ceil(math.log2(self.watchdog.timeout + TIMING.beyond_limit))
         settings = (config.p2p_transport, config.p2p_max_ctas, patience)
-        key = (placement.name, num_chunks, device.type, *settings)
+        # Stage by stage: several placements may have one name.
+        stages = range(num_chunks * len(self.ranks))
+        ranks = ",".join(str(placement.rank(stage, len(self.ranks))) for stage in stages)
+        key = (ranks, num_chunks, device.type, *settings)
+        if (before := self._devices.setdefault(device.type, device)) != device:
+            raise ValueError(
+                f"the chunks of pipeline rank {self.pp_rank} are on {device}, but its channels were opened for "
+                f"{before}: leave chunks on the device of their first step, or make the process groups anew."
+            )
         progress = self._progress
         if key not in self._communicators:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
@@ -205,14 +211,21 @@ class Session:
 
 
 class Alone:
-    """The session of pipelines of one rank, which has no other to talk to."""
+    """The session of the pipelines of one rank in one thread, which has no other to talk to."""
 
     pp_rank, ranks = 0, [0]
     watchdog = None
 
     def __init__(self) -> None:
-        self.found_shapes: FoundShapes = WeakKeyDictionary()
         self.runners: list[Any] = []
+
+    @classmethod
+    def of_this_thread(cls) -> Alone:
+        """Steps of two threads at the same time have a runner each."""
+        if not hasattr(_this_thread, "alone"):
+            _this_thread.alone = cls()
+        alone: Alone = _this_thread.alone
+        return alone
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -237,7 +250,7 @@ def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | Alone]:
     Args:
         group: of the pipeline.
     """
-    session = _alone if group is None or group.size() == 1 else Session.of(group)
+    session = Alone.of_this_thread() if group is None or group.size() == 1 else Session.of(group)
     try:
         with session.step():
             yield session
@@ -254,7 +267,6 @@ def _number_of(group: dist.ProcessGroup) -> int:
 
 
 _sessions: dict[dist.ProcessGroup, Session] = {}
-_alone = Alone()
 _this_thread = threading.local()
 
 

@@ -15,12 +15,13 @@ import torch
 
 from .. import parallel_state
 from ..chunks import device_of
-from ..frameworks import Framework, StepEnd, frameworks
+from ..frameworks import Framework, Step, frameworks
 from ..plan import AnySchedule, Schedule, StageInfo, find_schedule
-from ..stages import Call
+from ..stages import Call, Extension
+from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, is_forward_only, iterator_per_chunk, pipeline_group
 from .garbage import collector
-from .grad_sync import finalize_gradients, forget_tokens
+from .grad_sync import finalize_gradients
 from .runner import Runner, situation_of
 from .session import Alone, Session, one_step
 
@@ -51,6 +52,7 @@ def run_step(
             config=config_of(known, schedule, models, pg_collection),
             device=device,
             num_tokens=torch.zeros((), dtype=torch.float64, device=device),
+            structures=[*map(structure_of, models)],
             forward_only=is_forward_only(schedule, forward_only),
             schedule=schedule,
             frameworks=known,
@@ -60,22 +62,18 @@ def run_step(
         keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
         with collector.between_steps(call.config.gc_interval, models):
             runner = find_runner(schedule, call, session)
-            if not call.forward_only:
-                for framework in known:
-                    framework.begin_training(models)
-                if call.config.calculate_per_token_loss:
-                    forget_tokens(models)
             try:
-                runner.run(call)
+                extensions = runner.prepare(call)
+                if known or call.config.broadcast_reports:
+                    _run_among(known, call, runner, extensions, session, keywords)
+                else:
+                    runner.run(call, extensions)
+                    are_counted = call.config.calculate_per_token_loss
+                    if not call.forward_only and (are_counted or call.config.finalize_model_grads_func is not None):
+                        finalize_gradients(call.config, models, call.num_tokens, keywords)
             except BaseException:
                 session.runners.clear()  # with what was in flight
                 raise
-            if known or call.config.broadcast_reports:
-                _end_step(known, call, runner, session, keywords)
-            elif not call.forward_only and (
-                call.config.calculate_per_token_loss or call.config.finalize_model_grads_func is not None
-            ):
-                finalize_gradients(call.config, models, call.num_tokens, keywords)
     return call.results
 
 
@@ -83,8 +81,9 @@ def find_runner(schedule: Schedule, call: Call, session: Session | Alone) -> Run
     """The one of an earlier step that was called alike, or a new one."""
     situation = situation_of(schedule, call)
     runners: list[Runner] = session.runners
-    for runner in runners:
+    for number, runner in enumerate(runners):
         if runner.situation == situation and runner.fits(call):
+            runners.append(runners.pop(number))
             return runner
     runner = Runner(situation, call, session)
     runners.append(runner)
@@ -92,17 +91,26 @@ def find_runner(schedule: Schedule, call: Call, session: Session | Alone) -> Run
     return runner
 
 
-def _end_step(
-    known: Sequence[Framework], call: Call, runner: Runner, session: Session | Alone, keywords: dict[str, Any]
+def _run_among(
+    known: Sequence[Framework],
+    call: Call,
+    runner: Runner,
+    extensions: Sequence[Extension],
+    session: Session | Alone,
+    keywords: dict[str, Any],
 ) -> None:
-    """The end of a step with what frameworks do around it, and with reports for all."""
+    """A step with what frameworks do around its loops and around its end, and with reports for all."""
     pp_size = len(session.ranks)
     last_stage = runner.key.schedule.placement.rank(pp_size * len(call.models) - 1, pp_size)
     share: Callable[..., Any] = functools.partial(session.share, source=last_stage, device=call.device)
-    end = StepEnd(call, session.pp_rank, pp_size, last_stage, keywords, share)
+    step = Step(call, session.pp_rank, pp_size, last_stage, keywords, share)
     with ExitStack() as stack:
         for framework in known:
-            stack.enter_context(framework.around_finalizing(end))
+            stack.enter_context(framework.around_loops(step))
+        runner.run(call, extensions)
+    with ExitStack() as stack:
+        for framework in known:
+            stack.enter_context(framework.around_finalizing(step))
         if not call.forward_only:
             finalize_gradients(call.config, call.models, call.num_tokens, keywords)
         if call.config.broadcast_reports:

@@ -26,6 +26,7 @@ from ..messages import MessageSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
 from ..stages import Call, Unit, as_sent
+from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, pipeline_group
 from .pipeline import checkpoint_arguments, runs_of
 from .runner import Runner, situation_of
@@ -87,6 +88,7 @@ def warm_up(
             config=replace(config_of(known, schedule, models, pg_collection), timers=None),
             device=device_of(models),
             num_tokens=torch.zeros((), dtype=torch.float64, device=device_of(models)),
+            structures=[*map(structure_of, models)],
             forward_only=schedule.forward_only,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import StepConfig
 from ..frameworks import Framework
 from ..plan import StageInfo
+from ..structure import Structure
 
 if TYPE_CHECKING:
     from ..slices import SequenceSlice
@@ -32,6 +33,8 @@ class Call:
     num_tokens: Tensor
     """Sum of the token counts of 3-tuple loss functions, which may be weights, and more than 32 bits hold: float64 on
     every rank, for those who add it up over ranks."""
+    structures: Sequence[Structure]
+    """What each of the models is made of."""
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None

@@ -45,8 +45,6 @@ EXPLAINED = (RuntimeError, StopIteration, TypeError, AttributeError)
 
 _all_given: WeakSet[nn.Module] = WeakSet()
 """Chunks on a device that have been given a gradient for each output, where looking for it makes the host wait."""
-_looked_at: WeakSet[nn.Module] = WeakSet()
-"""Chunks that had an output, a loss or an input without a gradient."""
 
 
 class Stage:
@@ -76,6 +74,7 @@ class Stage:
         self.info = info
         self._is_last = info.is_last
         self.module = step.models[chunk]
+        self._kept = step.structures[chunk].kept
         self._step = step
         self._data_iterator = step.data_iterators[chunk]
         self.device = step.device
@@ -409,17 +408,20 @@ class Stage:
     # Warnings
 
     def _warn_of_no_gradient(self, what: str, inputs: list[Tensor]) -> None:
-        if self.module not in _looked_at and (inputs or any(p.requires_grad for p in self.module.parameters())):
+        if inputs or self._is_trained:
             number = self.info.index
             whom = f"stages 0 to {number} are" if number else "it is"
             self._warn(
                 f"the {what} of stage {number} has no gradient (detached, or computed under no_grad?), so {whom} not "
                 "trained by it"
             )
-        _looked_at.add(self.module)
+
+    @cached_property
+    def _is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.module.parameters())
 
     def _warn(self, text: str) -> None:
-        """Once for each chunk."""
-        if self.module not in _looked_at:
-            _looked_at.add(self.module)
+        """Once for a chunk, and again when its structure has changed."""
+        if NoGradientWarning not in self._kept:
+            self._kept[NoGradientWarning] = True
             warn(text, NoGradientWarning)

@@ -77,7 +77,7 @@ class GradientReducer:
         """`grad_sync_func`: start to average the gradients of a chunk, given by its parameters."""
         mine = list(parameters)
         for bucket in dict.fromkeys(self._buckets[p] for p in mine if p in self._buckets):
-            bucket.complete.add(mine[0])
+            bucket.complete.add(tuple(map(id, mine)))
             if len(bucket.complete) == len(bucket.chunks):
                 bucket.start()
 
@@ -116,8 +116,8 @@ class _Bucket:
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup, chunks: tuple[int, ...]) -> None:
         self.chunks = chunks
-        self.complete: set[Tensor] = set()
-        """A parameter of each chunk that is."""
+        self.complete: set[tuple[int, ...]] = set()
+        """Chunks that are, each known by all its parameters: two may begin with one tied weight."""
         self.work: Any = None
         self._parameters = parameters
         self._group = group

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, ReduceLROnPlateau
 from .. import parallel_state
 from ..chunks import as_list, as_sharded, each_parameter, gradient_like, local
 from ..failures import check_failures, collective
+from ..gradients import forget_tokens
 
 Hyperparameters = dict[str, Any]
 
@@ -106,9 +107,11 @@ class PipelinedOptimizer(Optimizer):
     def _make_step(self) -> None:
         self.optimizer.step()
         self.num_steps += 1
+        forget_tokens(self.models)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
+        forget_tokens(self.models)
 
     def finalize(self) -> None:
         """Wait until the weights are final. They always are, unless steps are validated afterwards."""

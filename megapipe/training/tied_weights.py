@@ -7,9 +7,8 @@ has a parameter of its own. They begin equal, have the same gradient, the sum of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from .. import parallel_state
 from ..chunks import Models, as_list, as_sharded, dense, gradient_of, local, named_parameters, zero_gradient
 from ..failures import collective
-from ..frameworks import Framework, StepEnd, ties
+from ..frameworks import Framework, Step, ties
 
 
 class TiedWeights:
@@ -55,7 +54,6 @@ class TiedWeights:
         self.names = tuple(names)
         self.is_summed = False
         self._summed: list[Any] = []  # copies that hold the sum since the last training step
-        self._checked: WeakSet[nn.Module] = WeakSet()  # chunks in whose steps it has summed
         owners = {
             id(parameter): (module, key)
             for chunk in as_list(model)
@@ -132,30 +130,38 @@ class TiedWeights:
             PipelineError: where another rank has failed.
         """
         self.is_summed = True
-        self._check_owned(as_list(models))
+        if models:
+            self.check_owned(as_list(models))
         self._mark(copies := self._copies())
         with collective("the summing of tied weights' gradients"):
             self._check_trained(copies)
             self._sum({parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad})
         self._summed = copies
 
-    def begin_step(self) -> None:
-        """Before a training step that sums by itself: what is in the gradients of all copies counts once."""
-        for parameter in self._summed:  # `fully_shard` may have put others in their place since
-            if parameter.grad is not None and getattr(parameter, "shared", False):
-                local(parameter.grad).zero_()
-        self._summed = []
+    @contextmanager
+    def around_loops(self) -> Iterator[None]:
+        """Around the loops of a training step that sums by itself. What is in the gradients of all copies counts once:
+        so all copies but the first begin without, and get theirs back where the loops fail."""
+        summed, self._summed = self._summed, []
+        aside = [(p, p.grad) for p in summed if p.grad is not None and getattr(p, "shared", False)]
+        for parameter, _ in aside:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            self._summed = summed
+            for parameter, grad in aside:
+                parameter.grad = grad
+            raise
 
-    def _check_owned(self, chunks: list[nn.Module]) -> None:
-        if self._checked.issuperset(chunks):
-            return
-        modules = {id(module) for chunk in chunks for module in chunk.modules()}
-        if any(id(module) not in modules for module, _ in self._owners):
+    def check_owned(self, chunks: Sequence[nn.Module]) -> None:
+        """Raises ValueError where the copies are not in these chunks."""
+        modules = {module for chunk in chunks for module in chunk.modules()}
+        if any(owner not in modules or key not in owner._parameters for owner, key in self._owners):
             raise ValueError(
                 f"{', '.join(self._names)}, a tied weight, is not that of the chunks of this step, which are copies or "
                 "have other modules now: make a TiedWeights of these, and call its sum_in_steps."
             )
-        self._checked.update(chunks)
 
     def _check_trained(self, copies: list[Any]) -> None:
         """Raises ValueError where only some of the copies are frozen. On a device only a rank where that has changed
@@ -191,19 +197,26 @@ class TiedWeights:
 class _InSteps(Framework):
     """Training steps of chunks that have weights which they sum."""
 
-    def begin_training(self, models: Sequence[nn.Module]) -> None:
+    def check_chunks(self, models: Sequence[nn.Module]) -> None:
         for one in self._of(models):
-            one.begin_step()
+            one.check_owned(models)
 
     @contextmanager
-    def around_finalizing(self, end: StepEnd) -> Iterator[None]:
-        tied = self._of(end.step.models)
+    def around_loops(self, step: Step) -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in [] if step.call.forward_only else self._of(step.call.models):
+                stack.enter_context(one.around_loops())
+            yield
+
+    @contextmanager
+    def around_finalizing(self, step: Step) -> Iterator[None]:
+        tied = self._of(step.call.models)
         for one in tied:
             one.is_summed = False
         yield
         for one in tied:
-            if not one.is_summed and not end.step.forward_only:
-                one.sum_gradients(end.step.models)
+            if not one.is_summed and not step.call.forward_only:
+                one.sum_gradients(step.call.models)
 
     def _of(self, models: Sequence[nn.Module]) -> list[TiedWeights]:
         tied = {names: one for chunk in models for names, one in getattr(chunk, "tied_weights", {}).items()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -15,6 +17,7 @@ from fuzz.forwards import Forward, judge
 from tools.graphs import H, Part, Plain, sequence, skip_without_tracer
 from torch import Tensor, nn
 
+import megapipe
 from megapipe import graph, weight_grad
 
 skip_without_tracer()
@@ -218,7 +221,7 @@ def test_modules_changed_after_capture() -> None:
     stage[0].weight = nn.Parameter(torch.zeros(H, H))  # another parameter is looked up anew
     assert torch.equal(stage(sequence()), stage[0].bias.tanh().expand(5, 2, H))
     stage[0] = nn.Linear(H, H)
-    with pytest.raises(RuntimeError, match="other modules or ties than when it was captured"):
+    with pytest.raises(ValueError, match="its graphs do not know that its part 0 has been exchanged, added or removed"):
         stage(sequence())
 
 
@@ -228,3 +231,64 @@ def test_a_forward_of_its_own() -> None:
     module.forward = module.linear.forward
     with pytest.raises(ValueError, match="has a forward of its own"):
         graph.capture(module, (sequence(),))
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as peft makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.lora = nn.Linear(H, H), nn.Linear(H, H)
+        self.dropout = nn.Dropout(0.25)
+        self.scaling, self._disable_adapters = {"default": 0.5}, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.base(x)
+        if not self._disable_adapters:
+            output = output + self.lora(self.dropout(x)) * self.scaling["default"]
+        return output
+
+
+LATER: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "a hook": (lambda m: m[0].base.register_forward_hook(lambda *_: None), "its part 0.base has other hooks than then"),
+    "dropout": (lambda m: setattr(m[0].dropout, "p", 0.0), r"0.dropout.p, which was 0.25 then, is 0.0 now"),
+    "an adapter": (lambda m: setattr(m[0], "_disable_adapters", True), "0._disable_adapters, which was False"),
+    "a number": (lambda m: m[0].scaling.update(default=2.0), r"0.scaling, which was \(\('default', 0.5\),\) then"),
+    "a class": (
+        lambda m: setattr(m[0].base, "__class__", type("Other", (nn.Linear,), {})),
+        "has another type than then",
+    ),
+    "a module": (lambda m: m.append(nn.Tanh()), "its part Tanh has been exchanged, added or removed"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_captured_stage_in_which_something_changes_later(name: str) -> None:
+    """A hook, another dropout, a disabled adapter: all of it was without effect, and the pages said so. Now the next step
+    is refused, and goes on where the change is taken back."""
+    change, words = LATER[name]
+    stage = graph.capture(nn.Sequential(Adapted()), (sequence(),))
+    chunk = megapipe.PipelineStage(stage, megapipe.StageInfo(0, 1))
+    step = functools.partial(
+        megapipe.get_forward_backward_func("1f1b"),
+        forward_step_func=lambda _, chunk: (chunk(sequence()), lambda output: (output.sum(), None)),
+        data_iterator=None,
+        model=chunk,
+        num_microbatches=2,
+    )
+    step()
+    change(stage)
+    with pytest.raises(ValueError, match=f"stage 0 cannot run: the stage Sequential was captured.*{words}"):
+        step()
+    with pytest.raises(ValueError, match=words):
+        stage(sequence())
+
+
+def test_a_change_after_the_capture_that_is_taken_back() -> None:
+    stage = graph.capture(nn.Sequential(Adapted()), (sequence(),))
+    stage[0].dropout.p = 0.0
+    hook = stage[0].base.register_forward_hook(lambda *_: None)
+    assert stage.find_change() is not None
+    stage[0].dropout.p = 0.25
+    hook.remove()
+    assert stage.find_change() is None

@@ -505,3 +505,24 @@ def test_encoder_decoders_of_transformers(kind: str) -> None:
     tied = [f"model.{name}" for pair in model.model.all_tied_weights_keys.items() for name in pair]
     inputs = torch.randn(4, 2, 4, 12) if kind == "whisper" else torch.randint(2, 32, (4, 2, 7))
     check(model, list(zip(inputs, torch.randint(2, 32, (4, 2, 5)))), "zbv", tuple(tied))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda part: part.get_submodule("0").register_forward_hook(lambda *_: None), "0 has other hooks than then"),
+        (lambda part: part.get_submodule("1").eval(), "1 is in evaluation mode by itself"),
+        (lambda part: part.set_submodule("0", nn.Linear(D, D)), "0 has been exchanged, added or removed"),
+    ],
+)
+def test_changes_behind_a_split(change: Callable[[nn.Module], object], words: str) -> None:
+    """Stages never call the modules in them: hooks on these never ran, a BatchNorm that was put into evaluation mode
+    trained on, and an adapter in place of a layer had no effect."""
+    batches = [(torch.randn(4, D),)] * 2
+    (chunk,) = split(nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)), batches[0], "1f1b")
+    train = megapipe.get_forward_backward_func("1f1b")
+    arguments = {"forward_step_func": step, "model": [chunk], "num_microbatches": 2}
+    train(data_iterator=iter(batches), **arguments)
+    change(chunk.module)
+    with pytest.raises(ValueError, match=words):
+        train(data_iterator=iter(batches), **arguments)

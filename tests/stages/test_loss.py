@@ -18,7 +18,7 @@ def gradient(dtype: torch.dtype, m: int, tokens: Tensor | None, **settings: Any)
     """Of a weight whose square is the loss, as a step computes it."""
     weight = torch.tensor(1.3, dtype=dtype, requires_grad=True)
     config = StepConfig(**settings)
-    step = Call(lambda *args: None, [None], [], m, config, torch.device("cpu"), torch.zeros(()))
+    step = Call(lambda *args: None, [None], [], m, config, torch.device("cpu"), torch.zeros(()), [])
     loss = divide_loss(step, weight * weight, tokens)
     loss.tensor.backward(torch.full_like(loss.tensor, loss.gradient))
     assert weight.grad is not None

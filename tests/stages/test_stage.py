@@ -33,6 +33,7 @@ from megapipe.schedules import ForwardBackward
 from megapipe.stages import Call
 from megapipe.stages.stage import Stage
 from megapipe.stages.unit import Unit
+from megapipe.structure import structure_of
 
 SIZE = 4
 
@@ -257,7 +258,8 @@ def test_stages_below_one_that_detaches_get_no_gradient(rank: int) -> None:
 
 
 def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
-    arguments = Call(forward_step, [None], [module], 1, StepConfig(**config), torch.device(device), torch.zeros(()))
+    step = forward_step, [None], [module], 1, StepConfig(**config), torch.device(device), torch.zeros(())
+    arguments = Call(*step, [structure_of(module)])
     return Stage(StageInfo(1, 3), 0, arguments, None)
 
 

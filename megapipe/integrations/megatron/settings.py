@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...chunks import find_attribute
-from ...frameworks import AroundForward, StepEnd
+from ...frameworks import AroundForward, Step
 from ...parallel_state import Groups
 from ...plan import Schedule
 
@@ -134,11 +134,11 @@ def _is_in_megatrons_order(config: Any, schedule: Schedule) -> bool:
 
 
 @contextmanager
-def reset_offloading(end: StepEnd) -> Iterator[None]:
+def reset_offloading(step: Step) -> Iterator[None]:
     """What Megatron's schedules do for its own offloading, whose copies are made by its modules."""
     yield
-    config = megatrons_config(end.step.models[0])
-    if not end.step.forward_only and getattr(config, "fine_grained_activation_offloading", False):
+    config = megatrons_config(step.call.models[0])
+    if not step.call.forward_only and getattr(config, "fine_grained_activation_offloading", False):
         getattr(loaded(_OFFLOADING), _INTERFACE).reset()
 
 

@@ -8,35 +8,55 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...frameworks import Framework, StepEnd
+from ...frameworks import Framework, Step
 from . import segments, settings
 from .settings import is_in_use, loaded
 from .stages import copies_of_embedding, without_embedding, without_embedding_group
 
 
 @contextmanager
-def finish(end: StepEnd) -> Iterator[None]:
+def finish(step: Step) -> Iterator[None]:
     """The end of a step in a V, for Megatron's trainers: they read losses and numbers of tokens on the last rank of the
     pipeline, and sum tied embeddings over a group of ranks, but the last stage is on the first rank beside the first.
     """
-    is_last = end.pp_rank == end.pp_size - 1
-    if end.last_stage == end.pp_size - 1 or not is_in_use(end.step.models):
+    is_last = step.pp_rank == step.pp_size - 1
+    if not _is_in_a_v(step):
         yield
         return
-    reports, num_tokens = end.share((end.step.results, end.step.num_tokens))
+    reports, num_tokens = step.share((step.call.results, step.call.num_tokens))
     if is_last:
-        end.step.results[:] = reports
-    end.step.num_tokens = num_tokens  # Megatron takes it from the last rank, others from any
-    copies = [] if end.step.forward_only else [copy for one in end.step.models for copy in copies_of_embedding(one)]
-    _check_summed(copies, end)
-    end.finalize_keywords["pg_collection"] = without_embedding(end.finalize_keywords["pg_collection"])
+        step.call.results[:] = reports
+    step.call.num_tokens = num_tokens  # Megatron takes it from the last rank, others from any
+    copies = _copies(step)
+    _check_summed(copies, step)
+    step.finalize_keywords["pg_collection"] = without_embedding(step.finalize_keywords["pg_collection"])
     with without_embedding_group():
         yield
     _sum_gradients(copies)
 
 
-def _check_summed(copies: Sequence[nn.Parameter], end: StepEnd) -> None:
-    if end.step.config.finalize_model_grads_func is None and any(hasattr(copy, "main_grad") for copy in copies):
+@contextmanager
+def adding_up(step: Step) -> Iterator[None]:
+    """Around the loops of a step in a V. After an earlier call all copies of the embedding hold the sum of its
+    gradients: it counts once, in the first of them."""
+    if _is_in_a_v(step):
+        for copy in _copies(step)[1:]:
+            if (grad := _gradient(copy)) is not None:
+                grad.zero_()
+    yield
+
+
+def _is_in_a_v(step: Step) -> bool:
+    return step.last_stage != step.pp_size - 1 and is_in_use(step.call.models)
+
+
+def _copies(step: Step) -> list[nn.Parameter]:
+    """Those of the embedding on this rank, in a training step."""
+    return [] if step.call.forward_only else [copy for one in step.call.models for copy in copies_of_embedding(one)]
+
+
+def _check_summed(copies: Sequence[nn.Parameter], step: Step) -> None:
+    if step.call.config.finalize_model_grads_func is None and any(hasattr(copy, "main_grad") for copy in copies):
         raise ValueError(
             "the gradients of tied embeddings are summed when those of all replicas are there: set "
             "config.finalize_model_grads_func to Megatron's finalize_model_grads, or untie them by "
@@ -68,6 +88,7 @@ class Megatron(Framework):
     read_config = staticmethod(settings.read_config)
     around_forwards = staticmethod(settings.around_forwards)
     find_cut = staticmethod(segments.find_cut)
+    around_loops = staticmethod(adding_up)
 
     def random_streams(self) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         """Those of its tracker, which dropout in tensor-parallel regions and attention draws from."""
@@ -77,8 +98,8 @@ class Megatron(Framework):
             yield tracker.get_states, tracker.set_states
 
     @contextmanager
-    def around_finalizing(self, end: StepEnd) -> Iterator[None]:
-        with finish(end), settings.reset_offloading(end):
+    def around_finalizing(self, step: Step) -> Iterator[None]:
+        with finish(step), settings.reset_offloading(step):
             yield
 
 
