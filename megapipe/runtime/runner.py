@@ -27,7 +27,7 @@ from .found_shapes import Specs, UndescribedMessages
 from .grad_sync import GradientSync, check_replicas
 from .links import lines_of, links_around
 from .monitor import Monitor
-from .pipeline import BeginAgain, Pipeline, checkpoint_arguments
+from .pipeline import Pipeline, checkpoint_arguments
 from .plans import PlanKey
 from .session import Alone, Session
 
@@ -187,15 +187,7 @@ class Runner:
         self.agree(call)
         if self._pipeline is None:
             self._pipeline = self._build(call)
-        try:
-            looks = self._run_loops(call, extensions, self._pipeline)
-        except BeginAgain as begins:
-            self._pipeline.drop(begins.num_sent)
-            for extension in extensions:
-                extension.again()
-            call.results.clear()
-            call.num_tokens.zero_()
-            looks = self._run_loops(call, extensions, self._pipeline, again=True)
+        looks = self._run_loops(call, extensions, self._pipeline)
         if self._is_new:
             self._is_new = False
             has_gradients = not any(extension.has_gradients for extension in extensions)
@@ -204,9 +196,7 @@ class Runner:
         for extension in extensions:
             extension.end()
 
-    def _run_loops(
-        self, call: Call, extensions: Sequence[Extension], pipeline: Pipeline, again: bool = False
-    ) -> list[FirstStep | None]:
+    def _run_loops(self, call: Call, extensions: Sequence[Extension], pipeline: Pipeline) -> list[FirstStep | None]:
         """Run the schedule. Returns what has looked at its first step."""
         for extension in extensions:
             extension.begin(call)
@@ -222,7 +212,7 @@ class Runner:
         for extension in extensions:
             monitor = extension.monitor(monitor)
         arguments = checkpoint_arguments(self.key, self.pp_rank, call)
-        pipeline.begin_step(call, stages, looks, extensions, monitor, sync, arguments, again)
+        pipeline.begin_step(call, stages, looks, extensions, monitor, sync, arguments)
         with ExitStack() as around:
             if sync is not None:
                 around.enter_context(sync)

@@ -70,12 +70,17 @@ def run_step(
             except BaseException:
                 session.runners.clear()  # with what was in flight
                 raise
-            if known or call.config.broadcast_reports:
+            if call.is_void:
+                pass  # it is run once more
+            elif known or call.config.broadcast_reports:
                 _end_step(known, call, runner, session, keywords)
             elif not call.forward_only and (
                 call.config.calculate_per_token_loss or call.config.finalize_model_grads_func is not None
             ):
                 finalize_gradients(call.config, models, call.num_tokens, keywords)
+    if call.is_void:
+        ways = (pg_collection, p2p_communicator, force_all_reduce)
+        return run_step(schedule, model, call.data_iterators, forward_only, *ways, **arguments)
     return call.results
 
 

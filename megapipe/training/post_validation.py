@@ -45,10 +45,10 @@ class PostValidatedOptimizer(PipelinedOptimizer):
     long ended its step: a rank's first backward comes p - 1 forwards or more after its first forward, and the last rank
     ends p - 1 forwards or fewer after the first one. So the norms are there, and the wait is none.
 
-    If the norm calls for clipping or skipping, every rank restores weights and optimizer state from copies, steps
-    again from the same gradients, and the schedule runs its forwards again, with the same data, random numbers and
-    buffers. That costs a warmup; so after such a step the next ones wait for the norm in `step`, until one needed
-    neither.
+    If the norm calls for clipping or skipping, every rank restores weights and optimizer state from copies, and steps
+    again from the same gradients. The step that has begun goes on to its end without computing a gradient, and is then
+    run once more, with the same data, random numbers and buffers. That costs the forwards of a step; so after such a
+    step the next ones wait for the norm in `step`, until one needed neither.
 
     Between `step` and the schedule's next call the weights may change once more: call `finalize` before you read them.
     `state_dict` and validation (`forward_only`) do so by themselves. The schedule must be called with a `data_iterator`
@@ -97,7 +97,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
 
     @property
     def has_pending_step(self) -> bool:
-        """Whether the next step of the pipeline may have to begin again."""
+        """Whether the next step of the pipeline may turn out to be void."""
         return self._pending is not None or self._was_rolled_back
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PostValidatedOptimizer:
@@ -143,7 +143,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self._was_rolled_back |= self._finalize(lambda: None)
 
     def finalize_everywhere(self) -> None:
-        """The same, where every rank calls it at this point: then no rank repeats the forwards of the next step."""
+        """The same, where every rank calls it at this point: then the next step of no rank is void."""
         self.finalize()
         self._was_rolled_back = False
 

@@ -24,7 +24,6 @@ from tools.saving import Counting
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-import megapipe
 from megapipe import (
     PipelineConfig,
     PipelinedLRScheduler,
@@ -33,7 +32,6 @@ from megapipe import (
     clip_grad_norm_,
     parallel_state,
 )
-from megapipe.options.post_validation import validation_points
 from megapipe.plan import ChannelName, make_plan
 from megapipe.transports import GlooTransport
 from megapipe.transports.channel import BackendChannel
@@ -191,29 +189,6 @@ def test_post_validated_steps(
         for begun_again, kinds in found:
             assert begun_again >= 2
             assert min(kinds[kind] for kind in ("plain", "clip", "nan", "inf")) >= 2
-
-
-def points_of(name: str, pp_size: int, m: int, num_chunks: int | None) -> None:
-    plan = make_plan(name, pp_size, m, num_chunks)
-    points = validation_points(plan)
-    before = [events[:point] for events, point in zip(plan.events, points)]
-    sent = {(event.stage, event.microbatch) for events in before for event in events if event.verb == "send_forward"}
-    for events in before:
-        for event in events:
-            assert event.is_forward
-            if event.verb == "recv_forward" and event.stage:
-                assert (event.stage - 1, event.microbatch) in sent
-    if name in ("1f1b", "zb1p", "zb2p", "zbv", "gpipe"):  # nothing has to stop early
-        for events, point in zip(plan.events, points):
-            assert events[point].verb == "recv_backward"
-
-
-@pytest.mark.parametrize("pp_size", range(2, 9))
-def test_what_comes_before_the_validation_needs_nothing_from_behind_it(pp_size: int) -> None:
-    for name in megapipe.schedule_names():
-        if name not in ("inference", "no_pipelining"):
-            for m in (1, 2, pp_size, 2 * pp_size, 4 * pp_size + 1):
-                points_of(name, pp_size, m, None)
 
 
 @pytest.mark.parametrize("pp_size", range(2, 9))
