@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from tools import models
 from tools.models import Stage, batches, build, loss_of, run
 from tools.optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
 from tools.ranks import RankPool, on_ranks
@@ -24,6 +25,7 @@ from tools.saving import Counting
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import megapipe
 from megapipe import (
     PipelineConfig,
     PipelinedLRScheduler,
@@ -333,3 +335,52 @@ def test_chunks_in_another_form(rank: int) -> None:
         optimizer.finalize()
         weights.append(weights_of(chunks))
     assert same(*weights)
+
+
+def calls_of_void_steps(schedule: str, max_norm: float) -> tuple[Any, list[Tensor], int]:
+    """What is called in three steps without `zero_grad`, each of which begins before the step before is validated."""
+    calls: Counter[str] = Counter()
+    recorder = megapipe.TimelineRecorder()
+    chunks = build(
+        schedule,
+        2,
+        4,
+        deferred=True,
+        grad_sync_func=lambda parameters: calls.update(["sync"]),
+        finalize_model_grads_func=lambda *_: calls.update(["finalize"]),
+        record_timeline=recorder,
+    )
+    if max_norm == math.inf:
+        optimizer: Any = PipelinedOptimizer(chunks, momentum)
+    else:
+        optimizer = validated(PostValidatedOptimizer(chunks, momentum, max_norm), chunks)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        parameter.register_hook(lambda grad: calls.update(["gradient"]))
+    reports, num_forwards = [], 0
+    for step in range(3):
+
+        def forward(*args: Any) -> Any:
+            nonlocal num_forwards
+            num_forwards += 1
+            return models.forward_step(*args)
+
+        reports.append(run(schedule, chunks, 3, forward_step_func=forward, seed=step))
+        if max_norm == math.inf:
+            clip_grad_norm_(chunks, 1e-2)
+        else:
+            optimizer._waits = False
+        optimizer.step()
+    optimizer.finalize()
+    return (calls, reports, len(recorder._records)), weights_of(chunks), num_forwards
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+@on_ranks(2)
+def test_void_steps_leave_nothing_behind(rank: int, schedule: str) -> None:
+    """A step on weights that are rolled back goes on to its end. Nobody may be told of gradients in it, and those from
+    before it stay."""
+    wanted = calls_of_void_steps(schedule, math.inf)
+    found = calls_of_void_steps(schedule, 1e-2)
+    assert found[0] == wanted[0]
+    assert same(found[1], wanted[1])
+    assert found[2] == wanted[2] // 3 * 5  # two of three steps were void
