@@ -32,6 +32,7 @@ class PostValidation(Extension):
         if call.forward_only or self.watchdog is None:  # a pipeline of one rank waits for no other
             optimizer.finalize_everywhere()
         elif optimizer.has_pending_step:
+            optimizer.check_weights()
             self._is_ahead = True
             self._call = call
             recorded = {id(it): _Recorded(it, call.device) for it in call.data_iterators if it is not None}

@@ -337,6 +337,50 @@ def test_chunks_in_another_form(rank: int) -> None:
     assert same(*weights)
 
 
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "in place": lambda layer: layer.weight.detach().clamp_(-0.1, 0.1),
+    "other memory": lambda layer: setattr(layer.weight, "data", layer.weight.detach().clone()),
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach().clone())),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+@on_ranks(2)
+def test_weights_that_are_written_to_too_early(rank: int, way: str) -> None:
+    """What was written between a step and the next call was lost in a rollback, without a word. That is refused now,
+    also where the step would stand."""
+    chunks = build("1f1b", 2, 2)
+    optimizer = validated(PostValidatedOptimizer(chunks, sgd, math.inf), chunks)
+    layer = next(module for module in chunks[0].modules() if isinstance(module, nn.Linear))
+    run("1f1b", chunks, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    WRITES[way](layer)
+    for call in (optimizer.finalize, optimizer.state_dict, lambda: run("1f1b", chunks, 2)):
+        with pytest.raises(RuntimeError, match=r"weight was written to, or exchanged, between the step of"):
+            call()
+
+
+@on_ranks(2)
+def test_frozen_weights_are_not_scaled(rank: int) -> None:
+    """A weight that was frozen behind the backward keeps its gradient, which clipping leaves alone. The step that was
+    made again scaled it."""
+    weights = []
+    for is_post_validated in (True, False):
+        chunks = build("1f1b", 2, 2)
+        optimizer: Any = PipelinedOptimizer(chunks, sgd)
+        if is_post_validated:
+            optimizer = validated(PostValidatedOptimizer(chunks, sgd, 1e-2), chunks)
+        run("1f1b", chunks, 2)
+        next(parameter for parameter in chunks[0].parameters() if parameter.grad is not None).requires_grad_(False)
+        if not is_post_validated:
+            clip_grad_norm_(chunks, 1e-2)
+        optimizer.step()
+        optimizer.finalize()
+        weights.append(weights_of(chunks))
+    assert same(*weights)
+
+
 def calls_of_void_steps(schedule: str, max_norm: float) -> tuple[Any, list[Tensor], int]:
     """What is called in three steps without `zero_grad`, each of which begins before the step before is validated."""
     calls: Counter[str] = Counter()
