@@ -347,10 +347,10 @@ class Option(NamedTuple):
 
 OPTIONS = (
     Option("megapipe.options.fully_shard:FullyShard", module="torch.distributed.fsdp"),
-    Option("megapipe.options.post_validation:PostValidation", "post_validated_optimizer"),
     Option("megapipe.options.around:Autocast", "enable_autocast"),
     Option("megapipe.options.activations:Recompute", "recompute", kind="R"),
     Option("megapipe.options.activations:Offloading", "offload_activations", kind="O"),
+    Option("megapipe.options.post_validation:PostValidation", "post_validated_optimizer"),
     Option("megapipe.options.slicing:Slices", "num_sequence_slices"),
     Option("megapipe.options.around:Timers", "timers"),
     Option("megapipe.options.around:Timeline", "record_timeline"),

@@ -131,17 +131,6 @@ class Link:
         """Post the receive of the next message, if that has to be posted for it to travel. Called before the action in
         front of that which takes it."""
 
-    def drop(self, num_sent: int) -> list[Transfer]:
-        """Start again before any backward.
-
-        Args:
-            num_sent: how many messages the other end sends before it starts again.
-
-        Returns:
-            Those of them that have not been taken yet. The caller waits for them.
-        """
-        return []
-
     def is_empty(self) -> bool:
         """Whether every message that was expected or made has been taken or sent."""
         return True
@@ -159,10 +148,6 @@ class LocalLink(Link):
     def take(self) -> Transfer:
         assert self._messages, "a message is taken before it was made, on the same rank"
         return self._messages.popleft()
-
-    def drop(self, num_sent: int) -> list[Transfer]:
-        self._messages.clear()
-        return []
 
     def is_empty(self) -> bool:
         return not self._messages
@@ -198,10 +183,8 @@ class Receiver(Link):
         self._expected: deque[MessageSpec] = deque()
         self._posted: deque[Transfer] = deque()
         self._num_asked = 0  # and not taken yet
-        self._num_received = 0
 
     def begin(self) -> None:
-        self._num_received = 0
         self._expected.extend([*self._specs] * self._count)
         if self._line is not None:
             self.reserve()
@@ -214,7 +197,6 @@ class Receiver(Link):
 
     def post(self) -> None:
         self._num_asked += 1
-        self._num_received += 1
         if self._headers is not None and not self._headers._posted and self._line is None:
             self._headers._post()
         if self._is_eager and len(self._posted) < self._num_asked:
@@ -250,17 +232,6 @@ class Receiver(Link):
         if self._is_large() and not self._posted:
             assert self._line is not None
             self._line.post_until(self)
-
-    def drop(self, num_sent: int) -> list[Transfer]:
-        # Receives that have been posted stay so: they take the messages that are sent again.
-        while self._num_received < num_sent:
-            self.post()
-        to_come: list[Transfer] = [self.take() for _ in range(self._num_asked)]
-        self._expected.extend([*self._specs] * num_sent)
-        if self._headers is not None:
-            self._headers._expected.extend([*self._headers._specs] * num_sent)
-        self._num_received = 0
-        return to_come
 
     def is_empty(self) -> bool:
         has_headers = self._headers is not None and not self._headers.is_empty()
@@ -341,11 +312,10 @@ class Sender(Link):
         self._line = line
         self._to_send: deque[Transfer] = deque()
         self._num_sent = 0
-        self._num_described = 0  # messages whose gradients are expected, once for each, also where it is sent again
         self._described: list[MessageSpec] = []  # of a microbatch whose last slice has still to be sent
 
     def begin(self) -> None:
-        self._num_sent = self._num_described = 0
+        self._num_sent = 0
 
     def put(self, message: Transfer) -> None:
         self._to_send.append(message)
@@ -361,23 +331,17 @@ class Sender(Link):
         if self._line is not None:
             self._line.check_turn(self)
         self._channel.send(message.tensors)
-        if self._headers is not None and self._replies is not None and self._num_sent > self._num_described:
+        if self._headers is not None and self._replies is not None:
             self._expect_reply(message)
 
     def _expect_reply(self, message: Transfer) -> None:
         assert message.spec is not None
         assert self._replies is not None
-        self._num_described += 1
         self._described.append(message.spec.gradient())
         if len(self._described) == self._num_slices:
             for spec in reversed(self._described):
                 self._replies.expect(spec)
             self._described.clear()
-
-    def drop(self, num_sent: int) -> list[Transfer]:
-        self._num_sent = 0
-        self._to_send.clear()
-        return []
 
     def is_empty(self) -> bool:
         return not self._to_send
@@ -410,7 +374,7 @@ class Line:
             self._receivers[name] = link
 
     def begin(self) -> None:
-        """A step begins, or begins again: all that was sent before has been taken."""
+        """A step begins: all that was sent before has been taken."""
         self._to_come, self._turns = map(deque, self._orders)
 
     def post_until(self, receiver: Receiver) -> None:

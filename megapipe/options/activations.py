@@ -26,6 +26,7 @@ class Compared(Extension):
     """Those of this rank whose activations go and come back."""
 
     def takes_part(self, call: Call) -> bool:
+        self._call = call
         self._structures: dict[StageInfo, Structure] = dict(zip(call.stages, call.structures))
         self._first: dict[StageInfo, int] = {}
         self._like: dict[StageInfo, Any] = {}
@@ -45,7 +46,7 @@ class Compared(Extension):
         return self._first.get(info) == unit.microbatch
 
     def end(self) -> None:
-        for info in self._first:
+        for info in () if self._call.is_void else self._first:
             self._structures[info].kept[type(self)] = self._like[info]
 
 

@@ -57,6 +57,7 @@ class Timeline(Extension):
         return call.schedule.forward_only or not call.forward_only
 
     def begin(self, call: Call) -> None:
+        self._call = call
         self._record: StepRecord = self.config.record_timeline.begin(call.schedule.name, call.device)
 
     def monitor(self, monitor: Any) -> Any:
@@ -67,7 +68,8 @@ class Timeline(Extension):
 
     def end(self) -> None:
         self._record.finish()
-        self.config.record_timeline.keep(self._record)
+        if not self._call.is_void:
+            self.config.record_timeline.keep(self._record)
 
 
 class _Recording:

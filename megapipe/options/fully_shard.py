@@ -11,7 +11,7 @@ from torch import nn
 
 from ..chunks import find_attribute
 from ..plan import Kind, gathered_chunks
-from ..runtime import BeginAgain, GradientSync
+from ..runtime import GradientSync
 from ..sharding import ShardedChunks
 from ..stages import Call, Extension, Run, Stage, Unit
 
@@ -50,9 +50,6 @@ class FullyShard(Extension):
     def gradient_sync(self, make: Callable[..., GradientSync]) -> Callable[..., GradientSync]:
         return partial(ShardedSync, self._sharded)
 
-    def again(self) -> None:
-        self._sharded.drop_forwards()
-
 
 class ShardedSync(GradientSync):
     """Gathers parameters ahead of their use, and reduces the gradients of a chunk when they are complete."""
@@ -67,7 +64,7 @@ class ShardedSync(GradientSync):
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: Any) -> None:
         super().__exit__(kind, *error)
-        if kind not in (None, BeginAgain):
+        if kind is not None:
             self._sharded.fail()
 
     def before_action(self) -> None:

@@ -1,104 +1,94 @@
-"""`config.post_validated_optimizer`: forwards with weights that may still be rolled back, and are then run again.
+"""`config.post_validated_optimizer`: a step begins on weights that may still be rolled back, and is then run once more.
 
-A rank goes on to its next step before it knows whether its last optimizer step stands. Until then it runs forwards
-only, which change nothing outside of the pipeline. If that step is rolled back, every rank stops at a point known from
-the plan, takes the messages that are still under way, and runs the step again with the same data and random numbers.
+A rank goes on to its next step before it knows whether its last optimizer step stands. It knows before its first
+backward, and every rank finds the same. If the optimizer step is rolled back, the step that has begun is void: it goes
+on to its end, so that every message is sent and taken, but its backwards compute nothing. Then it is run once more,
+with the same data, random numbers and buffers.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ..activations import restores_of
-from ..plan import Event, Plan
-from ..runtime import BeginAgain
-from ..stages import Call, Extension
-
-
-def validation_points(plan: Plan) -> list[int]:
-    """Per rank, how many of its events in `plan` may come before it knows whether the last optimizer step stands.
-
-    Those before it takes its first output gradient. Fewer where it would take an input that another rank sends only
-    behind its own point: after a rollback that input never comes.
-    """
-    points = [next(k for k, event in enumerate(events) if event.verb == "recv_backward") for events in plan.events]
-    sent_at = {event: k for events in plan.events for k, event in enumerate(events) if event.verb == "send_forward"}
-
-    def comes(event: Event) -> bool:
-        sent = event._replace(verb="send_forward", stage=event.stage - 1)
-        return event.stage == 0 or sent_at[sent] < points[plan.rank_of(sent.stage)]
-
-    while True:
-        earlier = [
-            next((k for k, e in enumerate(events[:point]) if e.verb == "recv_forward" and not comes(e)), point)
-            for events, point in zip(plan.events, points)
-        ]
-        if earlier == points:
-            return points
-        points = earlier
+from ..plan import RECOMPUTE, Kind
+from ..runtime import GradientSync
+from ..stages import Call, Extension, Run, Stage, Unit
 
 
 class PostValidation(Extension):
     """Validates the last optimizer step before the first backward of a rank."""
 
-    _is_validated = True
-    """Whether the last optimizer step is known to stand, or has been rolled back."""
+    _is_ahead = False
+    """Whether this step begins before the last optimizer step is known to stand."""
+    _is_validated = False
 
     def begin(self, call: Call) -> None:
         optimizer = self.config.post_validated_optimizer
-        self._is_validated = True
         if call.forward_only or self.watchdog is None:  # a pipeline of one rank waits for no other
             optimizer.finalize_everywhere()
         elif optimizer.has_pending_step:
-            self._is_validated = False
-            plan = self.plan()
-            before = [events[:point] for events, point in zip(plan.events, validation_points(plan))]
-            self._num_inputs = sum(event.verb == "recv_forward" for event in before[self.pp_rank])
-            sent = (event.stage for events in before for event in events if event.verb == "send_forward")
-            self._num_sent = Counter(sent)  # by each stage, before the point of its rank
+            optimizer.check_weights()
+            self._is_ahead = True
+            self._call = call
             recorded = {id(it): _Recorded(it, call.device) for it in call.data_iterators if it is not None}
             call.data_iterators = [None if it is None else recorded[id(it)] for it in call.data_iterators]
             self._iterators = list(recorded.values())
             self._restores = restores_of(call.device, call.models)
 
-    def before_receive(self, way: str) -> None:
-        """Raises BeginAgain where this message is behind the point, and the optimizer step was rolled back."""
+    def gradient_sync(self, make: Callable[..., GradientSync]) -> Callable[..., GradientSync]:
+        if not self._is_ahead:
+            return make
+
+        def made(*arguments: Any) -> GradientSync:
+            self._sync = make(*arguments)
+            return self._sync
+
+        return made
+
+    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+        if not self._is_ahead or not (kind.message == "backward" or kind is RECOMPUTE):
+            return run
+
+        def validated(unit: Unit) -> None:
+            if kind is not RECOMPUTE:
+                self._validate()
+                if self._call.is_void:
+                    unit.edges = []  # without which there is nothing to compute
+                    stage.looks_for_none = False  # that says nothing of other steps
+            elif self._call.is_void:
+                return
+            run(unit)
+
+        return validated
+
+    def end(self) -> None:
+        if self._is_ahead and self._call.is_void:
+            for restore in self._restores:
+                restore()
+            self._forget(again=True)
+
+    def _validate(self) -> None:
         if self._is_validated:
             return
-        is_behind = way == "backward" or self._num_inputs == 0
-        self._num_inputs -= way == "forward"
-        if is_behind:
-            self._is_validated = True
-            if self._validate():
-                raise BeginAgain(self._num_sent)
+        assert self.watchdog is not None
+        self._is_validated = True
+        position = self.watchdog.progress
+        position.awaited, position.peer = "the norms of all ranks, by which the last optimizer step stands or not", None
+        is_rolled_back: bool = self.config.post_validated_optimizer.validate(self.watchdog.check)
+        position.awaited = None
+        self._call.is_void = self._sync.is_void = is_rolled_back
+        if not is_rolled_back:
             self._forget(again=False)
-
-    def may_post_ahead(self) -> bool:
-        """After a rollback the message might be another one."""
-        return self._is_validated
-
-    def again(self) -> None:
-        for restore in self._restores:
-            restore()
-        self._forget(again=True)
 
     def _forget(self, again: bool) -> None:
         for iterator in self._iterators:
             iterator.stop(again)
         self._iterators, self._restores = [], []
-
-    def _validate(self) -> bool:
-        assert self.watchdog is not None
-        position = self.watchdog.progress
-        position.action, position.peer = "the validation of the last optimizer step", None
-        position.awaited = "the norms of all ranks"
-        is_rolled_back: bool = self.config.post_validated_optimizer.validate(self.watchdog.check)
-        position.awaited = None
-        return is_rolled_back
 
 
 class _Recorded(Iterator[Any]):

@@ -49,6 +49,9 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         forward_only: nothing is trained, so there are no gradients.
     """
 
+    is_void = False
+    """Whether the step counts for nothing. Then it leaves gradients alone, and there is nothing to be told of."""
+
     def __init__(
         self,
         config: StepConfig,
@@ -118,7 +121,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         """Around the computation that completes the gradients of `chunk`: its last backward, or with `in_w` its last W.
         In a W autograd does not pass by the parameters, so it is made to do so once more, for hooks on its nodes."""
         context = self._context_of(chunk)
-        if self._grad_sync[chunk] is None:
+        if self._grad_sync[chunk] is None and not self.is_void:
             self._contexts[context].close()  # the model's own hooks fire during the backward
             yield
             if in_w and self._no_sync[context] is not None:
@@ -135,7 +138,7 @@ class GradientSync(AbstractContextManager["GradientSync"]):
     def _release(self, chunk: int) -> None:
         """Start to reduce the gradients of a chunk."""
         grad_sync = self._grad_sync[chunk]
-        if grad_sync is not None:
+        if grad_sync is not None and not self.is_void:
             context = self._context_of(chunk)
             self._contexts[context].close()
             grad_sync(self._models[chunk].parameters())

@@ -24,18 +24,6 @@ from .monitor import Monitor
 from .plans import PlanKey
 
 
-class BeginAgain(Exception):  # noqa: N818  # no error: the step is run again
-    """The step begins again, on all ranks, before any backward.
-
-    Args:
-        num_sent: how many outputs each stage sends before it begins again.
-    """
-
-    def __init__(self, num_sent: Mapping[int, int]) -> None:
-        super().__init__()
-        self.num_sent = num_sent
-
-
 class Links(NamedTuple):
     """The ends of the channels around a stage: from and to the stage below, to and from the stage above. None where
     there is no such stage: data and loss do not travel."""
@@ -73,16 +61,15 @@ class Chunk:
         self.units: dict[tuple[int, int], Unit] = {}
         """Units in flight, by microbatch and slice."""
 
-    def begin(self, stage: Stage, runs: dict[str, Run], first_step: FirstStep | None, again: bool) -> None:
+    def begin(self, stage: Stage, runs: dict[str, Run], first_step: FirstStep | None) -> None:
         """A step begins."""
         self.stage, self.runs, self.first_step = stage, runs, first_step
         self.had_windows.clear()
         self.units.clear()
-        if not again:
-            for link in self.links:
-                link.begin()
-            if self.inputs is not None:
-                self.inputs.post_ahead()
+        for link in self.links:
+            link.begin()
+        if self.inputs is not None:
+            self.inputs.post_ahead()
 
     def end(self) -> None:
         """The step has succeeded. No model is held until the next one."""
@@ -143,28 +130,20 @@ class Pipeline(Verbs):
         monitor: Monitor,
         sync: GradientSync | None,
         checkpoint_arguments: Iterator[tuple[bool, ...]],
-        again: bool = False,
     ) -> None:
-        """Count from nought.
-
-        Args:
-            again: the step has begun before; its links know what they expect.
-        """
+        """Count from nought."""
         self.begin()
         self._results, self._monitor, self._sync = call.results, monitor, sync
         self._checkpoint_arguments = checkpoint_arguments
         self._weights_per_window = 0 if self.forward_only else call.config.weights_per_window
         self._has_waited = False
-        self._looking = list(filter(Extension.looks_at_messages, extensions))
         self._pending_units.clear()
         for chunk, stage, look in zip(self._chunks, stages, looks):
-            chunk.begin(stage, self._runs(chunk, stage, extensions), look, again)
+            chunk.begin(stage, self._runs(chunk, stage, extensions), look)
 
     # Messages
 
     def recv_forward(self, chunk: int = 0) -> None:
-        for extension in self._looking:
-            extension.before_receive("forward")
         self._advance("recv_forward", chunk)
         inputs = self._chunks[chunk].inputs
         if inputs is not None:
@@ -180,8 +159,6 @@ class Pipeline(Verbs):
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
-            for extension in self._looking:
-                extension.before_receive("backward")
             self._advance("recv_backward", chunk)
             output_grads = self._chunks[chunk].output_grads
             if output_grads is not None:
@@ -242,26 +219,13 @@ class Pipeline(Verbs):
             self._chunks[chunk].send(kind, self._counts[self._steps[name]][chunk] - 1)
         self.run(other_name, other_chunk)
 
-    def drop(self, num_sent: Mapping[int, int]) -> None:
-        """Take the messages that other ranks send until they begin again too.
-
-        Args:
-            num_sent: how many outputs each stage sends until then.
-        """
-        for chunk in self._chunks:
-            if chunk.inputs is not None:
-                for message in chunk.inputs.drop(num_sent.get(chunk.index - 1, 0)):
-                    self._monitor.wait(message, "an input to be discarded", chunk.inputs.peer)
-            if chunk.outputs is not None:
-                chunk.outputs.drop(0)
-
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
         self._check_finished()
         for chunk in self._chunks:
             chunk.end()
         self._monitor.drain()
-        results, self._results, self._sync, self._looking = self._results, [], None, []  # which hold the models
+        results, self._results, self._sync = self._results, [], None  # which hold the models
         return results
 
     # What they have in common
@@ -295,8 +259,6 @@ class Pipeline(Verbs):
 
     def _post_ahead(self, action: Action) -> None:
         """Before an action is launched whose message is there: post the receives of those behind it that may be."""
-        if not all(extension.may_post_ahead() for extension in self._looking):
-            return
         for behind in self._posted_ahead.get(action, ()):
             chunk = self._chunks[behind.stage // self.pp_size]
             link = chunk.inputs if KINDS[behind.kind].is_forward else chunk.output_grads

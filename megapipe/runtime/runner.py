@@ -26,7 +26,7 @@ from .found_shapes import Specs, UndescribedMessages
 from .grad_sync import GradientSync, check_replicas
 from .links import lines_of, links_around
 from .monitor import Monitor
-from .pipeline import BeginAgain, Pipeline, checkpoint_arguments
+from .pipeline import Pipeline, checkpoint_arguments
 from .plans import PlanKey
 from .session import Alone, Session
 
@@ -222,18 +222,8 @@ class Runner:
 
     def run(self, call: Call, extensions: Sequence[Extension]) -> None:
         """Run one step. The results are in the call."""
-        pipeline = self._now.pipeline
-        assert pipeline is not None
-        try:
-            looks = self._run_loops(call, extensions, pipeline)
-        except BeginAgain as begins:
-            pipeline.drop(begins.num_sent)
-            for extension in extensions:
-                extension.again()
-            call.results.clear()
-            call.num_tokens.zero_()
-            looks = self._run_loops(call, extensions, pipeline, again=True)
-        if self._is_new:
+        looks = self._run_loops(call, extensions)
+        if self._is_new and not call.is_void:
             self._is_new = False
             has_gradients = not any(extension.has_gradients for extension in extensions)
             end_first_steps(looks, call, self.key, self.undescribed, has_gradients, self._session)
@@ -241,10 +231,10 @@ class Runner:
         for extension in extensions:
             extension.end()
 
-    def _run_loops(
-        self, call: Call, extensions: Sequence[Extension], pipeline: Pipeline, again: bool = False
-    ) -> list[FirstStep | None]:
+    def _run_loops(self, call: Call, extensions: Sequence[Extension]) -> list[FirstStep | None]:
         """Run the schedule. Returns what has looked at its first step."""
+        pipeline = self._now.pipeline
+        assert pipeline is not None
         for extension in extensions:
             extension.begin(call)
         stages = self.make_stages(call, extensions)
@@ -259,7 +249,7 @@ class Runner:
         for extension in extensions:
             monitor = extension.monitor(monitor)
         arguments = checkpoint_arguments(self.key, self.pp_rank, call)
-        pipeline.begin_step(call, stages, looks, extensions, monitor, sync, arguments, again)
+        pipeline.begin_step(call, stages, looks, extensions, monitor, sync, arguments)
         with ExitStack() as around:
             if sync is not None:
                 around.enter_context(sync)

@@ -69,11 +69,16 @@ def run_step(
                 else:
                     runner.run(call, extensions)
                     are_counted = call.config.calculate_per_token_loss
-                    if not call.forward_only and (are_counted or call.config.finalize_model_grads_func is not None):
+                    if not (call.forward_only or call.is_void) and (
+                        are_counted or call.config.finalize_model_grads_func is not None
+                    ):
                         finalize_gradients(call.config, models, call.num_tokens, keywords)
             except BaseException:
                 session.runners.clear()  # with what was in flight
                 raise
+    if call.is_void:
+        ways = (pg_collection, p2p_communicator, force_all_reduce)
+        return run_step(schedule, model, call.data_iterators, forward_only, *ways, **arguments)
     return call.results
 
 
@@ -108,6 +113,8 @@ def _run_among(
         for framework in known:
             stack.enter_context(framework.around_loops(step))
         runner.run(call, extensions)
+    if call.is_void:
+        return
     with ExitStack() as stack:
         for framework in known:
             stack.enter_context(framework.around_finalizing(step))

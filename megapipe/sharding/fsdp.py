@@ -121,12 +121,6 @@ class ShardedChunks(AbstractContextManager["ShardedChunks"]):
         for root in self._chunks[chunk]:
             root.reduce()
 
-    def drop_forwards(self) -> None:
-        """The step begins again, with other weights. Nothing but forwards has run."""
-        self._num_actions, self._gathered = 0, set()
-        for root in self._roots():
-            root.drop_forwards()
-
     def fail(self) -> None:
         """The step has failed: what is left of it is no part of the next one. Waits for nobody."""
         for root in self._roots():

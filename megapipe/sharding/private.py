@@ -52,11 +52,6 @@ class PrivateRoot(Root):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
 
-    def drop_forwards(self) -> None:
-        self._restore()
-        self.reshard()
-        self._forget_forwards()
-
     def fail(self) -> None:
         super().fail()
         self._forget_forwards()

@@ -109,15 +109,6 @@ class Root:
             for unused in self._unused:
                 unused.forget_zeros()
 
-    def drop_forwards(self) -> None:
-        """Shard parameters, and leave FSDP2 as before a forward: they run again."""
-        self._restore()
-        reduced_before = [(one.sharded_param, one.sharded_param.grad) for one in self._parameters()]
-        self._module.reset_iter_state()
-        for parameter, grad in reduced_before:
-            parameter.grad = grad
-        self._module.set_manual_backward_finalization(False)
-
     def fail(self) -> None:
         """Forget the gradients of a step, and what was set for it."""
         self._restore()

@@ -50,6 +50,8 @@ class Call:
     """Those of the chunks."""
     slices: list[SequenceSlice] = field(default_factory=list)
     """The slices of every sequence; none where sequences are whole."""
+    is_void: bool = False
+    """Whether what it computes counts for nothing: then it is made once more, from the arguments that are here."""
     results: list[Any] = field(default_factory=list)
     """The reports of the loss function, in microbatch order. Stays empty without the last stage."""
 

@@ -65,17 +65,6 @@ class Extension:
         """Goes around an action, when its message is there."""
         return run
 
-    def before_receive(self, way: str) -> None:
-        """Called before a message is asked for, "forward" or "backward". May raise `BeginAgain`."""
-
-    def looks_at_messages(self) -> bool:
-        """Whether it acts before receives."""
-        return type(self).before_receive is not Extension.before_receive
-
-    def may_post_ahead(self) -> bool:
-        """Whether receives may be posted before they are asked for."""
-        return True
-
     def gradient_sync(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Makes what is told when gradients become complete (`runtime.GradientSync`)."""
         return make
@@ -87,9 +76,6 @@ class Extension:
     def step(self) -> AbstractContextManager[Any] | None:
         """Goes around the loops of a step."""
         return None
-
-    def again(self) -> None:
-        """The loops begin again: what forwards have changed is taken back."""
 
     def end(self) -> None:
         """The step has succeeded."""

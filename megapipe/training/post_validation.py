@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..chunks import device_of, find_attribute, gradients, local
+from ..chunks import device_of, each_parameter, find_attribute, gradients, local
 from ..failures import check_failures
 from .clipping import check_norm, gather_power_sums, norm_of, power_sum, scale_gradients
 from .optimizer import Hyperparameters, PipelinedOptimizer, copy_hyperparameters, set_hyperparameters
@@ -45,15 +45,15 @@ class PostValidatedOptimizer(PipelinedOptimizer):
     long ended its step: a rank's first backward comes p - 1 forwards or more after its first forward, and the last rank
     ends p - 1 forwards or fewer after the first one. So the norms are there, and the wait is none.
 
-    If the norm calls for clipping or skipping, every rank restores weights and optimizer state from copies, steps
-    again from the same gradients, and the schedule runs its forwards again, with the same data, random numbers and
-    buffers. That costs a warmup; so after such a step the next ones wait for the norm in `step`, until one needed
-    neither.
+    If the norm calls for clipping or skipping, every rank restores weights and optimizer state from copies, and steps
+    again from the same gradients. The step that has begun goes on to its end without computing a gradient, and is then
+    run once more, with the same data, random numbers and buffers. That costs the forwards of a step; so after such a
+    step the next ones wait for the norm in `step`, until one needed neither.
 
-    Between `step` and the schedule's next call the weights may change once more: call `finalize` before you read them.
-    `state_dict` and validation (`forward_only`) do so by themselves. The schedule must be called with a `data_iterator`
-    that is an iterator or None, whose items are not changed in place. Gradients must be cleared by `zero_grad`, or set
-    to None, since they may be needed again.
+    Between `step` and the schedule's next call the weights may change once more: call `finalize` before you read them,
+    write to them or exchange them. `state_dict` and validation (`forward_only`) do so by themselves. The schedule must
+    be called with a `data_iterator` that is an iterator or None, whose items are not changed in place. Gradients must
+    be cleared by `zero_grad`, or set to None, since they may be needed again.
 
     Memory: a copy of the weights and of the optimizer's state, and the gradients, from `step` to the first backward of
     the next step. All of it is freed before that backward, when most activations are there.
@@ -65,7 +65,9 @@ class PostValidatedOptimizer(PipelinedOptimizer):
     Raises:
         ValueError: for norms that are not positive, and for an optimizer whose `state_dict()` has more than state and
             param_groups.
-        RuntimeError: by `step`, where the step before was not validated.
+        RuntimeError: by `step`, where the step before was not validated. By `finalize` and the schedule's next call,
+            where a weight was written to or exchanged since `step`: what comes of it would be lost in a rollback.
+            (What is written through `data` is not seen.)
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class PostValidatedOptimizer(PipelinedOptimizer):
 
     @property
     def has_pending_step(self) -> bool:
-        """Whether the next step of the pipeline may have to begin again."""
+        """Whether the next step of the pipeline may turn out to be void."""
         return self._pending is not None or self._was_rolled_back
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PostValidatedOptimizer:
@@ -118,14 +120,14 @@ class PostValidatedOptimizer(PipelinedOptimizer):
             if self._is_finite:
                 self._step(gradients(self.models), sums)
             return
-        self._pending = _Pending(self.optimizer, sums, work)
+        self._pending = _Pending(self.optimizer, gradients(self.models), sums, work)
         super()._make_step()
         if self._pending.has_changed_gradients():
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has changed gradients in its step, as SGD's nesterov does with "
                 "foreach=True (torch's default on devices): pass foreach=False, or use a PipelinedOptimizer."
             )
-        self._pending.stepped = copy_hyperparameters(self.optimizer)
+        self._pending.end_step(self.optimizer, self.models)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
@@ -138,12 +140,19 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         """Wait until the weights are final. A rank may call it alone.
 
         Raises:
-            RuntimeError: where gradients that are needed again were changed in place.
+            RuntimeError: where gradients that are needed again were changed in place, or weights written to.
         """
+        self.check_weights()
         self._was_rolled_back |= self._finalize(lambda: None)
 
+    def check_weights(self) -> None:
+        """Raises RuntimeError where a weight was written to or exchanged since a step that may be rolled back. Called
+        before forwards, which may write to weights themselves."""
+        if self._pending is not None:
+            self._pending.check_weights(self.models)
+
     def finalize_everywhere(self) -> None:
-        """The same, where every rank calls it at this point: then no rank repeats the forwards of the next step."""
+        """The same, where every rank calls it at this point: then the next step of no rank is void."""
         self.finalize()
         self._was_rolled_back = False
 
@@ -167,10 +176,10 @@ class PostValidatedOptimizer(PipelinedOptimizer):
         self._pending = None
         if not self._waits:
             return False
-        with pending.rolled_back(self.optimizer) as grads:
+        with pending.rolled_back(self.optimizer):
             if self._is_finite:
                 self.num_steps -= 1
-                self._step(grads, pending.sums)
+                self._step(pending.grads, pending.sums)
         if not self._is_finite:
             for roll_back in self.on_rollback:
                 roll_back()
@@ -223,23 +232,45 @@ def _await(work: dist.Work, check: Callable[[], None]) -> None:
 
 
 class _Pending:
-    """A step that was made before its norm was known, with copies to roll it back."""
+    """A step that was made before its norm was known, with copies to roll it back.
 
-    def __init__(self, optimizer: Optimizer, sums: Tensor, work: dist.Work) -> None:
+    Args:
+        grads: those of which `sums` are, which may be fewer than the optimizer steps by: not those of frozen weights.
+    """
+
+    def __init__(self, optimizer: Optimizer, grads: list[Tensor], sums: Tensor, work: dist.Work) -> None:
+        self.grads = grads
         self.sums = sums
         self.work = work
         self._hyperparameters = copy_hyperparameters(optimizer)
-        self.stepped: list[Hyperparameters] = []  # after the step, which may change them
+        self._stepped: list[Hyperparameters] = []  # after the step, which may change them
+        self._held: dict[nn.Parameter, tuple[str, int, int]] = {}  # as the step leaves it
         self._weights = [_Weight(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._state = _copied(dict(optimizer.state))
+
+    def end_step(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        """The optimizer has made its step."""
+        self._stepped = copy_hyperparameters(optimizer)
+        stepped = {weight.parameter for weight in self._weights}
+        self._held = {parameter: held for parameter, held in _held_by(models).items() if parameter in stepped}
+
+    def check_weights(self, models: Sequence[nn.Module]) -> None:
+        now = _held_by(models)
+        for parameter, held in self._held.items():
+            if now.get(parameter) != held:
+                raise RuntimeError(
+                    f"{held[0]} was written to, or exchanged, between the step of a PostValidatedOptimizer and the "
+                    "next call of the schedule, by which the step may be rolled back: call the optimizer's finalize() "
+                    "before you write to weights."
+                )
 
     def has_changed_gradients(self) -> bool:
         return any(local(weight.grad)._version != weight.grad_version for weight in self._weights)
 
     @contextmanager
-    def rolled_back(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
-        """Within, everything is as it was before the step, gradients and learning rates included. Yields the gradients.
-        Afterwards gradients and learning rates are the present ones again."""
+    def rolled_back(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within, everything is as it was before the step, gradients and learning rates included. Afterwards gradients
+        and learning rates are the present ones again."""
         if self.has_changed_gradients():
             raise RuntimeError(
                 "gradients were changed in place while a PostValidatedOptimizer still needs them to make its step "
@@ -254,8 +285,8 @@ class _Pending:
             for weight in self._weights:
                 local(weight.parameter).copy_(weight.value)
                 weight.parameter.grad = weight.grad
-        yield [local(weight.grad) for weight in self._weights]
-        for group, own, stepped in zip(optimizer.param_groups, hyperparameters, self.stepped):
+        yield
+        for group, own, stepped in zip(optimizer.param_groups, hyperparameters, self._stepped):
             group.update({name: value for name, value in own.items() if name not in stepped or value != stepped[name]})
         for weight, grad in zip(self._weights, current_grads):
             weight.parameter.grad = grad
@@ -268,6 +299,13 @@ class _Weight:
         self.value = local(parameter).detach().clone()
         self.grad = parameter.grad
         self.grad_version = local(parameter.grad)._version
+
+
+def _held_by(models: Sequence[nn.Module]) -> dict[nn.Parameter, tuple[str, int, int]]:
+    """The weights, each with its name, and with the version and the address of its memory: others mean another
+    content."""
+    found = ((name, parameter, local(parameter)) for name, parameter in each_parameter(models))
+    return {parameter: (name, own._version, own.data_ptr()) for name, parameter, own in found}
 
 
 def _copied(state: Any) -> Any:

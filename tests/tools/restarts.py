@@ -7,24 +7,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from megapipe import PostValidatedOptimizer
-from megapipe.options.post_validation import PostValidation
+from megapipe.options.post_validation import _Recorded
 
 
 @contextmanager
-def counting_restarts() -> Iterator[list[PostValidation]]:
-    """Gives a list that grows by one whenever a step of this rank begins again."""
-    restarts: list[PostValidation] = []
-    again = PostValidation.again
+def counting_restarts() -> Iterator[list[Any]]:
+    """Gives a list that grows by one whenever a step of this rank is run once more."""
+    restarts: list[Any] = []
+    stop = _Recorded.stop
 
-    def count(self: PostValidation, *args: Any) -> None:
-        restarts.append(self)
-        again(self, *args)
+    def count(self: _Recorded, again: bool) -> None:
+        restarts.extend([self] * again)
+        stop(self, again)
 
-    PostValidation.again = count
+    _Recorded.stop = count
     try:
         yield restarts
     finally:
-        PostValidation.again = again
+        _Recorded.stop = stop
 
 
 def validated(optimizer: PostValidatedOptimizer, chunks: list[Any]) -> PostValidatedOptimizer:

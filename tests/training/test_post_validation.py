@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from tools import models
 from tools.models import Stage, batches, build, loss_of, run
 from tools.optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
 from tools.ranks import RankPool, on_ranks
@@ -33,7 +34,6 @@ from megapipe import (
     clip_grad_norm_,
     parallel_state,
 )
-from megapipe.options.post_validation import validation_points
 from megapipe.plan import ChannelName, make_plan
 from megapipe.transports import GlooTransport
 from megapipe.transports.channel import BackendChannel
@@ -193,29 +193,6 @@ def test_post_validated_steps(
             assert min(kinds[kind] for kind in ("plain", "clip", "nan", "inf")) >= 2
 
 
-def points_of(name: str, pp_size: int, m: int, num_chunks: int | None) -> None:
-    plan = make_plan(name, pp_size, m, num_chunks)
-    points = validation_points(plan)
-    before = [events[:point] for events, point in zip(plan.events, points)]
-    sent = {(event.stage, event.microbatch) for events in before for event in events if event.verb == "send_forward"}
-    for events in before:
-        for event in events:
-            assert event.is_forward
-            if event.verb == "recv_forward" and event.stage:
-                assert (event.stage - 1, event.microbatch) in sent
-    if name in ("1f1b", "zb1p", "zb2p", "zbv", "gpipe"):  # nothing has to stop early
-        for events, point in zip(plan.events, points):
-            assert events[point].verb == "recv_backward"
-
-
-@pytest.mark.parametrize("pp_size", range(2, 9))
-def test_what_comes_before_the_validation_needs_nothing_from_behind_it(pp_size: int) -> None:
-    for name in megapipe.schedule_names():
-        if name not in ("inference", "no_pipelining"):
-            for m in (1, 2, pp_size, 2 * pp_size, 4 * pp_size + 1):
-                points_of(name, pp_size, m, None)
-
-
 @pytest.mark.parametrize("pp_size", range(2, 9))
 def test_zero_bubble_schedules_hear_of_the_norm_in_time(pp_size: int) -> None:
     """On the plan: when a rank reaches its first backward, the last rank has long ended the step before."""
@@ -358,3 +335,96 @@ def test_chunks_in_another_form(rank: int) -> None:
         optimizer.finalize()
         weights.append(weights_of(chunks))
     assert same(*weights)
+
+
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "in place": lambda layer: layer.weight.detach().clamp_(-0.1, 0.1),
+    "other memory": lambda layer: setattr(layer.weight, "data", layer.weight.detach().clone()),
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach().clone())),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+@on_ranks(2)
+def test_weights_that_are_written_to_too_early(rank: int, way: str) -> None:
+    """What was written between a step and the next call was lost in a rollback, without a word. That is refused now,
+    also where the step would stand."""
+    chunks = build("1f1b", 2, 2)
+    optimizer = validated(PostValidatedOptimizer(chunks, sgd, math.inf), chunks)
+    layer = next(module for module in chunks[0].modules() if isinstance(module, nn.Linear))
+    run("1f1b", chunks, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    WRITES[way](layer)
+    for call in (optimizer.finalize, optimizer.state_dict, lambda: run("1f1b", chunks, 2)):
+        with pytest.raises(RuntimeError, match=r"weight was written to, or exchanged, between the step of"):
+            call()
+
+
+@on_ranks(2)
+def test_frozen_weights_are_not_scaled(rank: int) -> None:
+    """A weight that was frozen behind the backward keeps its gradient, which clipping leaves alone. The step that was
+    made again scaled it."""
+    weights = []
+    for is_post_validated in (True, False):
+        chunks = build("1f1b", 2, 2)
+        optimizer: Any = PipelinedOptimizer(chunks, sgd)
+        if is_post_validated:
+            optimizer = validated(PostValidatedOptimizer(chunks, sgd, 1e-2), chunks)
+        run("1f1b", chunks, 2)
+        next(parameter for parameter in chunks[0].parameters() if parameter.grad is not None).requires_grad_(False)
+        if not is_post_validated:
+            clip_grad_norm_(chunks, 1e-2)
+        optimizer.step()
+        optimizer.finalize()
+        weights.append(weights_of(chunks))
+    assert same(*weights)
+
+
+def calls_of_void_steps(schedule: str, max_norm: float) -> tuple[Any, list[Tensor], int]:
+    """What is called in three steps without `zero_grad`, each of which begins before the step before is validated."""
+    calls: Counter[str] = Counter()
+    recorder = megapipe.TimelineRecorder()
+    chunks = build(
+        schedule,
+        2,
+        4,
+        deferred=True,
+        grad_sync_func=lambda parameters: calls.update(["sync"]),
+        finalize_model_grads_func=lambda *_: calls.update(["finalize"]),
+        record_timeline=recorder,
+    )
+    if max_norm == math.inf:
+        optimizer: Any = PipelinedOptimizer(chunks, momentum)
+    else:
+        optimizer = validated(PostValidatedOptimizer(chunks, momentum, max_norm), chunks)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        parameter.register_hook(lambda grad: calls.update(["gradient"]))
+    reports, num_forwards = [], 0
+    for step in range(3):
+
+        def forward(*args: Any) -> Any:
+            nonlocal num_forwards
+            num_forwards += 1
+            return models.forward_step(*args)
+
+        reports.append(run(schedule, chunks, 3, forward_step_func=forward, seed=step))
+        if max_norm == math.inf:
+            clip_grad_norm_(chunks, 1e-2)
+        else:
+            optimizer._waits = False
+        optimizer.step()
+    optimizer.finalize()
+    return (calls, reports, len(recorder._records)), weights_of(chunks), num_forwards
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+@on_ranks(2)
+def test_void_steps_leave_nothing_behind(rank: int, schedule: str) -> None:
+    """A step on weights that are rolled back goes on to its end. Nobody may be told of gradients in it, and those from
+    before it stay."""
+    wanted = calls_of_void_steps(schedule, math.inf)
+    found = calls_of_void_steps(schedule, 1e-2)
+    assert found[0] == wanted[0]
+    assert same(found[1], wanted[1])
+    assert found[2] == wanted[2] // 3 * 5  # two of three steps were void
