@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.pipelining.schedules as theirs
 from tools.models import assert_same_gradients, assert_same_losses, build, reference, run
 from tools.ranks import on_ranks
 from tools.torchs import OF_ONE_CHUNK, torch_order, torchs_schedule
@@ -98,7 +97,6 @@ def save_torchs(name: str, pp_size: int, num_microbatches: int, path: Path) -> N
         schedule._dump_csv(str(path))
 
 
-@pytest.mark.skipif(not hasattr(theirs, "ScheduleDualPipeV"), reason="this torch writes down fewer orders")
 @on_ranks(2)
 def test_plans_that_torch_wrote(rank: int, tmp_path: Path) -> None:
     names = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -271,7 +271,7 @@ MAY_STAY = of_groups(6) + Counter(
         "thread megapipe-watchdog": 1,  # looks after all pipelines
         "thread megapipe-store-alarm": 1,  # of the last job, which ends at the watchdog's next look
         "thread tqdm_monitor": 4,
-        "thread Thread (_read_thread)": 1,  # of the processes that compile, which torch 2.6 starts
+        "thread Thread (_read_thread)": 1,  # of the processes that compile
         "thread pt_autograd_": 8,  # backwards on a device; torch 2.11 has one for each kind of device
         "thread Thread (_run)": 4,  # streams of the fake device: to compute, and to copy
     }
