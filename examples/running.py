@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,6 +74,16 @@ def setup(device_type: str | None) -> torch.device:
         torch.set_num_threads(1)  # the same arithmetic, to the bit, for every pipeline size
         dist.init_process_group("gloo")
     return device
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Around training steps: a rank that looks for garbage at a step of its own has all others wait."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def have_own_gpus(store: dist.Store, rank: int, world_size: int, device: torch.device) -> bool:

@@ -4,6 +4,7 @@ checkpoints, and what is printed."""
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import time
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
-from running import DEVICE, count, count_microbatches, peak_memory
+from running import DEVICE, count, count_microbatches, peak_memory, without_collector
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -42,6 +43,9 @@ CHECKPOINTS = {
     "async_save": (False, "write checkpoints while training goes on"),
     "load": (str, "folder to go on from, saved under any arrangement; that of --save may be empty, at the first start"),
 }
+
+GC_INTERVAL = 50
+"""Steps between two collections of Python's garbage."""
 
 
 def uses_bf16(args: argparse.Namespace, device: torch.device) -> bool:
@@ -197,7 +201,8 @@ class Trainer:
         first = self.load()
         logged: list[float] = []
         started, tokens_per_step = time.perf_counter(), args.global_batch_size * args.seq_length
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        shown = Progress(console=console, disable=not console.is_terminal, transient=True)
+        with shown as progress, without_collector():
             bar = progress.add_task("training", total=self.num_iterations, completed=first)
             for done in range(first + 1, self.end + 1):
                 reports = self.train_step()
@@ -211,6 +216,8 @@ class Trainer:
                     console.print(f"{where} | validation loss {self.validate():.6f}")
                 if args.save is not None and (done == self.end or done % (args.save_interval or self.end) == 0):
                     self.checkpointer.save(done, self.position())
+                if done % GC_INTERVAL == 0:  # all ranks at once, and only what is young
+                    gc.collect(1)
                 progress.update(bar, completed=done)
         if logged:
             seconds, tokens = time.perf_counter() - started, (self.end - first) * tokens_per_step

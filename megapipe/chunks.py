@@ -101,7 +101,7 @@ def parameters_replaced(
 
 
 def _put_back(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
-    """The attributes are set, since some modules of older torch keep lists of their parameters up to date by them."""
+    """The attributes are set, since some modules keep lists of their parameters up to date by them, as torch's RNNs."""
     for name in module._parameters.keys() - parameters.keys():  # made by a forward
         delattr(module, name)
     for name, parameter in parameters.items():

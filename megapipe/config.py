@@ -119,7 +119,6 @@ _ELSEWHERE = {
     "recompute_granularity": "recompute",
     "recompute_num_layers": "recompute",
     "activation_checkpointing": "recompute",
-    "manual_gc_interval": "gc_interval",
 }
 """Names that Megatron, torch and others have for the same."""
 
@@ -225,10 +224,6 @@ class PipelineConfig:
         ahead. The others are sharded, and gathered again. None: each is gathered once in a step.""")
     weights_per_window: int = setting(1, whole(0), """Gradients deferred to pending Ws, one product of matrices each,
         that are computed in an overlap window of an F or a B. More fit where windows are long.""")
-    gc_interval: int | None = setting(100, whole(1, or_none=True), """Steps between two collections of Python's garbage.
-        A pause of one rank is a pause of all, so there is none within a step. The first follows the first step, and
-        freezes what is there (`gc.freeze()`, unless you have frozen something); the others follow every so many steps.
-        Where you have disabled collection, nothing of this is done. None: Python collects whenever it likes.""")
 
     # Loss, gradients and weights
     broadcast_reports: bool = setting(False, BOOL, """Every rank of the pipeline gets the reports of the loss function,

@@ -1,16 +1,7 @@
-import gc
 from collections.abc import Iterator
 
 import pytest
 from tools.ranks import RankPool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_to_search() -> Iterator[None]:
-    """The first step of a model collects garbage, which takes a second among all that the tests have imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

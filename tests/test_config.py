@@ -44,7 +44,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("p2p_lookahead", -1, "config.p2p_lookahead must be a whole number from 0 on, or None, got -1."),
     ("p2p_lookahead", 1.5, "config.p2p_lookahead must be a whole number from 0 on, or None, got 1.5."),
     ("microbatch_group_size_per_vp_stage", 2.5, "must be a whole number from 1 on, or None, got 2.5."),
-    ("gc_interval", 0, "config.gc_interval must be a whole number from 1 on, or None, got 0."),
     ("min_pending_weights", None, "config.min_pending_weights must be a whole number from 0 on, got None."),
     ("max_gathered_chunks", np.ones(2), "config.max_gathered_chunks must be a whole number from 1 on, or None, got"),
     ("sequence_slice_lengths", [6, 0], "must be a sequence of whole numbers from 1 on, or None, got [6, 0]."),

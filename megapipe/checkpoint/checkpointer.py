@@ -319,7 +319,7 @@ class Checkpointer:
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy, also of what is there already: of that the stager of torch 2.6 makes none."""
+    """A copy, also of what is there already: training goes on while it is written."""
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
 
 

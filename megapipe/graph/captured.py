@@ -65,7 +65,6 @@ def capture(
 
     Raises:
         CaptureError: the stage cannot be a graph. A ValueError that names the line. The module is as it was.
-        RuntimeError: torch is older than 2.9.
         TypeError, ValueError: an argument is wrong, or the module is captured already.
     """
     if not isinstance(module, nn.Module):

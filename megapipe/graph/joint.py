@@ -23,7 +23,6 @@ from torch.fx import GraphModule, Node
 from .nodes import drop_idle_views
 from .strides import lay_out_as_traced
 
-_API = "aot_export_joint_with_descriptors"
 _FOREIGN = (
     "it uses a tensor that is no parameter, buffer or input of its own, or one from a cache: register it as a buffer, "
     "pass it in"
@@ -80,9 +79,8 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
 
     Raises:
         CaptureError: the function asks for values of tensors or has shapes that depend on them. It names the line.
-        RuntimeError: this torch has no such tracer.
     """
-    exporter = _exporter()
+    exporter: Any = importlib.import_module("torch._functorch.aot_autograd").aot_export_joint_with_descriptors
     copied: tuple[int, ...] = ()
     while True:
         with ExitStack() as stack:
@@ -102,16 +100,6 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
     _check(joint, what)
     lay_out_as_traced(joint.owner)
     return joint
-
-
-def _exporter() -> Callable[..., Any]:
-    exporter = getattr(importlib.import_module("torch._functorch.aot_autograd"), _API, None)
-    if exporter is None:
-        raise RuntimeError(
-            f"capturing a stage as a graph needs torch 2.9 or newer, but this is {torch.__version__}: upgrade torch, "
-            "or leave the stage eager."
-        )
-    return exporter  # type: ignore[no-any-return]
 
 
 class _Function(nn.Module):

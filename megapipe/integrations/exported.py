@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,9 +42,7 @@ class Trace:
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_assert(node)]
         values = {n: operator.attrgetter(str(n.target))(self.module) for n in graph.nodes if n.op == "get_attr"}
-        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by which torch 2.6 shows transforms
-        transforms = [n for n in self.nodes if getattr(n.target, "__module__", "") == "torch._functorch.predispatch"]
-        if transforms or any(torch.is_tensor(one) and is_wrapped(one) for one in values.values()):
+        if any(getattr(node.target, "__module__", "") == "torch._functorch.predispatch" for node in self.nodes):
             raise CannotSplitError(
                 f"{self.name} cannot be split: its forward uses torch.vmap or torch.func, whose levels a stage would "
                 "have to enter and to leave."
@@ -292,7 +289,7 @@ def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def _without_checkpoints() -> Any:
-    module = importlib.import_module("torch.utils.checkpoint")  # which imports sympy, in torch 2.6
+    module = torch.utils.checkpoint
     names = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")  # from 2.15 on
     found: dict[str, Any] = {name: _no_checkpoint for name in names if hasattr(module, name)}
     return mock.patch.multiple(module, **found)

@@ -72,6 +72,7 @@ class Session:
         self._is_in_step = False
         self._devices: dict[str, torch.device] = {}  # by type, that of the channels
         self._seen: set[str] = set()
+        self._shared_in: dict[str, int] = {}
         self._is_device_shared = False
         self.runners: list[Any] = []
         """What runs steps that were called alike before."""
@@ -180,7 +181,9 @@ class Session:
 
     def share(self, value: Any, source: int, device: torch.device, what: str = "results") -> Any:
         """Rank `source`'s value, on every rank. All call it at the end of a step, once for each `what`."""
-        return share(value, self._group, self.mailbox, self._progress.step, source, device, what)
+        step, before = self._progress.step, self._shared_in.get(what)
+        self._shared_in[what] = step
+        return share(value, self._group, self.mailbox, step, before, source, device, what)
 
     def _abort(self) -> None:
         """All at once: to abort one can wait for what others have on the device. The first needs no thread: at the end

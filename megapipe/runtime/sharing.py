@@ -22,6 +22,7 @@ def share(
     group: dist.ProcessGroup,
     mailbox: Mailbox,
     step: int,
+    before: int | None,
     source: int,
     device: torch.device,
     what: str = "results",
@@ -31,6 +32,7 @@ def share(
     Args:
         value: ignored on the other ranks.
         step: the number of this step, the same on all ranks.
+        before: the last step in which they called it for this `what`; None if there is none.
         source: a rank in `group`.
         device: of the tensors that are broadcast. Tensors on other devices travel with the numbers and texts.
         what: tells values of the same step apart.
@@ -44,7 +46,8 @@ def share(
         structure, tensors = _describe(value)
         described = [_Described.of(tensor, device) for tensor in tensors]
         mailbox.post(name, json.dumps([structure, described]))
-        mailbox.withdraw(f"{what} of step {step - 1}")  # each has begun this step since
+        if before is not None:
+            mailbox.withdraw(f"{what} of step {before}")  # each has begun this step since
     else:
         structure, fields = json.loads(mailbox.collect_from(source, name))
         described = [_Described(*each) for each in fields]

@@ -20,7 +20,7 @@ from ..plan import AnySchedule, Schedule, StageInfo, find_schedule
 from ..stages import Call, Extension
 from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, is_forward_only, iterator_per_chunk, pipeline_group
-from .garbage import collector
+from .garbage import collection_held_back
 from .grad_sync import finalize_gradients
 from .runner import Runner, situation_of
 from .session import Alone, Session, one_step
@@ -60,7 +60,7 @@ def run_step(
         )
         check_call(call, len(session.ranks))
         keywords = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-        with collector.between_steps(call.config.gc_interval, models):
+        with collection_held_back:
             runner = find_runner(schedule, call, session)
             try:
                 extensions = runner.prepare(call)

@@ -159,13 +159,13 @@ def _make_root(module: nn.Module, forward_only: bool) -> Root:
     try:
         if hasattr(FSDPModule, "finalize_backward"):
             return Root(module, forward_only)
-        if "2.6" <= torch.__version__ < "2.15":
+        if torch.__version__ < "2.15":
             return PrivateRoot(module, forward_only)
         raise AttributeError("there is no finalize_backward")
     except AttributeError as error:
         raise RuntimeError(
             f"fully_shard of torch {torch.__version__} is not as megapipe knows it ({error}): use torch 2.15, one from "
-            "2.6 to 2.14, or megapipe.training.GradientReducer."
+            "2.9 to 2.14, or megapipe.training.GradientReducer."
         ) from error
 
 

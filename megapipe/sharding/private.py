@@ -1,8 +1,8 @@
-"""The same as `root.py` for torch from 2.6 to 2.14, where FSDP2 has no public functions for it.
+"""The same as `root.py` for torch from 2.9 to 2.14, where FSDP2 has no public functions for it.
 
 Nothing here can be relied on in another torch than those that the tests are run on. Of what is used, these differ
 between them: a module's state had one group of parameters and has several; `comm_ctx` kept one reduce-scatter and keeps
-several. On CPU it needs torch 2.9 or so, as FSDP2 itself.
+several.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ class PrivateRoot(Root):
         self._context = self._state._state_ctx
         self._is_last_backward = self._context.is_last_backward
         self._end_backward = self._state._root_post_backward_final_callback
-        if self._device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-            raise RuntimeError(
-                f"fully_shard of torch {torch.__version__} does not run on CPU: use a newer torch, or "
-                "megapipe.training.GradientReducer."
-            )
 
     def check(self, roots: Iterable[Root]) -> None:
         """Here all of it works."""

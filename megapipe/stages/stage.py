@@ -151,8 +151,8 @@ class Stage:
         if roots:
             unit.has_run_backward = True
             with unit.deferred or AT_ONCE:
-                # `torch.autograd.backward`, for edges on every torch from 2.6 on and without its checks of shapes: the
-                # engine's own are made against the graph, which knows the shapes of the outputs.
+                # `torch.autograd.backward` without its checks of shapes: the engine's own are made against the graph,
+                # which knows the shapes of the outputs.
                 torch.autograd.Variable._execution_engine.run_backward(
                     *zip(*roots),
                     keep_graph=False,

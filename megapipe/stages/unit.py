@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -54,13 +53,4 @@ class Unit:
 
 def edge_of(tensor: Tensor) -> GradientEdge | None:
     """All that a backward needs of a tensor: None where that has no gradient."""
-    if not tensor.requires_grad:
-        return None
-    node: Any = tensor.grad_fn
-    if node is None:  # a leaf
-        return get_gradient_edge(tensor)
-    if isinstance(node, torch._C._FunctionBase):
-        # The node of a Python Function goes with its outputs, although an edge to it is held. That of a view owns it.
-        tensor = tensor.view_as(tensor)
-        node = tensor.grad_fn
-    return GradientEdge(node, tensor.output_nr)
+    return get_gradient_edge(tensor) if tensor.requires_grad else None

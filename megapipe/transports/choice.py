@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.torch_version import TorchVersion
 
 from ..p2p_communication import Transport
 from ..timing import CudaEvents
@@ -35,11 +34,6 @@ def make_transport(
         from .host import HostTransport
 
         return HostTransport(members, device)
-    if TorchVersion(torch.__version__) < "2.9":
-        raise ValueError(
-            f"messages over NCCL need torch 2.9 or newer, got {torch.__version__}: install one, or set "
-            'config.p2p_transport="host".'
-        )
     from .nccl import NcclTransport
 
     events = DEVICES[device.type](device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -25,8 +24,6 @@ class BackwardContext:
         """Zeros that take the place of `.grad` until the backward ends. None outside of a backward."""
         self.outer: list[tuple[Any, dict[Tensor, Tensor] | None]] = []
         """Both, of the backwards around this one."""
-        self.hooks_to_call: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        """The `HooksToCall` at the end of a backward, by autograd's number of it."""
         self.overlap_callback: Callable[[], object] | None = None
         """Called in each overlap window of the action under way (megapipe.overlap)."""
         self.overlap_thread = 0

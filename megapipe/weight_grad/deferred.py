@@ -18,13 +18,7 @@ from torch.autograd import Variable
 from .accumulation import Contributions, accumulate, accumulate_all, add_dummy_grad, remove_dummy_grads, without_grad
 from .aliasing import SavedTensor, copy_shared
 from .context import backward_context
-from .grad_hooks import (
-    SilencedHooks,
-    autograd_calls_hooks_without_gradient,
-    call_hooks_after_backward,
-    pass_through_weights,
-    post_accumulate_hooks,
-)
+from .grad_hooks import SilencedHooks, pass_through_weights
 
 
 class Backward:
@@ -240,8 +234,6 @@ def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tenso
     add_dummy_grad(weight)
     with without_grad():
         accumulate(weight, compute, add_to)
-    if post_accumulate_hooks(weight) and not autograd_calls_hooks_without_gradient():
-        call_hooks_after_backward(weight)
 
 
 def visit_gradient_nodes(weights: list[Tensor]) -> None:

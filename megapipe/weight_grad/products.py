@@ -39,10 +39,10 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def add_weight_gradient(target: Tensor, x: Tensor, grad: Tensor) -> None:
-    """Add the weight gradient to `target` [out, in], without a temporary of its size if this torch or apex can do so.
+    """Add the weight gradient to `target` [out, in], without a temporary of its size if torch or apex can do so.
 
     That is: where the dtypes are equal; and on CUDA where `target` is float32 and the operands are half as wide, by
-    apex's kernel or, from torch 2.8 on, by `addmm` with an `out_dtype`.
+    apex's kernel or by `addmm` with an `out_dtype`.
     """
     apex = _apex_function(target.dtype) if x.is_cuda and x.dtype.itemsize == 2 and target.is_contiguous() else None
     if apex is not None:
@@ -67,12 +67,12 @@ def _apex_function(target: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], No
 
 @functools.cache
 def _addmm_widens(device_type: str, operand: torch.dtype, target: torch.dtype) -> bool:
-    """Whether this torch multiplies matrices of one dtype and adds the product to another."""
+    """Whether this device multiplies matrices of one dtype and adds the product to another."""
     with _disable_current_modes():  # torch's fake tensors can what their device cannot
         matrix = torch.zeros(16, 16, dtype=operand, device=device_type)
         out = torch.zeros(16, 16, dtype=target, device=device_type)
         try:
             torch.addmm(out, matrix, matrix, out_dtype=target, out=out)
-        except (TypeError, RuntimeError):  # unknown argument; NotImplementedError is a RuntimeError
+        except RuntimeError:  # NotImplementedError is one
             return False
         return True

@@ -29,8 +29,6 @@ from .case import SEQUENCE, Case, Feature
 from .messages import OF_ENTRIES, OF_X
 from .stages import example_message
 
-CAN_CAPTURE = torch.__version__ >= "2.9"
-
 
 class Looking(nn.Module):
     """A block whose positions look back: to the one before them, and by attention."""
@@ -353,13 +351,7 @@ class Forms(Feature):
         forms = [["", "deferring"], ["", "in segments"]]
         if not CANNOT_RUN_TWICE & case.odd:
             forms.append(["", "", "recomputed", "recomputed" if case.can_cut else "reentrant recomputed"])
-        if (
-            CAN_CAPTURE
-            and is_plain
-            and case.kind in OF_X
-            and case.kind not in ("strided", "complex")
-            and rng.random() < 0.4
-        ):
+        if is_plain and case.kind in OF_X and case.kind not in ("strided", "complex") and rng.random() < 0.4:
             forms = [["", "captured", "captured recomputed", "deferring"]]  # which takes its time
         return cls([" ".join(filter(None, map(rng.choice, forms))) for _ in range(case.num_stages)])
 

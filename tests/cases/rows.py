@@ -5,11 +5,9 @@ from __future__ import annotations
 from itertools import combinations
 
 import torch
-from tools.marks import needs_fsdp_on_cpu
 
 from .case import SCHEDULES, Case, draw_case
 from .model import (
-    CAN_CAPTURE,
     AsPipelineStage,
     Auxiliary,
     Companions,
@@ -175,8 +173,7 @@ for name in PLAIN:
         Case(name, 2, 5, [DROPOUT, DEFERRING, Offload(1.0)]),
         Case(name, 2, 3, [DEFERRING, Replicas(), Tied(), ADAMW], steps=2),
     ]
-    if not needs_fsdp_on_cpu.args[0]:
-        OF_FEATURES += [Case(name, 2, 3, [DEFERRING, Replicas("fully_shard")], steps=2)]
+    OF_FEATURES += [Case(name, 2, 3, [DEFERRING, Replicas("fully_shard")], steps=2)]
 for name in OF_SLICES:
     OF_FEATURES += [
         Case(name, 2, 3, [Slices([3, 2, 1]), Double(), DEFERRING]),
@@ -186,22 +183,20 @@ for name in OF_SLICES:
     ]
 for name in ("zb1p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half"):
     OF_FEATURES += [Case(name, 3, 7, [DEFERRING, Settings(max_pending_weights=most)]) for most in (0, 1)]
-if not needs_fsdp_on_cpu.args[0]:
-    OF_FEATURES += [
-        *(Case("1f1b", 2, 2, [Replicas("fully_shard", sizes), ADAMW]) for sizes in ((1, 2), (2, 1))),
-        Case("zbv", 1, 2, [Replicas("fully_shard", (2, 2)), DEFERRING]),
-        *(Case(name, 2, 2, [Replicas("fully_shard"), FEW_GATHERED, Recompute(what)]) for name, what in GATHERED),
-        Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), DEFERRING, Replicas("fully_shard")]),
-        Case("zbv", 2, 3, [DEFERRING, Replicas("fully_shard"), TAKEN_BACK, Saved()], steps=4),
-    ]
+OF_FEATURES += [
+    *(Case("1f1b", 2, 2, [Replicas("fully_shard", sizes), ADAMW]) for sizes in ((1, 2), (2, 1))),
+    Case("zbv", 1, 2, [Replicas("fully_shard", (2, 2)), DEFERRING]),
+    *(Case(name, 2, 2, [Replicas("fully_shard"), FEW_GATHERED, Recompute(what)]) for name, what in GATHERED),
+    Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), DEFERRING, Replicas("fully_shard")]),
+    Case("zbv", 2, 3, [DEFERRING, Replicas("fully_shard"), TAKEN_BACK, Saved()], steps=4),
+]
 if torch.__version__ >= "2.13":
     OF_FEATURES += [Case("zbv", 2, 3, [DEFERRING, Replicas("replicate"), ADAMW], steps=2)]
-if CAN_CAPTURE:
-    OF_FEATURES += [
-        Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"]), WarmUp(1)], steps=2),
-        Case("zb1p", 2, 3, [Forms(["captured"]), AsPipelineStage()]),
-        *(Case(name, 1, 3, [Forms(["captured"]), Replicas("fully_shard")]) for name in ("1f1b", "zb1p")),
-    ]
+OF_FEATURES += [
+    Case("1f1b", 2, 4, [Forms(["captured", "captured recomputed"]), WarmUp(1)], steps=2),
+    Case("zb1p", 2, 3, [Forms(["captured"]), AsPipelineStage()]),
+    *(Case(name, 1, 3, [Forms(["captured"]), Replicas("fully_shard")]) for name in ("1f1b", "zb1p")),
+]
 
 
 def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:

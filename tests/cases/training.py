@@ -19,7 +19,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from tools.marks import needs_fsdp_on_cpu
 from tools.models import BATCH
 from tools.optimizers import adamw
 from tools.ranks import MAX_RANKS
@@ -57,7 +56,7 @@ class Replicas(Feature):
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
-        is_sharded = "captured" not in case.forms and not needs_fsdp_on_cpu.args[0] and rng.random() < 0.5
+        is_sharded = "captured" not in case.forms and rng.random() < 0.5
         return cls("fully_shard" if is_sharded else "reducer")
 
     def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
@@ -121,7 +120,7 @@ class Optimizer(Feature):
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
         kinds = ["adamw"] if case.is_cut else ["adamw", "post-validated"]
-        if hasattr(torch.optim, "Muon") and case.num_replicas == 1:
+        if case.num_replicas == 1:
             kinds.append("muon")
         max_norm = None if case.get("Double") else rng.choice([0.5, 5.0, None])  # float64 shows the order
         return cls(rng.choice(kinds), max_norm, [rng.choice([1.0, 1.0, 1.0, 256.0, "nan"]) for _ in range(case.steps)])

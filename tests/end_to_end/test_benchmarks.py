@@ -21,7 +21,7 @@ BENCHMARKS = ROOT / "benchmarks"
 GPU = "--device cpu --dtype float32 --hidden-size 64 --heads 2 --seq-length 32 --repeats 1"
 
 with_torchs_pipelines = pytest.mark.skipif(
-    torch.__version__ < "2.10", reason="torch's own pipelining, a peer in this, lacks options (2.6) or aborts (2.9)"
+    torch.__version__ < "2.10", reason="torch's own pipelining, a peer in this, aborts with 2.9"
 )
 
 

@@ -46,8 +46,7 @@ def test_captured_stages_name_the_versions_of_the_readme() -> None:
         r"torch ([\d., and]+\d)", (ROOT / "README.md").read_text().partition("**What it was run on:**")[2]
     )
     assert run_on is not None
-    versions = [version for version in re.findall(r"\d\.\d+", run_on[1]) if int(version.partition(".")[2]) >= 9]
-    assert "It was tested on {}, {} and {}.".format(*versions) in text_of("backward.md")
+    assert f"It was tested on {run_on[1]}." in text_of("backward.md")
 
 
 def test_the_example_prints_all_causes_of_the_bubble() -> None:

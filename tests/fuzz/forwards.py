@@ -19,7 +19,6 @@ from typing import Any
 import numpy  # noqa: F401, for lines
 import torch
 import torch.nn.functional as F
-from cases.model import CAN_CAPTURE
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint  # noqa: F401, for lines
@@ -28,7 +27,7 @@ import megapipe
 
 B, T, D = 3, 4, 8
 WAYS = ["split zbv", "split no_pipelining", "R gpipe", "O gpipe", "W zb1p", "R and W zb1p"]
-WAYS += ["captured 1f1b", "captured zb1p", "captured recomputed 1f1b"] if CAN_CAPTURE else []
+WAYS += ["captured 1f1b", "captured zb1p", "captured recomputed 1f1b"]
 REFUSED_AT_WORK = "cannot be computed again|modified by an inplace operation|don't yet support saved tensor hooks"
 SUMMED_OTHERWISE = r"linear\(|LSTM|GRU|MultiheadAttention"
 """Lines of weights whose gradients have several summands (also of nothing: copies of tied weights have zeros then),

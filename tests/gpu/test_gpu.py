@@ -21,7 +21,6 @@ from tools import against
 from tools.against import Received
 from tools.failing import wait_for_failure
 from tools.graphs import skip_without_tracer
-from tools.marks import needs_fsdp_on_cpu
 from tools.models import BATCH, HIDDEN, SEQUENCE, Stage, batches, build, loss_of, reference, run
 from tools.ranks import RankPool, on_ranks, start_again
 from tools.replicas import reduced
@@ -481,7 +480,6 @@ def test_what_is_in_host_memory_is_not_on_the_device(rank: int) -> None:
     assert kept - less >= 0.8 * (number - smaller) * saved > 2 * saved
 
 
-@needs_fsdp_on_cpu
 @pytest.mark.skipif(IS_GPU and torch.cuda.device_count() < 4, reason="NCCL wants a GPU for each rank")
 @on_ranks(4)
 def test_large_messages_of_sharded_replicas(rank: int) -> None:

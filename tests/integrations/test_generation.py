@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.marks import needs_fsdp_on_cpu
 from tools.ranks import RankPool, on_ranks
 
 pytest.importorskip("transformers")
@@ -39,7 +38,6 @@ def test_training_is_left_as_it_was(rank: int, tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@needs_fsdp_on_cpu
 @on_ranks(2)
 def test_sharded_chunks_write(rank: int, tmp_path: Path) -> None:
     """FSDP2's classes make a copy from anew, which failed: LlamaForCausalLM.__init__() misses its config."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.tensor.debug
 from tools.against import assert_same_gradients, full, gradients
-from tools.marks import needs_graphs
 from tools.models import BATCH, Stage, add_gradients, batches, loss_of, run
 from tools.ranks import RankPool, on_ranks
 from tools.replicas import reduced
@@ -210,9 +209,6 @@ def test_the_script_trains(ranks: RankPool) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on CPU"
-)
 @on_ranks(4)
 def test_sharded_on_top(rank: int) -> None:
     """Sums over tensor-parallel ranks were made by the thread that reduces gradients, and by the main thread's
@@ -250,8 +246,7 @@ def check_replicas(mesh: DeviceMesh) -> None:
 
 def check_both(rank: int) -> None:
     check_replicas(use_mesh(pp=2, dp=2, tp=2))
-    if hasattr(torch.cpu.Stream, "record_event"):  # fully_shard runs on the CPU
-        check_sharded(use_mesh(pp=2, dp_shard=2, tp=2))
+    check_sharded(use_mesh(pp=2, dp_shard=2, tp=2))
 
 
 @pytest.mark.soak
@@ -318,7 +313,6 @@ ALIKE = {"saved": ("interleaved_1f1b", "combined_zb1p"), "recomputed": ("zbv", "
 """Schedules that cut the model alike. Capturing takes longer than all else, so their stages are captured once."""
 
 
-@needs_graphs
 @pytest.mark.parametrize("way", ALIKE)
 @on_ranks(4)
 def test_captured_stages(rank: int, way: str) -> None:
@@ -358,7 +352,6 @@ def check_captured(
             assert torch.equal(grad.to_local(), expected[name].to_local()), (schedule, name)
 
 
-@needs_graphs
 @on_ranks(2)
 def test_an_output_that_is_shared_out(rank: int) -> None:
     mesh = use_mesh(pp=1, tp=2)

@@ -236,11 +236,6 @@ def test_a_plan_that_hangs_has_no_time(tmp_path: Path) -> None:
 # torch.distributed.pipelining
 
 
-# The peer's own orders are written down only by newer versions of it.
-newer_torch = pytest.mark.skipif(not hasattr(theirs.Schedule1F1B, "_get_pipeline_order"), reason="torch is too old")
-
-
-@newer_torch
 @pytest.mark.parametrize(("pp_size", "m"), [(2, 2), (2, 4), (3, 6), (4, 4), (4, 8)])
 def test_same_orders_as_torch(pp_size: int, m: int) -> None:
     plan = make_plan("gpipe", pp_size, m)
@@ -265,7 +260,6 @@ def test_same_orders_as_torch(pp_size: int, m: int) -> None:
         assert [ours[3 * m + k] for k in range(m)] == other[3 * m :][::-1]
 
 
-@newer_torch
 @pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 2), (2, 3), (3, 6), (4, 4), (4, 7), (4, 8), (4, 16)])
 def test_same_order_as_torchs_zbv(pp_size: int, m: int) -> None:
     """Every F and B at the same place. torch calls our B, the input's part, I; a W that it cannot fit into the loops it
@@ -275,8 +269,6 @@ def test_same_order_as_torchs_zbv(pp_size: int, m: int) -> None:
     assert [[text.replace("B", "I") for text in rank] for rank in plan_order(plan)] == order
 
 
-@newer_torch
-@pytest.mark.skipif(not hasattr(theirs, "ScheduleDualPipeV"), reason="torch is too old")
 @pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 4), (2, 5), (3, 6), (4, 8), (4, 13), (8, 16)])
 def test_same_order_as_torchs_dualpipev(pp_size: int, m: int) -> None:
     plan = make_plan("dualpipev", pp_size, m)
@@ -301,7 +293,6 @@ def plan_order(plan: Plan) -> list[list[str]]:
     return [[str(action) for action in rank] for rank in plan.actions]
 
 
-@newer_torch
 @pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b"])
 def test_torch_reads_our_files(name: str, tmp_path: Path) -> None:
     plan = make_plan(name, 2, 4, 2)

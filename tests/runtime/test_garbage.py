@@ -1,27 +1,26 @@
-"""Python's garbage collector keeps out of steps."""
+"""Python's garbage collector keeps out of steps, and is otherwise left alone."""
 
 import contextlib
 import gc
+import os
 import resource
 import weakref
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from tools.models import build, forward_step, run
-from tools.ranks import freeze, on_ranks
+from tools.ranks import on_ranks
 
-import megapipe.runtime.step
 from megapipe import PipelineError
-from megapipe.runtime.garbage import Collector
+from megapipe.runtime.garbage import HeldBack, collection_held_back
 
 
 @contextlib.contextmanager
-def fresh_collector() -> Iterator[list[tuple[bool, int]]]:
-    """As in a new process, but that every new object makes Python collect the youngest generation, and nothing makes it
-    collect the others. Yields a list of what is collected: whether a forward was under way, and which generation."""
+def noting_collections() -> Iterator[list[tuple[bool, int]]]:
+    """Every new object makes Python collect the youngest generation, and nothing makes it collect the others. Yields a
+    list of what is collected: whether a forward was under way, and which generation."""
     collected: list[tuple[bool, int]] = []
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
@@ -33,8 +32,7 @@ def fresh_collector() -> Iterator[list[tuple[bool, int]]]:
     gc.set_threshold(*thresholds)
     gc.callbacks.append(on_collection)
     try:
-        with mock.patch.object(megapipe.runtime.step, "collector", Collector()):
-            yield collected
+        yield collected
         assert gc.get_threshold() == thresholds
         assert gc.isenabled()
     finally:
@@ -54,38 +52,22 @@ class Forward:
         return (*returned, objects)[:2]
 
 
-def full_collections(collected: list[tuple[bool, int]]) -> int:
-    return sum(generation == 2 for _, generation in collected)
-
-
 @on_ranks(2)
-def test_collections_happen_between_steps(rank: int) -> None:
+def test_python_collects_between_steps_alone(rank: int) -> None:
     """In the first steps of a process one rank after the other stood still for a tenth of a second and more, to look
-    for garbage among all that torch has imported."""
-    chunks = build("1f1b", 2, 4, gc_interval=3)
-    with fresh_collector() as collected:
-        numbers = []
-        for step in range(7):
-            before = full_collections(collected)
+    for garbage among all that torch has imported. Nor does a step have Python do so."""
+    chunks = build("1f1b", 2, 4)
+    with noting_collections() as collected:
+        for step in range(4):
             run("1f1b", chunks, 2, forward_step_func=Forward(), forward_only=step % 2 == 1)
-            numbers.append(full_collections(collected) - before)
-    assert not any(is_within for is_within, _ in collected)
-    assert numbers == [1, 0, 1, 0, 0, 1, 0]
-    assert len(collected) > 3  # Python's own, between the steps
-
-
-@on_ranks(1)
-def test_without_an_interval_python_collects_whenever_it_likes(rank: int) -> None:
-    chunks = build("no_pipelining", 1, 2, gc_interval=None)
-    with fresh_collector() as collected:
-        run("no_pipelining", chunks, 2, forward_step_func=Forward())
-    assert any(is_within for is_within, _ in collected)
+    assert {is_within for is_within, _ in collected} == {False}
+    assert max(generation for _, generation in collected) < 2
 
 
 @on_ranks(1)
 def test_a_disabled_collector_stays_so(rank: int) -> None:
-    chunks = build("no_pipelining", 1, 2, gc_interval=1)
-    with fresh_collector() as collected:
+    chunks = build("no_pipelining", 1, 2)
+    with noting_collections() as collected:
         gc.disable()
         collected.clear()
         for _ in range(3):
@@ -98,73 +80,49 @@ def test_a_disabled_collector_stays_so(rank: int) -> None:
 @on_ranks(2)
 def test_a_failed_step_gives_the_collector_back(rank: int) -> None:
     chunks = build("1f1b", 2, 4)
-    with fresh_collector(), pytest.raises((ValueError, PipelineError)):
+    with noting_collections(), pytest.raises((ValueError, PipelineError)):
         run("1f1b", chunks, 2, data_iterator=iter([]))
 
 
 def test_steps_of_several_pipelines() -> None:
     """They may overlap, in threads of their own. What is between the steps of one is within that of the other."""
-    with fresh_collector() as collected:
-        collector = Collector()
-        one, other = collector.between_steps(1, [MODEL]), collector.between_steps(1, [MODEL])
-        one.__enter__()
-        collected.clear()
-        other.__enter__()
-        one.__exit__(None, None, None)
-        assert not gc.isenabled()
-        assert not collected
-        other.__exit__(None, None, None)
-        assert gc.isenabled()
-        assert full_collections(collected) == 1
-
-
-class Model:
-    itself: Any
-
-
-MODEL = Model()
-
-
-def frozen_by_a_step(collector: Collector) -> bool:
-    mine: list[object] = []
-    with collector.between_steps(1, [MODEL]):
-        pass
-    return not any(one is mine for one in gc.get_objects())  # which lists nothing that is frozen
+    with noting_collections():
+        held_back = HeldBack()
+        for _ in range(2):
+            held_back.__enter__()
+            held_back.__enter__()
+            held_back.__exit__()
+            assert not gc.isenabled()
+            held_back.__exit__()
+            assert gc.isenabled()
 
 
 @on_ranks(1)
-def test_the_first_step_freezes_what_is_there_unless_the_user_has(rank: int) -> None:
-    assert gc.get_freeze_count()  # tests' ranks have frozen what they imported
-    collector = Collector()
-    with mock.patch.object(gc, "get_freeze_count", wraps=gc.get_freeze_count) as count:
-        assert not frozen_by_a_step(collector)
-        with collector.between_steps(1, [Model()]):
-            pass
-    assert count.call_count == 1, "it takes tens of ms"
-    gc.unfreeze()
-    collector = Collector()
-    assert frozen_by_a_step(collector)
-    gc.unfreeze()
-    assert not frozen_by_a_step(collector)  # but once only
-    freeze()
-
-
-@on_ranks(1)
-def test_a_model_that_is_gone_is_collected_before_the_next_one_runs(rank: int) -> None:
-    """What the first step froze was never looked at again: a model of which a cycle of references was left kept its
-    weights for good, and the next one had no room."""
-    gc.unfreeze()
-    collector, model = Collector(), Model()
-    model.itself, gone = model, weakref.ref(model)
-    for _ in range(2):
-        with collector.between_steps(100, [model]):
-            pass
-    del model
+def test_a_dropped_model_is_freed(rank: int) -> None:
+    """The first step froze all objects that there were. A model of which a cycle of references was left, such as a hook
+    that knows its model, then outlived `gc.collect()` with all its weights."""
+    (chunk,) = build("no_pipelining", 1, 2)
+    chunk.itself = [chunk]
+    gone = weakref.ref(chunk)
+    run("no_pipelining", [chunk], 2)
+    del chunk
     gc.collect()
-    assert gone() is not None
-    with collector.between_steps(100, [MODEL]):
-        assert gone() is None
-    freeze()
+    assert gone() is None
+
+
+def test_a_forked_process_collects() -> None:
+    """A worker that a step's data loader forks never comes to the end of that step."""
+    for is_enabled in (True, False):
+        if not is_enabled:
+            gc.disable()
+        try:
+            with collection_held_back:
+                child = os.fork()
+                if not child:
+                    os._exit(gc.isenabled())
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == is_enabled
+        finally:
+            gc.enable()
 
 
 def is_of_a_step(thing: object) -> bool:
@@ -201,16 +159,19 @@ def test_a_step_makes_no_cycles(rank: int) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(2)
 def test_memory_stays_flat_over_a_thousand_steps(rank: int, schedule: str) -> None:
-    """Also where the model makes garbage that only the collector frees: a tensor of 1 MB in each forward."""
+    """Also where the model makes garbage that only the collector frees, a tensor of 1 MB in each forward. Python by
+    itself lets a hundred steps of it pile up, whether it is held back within them or not."""
 
     def step(data_iterator: Any, model: Any) -> Any:
         cycle: list[Any] = [torch.ones(2**18)]
         cycle.append(cycle)
         return forward_step(data_iterator, model)
 
-    chunks = build(schedule, 2, 4, deferred=schedule == "zbv", gc_interval=10)
+    chunks = build(schedule, 2, 4, deferred=schedule == "zbv")
     for number in range(1000):
         run(schedule, chunks, 4, forward_step_func=step)
+        if number % 10 == 0:
+            gc.collect(1)
         if number == 200:
             memory, objects = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(gc.get_objects())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 20 * 1024  # KB

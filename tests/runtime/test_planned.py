@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.pipelining.schedules as theirs
+import torch
 from tools.models import assert_same_gradients, assert_same_losses, build, reference, run
 from tools.ranks import on_ranks
 from tools.torchs import OF_ONE_CHUNK, torch_order, torchs_schedule
@@ -98,7 +98,6 @@ def save_torchs(name: str, pp_size: int, num_microbatches: int, path: Path) -> N
         schedule._dump_csv(str(path))
 
 
-@pytest.mark.skipif(not hasattr(theirs, "ScheduleDualPipeV"), reason="this torch writes down fewer orders")
 @on_ranks(2)
 def test_plans_that_torch_wrote(rank: int, tmp_path: Path) -> None:
     names = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -106,5 +105,6 @@ def test_plans_that_torch_wrote(rank: int, tmp_path: Path) -> None:
         path = write(tmp_path, rank, "", f"{name}.csv")
         save_torchs(name, 2, 4, path)
         pairs = [cell for row in load_plan(path).cells() for cell in row if "OVERLAP" in cell]
-        assert bool(pairs) == (name == "ScheduleDualPipeV")
+        has_pairs = name == "ScheduleDualPipeV" and torch.__version__ >= "2.13"  # 2.9 writes down the parts of a pair
+        assert bool(pairs) == has_pairs
         assert_trains(path, 2, 4, deferred=True)

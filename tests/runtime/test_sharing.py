@@ -52,6 +52,25 @@ def test_nested_values(rank: int, source: int) -> None:
         assert not session._store.check([f"results of step 2 {source}"])  # nothing piles up in the store
 
 
+@on_ranks(2)
+def test_what_is_shared_in_some_steps_does_not_pile_up(rank: int) -> None:
+    """Only what the step just before had left was deleted, so reports of every second step stayed in the store for
+    good, some kilobytes each."""
+    session = session_of_all(2)
+    for number in range(1, 7):
+        with session.step():
+            dist.barrier()
+            if number % 2 == 0:
+                assert session.share(number, 1, CPU, "reports") == number
+            if number % 3 == 0:
+                assert session.share(number, 1, CPU) == number
+    dist.barrier()
+    posted = [f"{what} of step {step} 1" for what in ("reports", "results") for step in range(1, 7)]
+    kept = [name for name in posted if session._store.check([name])]
+    assert kept == ["reports of step 6 1", "results of step 6 1"]  # the last ones, which a rank may not have read yet
+    dist.barrier()
+
+
 def lose_or_share(rank: int, session: Session, value: Any = None) -> None:
     session.agreement.agree({})
     if rank == 0:

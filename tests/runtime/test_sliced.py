@@ -12,7 +12,6 @@ import torch.distributed as dist
 from cases import Case, Slices
 from cases.stages import Stage, Unpartitioned, loss_and_report
 from tools.against import assert_same_gradients, use_groups
-from tools.marks import needs_graphs
 from tools.models import BATCH, HIDDEN, batches
 from tools.ranks import on_ranks
 from torch import Tensor, nn
@@ -228,7 +227,6 @@ def test_a_model_that_does_not_ask_for_its_slice_is_refused() -> None:
         run("seq1f1b", stage, 1, (3, 3), forward_step_func=step, data_iterator=iter(torch.ones(1, 6, 3)))
 
 
-@needs_graphs
 def test_a_captured_stage_is_refused() -> None:
     """Its graph was made of one sequence, and would leave out what earlier slices kept."""
     from megapipe.graph import capture

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tools.against import use_groups
-from tools.marks import needs_fsdp_on_cpu, needs_graphs
 from tools.models import seed_cpu
 from tools.ranks import on_ranks
 from torch import Tensor, nn
@@ -73,7 +72,7 @@ def make_chunks(schedule: str) -> list[PipelineStage]:
     return [PipelineStage(Layers(info), info) for info in stages_for_rank(schedule)]
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", pytest.param("capture", marks=needs_graphs)])
+@pytest.mark.parametrize("compiler", ["dynamo", "capture"])
 @on_ranks(1)
 def test_the_first_step_compiles_nothing_more(rank: int, compiler: str) -> None:
     parallel_state.initialize_model_parallel(1)
@@ -230,7 +229,7 @@ def test_a_warm_up_on_some_ranks_only(rank: int) -> None:
         begin()
 
 
-@pytest.mark.parametrize("by", ["DistributedDataParallel", pytest.param("fully_shard", marks=needs_fsdp_on_cpu)])
+@pytest.mark.parametrize("by", ["DistributedDataParallel", "fully_shard"])
 @on_ranks(1)
 def test_replicas_that_communicate_by_themselves(rank: int, by: str) -> None:
     parallel_state.initialize_model_parallel(1)

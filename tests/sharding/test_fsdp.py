@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tools.against import assert_same_gradients, full
-from tools.marks import needs_fsdp_on_cpu, needs_graphs
 from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, add_gradients, batches, loss_of, run, unseeded_step
 from tools.ranks import on_ranks, start_again
 from tools.replicas import NUM_LAYERS, NUM_MICROBATCHES, SPLIT, average, build_replicas
@@ -22,8 +21,6 @@ from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
 from megapipe.plan import Settings, StageBytes, make_plan
 from megapipe.sharding import ShardedChunks
-
-pytestmark = needs_fsdp_on_cpu
 
 BY_LAYER = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
 
@@ -310,7 +307,6 @@ def test_mistakes(rank: int) -> None:
     assert "FSDPStage is part of another module of fully_shard: call fully_shard on each chunk" in message(chunk)
 
 
-@needs_graphs
 @on_ranks(2)
 def test_a_captured_stage_of_sharded_layers_is_refused(rank: int) -> None:
     use_mesh(pp=1, dp=2)

@@ -464,8 +464,8 @@ def in_a_function(layer: Layer, x: Any) -> Tensor:
 
 @on_ranks(2)
 def test_a_stage_may_end_in_a_python_function(rank: int) -> None:
-    """A stage is kept as the edges of its graph. On torch 2.6 an edge does not keep the node of a Python Function
-    alive, so that the backward of a stage that ends in one found no graph any more."""
+    """A stage is kept as the edges of its graph. The node of a Python Function goes with its outputs, though an edge to
+    it is held, so that the backward of a stage that ends in one found no graph any more."""
     compare("gpipe", function=in_a_function)
 
 

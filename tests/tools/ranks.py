@@ -207,18 +207,12 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
     before = held()
-    CACHES.extend(caches())
-    gc.freeze()  # what the server of forks has imported: collections took half of the start
-    num_modules = 0
     while True:
         try:
             number, rank, num_ranks, function, args = jobs.recv()
         except EOFError:
             os._exit(0)
         result: Any = None
-        if len(sys.modules) > num_modules:
-            freeze()  # what was imported: first steps collect garbage, which took a fifth of the time of all tests
-            num_modules = len(sys.modules)
         _meet(dist.PrefixStore(f"job {number}", server), rank, num_ranks)
         text = ""
         try:
@@ -277,7 +271,7 @@ MAY_STAY = of_groups(6) + Counter(
         "thread megapipe-watchdog": 1,  # looks after all pipelines
         "thread megapipe-store-alarm": 1,  # of the last job, which ends at the watchdog's next look
         "thread tqdm_monitor": 4,
-        "thread Thread (_read_thread)": 1,  # of the processes that compile, which torch 2.6 starts
+        "thread Thread (_read_thread)": 1,  # of the processes that compile
         "thread pt_autograd_": 8,  # backwards on a device; torch 2.11 has one for each kind of device
         "thread Thread (_run)": 4,  # streams of the fake device: to compute, and to copy
     }
@@ -341,7 +335,7 @@ def _forget_meshes() -> None:
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     if hasattr(redistribute, "clear_redistribute_planner_cache"):
         redistribute.clear_redistribute_planner_cache()
-    for cache in [*CACHES, *caches()]:
+    for cache in caches():
         if cache.cache_info().currsize and FIRST_MESH:
             MAY_STAY.update(FIRST_MESH)
             FIRST_MESH.clear()
@@ -349,40 +343,10 @@ def _forget_meshes() -> None:
     gc.collect()
 
 
-CACHES: list[Any] = []
-"""Those of torch.distributed that are frozen."""
-
-
 def caches() -> list[Any]:
-    """Those that are not frozen."""
+    """Those of torch.distributed."""
     found = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]
     return [one for one in found if str(one.__module__).startswith("torch.distributed.")]
-
-
-NUM_LOOPS = [0]
-"""Gloo's threads when objects were to be frozen last."""
-
-
-def freeze() -> None:
-    """Objects, as `gc.freeze` does, but for those of the last pipeline and its meshes: what is frozen is not freed
-    where it holds itself. So all that looks after them lets them go first. Where they stay, nothing is frozen."""
-    from megapipe.failures import helper_thread
-
-    is_called = threading.Event()
-    helper_thread.begin(is_called.set)
-    for _ in range(2):  # the second time, all others have been called
-        is_called.wait(ENDS_WITHIN)
-        is_called.clear()
-    helper_thread.end(is_called.set)
-    for thread in threading.enumerate():
-        if thread.name.startswith("megapipe-") and thread.name != "megapipe-watchdog":
-            thread.join(1.0)  # one that connects to a rank that is gone does not end
-    _forget_meshes()
-    number = held()["thread gloo_tcp_loop"]
-    if number <= NUM_LOOPS[0]:
-        CACHES.extend(caches())
-        gc.freeze()
-    NUM_LOOPS[0] = number
 
 
 def _answer(control: Connection, main_thread: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tools.against import full
-from tools.marks import needs_fsdp_on_cpu
 from tools.models import Stage, add_gradients, build, run
 from tools.optimizers import MAX_NORM, adamw, decay, momentum, same, sgd, weights_of
 from tools.ranks import RankPool, on_ranks
@@ -129,7 +128,6 @@ def test_with_a_scaler(ranks: RankPool) -> None:
         assert rates == [1e-2 * (1 / n) for n in (2, 3, 3, 4, 5)]
 
 
-@needs_fsdp_on_cpu
 @on_ranks(2)
 def test_a_scaler_of_whole_gradients_and_shards(rank: int) -> None:
     """Torch's function refuses to take both. A NaN in a shard is found on all ranks."""

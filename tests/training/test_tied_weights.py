@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tools.against import assert_same_gradients, gradients
-from tools.marks import needs_fsdp_on_cpu
 from tools.models import SEQUENCE, Stage, add_gradients, batches, build, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -141,7 +140,6 @@ def test_a_sparse_gradient_is_refused(rank: int) -> None:
         run("1f1b", chunks, M)
 
 
-@needs_fsdp_on_cpu
 @on_ranks(2)
 def test_sharded_after_they_were_tied(rank: int) -> None:
     """`fully_shard` puts other parameters in their place. The sum was that of the old ones, which nobody trained."""
@@ -154,7 +152,6 @@ def test_sharded_after_they_were_tied(rank: int) -> None:
     assert getattr(own, "shared", False) == (rank == 1)
 
 
-@needs_fsdp_on_cpu
 @on_ranks(2)
 def test_shards_whose_gradients_are_whole_meanwhile(rank: int) -> None:
     """A validation between two calls shards parameters. Their sum was then counted once for each copy."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -79,7 +78,6 @@ def signature(called: Any) -> str:
     return f"{inspect.signature(function)} {called.__init__.__doc__}"
 
 
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="messages over NCCL need torch 2.9")
 def test_what_is_asked_of_cuda_is_there() -> None:
     found = [one for path in sorted(PACKAGE.rglob("*.py")) for one in uses(path)]
     assert not [what for what, is_there in found if not is_there]
