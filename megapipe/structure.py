@@ -7,6 +7,7 @@ has changed, the chunk has another structure, of which nothing is known yet.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -141,13 +142,16 @@ class GraphFacts:
 
     def find_change(self, module: nn.Module) -> str | None:
         """The first thing that is not as it was, in words that go on a sentence about the module; None where all is."""
-        for number, (before, now) in enumerate(zip_longest(self._modules, module.modules())):
-            if before is not now or now is None:
-                name = self._names[number] if before is not None else type(now).__name__
-                return f"its part {name} has been exchanged, added or removed"
-            if number and type(now) is not self._types[number]:
+        parts = list(module.modules())
+        for name, before, now in zip_longest(self._names, self._modules, parts):
+            if before is not now:
+                return f"its part {name or type(now).__name__} has been exchanged, added or removed"
+        for number, now in enumerate(parts):
+            if number == 0 or _is_sharded(now):  # which are called, or looked after
+                continue
+            if type(now) is not self._types[number]:
                 return f"its part {self._names[number]} has another type than then"
-            if number and num_hooks(now) != self._hooks[number]:
+            if num_hooks(now) != self._hooks[number]:
                 return f"its part {self._names[number]} has other hooks than then"
         for path, part, values in zip(self._names, self._modules, self._values):
             for name, before in values.items():
@@ -156,6 +160,12 @@ class GraphFacts:
                     is_now = "no plain value" if now is _NO_VALUE else repr(now)
                     return f"{path}{'.' if path else ''}{name}, which was {before!r} then, is {is_now} now"
         return None
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether torch's `fully_shard` has given it a class and hooks of its own."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def plain_values(module: nn.Module) -> dict[str, Any]:

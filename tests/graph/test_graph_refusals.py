@@ -265,7 +265,7 @@ LATER: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 @pytest.mark.parametrize("name", LATER)
 def test_a_captured_stage_in_which_something_changes_later(name: str) -> None:
-    """A hook, another dropout, a disabled adapter: all of it was without effect, and the pages said so. Now the next step
+    """A hook, another dropout, a disabled adapter had no effect, and the pages said so. Now the next step
     is refused, and goes on where the change is taken back."""
     change, words = LATER[name]
     stage = graph.capture(nn.Sequential(Adapted()), (sequence(),))
