@@ -34,21 +34,17 @@ from ..training import finalize_weights, load_scheduler
 from .alike import check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
 from .files import (
     EXCHANGE,
-    DamagedError,
-    Loaded,
-    Reader,
     Writer,
     begin_checkpoint,
     checkpoints_in,
-    deserialise,
     find_checkpoints,
     remove_incomplete,
-    serialise,
     set_aside,
     write_tensors,
 )
 from .folder_lock import lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
+from .reading import DamagedError, Loaded, Reader, deserialise, serialise
 
 
 class Stateful(Protocol):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..chunks import fully_qualified_name, unwrap
-from .files import Reader, serialise
+from .reading import Reader, serialise
 
 GlobalName = Callable[[nn.Module, str], str]
 """(chunk, its name for a parameter) to the whole model's name for it."""

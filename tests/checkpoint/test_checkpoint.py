@@ -23,7 +23,8 @@ from torch.optim.swa_utils import AveragedModel
 from megapipe import PipelinedOptimizer, StageInfo, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.checkpoint.alike import fingerprint
-from megapipe.checkpoint.files import Reader, Writer, checkpoints_in
+from megapipe.checkpoint.files import Writer, checkpoints_in
+from megapipe.checkpoint.reading import Reader
 
 NUM_LAYERS, NUM_MICROBATCHES = 8, 4
 

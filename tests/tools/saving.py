@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.checkpoint.files import Reader
+from megapipe.checkpoint.reading import Reader
 
 
 def everything_in(checkpoint: Path) -> dict[str, Tensor]:
