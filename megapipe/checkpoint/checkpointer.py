@@ -19,7 +19,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..all_ranks import AllRanks
 from ..chunks import as_list
 from ..training import finalize_weights, load_scheduler
-from .alike import check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
+from .alike import check_one_checkpoint, check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
 from .files import (
     EXCHANGE,
     Writer,
@@ -233,10 +233,12 @@ class Checkpointer:
                     f"the checkpoint {checkpoint} has no state of {sorted(missing)}, only of {sorted(run['others'])}: "
                     "pass the others under the names they were saved with."
                 )
-            phase.own = sorted(state.keys(reader, run["aliases"]))
+            load = self._fetch(reader, state, run)
+            phase.own = reader.checksum, sorted(state.keys(reader, run["aliases"]))
         with self._ranks.together():
-            check_all_used(reader, phase.all)
-            self._restore(reader, state, run)
+            check_one_checkpoint(checkpoint, [checksum for checksum, _ in phase.all])
+            check_all_used(reader, [keys for _, keys in phase.all])
+            load()
         is_training, fits = bool(self._optimizers), run["world_size"] == self._ranks.num_ranks
         if is_training and not fits and self._ranks.rank == 0:
             warnings.warn(
@@ -251,22 +253,30 @@ class Checkpointer:
         finalize_weights(self._chunks, self._optimizers)
         return FullState(self._chunks, self._optimizers, *self._naming)
 
-    def _restore(self, reader: Reader, state: FullState, run: dict[str, Any]) -> None:
-        """Load chunks, optimizers, others and random states."""
-        state.load_model(reader, run["aliases"])
-        if self._optimizers:
-            state.load_optimizers(reader, run)
-        for name, other in self._others.items():
-            if isinstance(other, LRScheduler):
-                load_scheduler(other, run["others"][name])
-            else:
-                other.load_state_dict(run["others"][name])
-        if self._optimizers:
-            rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
-            if run["world_size"] == num_ranks:
-                set_random_states(reader.read_value(f"rng.{rank}"))
-            else:
+    def _fetch(self, reader: Reader, state: FullState, run: dict[str, Any]) -> Callable[[], None]:
+        """Read what this rank needs, and leave everything as it is. What is returned loads it into chunks, optimizers,
+        others and random states."""
+        rank, is_training = self._ranks.rank, bool(self._optimizers)
+        load_model = state.fetch_model(reader, run["aliases"])
+        load_optimizers = state.fetch_optimizers(reader, run) if is_training else None
+        fits = run["world_size"] == self._ranks.num_ranks
+        states = reader.read_value(f"rng.{rank}") if is_training and fits else None
+
+        def load() -> None:
+            load_model()
+            if load_optimizers is not None:
+                load_optimizers()
+            for name, other in self._others.items():
+                if isinstance(other, LRScheduler):
+                    load_scheduler(other, run["others"][name])
+                else:
+                    other.load_state_dict(run["others"][name])
+            if states is not None:
+                set_random_states(states)
+            elif is_training:
                 seed_random(run["seed"] + 1_000_003 * run["step"] + rank)  # larger than any rank
+
+        return load
 
     def _own(self, step: int, state: FullState, common: dict[str, Any]) -> dict[str, Any]:
         """What other ranks need from this rank to save."""

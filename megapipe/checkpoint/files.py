@@ -2,11 +2,13 @@
 
 A checkpoint is a folder of torch.distributed.checkpoint in a run's folder. It is written under another name and renamed
 when everything is on the disk: whenever a run dies, a folder with a checkpoint's name is complete. It holds tensors
-only. Its list of contents gets a checksum at its end, where torch does not read.
+only. Its list of contents gets a checksum at its end, where torch does not read. A data file begins with the name of
+its checkpoint, which the list of contents has too: so nobody takes files of two checkpoints for one.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import re
@@ -14,7 +16,8 @@ import secrets
 import shutil
 import warnings
 import zlib
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -31,6 +34,7 @@ from torch.futures import Future
 
 from ..failures import collective, is_disk_full
 
+OF_MEGAPIPE = "megapipe "
 EXCHANGE = "the saving or loading of a checkpoint"
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
@@ -98,6 +102,25 @@ def set_aside(path: Path) -> None:
     warnings.warn(f"{path} is damaged and now called {target.name}: remove it by hand.", stacklevel=2)
 
 
+class _MarkedFiles(FileSystem):
+    """Where a checkpoint is written: a data file begins with a line that says which one it is, of which checkpoint."""
+
+    def __init__(self, save_id: str) -> None:
+        super().__init__()
+        self._save_id = save_id
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if not Path(path).name.startswith("."):
+                stream.write(mark_of(self._save_id, Path(path).name))
+            yield stream
+
+
+def mark_of(save_id: str, name: str) -> bytes:
+    return f"{save_id} {name}\n".encode()
+
+
 class Writer(FileSystemWriter):
     """Writes this rank's part of one checkpoint of a run's folder. Rank 0 writes the list of contents too, with its
     checksum, makes the checkpoint appear, and removes all but the last `keep_last` then (None: keep all).
@@ -118,6 +141,8 @@ class Writer(FileSystemWriter):
         self._target = path.with_name(path.name.partition(".")[0])
         self._keep_last = keep_last
         super().__init__(path, per_thread_copy_ahead=0)  # more takes a GPU where ranks compute on the CPU, for no gain
+        self.save_id = f"{OF_MEGAPIPE}{path.stem}"  # torch writes it into the list of contents
+        self.fs = _MarkedFiles(self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

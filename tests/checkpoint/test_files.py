@@ -317,7 +317,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         at = stored.read().index(torch.ones(4).numpy().tobytes())
         stored.seek(at + 3)
         stored.write(b"\xbf")
-    where = r"cannot be read \(BadZipFile: __0_0.distcp: checksum .* where it was .*\): its files are damaged"
+    where = r"cannot be read \(__0_0.distcp: checksum .* where it was .*\): its files are damaged"
     with pytest.raises(ValueError, match=where):
         Checkpointer(tmp_path, layer).load()
 
@@ -382,7 +382,7 @@ def test_the_newest_whole_checkpoint_is_found(rank: int, tmp_path: Path) -> None
     assert torch.equal(layer.weight, torch.ones(4, 4))
     texts = [str(one.message) for one in said if one.category is UserWarning and "in its place" in str(one.message)]
     patterns = [
-        r"step_00000003 cannot be read \(\w+: __\d_0.distcp: .*No such file.*\).* step_00000002 is loaded in its place",
+        r"step_00000003 cannot be read \(__\d_0.distcp: .*No such file.*\).* step_00000002 is loaded in its place",
         r"step_00000002 is not .*, or it is damaged \(.metadata: .*\). .* step_00000001 is loaded in its place",
     ]
     assert len(texts) == (4 if rank == 0 else 0)
