@@ -60,6 +60,8 @@ class Checkpointer:
     """Saves and loads model, optimizer, others, random states and the position in the data. Every rank makes one and
     calls its methods alike.
 
+    As a context manager it closes itself, which ends its process groups and the thread that writes.
+
     Args:
         folder: of the run, which all ranks can reach. Each checkpoint is a folder `step_00000100` in it. The first
             save locks it, until the process of rank 0 ends: no other run can save there.
@@ -72,7 +74,7 @@ class Checkpointer:
             Rank 0's is saved, and loaded on every rank; so all must have the same.
         keep_last: how many checkpoints to keep; None for all.
         asynchronous: `save` returns when everything is copied to the host's memory and writes in the background. The
-            next `save` waits for it first; call `wait` before the process ends.
+            next `save` waits for it first; call `wait` or `close` before the process ends.
         global_name: for chunks that number their layers from 0: `global_name(chunk, name)` is the whole model's name
             for what the chunk calls `name`.
         parts: for parameters that hold a share of something numbered, such as a rank's experts:
@@ -112,6 +114,29 @@ class Checkpointer:
         # What happens in the background has groups of its own, and disturbs no other communication.
         self._background = AllRanks(EXCHANGE) if asynchronous else self._ranks
         self._thread = ThreadPoolExecutor(1, "megapipe-checkpoint")
+        self._is_closed = False
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a save in the background, then end the thread that writes and the process groups. All ranks call it.
+        The lock of the folder stays until the process ends. A second call does nothing.
+
+        Raises:
+            RuntimeError: on every rank, where that save failed. All has ended then, too.
+        """
+        try:
+            if not self._is_closed:
+                self.wait()
+        finally:
+            self._is_closed = True
+            self._thread.shutdown()
+            self._ranks.close()
+            self._background.close()
 
     def save(self, step: int, data: Any = None) -> None:
         """Save what there is after `step` steps.
@@ -182,7 +207,10 @@ class Checkpointer:
         Raises:
             RuntimeError: on every rank, where it failed.
         """
+            ValueError: after `close`, as all methods do.
         writing, self._writing = self._writing, None
+        if self._is_closed:
+            raise ValueError("this Checkpointer is closed: make another one to save or load.")
         if writing is not None:
             writing.result()
 
