@@ -32,6 +32,7 @@ from ..all_ranks import AllRanks
 from ..chunks import as_list
 from ..training import finalize_weights, load_scheduler
 from .alike import check_one_checkpoint, check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
+    UNDER_WAY,
 from .files import (
     EXCHANGE,
     Writer,
@@ -184,6 +185,7 @@ class Checkpointer:
             writer = Writer(self._folder / name, self._keep_last)
             if self._asynchronous:
                 tensors = _on_host(tensors)
+            UNDER_WAY.add(Path(writer.path))
         if self._asynchronous:
             self._writing = self._thread.submit(write_tensors, writer, tensors, self._background.group)
         else:

@@ -75,9 +75,13 @@ def _incomplete(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}.{secrets.token_hex(4)}{INCOMPLETE}")
 
 
+UNDER_WAY: set[Path] = set()
+"""What this process writes in the background."""
+
+
 def remove_incomplete(folder: str | os.PathLike[str]) -> None:
-    """What saves that were interrupted left behind. No save may be under way there."""
-    for path in Path(folder).glob(f"step_*{INCOMPLETE}"):
+    """What saves that were interrupted left behind. No other process may save there."""
+    for path in set(Path(folder).glob(f"step_*{INCOMPLETE}")) - UNDER_WAY:
         if re.fullmatch(rf"step_\d{{8,}}(\.[0-9a-f]{{8}})?{INCOMPLETE}", path.name) and path.is_dir():
             _remove(path)
 
@@ -190,6 +194,8 @@ def write_tensors(writer: Writer, tensors: dict[str, Tensor], group: dist.Proces
                 f"saving to {Path(writer.path).parent} failed on rank {rank} ({failure}). What was saved before is "
                 f"untouched.{remedy}"
             ) from None
+        finally:
+            UNDER_WAY.discard(Path(writer.path))
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -373,6 +376,54 @@ def test_a_save_in_the_background_disturbs_nothing(rank: int, tmp_path: Path) ->
 
 
 # Random states
+def threads_and_files() -> list[int]:
+    gc.collect()
+    return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads and files of the process")
+@on_ranks(2)
+def test_a_closed_checkpointer_leaves_nothing_behind(rank: int, tmp_path: Path) -> None:
+    """Each asynchronous Checkpointer kept six threads and ten open files until torch.distributed ended: nothing could
+    end one before."""
+    parallel_state.initialize_model_parallel(1)
+    layer = filled(1.0)
+    counted = []
+    for step in range(1, 4):
+        with Checkpointer(tmp_path, layer, asynchronous=True) as checkpointer:
+            checkpointer.save(step)
+        assert step in checkpoints_in(tmp_path), "it waits"
+        checkpointer.close()
+        counted.append(threads_and_files())
+    assert counted[1:] == counted[:1] * 2
+    for call in (checkpointer.load, lambda: checkpointer.save(4), lambda: checkpointer.check_can_save(4)):
+        assert error_of(call).startswith("ValueError: this Checkpointer is closed: make another one")
+    failing = Checkpointer(tmp_path, layer, asynchronous=True)
+    with mock.patch.object(Writer, "finish", side_effect=OSError(28, "No space left on device")):
+        failing.save(9)
+        error = error_of(failing.close)
+    assert re.match(r"RuntimeError: saving to .* failed on rank 0 \(.*No space left", error), error
+    failing.close()
+    del failing
+    assert threads_and_files() == counted[0]
+
+
+@on_ranks(2)
+def test_two_checkpointers_of_one_folder(rank: int, tmp_path: Path) -> None:
+    """The second took what the first was still writing in the background for what a dead run had left, and removed it.
+    The first failed with "No such file"."""
+    parallel_state.initialize_model_parallel(1)
+    first, second = (Checkpointer(tmp_path, filled(value), asynchronous=True) for value in (1.0, 2.0))
+    held = threading.Event()
+    first._thread.submit(held.wait)
+    first.save(1)
+    second.save(2)
+    held.set()
+    second.close()
+    first.close()
+    assert list(checkpoints_in(tmp_path)) == [1, 2]
+
+
 
 
 def draw() -> list[float]:
