@@ -16,8 +16,6 @@ from __future__ import annotations
 import base64
 import itertools
 import os
-import random
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,9 +30,9 @@ from ..all_ranks import AllRanks
 from ..chunks import as_list
 from ..training import finalize_weights, load_scheduler
 from .alike import check_one_checkpoint, check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
-    UNDER_WAY,
 from .files import (
     EXCHANGE,
+    UNDER_WAY,
     Writer,
     begin_checkpoint,
     checkpoints_in,
@@ -45,6 +43,7 @@ from .files import (
 )
 from .folder_lock import lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
+from .random_states import Place, find_state, own_place, random_states, seed_of, seed_random, set_random_states
 from .reading import DamagedError, Loaded, Reader, deserialise, serialise
 
 
@@ -185,8 +184,8 @@ class Checkpointer:
             writer = Writer(self._folder / name, self._keep_last)
             if self._asynchronous:
                 tensors = _on_host(tensors)
-            UNDER_WAY.add(Path(writer.path))
         if self._asynchronous:
+            UNDER_WAY.add(Path(writer.path))
             self._writing = self._thread.submit(write_tensors, writer, tensors, self._background.group)
         else:
             write_tensors(writer, tensors, self._ranks.group)
@@ -208,19 +207,21 @@ class Checkpointer:
 
         Raises:
             RuntimeError: on every rank, where it failed.
-        """
             ValueError: after `close`, as all methods do.
-        writing, self._writing = self._writing, None
+        """
         if self._is_closed:
             raise ValueError("this Checkpointer is closed: make another one to save or load.")
+        writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def load(self, path: str | os.PathLike[str] | None = None, *, may_be_empty: bool = False) -> Loaded | None:
         """Load everything there was when it was saved, into the chunks, optimizer and others as they are.
 
-        To go on training, with an optimizer, the random states are those of then too. Where there were more ranks or
-        fewer, they are seeded from the run's seed, the step and the rank, and rank 0 says so by a warning.
+        To go on training, with an optimizer, the random states are those of then too, by each rank's stage and replica:
+        ranks that have both in common, as those of a tensor-parallel group, draw the same. Where stages or replicas
+        were more or fewer, the states are seeded from the run's seed, the step and both, and rank 0 says so by a
+        warning.
 
         Where the latest one is damaged, the one before it is loaded, and rank 0 says so by a warning. The next save
         sets the damaged one aside.
@@ -237,24 +238,26 @@ class Checkpointer:
                 or would execute code.
         """
         self.wait()
+        rank, found = self._ranks.rank, []
         with self._ranks.together() as phase:
-            if self._ranks.rank == 0:
+            if rank == 0:
                 found = find_checkpoints(self._folder if path is None else path, may_be_empty=may_be_empty)
-                phase.own = [str(checkpoint) for checkpoint in found]
-        candidates = [Path(checkpoint) for checkpoint in phase.all[0]]
+            phase.own = [str(checkpoint) for checkpoint in found], own_place(rank)
+        candidates = [Path(checkpoint) for checkpoint in phase.all[0][0]]
+        places = [place for _, place in phase.all]
         for candidate, before in zip(candidates, [*candidates[1:], None]):
             try:
-                return self._load(candidate)
+                return self._load(candidate, places)
             except DamagedError as error:
                 if before is None:
                     raise
-                if self._ranks.rank == 0:
+                if rank == 0:
                     warnings.warn(f"{error} {before.name} is loaded in its place.", stacklevel=2)
                 if candidate.parent.resolve() == self._folder.resolve():
                     self._damaged.append(candidate)
         return None
 
-    def _load(self, checkpoint: Path) -> Loaded:
+    def _load(self, checkpoint: Path, places: Sequence[Place]) -> Loaded:
         with self._ranks.together() as phase:
             reader, state = Reader(checkpoint), self._full_state()
             run = reader.read_value("run")
@@ -263,18 +266,22 @@ class Checkpointer:
                     f"the checkpoint {checkpoint} has no state of {sorted(missing)}, only of {sorted(run['others'])}: "
                     "pass the others under the names they were saved with."
                 )
+            whose = find_state(self._ranks.rank, places, run.get("places", []))
+            states = None if whose is None else reader.read_value(f"rng.{whose}")
+            seed = seed_of(self._ranks.rank, places, run["seed"], run["step"])
             load = self._fetch(reader, state, run)
             phase.own = reader.checksum, sorted(state.keys(reader, run["aliases"]))
         with self._ranks.together():
             check_one_checkpoint(checkpoint, [checksum for checksum, _ in phase.all])
             check_all_used(reader, [keys for _, keys in phase.all])
             load()
-        is_training, fits = bool(self._optimizers), run["world_size"] == self._ranks.num_ranks
-        if is_training and not fits and self._ranks.rank == 0:
+            if self._optimizers:  # to go on training
+                seed_random(seed) if states is None else set_random_states(states)
+        if self._optimizers and states is None and self._ranks.rank == 0:
             warnings.warn(
-                f"{checkpoint} was saved by {run['world_size']} ranks and is loaded by {self._ranks.num_ranks}: their "
-                f"random states do not fit and are seeded anew, from the seed {run['seed']}, step {run['step']} and "
-                "the rank.",
+                f"{checkpoint} was saved by {run['world_size']} ranks in another arrangement than these "
+                f"{self._ranks.num_ranks}: their random states do not fit and are seeded anew, from the seed "
+                f"{run['seed']}, step {run['step']}, and each rank's stage and replica.",
                 stacklevel=3,
             )
         return Loaded(run["step"], run["data"])
@@ -285,26 +292,18 @@ class Checkpointer:
 
     def _fetch(self, reader: Reader, state: FullState, run: dict[str, Any]) -> Callable[[], None]:
         """Read what this rank needs, and leave everything as it is. What is returned loads it into chunks, optimizers,
-        others and random states."""
-        rank, is_training = self._ranks.rank, bool(self._optimizers)
+        and others."""
         load_model = state.fetch_model(reader, run["aliases"])
-        load_optimizers = state.fetch_optimizers(reader, run) if is_training else None
-        fits = run["world_size"] == self._ranks.num_ranks
-        states = reader.read_value(f"rng.{rank}") if is_training and fits else None
+        load_optimizers = state.fetch_optimizers(reader, run) if self._optimizers else lambda: None
 
         def load() -> None:
             load_model()
-            if load_optimizers is not None:
-                load_optimizers()
+            load_optimizers()
             for name, other in self._others.items():
                 if isinstance(other, LRScheduler):
                     load_scheduler(other, run["others"][name])
                 else:
                     other.load_state_dict(run["others"][name])
-            if states is not None:
-                set_random_states(states)
-            elif is_training:
-                seed_random(run["seed"] + 1_000_003 * run["step"] + rank)  # larger than any rank
 
         return load
 
@@ -315,6 +314,7 @@ class Checkpointer:
         packed = serialise(state.settings(), "what the optimizer has in its groups and state").numpy().data
         return {
             "step": self._claim(step),
+            "place": own_place(rank),
             "fingerprints": {} if is_alone else fingerprints_of(**common),
             "optimizers": base64.b64encode(packed).decode(),
             "aliases": state.aliases,
@@ -332,6 +332,7 @@ class Checkpointer:
             "numbers": {name: numbers for one in optimizers for name, numbers in one["numbers"].items()},
             "aliases": {name: first for rank in ranks for name, first in rank["aliases"].items()},
             "world_size": self._ranks.num_ranks,
+            "places": [rank["place"] for rank in ranks],
             "seed": torch.initial_seed(),
         }
 
@@ -357,29 +358,3 @@ class Checkpointer:
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A copy, also of what is there already: of that the stager of torch 2.6 makes none."""
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-
-
-def random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # or asking takes a GPU
-        states["cuda"] = torch.cuda.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *rest)
-    return states
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(states["numpy"])
-
-
-def seed_random(seed: int) -> None:
-    torch.manual_seed(seed % 2**63)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)

@@ -59,7 +59,7 @@ class Reader:
         try:
             self._metadata = _metadata_in(data)
         except Exception as error:
-            if isinstance(error, MemoryError) or (is_whole and not isinstance(error, pickle.UnpicklingError)):
+            if is_whole and not isinstance(error, pickle.UnpicklingError):
                 raise
             raise (ValueError if is_whole else DamagedError)(self._no_checkpoint(error)) from error
         self.contents: dict[str, TensorStorageMetadata] = self._metadata.state_dict_metadata  # type: ignore[assignment]
@@ -124,7 +124,7 @@ class Reader:
                 if self._save_id.startswith(OF_MEGAPIPE):  # what torch alone wrote has no marks
                     mark = mark_of(self._save_id, info.relative_path)
                     if (begin := file.read(len(mark))) != mark:
-                        found = begin.partition(b"\n")[0].decode(errors="replace")
+                        found = begin.partition(b"\n")[0][:60].decode(errors="replace")
                         raise self._damaged(info, f"it begins with {found!r} and not with {mark.decode().strip()!r}")
                 file.seek(info.offset)
                 data = file.read(info.length)

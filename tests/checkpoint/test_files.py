@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 
 from megapipe import parallel_state
 from megapipe.checkpoint import Checkpointer, read_position, save_safetensors
-from megapipe.checkpoint.files import INCOMPLETE, checkpoints_in
+from megapipe.checkpoint.files import INCOMPLETE, checkpoints_in, mark_of
 
 
 def saving_process(folder: Path, step: int) -> tuple[int, int]:
@@ -270,9 +270,10 @@ def test_loading_executes_nothing(tmp_path: Path) -> None:
     refused("run is no tensor")
     # In place of a tensor's data, and within a tensor that holds what is no tensor
     for data in (serialised(evil), serialised(torch.frombuffer(bytearray(serialised(evil)), dtype=torch.uint8))):
-        (good / "evil.distcp").write_bytes(data)
+        mark = mark_of(whole.storage_meta.save_id, "evil.distcp")
+        (good / "evil.distcp").write_bytes(mark + data)
         stored = {
-            index: _StorageInfo("evil.distcp", 0, len(data)) if index.fqn == "run" else info
+            index: _StorageInfo("evil.distcp", len(mark), len(data)) if index.fqn == "run" else info
             for index, info in whole.storage_data.items()
         }
         size = torch.Size([len(serialised(evil))])
