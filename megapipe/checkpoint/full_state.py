@@ -115,10 +115,10 @@ class FullState:
         and `numbers`, state by parameter."""
         options: list[dict[str, Any]] = []
         numbers: dict[str, dict[str, Any]] = {}
-        for optimizer, packed in zip(self._optimizers, self._packed):
+        for place, (optimizer, packed) in enumerate(zip(self._optimizers, self._packed)):
             for number, (names, group) in enumerate(zip(self._names_of(optimizer), packed["param_groups"])):
                 settings = {key: value for key, value in group.items() if key not in PARAMETERS}
-                options.append({"group": number, "names": names, "options": settings})
+                options.append({"optimizer": place, "group": number, "names": names, "options": settings})
         for name, _, state in self._optimizer_states():
             if own := {key: value for key, value in state.items() if not isinstance(value, Tensor)}:
                 numbers[name] = own
@@ -180,7 +180,7 @@ class FullState:
                 _, key, name = full_key.split(".", 2)
                 saved.setdefault(name, {})[_with_dots(key)] = what
         by_name = {name: group["options"] for group in run["options"] for name in group["names"]}
-        by_number = {group["group"]: group["options"] for group in reversed(run["options"])}
+        by_number = {(group.get("optimizer"), group["group"]): group["options"] for group in reversed(run["options"])}
         extras = run.get("extras", [])
         loaded: list[dict[str, Any]] = []
         for number, optimizer in enumerate(self._optimizers):
@@ -189,7 +189,7 @@ class FullState:
             indices = itertools.count()
             for place, (group, names) in enumerate(zip(optimizer.param_groups, self._names_of(optimizer))):
                 names = [self._saved_name(name, reader, run["aliases"]) for name in names]
-                options = _options_of(names, by_name) if names else by_number.get(place, {})
+                options = _options_of(names, by_name) if names else by_number.get((number, place), {})
                 members = list(zip(names, group["params"], indices))
                 groups.append({**group, **options, "params": [index for *_, index in members]})
                 for name, parameter, index in members:
