@@ -107,11 +107,15 @@ class Reader:
         data = self._bytes_of(info)
         try:
             _check_archive(data)
-            stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (zipfile.BadZipFile, struct.error, pickle.UnpicklingError, EOFError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # of bytes that are here
             raise self._damaged(info, error) from error
-        except RuntimeError as error:
-            if "PytorchStreamReader" not in str(error):  # of an archive that torch cannot read
+        try:
+            stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            is_of_archive = "inline_container" in str(error) or "PytorchStreamReader" in str(error)
+            if isinstance(error, RuntimeError) and not is_of_archive:
                 raise
             raise self._damaged(info, error) from error
         if not isinstance(stored, Tensor):
@@ -219,10 +223,12 @@ def _metadata_in(data: bytes) -> Metadata:
 
 
 def _check_archive(data: bytes) -> None:
-    """Raises BadZipFile where a bit has changed since torch.save wrote the bytes."""
+    """Raises BadZipFile, or whatever broken directories lead to, where a bit has changed since torch.save."""
     for entry in zipfile.ZipFile(io.BytesIO(data)).infolist():
-        name_and_extra = struct.unpack_from("<HH", data, entry.header_offset + 26)
-        begin = entry.header_offset + 30 + sum(name_and_extra)
+        name, extra = struct.unpack_from("<HH", data, entry.header_offset + 26)
+        begin = entry.header_offset + 30 + name + extra
+        if data[entry.header_offset + 30 : begin - extra] != entry.orig_filename.encode():
+            raise zipfile.BadZipFile(f"{entry.orig_filename} has another name in its directory")
         found = zlib.crc32(memoryview(data)[begin : begin + entry.file_size])
         if entry.CRC not in (found, 0):  # it is 0 where torch was told to compute none
             raise zipfile.BadZipFile(f"checksum {found:08x} of {entry.filename} where it was {entry.CRC:08x}")
