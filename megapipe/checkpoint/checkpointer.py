@@ -235,7 +235,8 @@ class Checkpointer:
 
         Raises:
             ValueError: on every rank, where there is no checkpoint, or one of another model, or where all are damaged
-                or would execute code.
+                or would execute code. Nothing has been changed then, nor where the system cannot read, which is no
+                damage and raised as it is.
         """
         self.wait()
         rank, found = self._ranks.rank, []
@@ -266,7 +267,7 @@ class Checkpointer:
                     f"the checkpoint {checkpoint} has no state of {sorted(missing)}, only of {sorted(run['others'])}: "
                     "pass the others under the names they were saved with."
                 )
-            whose = find_state(self._ranks.rank, places, run.get("places", []))
+            whose = find_state(self._ranks.rank, places, run.get("places", [])) if self._optimizers else None
             states = None if whose is None else reader.read_value(f"rng.{whose}")
             seed = seed_of(self._ranks.rank, places, run["seed"], run["step"])
             load = self._fetch(reader, state, run)
@@ -291,7 +292,7 @@ class Checkpointer:
         return FullState(self._chunks, self._optimizers, *self._naming)
 
     def _fetch(self, reader: Reader, state: FullState, run: dict[str, Any]) -> Callable[[], None]:
-        """Read what this rank needs, and leave everything as it is. What is returned loads it into chunks, optimizers,
+        """Read what this rank needs, and leave everything as it is. What is returned loads it into chunks, optimizers
         and others."""
         load_model = state.fetch_model(reader, run["aliases"])
         load_optimizers = state.fetch_optimizers(reader, run) if self._optimizers else lambda: None
