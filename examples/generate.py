@@ -49,7 +49,8 @@ def generate(args: argparse.Namespace, device: torch.device) -> list[bytes]:
     config = GPTConfig(**read_position(args.load).data["model"])
     parallel_state.initialize_model_parallel(dist.get_world_size(), args.num_virtual_stages_per_pipeline_rank)
     chunks = [GPTStage(config, stage).to(device).eval() for stage in megapipe.stages_for_rank("inference")]
-    Checkpointer(args.load, chunks, parts=whole_names).load()
+    with Checkpointer(args.load, chunks, parts=whole_names) as checkpointer:
+        checkpointer.load()
     random = torch.Generator(device).manual_seed(args.seed)  # drawn from by the last rank only
     texts = [prompt.encode() for prompt in args.prompts]
     for _ in range(args.max_new_bytes):

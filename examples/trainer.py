@@ -225,8 +225,8 @@ class Trainer:
                 f"loss {logged[0]:.3f} -> {logged[-1]:.3f} in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s, "
                 f"at most {peak_memory(self.device):.2f} GiB a rank"
             )
+        self.checkpointer.close()
         if logged and args.save is not None:
-            self.checkpointer.wait()
             console.print(f"saved to {args.save}")
         self.finish(bool(logged))
         return logged

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from . import parallel_state
 from .failures import collective, text_of
@@ -29,7 +30,7 @@ class Phase:
 class AllRanks:
     """All ranks of torch.distributed; this process alone where that is not in use.
 
-    Every rank makes one, and calls its methods in the same order.
+    Every rank makes one, and calls its methods in the same order. A group that is made for them ends by `close`.
 
     Args:
         what: they do, for those who ask where a rank is.
@@ -38,9 +39,16 @@ class AllRanks:
 
     def __init__(self, what: str, group: dist.ProcessGroup | None = None) -> None:
         self.what = what
+        self._owns_group = group is None
         self.group = dist.new_group(backend="gloo") if group is None and dist.is_initialized() else group
         self.rank = 0 if self.group is None else self.group.rank()
         self.num_ranks = 1 if self.group is None else self.group.size()
+
+    def close(self) -> None:
+        """End the group that was made: its threads and connections. No rank is in a phase any more."""
+        group, self.group = self.group, None
+        if self._owns_group and group is not None and dist.is_initialized() and group in _world.pg_map:
+            dist.destroy_process_group(group)
 
     @contextmanager
     def together(self) -> Iterator[Phase]:

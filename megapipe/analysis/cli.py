@@ -18,6 +18,7 @@ from .choose import compare, tune
 from .fit_command import fit_command
 from .show import show
 from .status import status
+from .text import is_closed
 
 
 def _number(text: str) -> int:
@@ -153,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Its exit status: 2 for wrong arguments, after one sentence about what is wrong; 1 where its output is not read
-        to the end, as in `megapipe compare ... | head`; 130 where it was interrupted.
+        to the end, as in `megapipe compare ... | head` or `>&-`; 130 where it was interrupted.
     """
     parser, name = _parser(), ""
     try:
@@ -168,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 COMMANDS[args.command].run(args)
             else:
                 parser.print_help()
+        if is_closed():
+            return 1
         sys.stdout.flush()
         return 0
     except BrokenPipeError:

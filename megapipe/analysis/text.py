@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from ..plan import KINDS, Action, Plan, Span
 from .cells import Cell, cells_of, ink_on, kinds_in
@@ -112,8 +112,15 @@ def forms_of(plan: Plan) -> tuple[Form, ...]:
     )
 
 
+def is_closed() -> bool:
+    """Whether this process was started without an output, as by `>&-`: `print` does nothing then."""
+    output: TextIO | None = sys.stdout
+    return output is None
+
+
 def _has_colours() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
+    is_terminal = not is_closed() and sys.stdout.isatty()
+    return is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _coloured(text: str, kind: str, chunk: int) -> str:

@@ -7,7 +7,7 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .export import save_safetensors
-    from .files import read_position
+    from .reading import read_position
 
 __all__ = ["Checkpointer", "read_position", "save_safetensors"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,15 @@ def check_steps(steps: Sequence[int]) -> None:
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise ValueError(f"rank 0 saves step {steps[0]} and rank {rank} step {step}: save the same one on all.")
+
+
+def check_one_checkpoint(path: Path, checksums: Sequence[int]) -> None:
+    """All ranks load the same one: a path may lead each node to a disk of its own."""
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise ValueError(
+                f"{path} on rank {rank} is another checkpoint than on rank 0: give a folder that all ranks can reach."
+            )
 
 
 def fingerprint(value: Any) -> int:

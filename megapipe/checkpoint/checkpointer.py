@@ -16,10 +16,8 @@ from __future__ import annotations
 import base64
 import itertools
 import os
-import random
-import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,24 +29,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..all_ranks import AllRanks
 from ..chunks import as_list
 from ..training import finalize_weights, load_scheduler
-from .alike import check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
+from .alike import check_one_checkpoint, check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
 from .files import (
     EXCHANGE,
-    DamagedError,
-    Loaded,
-    Reader,
+    UNDER_WAY,
     Writer,
     begin_checkpoint,
     checkpoints_in,
-    deserialise,
     find_checkpoints,
     remove_incomplete,
-    serialise,
     set_aside,
     write_tensors,
 )
 from .folder_lock import lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of
+from .random_states import Place, find_state, own_place, random_states, seed_of, seed_random, set_random_states
+from .reading import DamagedError, Loaded, Reader, deserialise, serialise
 
 
 class Stateful(Protocol):
@@ -64,6 +60,8 @@ class Checkpointer:
     """Saves and loads model, optimizer, others, random states and the position in the data. Every rank makes one and
     calls its methods alike.
 
+    As a context manager it closes itself, which ends its process groups and the thread that writes.
+
     Args:
         folder: of the run, which all ranks can reach. Each checkpoint is a folder `step_00000100` in it. The first
             save locks it, until the process of rank 0 ends: no other run can save there.
@@ -76,7 +74,7 @@ class Checkpointer:
             Rank 0's is saved, and loaded on every rank; so all must have the same.
         keep_last: how many checkpoints to keep; None for all.
         asynchronous: `save` returns when everything is copied to the host's memory and writes in the background. The
-            next `save` waits for it first; call `wait` before the process ends.
+            next `save` waits for it first; call `wait` or `close` before the process ends.
         global_name: for chunks that number their layers from 0: `global_name(chunk, name)` is the whole model's name
             for what the chunk calls `name`.
         parts: for parameters that hold a share of something numbered, such as a rank's experts:
@@ -116,6 +114,29 @@ class Checkpointer:
         # What happens in the background has groups of its own, and disturbs no other communication.
         self._background = AllRanks(EXCHANGE) if asynchronous else self._ranks
         self._thread = ThreadPoolExecutor(1, "megapipe-checkpoint")
+        self._is_closed = False
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a save in the background, then end the thread that writes and the process groups. All ranks call it.
+        The lock of the folder stays until the process ends. A second call does nothing.
+
+        Raises:
+            RuntimeError: on every rank, where that save failed. All has ended then, too.
+        """
+        try:
+            if not self._is_closed:
+                self.wait()
+        finally:
+            self._is_closed = True
+            self._thread.shutdown()
+            self._ranks.close()
+            self._background.close()
 
     def save(self, step: int, data: Any = None) -> None:
         """Save what there is after `step` steps.
@@ -164,6 +185,7 @@ class Checkpointer:
             if self._asynchronous:
                 tensors = _on_host(tensors)
         if self._asynchronous:
+            UNDER_WAY.add(Path(writer.path))
             self._writing = self._thread.submit(write_tensors, writer, tensors, self._background.group)
         else:
             write_tensors(writer, tensors, self._ranks.group)
@@ -185,7 +207,10 @@ class Checkpointer:
 
         Raises:
             RuntimeError: on every rank, where it failed.
+            ValueError: after `close`, as all methods do.
         """
+        if self._is_closed:
+            raise ValueError("this Checkpointer is closed: make another one to save or load.")
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -193,8 +218,10 @@ class Checkpointer:
     def load(self, path: str | os.PathLike[str] | None = None, *, may_be_empty: bool = False) -> Loaded | None:
         """Load everything there was when it was saved, into the chunks, optimizer and others as they are.
 
-        To go on training, with an optimizer, the random states are those of then too. Where there were more ranks or
-        fewer, they are seeded from the run's seed, the step and the rank, and rank 0 says so by a warning.
+        To go on training, with an optimizer, the random states are those of then too, by each rank's stage and replica:
+        ranks that have both in common, as those of a tensor-parallel group, draw the same. Where stages or replicas
+        were more or fewer, the states are seeded from the run's seed, the step and both, and rank 0 says so by a
+        warning.
 
         Where the latest one is damaged, the one before it is loaded, and rank 0 says so by a warning. The next save
         sets the damaged one aside.
@@ -208,27 +235,30 @@ class Checkpointer:
 
         Raises:
             ValueError: on every rank, where there is no checkpoint, or one of another model, or where all are damaged
-                or would execute code.
+                or would execute code. Nothing has been changed then, nor where the system cannot read, which is no
+                damage and raised as it is.
         """
         self.wait()
+        rank, found = self._ranks.rank, []
         with self._ranks.together() as phase:
-            if self._ranks.rank == 0:
+            if rank == 0:
                 found = find_checkpoints(self._folder if path is None else path, may_be_empty=may_be_empty)
-                phase.own = [str(checkpoint) for checkpoint in found]
-        candidates = [Path(checkpoint) for checkpoint in phase.all[0]]
+            phase.own = [str(checkpoint) for checkpoint in found], own_place(rank)
+        candidates = [Path(checkpoint) for checkpoint in phase.all[0][0]]
+        places = [place for _, place in phase.all]
         for candidate, before in zip(candidates, [*candidates[1:], None]):
             try:
-                return self._load(candidate)
+                return self._load(candidate, places)
             except DamagedError as error:
                 if before is None:
                     raise
-                if self._ranks.rank == 0:
+                if rank == 0:
                     warnings.warn(f"{error} {before.name} is loaded in its place.", stacklevel=2)
                 if candidate.parent.resolve() == self._folder.resolve():
                     self._damaged.append(candidate)
         return None
 
-    def _load(self, checkpoint: Path) -> Loaded:
+    def _load(self, checkpoint: Path, places: Sequence[Place]) -> Loaded:
         with self._ranks.together() as phase:
             reader, state = Reader(checkpoint), self._full_state()
             run = reader.read_value("run")
@@ -237,16 +267,22 @@ class Checkpointer:
                     f"the checkpoint {checkpoint} has no state of {sorted(missing)}, only of {sorted(run['others'])}: "
                     "pass the others under the names they were saved with."
                 )
-            phase.own = sorted(state.keys(reader, run["aliases"]))
+            whose = find_state(self._ranks.rank, places, run.get("places", [])) if self._optimizers else None
+            states = None if whose is None else reader.read_value(f"rng.{whose}")
+            seed = seed_of(self._ranks.rank, places, run["seed"], run["step"])
+            load = self._fetch(reader, state, run)
+            phase.own = reader.checksum, sorted(state.keys(reader, run["aliases"]))
         with self._ranks.together():
-            check_all_used(reader, phase.all)
-            self._restore(reader, state, run)
-        is_training, fits = bool(self._optimizers), run["world_size"] == self._ranks.num_ranks
-        if is_training and not fits and self._ranks.rank == 0:
+            check_one_checkpoint(checkpoint, [checksum for checksum, _ in phase.all])
+            check_all_used(reader, [keys for _, keys in phase.all])
+            load()
+            if self._optimizers:  # to go on training
+                seed_random(seed) if states is None else set_random_states(states)
+        if self._optimizers and states is None and self._ranks.rank == 0:
             warnings.warn(
-                f"{checkpoint} was saved by {run['world_size']} ranks and is loaded by {self._ranks.num_ranks}: their "
-                f"random states do not fit and are seeded anew, from the seed {run['seed']}, step {run['step']} and "
-                "the rank.",
+                f"{checkpoint} was saved by {run['world_size']} ranks in another arrangement than these "
+                f"{self._ranks.num_ranks}: their random states do not fit and are seeded anew, from the seed "
+                f"{run['seed']}, step {run['step']}, and each rank's stage and replica.",
                 stacklevel=3,
             )
         return Loaded(run["step"], run["data"])
@@ -255,22 +291,22 @@ class Checkpointer:
         finalize_weights(self._chunks, self._optimizers)
         return FullState(self._chunks, self._optimizers, *self._naming)
 
-    def _restore(self, reader: Reader, state: FullState, run: dict[str, Any]) -> None:
-        """Load chunks, optimizers, others and random states."""
-        state.load_model(reader, run["aliases"])
-        if self._optimizers:
-            state.load_optimizers(reader, run)
-        for name, other in self._others.items():
-            if isinstance(other, LRScheduler):
-                load_scheduler(other, run["others"][name])
-            else:
-                other.load_state_dict(run["others"][name])
-        if self._optimizers:
-            rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
-            if run["world_size"] == num_ranks:
-                set_random_states(reader.read_value(f"rng.{rank}"))
-            else:
-                seed_random(run["seed"] + 1_000_003 * run["step"] + rank)  # larger than any rank
+    def _fetch(self, reader: Reader, state: FullState, run: dict[str, Any]) -> Callable[[], None]:
+        """Read what this rank needs, and leave everything as it is. What is returned loads it into chunks, optimizers
+        and others."""
+        load_model = state.fetch_model(reader, run["aliases"])
+        load_optimizers = state.fetch_optimizers(reader, run) if self._optimizers else lambda: None
+
+        def load() -> None:
+            load_model()
+            load_optimizers()
+            for name, other in self._others.items():
+                if isinstance(other, LRScheduler):
+                    load_scheduler(other, run["others"][name])
+                else:
+                    other.load_state_dict(run["others"][name])
+
+        return load
 
     def _own(self, step: int, state: FullState, common: dict[str, Any]) -> dict[str, Any]:
         """What other ranks need from this rank to save."""
@@ -279,6 +315,7 @@ class Checkpointer:
         packed = serialise(state.settings(), "what the optimizer has in its groups and state").numpy().data
         return {
             "step": self._claim(step),
+            "place": own_place(rank),
             "fingerprints": {} if is_alone else fingerprints_of(**common),
             "optimizers": base64.b64encode(packed).decode(),
             "aliases": state.aliases,
@@ -296,6 +333,7 @@ class Checkpointer:
             "numbers": {name: numbers for one in optimizers for name, numbers in one["numbers"].items()},
             "aliases": {name: first for rank in ranks for name, first in rank["aliases"].items()},
             "world_size": self._ranks.num_ranks,
+            "places": [rank["place"] for rank in ranks],
             "seed": torch.initial_seed(),
         }
 
@@ -321,29 +359,3 @@ class Checkpointer:
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A copy, also of what is there already: training goes on while it is written."""
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-
-
-def random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # or asking takes a GPU
-        states["cuda"] = torch.cuda.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *rest)
-    return states
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(states["numpy"])
-
-
-def seed_random(seed: int) -> None:
-    torch.manual_seed(seed % 2**63)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)

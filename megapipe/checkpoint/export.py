@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from ..safetensors_files import Entry, finish_files, share_out
-from .files import Reader, find_checkpoints
+from .files import find_checkpoints
+from .reading import Reader
 
 
 def save_safetensors(

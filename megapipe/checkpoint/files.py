@@ -1,52 +1,43 @@
-"""The files of checkpoints: each complete or not there, and read without executing anything.
+"""The files of checkpoints: each complete or not there.
 
 A checkpoint is a folder of torch.distributed.checkpoint in a run's folder. It is written under another name and renamed
 when everything is on the disk: whenever a run dies, a folder with a checkpoint's name is complete. It holds tensors
-only; its list of contents, a pickle, is read with an allow-list of the classes that torch writes there. Changed bytes
-are refused: torch writes checksums with its tensors but never looks at them, and the list of contents gets one at its
-end, where torch does not read.
+only. Its list of contents gets a checksum at its end, where torch does not read. A data file begins with the name of
+its checkpoint, which the list of contents has too: so nobody takes files of two checkpoints for one.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import platform
 import re
 import secrets
 import shutil
-import struct
 import warnings
-import zipfile
 import zlib
-from contextlib import ExitStack
-from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..failures import collective, is_disk_full
 
+OF_MEGAPIPE = "megapipe "
 EXCHANGE = "the saving or loading of a checkpoint"
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
-OF_TORCH = "What torch.distributed.checkpoint saved by itself, its own load reads into the state_dict() of the chunks."
-
-
-class DamagedError(ValueError):
-    """Files of a checkpoint are not those that were written, or are gone."""
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
@@ -84,9 +75,13 @@ def _incomplete(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}.{secrets.token_hex(4)}{INCOMPLETE}")
 
 
+UNDER_WAY: set[Path] = set()
+"""What this process writes in the background."""
+
+
 def remove_incomplete(folder: str | os.PathLike[str]) -> None:
-    """What saves that were interrupted left behind. No save may be under way there."""
-    for path in Path(folder).glob(f"step_*{INCOMPLETE}"):
+    """What saves that were interrupted left behind. No other process may save there."""
+    for path in set(Path(folder).glob(f"step_*{INCOMPLETE}")) - UNDER_WAY:
         if re.fullmatch(rf"step_\d{{8,}}(\.[0-9a-f]{{8}})?{INCOMPLETE}", path.name) and path.is_dir():
             _remove(path)
 
@@ -111,6 +106,25 @@ def set_aside(path: Path) -> None:
     warnings.warn(f"{path} is damaged and now called {target.name}: remove it by hand.", stacklevel=2)
 
 
+class _MarkedFiles(FileSystem):
+    """Where a checkpoint is written: a data file begins with a line that says which one it is, of which checkpoint."""
+
+    def __init__(self, save_id: str) -> None:
+        super().__init__()
+        self._save_id = save_id
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if not Path(path).name.startswith("."):
+                stream.write(mark_of(self._save_id, Path(path).name))
+            yield stream
+
+
+def mark_of(save_id: str, name: str) -> bytes:
+    return f"{save_id} {name}\n".encode()
+
+
 class Writer(FileSystemWriter):
     """Writes this rank's part of one checkpoint of a run's folder. Rank 0 writes the list of contents too, with its
     checksum, makes the checkpoint appear, and removes all but the last `keep_last` then (None: keep all).
@@ -131,6 +145,8 @@ class Writer(FileSystemWriter):
         self._target = path.with_name(path.name.partition(".")[0])
         self._keep_last = keep_last
         super().__init__(path, per_thread_copy_ahead=0)  # more takes a GPU where ranks compute on the CPU, for no gain
+        self.save_id = f"{OF_MEGAPIPE}{path.stem}"  # torch writes it into the list of contents
+        self.fs = _MarkedFiles(self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -142,7 +158,7 @@ class Writer(FileSystemWriter):
         super().finish(metadata, results)
         written, folder = Path(self.path), self._target.parent
         with open(written / ".metadata", "r+b") as file:
-            file.write(_checksum(file.read()))
+            file.write(checksum_of(file.read()))
             file.flush()
             os.fsync(file.fileno())
         _sync(written)
@@ -178,6 +194,8 @@ def write_tensors(writer: Writer, tensors: dict[str, Tensor], group: dist.Proces
                 f"saving to {Path(writer.path).parent} failed on rank {rank} ({failure}). What was saved before is "
                 f"untouched.{remedy}"
             ) from None
+        finally:
+            UNDER_WAY.discard(Path(writer.path))
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -188,7 +206,7 @@ def _cause(error: BaseException) -> BaseException:
     return cause or error
 
 
-def _checksum(data: bytes) -> bytes:
+def checksum_of(data: bytes) -> bytes:
     return b"crc32 %08x" % zlib.crc32(data)
 
 
@@ -200,168 +218,3 @@ def _sync(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-class Reader:
-    """Reads a checkpoint on this rank alone.
-
-    Raises:
-        DamagedError: where its list of contents is not what torch writes for tensors, or asks for anything else, and
-            where files are damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.contents: dict[str, TensorStorageMetadata] = {}
-        try:
-            stream = io.BytesIO(data := (path / ".metadata").read_bytes())
-            self._metadata: Metadata = _Unpickler(stream).load()
-            end = stream.tell()
-            if data[end:] not in (b"", _checksum(data[:end])):  # it is empty where torch wrote it alone
-                raise pickle.UnpicklingError("its checksum is wrong")
-            for key, what in self._metadata.state_dict_metadata.items():
-                if not isinstance(what, TensorStorageMetadata):
-                    raise pickle.UnpicklingError(f"{key} is no tensor")
-                self.contents[key] = what
-            for stored in self._metadata.storage_data.values():
-                if Path(stored.relative_path).name != stored.relative_path:
-                    raise pickle.UnpicklingError(f"it points to {stored.relative_path}, outside of the folder")
-        except Exception as error:
-            raise DamagedError(
-                f"{path} is not a checkpoint that megapipe wrote, or it is damaged (.metadata: {error}). Nothing of it "
-                f"was used. {OF_TORCH}"
-            ) from error
-
-    def read(self, targets: dict[str, Tensor]) -> None:
-        """Fill the tensors with what the checkpoint holds under their keys. Of DTensors each rank reads its shard."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
-        items: dict[MetadataIndex, list[ReadItem]] = {}
-        try:
-            for item in planner.create_local_plan().items:
-                items.setdefault(item.storage_index, []).append(item)
-            for index, parts in items.items():
-                stored = self._stored(self._metadata.storage_data[index])
-                for item in parts:
-                    part = stored
-                    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-                        part = part.narrow(dim, offset, length)
-                    target = planner.resolve_tensor(item).detach()
-                    if target.shape != part.shape:  # copy_ would expand it
-                        raise ValueError(f"{index.fqn} has shape {[*part.shape]} and not {[*target.shape]}")
-                    target.copy_(part)
-                    planner.commit_tensor(item, target)
-        except Exception as error:
-            raise DamagedError(
-                f"{self.path} cannot be read ({type(error).__name__}: {_first_line(error)}): its files are damaged or "
-                "missing. Load another checkpoint."
-            ) from error
-
-    def _stored(self, info: _StorageInfo) -> Tensor:
-        """A tensor, or a shard of one. Raises BadZipFile, with the file's name, where a bit has changed since."""
-        try:
-            with open(self.path / info.relative_path, "rb") as file:
-                file.seek(info.offset)
-                data = file.read(info.length)
-            for entry in zipfile.ZipFile(io.BytesIO(data)).infolist():
-                name_and_extra = struct.unpack_from("<HH", data, entry.header_offset + 26)
-                begin = entry.header_offset + 30 + sum(name_and_extra)
-                found = zlib.crc32(memoryview(data)[begin : begin + entry.file_size])
-                if entry.CRC not in (found, 0):  # it is 0 where torch was told to compute none
-                    raise ValueError(f"checksum {found:08x} of {entry.filename} where it was {entry.CRC:08x}")
-            stored: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            return stored
-        except Exception as error:
-            raise zipfile.BadZipFile(f"{info.relative_path}: {_first_line(error)}") from error
-
-    def read_value(self, key: str) -> Any:
-        """What `serialise` was given."""
-        if key not in self.contents:
-            raise ValueError(f"{self.path} has no {key}: no Checkpointer of megapipe has saved it. {OF_TORCH}")
-        target = self.empty(key)
-        self.read({key: target})
-        return deserialise(target.numpy().tobytes())
-
-    def empty(self, key: str) -> Tensor:
-        """A tensor to read an entry into."""
-        what = self.contents[key]
-        return torch.empty(what.size, dtype=what.properties.dtype)
-
-
-class Loaded(NamedTuple):
-    """The position in a run.
-
-    Attributes:
-        step: the number of steps before the save.
-        data: as it was passed to `save`.
-    """
-
-    step: int
-    data: Any
-
-
-def read_position(path: str | os.PathLike[str]) -> Loaded:
-    """Step and data of a checkpoint, or of the latest in a run's folder. Any process may ask, without other ranks.
-
-    Raises:
-        ValueError: where there is none.
-    """
-    run = Reader(find_checkpoints(path)[0]).read_value("run")
-    return Loaded(run["step"], run["data"])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0].partition(". ")[0]
-
-
-_CLASSES = (
-    contents.BytesStorageMetadata,
-    contents.ChunkStorageMetadata,
-    contents.Metadata,
-    contents.MetadataIndex,
-    contents.StorageMeta,
-    contents.TensorProperties,
-    contents.TensorStorageMetadata,
-    contents._MEM_FORMAT_ENCODING,
-    _StorageInfo,
-    torch.Size,
-)
-_ALLOWED: dict[tuple[str, str], Any] = {(found.__module__, found.__qualname__): found for found in _CLASSES}
-_ALLOWED["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-            return PurePath  # where it was saved, perhaps on another system
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-
-
-def serialise(value: Any, what: str) -> Tensor:
-    """A value of numbers, strings, lists, dicts and tensors as a tensor of bytes.
-
-    Args:
-        what: names the value in the error.
-
-    Raises:
-        TypeError: where it could not be read back without executing code.
-    """
-    stream = io.BytesIO()
-    try:
-        torch.save(value, stream)
-        deserialise(stream.getvalue())
-    except (pickle.PickleError, AttributeError, TypeError) as error:
-        unknown = re.search(r"GLOBAL (\S+)", str(error))
-        raise TypeError(
-            f"{what} cannot be saved so that loading it executes no code: use numbers, strings, lists, dicts and "
-            f"tensors, not {unknown[1] if unknown else str(error).splitlines()[0]}."
-        ) from error
-    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
-
-
-def deserialise(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)

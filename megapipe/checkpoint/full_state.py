@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..chunks import fully_qualified_name, unwrap
-from .files import Reader, serialise
+from .reading import Reader, fill, serialise
 
 GlobalName = Callable[[nn.Module, str], str]
 """(chunk, its name for a parameter) to the whole model's name for it."""
@@ -115,10 +115,10 @@ class FullState:
         and `numbers`, state by parameter."""
         options: list[dict[str, Any]] = []
         numbers: dict[str, dict[str, Any]] = {}
-        for optimizer, packed in zip(self._optimizers, self._packed):
+        for place, (optimizer, packed) in enumerate(zip(self._optimizers, self._packed)):
             for number, (names, group) in enumerate(zip(self._names_of(optimizer), packed["param_groups"])):
                 settings = {key: value for key, value in group.items() if key not in PARAMETERS}
-                options.append({"group": number, "names": names, "options": settings})
+                options.append({"optimizer": place, "group": number, "names": names, "options": settings})
         for name, _, state in self._optimizer_states():
             if own := {key: value for key, value in state.items() if not isinstance(value, Tensor)}:
                 numbers[name] = own
@@ -137,8 +137,13 @@ class FullState:
 
     # Loading
 
-    def load_model(self, reader: Reader, aliases: Mapping[str, str]) -> None:
-        """Raises ValueError, before anything is read, where the checkpoint lacks something or has another shape."""
+    def fetch_model(self, reader: Reader, aliases: Mapping[str, str]) -> Callable[[], None]:
+        """Read the model into the host's memory. What is returned writes it into the chunks.
+
+        Raises:
+            ValueError: before anything is read, where the checkpoint lacks something, or has another shape or numbers
+                of another kind.
+        """
         to_read = _ToRead(reader)
         extra: dict[str, Any] = {}
         for held in self.held:
@@ -149,15 +154,21 @@ class FullState:
             else:
                 for part, target in self._divided(name, held.value, held.value.detach()):
                     to_read.add(f"model.{part}", target)
-        to_read.read()
-        for number, chunk in enumerate(self._chunks):  # for hooks and extra state: torch copies no tensor onto itself
-            own = [held for held in self.held if held.chunk == number]
-            chunk.load_state_dict(
-                {h.local_name: extra[h.name] if is_extra_state(h) else h.value for h in own}, strict=True
-            )
+        fetched = to_read.fetch()
 
-    def load_optimizers(self, reader: Reader, run: Mapping[str, Any]) -> None:
-        """After `load_model`. Parameters that had no state when it was saved have none afterwards.
+        def load() -> None:
+            to_read.fill(fetched)
+            for number, chunk in enumerate(self._chunks):  # for hooks and extra state: torch copies no tensor to itself
+                own = [held for held in self.held if held.chunk == number]
+                chunk.load_state_dict(
+                    {h.local_name: extra[h.name] if is_extra_state(h) else h.value for h in own}, strict=True
+                )
+
+        return load
+
+    def fetch_optimizers(self, reader: Reader, run: Mapping[str, Any]) -> Callable[[], None]:
+        """Read the state of the optimizers into new tensors. What is returned lets the optimizers have them. Parameters
+        that had no state when it was saved have none then.
 
         Args:
             run: what the checkpoint says of the optimizers: `aliases`, `options`, `numbers` and `extras`.
@@ -169,7 +180,7 @@ class FullState:
                 _, key, name = full_key.split(".", 2)
                 saved.setdefault(name, {})[_with_dots(key)] = what
         by_name = {name: group["options"] for group in run["options"] for name in group["names"]}
-        by_number = {group["group"]: group["options"] for group in reversed(run["options"])}
+        by_number = {(group.get("optimizer"), group["group"]): group["options"] for group in reversed(run["options"])}
         extras = run.get("extras", [])
         loaded: list[dict[str, Any]] = []
         for number, optimizer in enumerate(self._optimizers):
@@ -178,7 +189,7 @@ class FullState:
             indices = itertools.count()
             for place, (group, names) in enumerate(zip(optimizer.param_groups, self._names_of(optimizer))):
                 names = [self._saved_name(name, reader, run["aliases"]) for name in names]
-                options = _options_of(names, by_name) if names else by_number.get(place, {})
+                options = _options_of(names, by_name) if names else by_number.get((number, place), {})
                 members = list(zip(names, group["params"], indices))
                 groups.append({**group, **options, "params": [index for *_, index in members]})
                 for name, parameter, index in members:
@@ -188,8 +199,12 @@ class FullState:
             extra = extras[number] if number < len(extras) else {"state": {}, "entries": {}}
             loaded.append({**extra["entries"], "state": {**state, **extra["state"]}, "param_groups": groups})
         to_read.read()
-        for optimizer, packed in zip(self._optimizers, loaded):
-            optimizer.load_state_dict(packed)
+
+        def load() -> None:
+            for optimizer, packed in zip(self._optimizers, loaded):
+                optimizer.load_state_dict(packed)
+
+        return load
 
     def _tensors_to_load(
         self,
@@ -282,7 +297,7 @@ class _ToRead:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def add(self, key: str, target: Tensor) -> None:
-        """Raises ValueError where the checkpoint lacks it or has another shape."""
+        """Raises ValueError where the checkpoint lacks it, or has another shape or numbers of another kind."""
         check_there(key, self._reader, target)
         first = self._targets.setdefault(key, target)
         if first is not target:
@@ -290,8 +305,13 @@ class _ToRead:
 
     def read(self) -> None:
         self._reader.read(self._targets)
-        for target, first in self._copies:
-            target.copy_(first)
+        self.fill([])
+
+    def fetch(self) -> list[tuple[Tensor, Tensor]]:
+        return self._reader.fetch(self._targets)
+
+    def fill(self, fetched: list[tuple[Tensor, Tensor]]) -> None:
+        fill([*fetched, *self._copies])
 
 
 def _options_of(names: list[str], by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -356,6 +376,16 @@ def check_there(key: str, reader: Reader, target: Tensor | None = None) -> None:
             f"{key} has shape {list(what.size)} in the checkpoint {reader.path} and {list(target.shape)} here: build "
             "the model with the sizes it was saved with."
         )
+    if target is not None and _kind_of(what.properties.dtype) != _kind_of(target.dtype):
+        raise ValueError(
+            f"{key} is of {what.properties.dtype} in the checkpoint {reader.path} and of {target.dtype} here, which "
+            "are no numbers of one kind: build the model as it was saved, quantised or not."
+        )
+
+
+def _kind_of(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether numbers are real, and whether complex. Those of one kind are converted where they are loaded."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def check_all_used(reader: Reader, ranks: Sequence[Iterable[str]]) -> None:

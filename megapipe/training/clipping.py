@@ -115,11 +115,18 @@ def norm_of(power_sums: Tensor, norm_type: float) -> Tensor:
 
 
 def scale_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Multiply `grads` in place by max_norm / norm where that is below 1. The host waits for nothing."""
+    """Multiply `grads` in place by max_norm / norm where that is below 1. The host waits for nothing.
+
+    Gradients in 16 bits are multiplied in float32: in float16 there is no 1e-8, in bfloat16 there are 3 digits.
+    """
     coefficient = torch.where(norm > max_norm, max_norm / norm, 1.0)
     if math.isfinite(max_norm):
         for dtype, group in by_dtype(grads).items():
-            torch._foreach_mul_(group, coefficient.to(dtype))
+            if dtype.itemsize >= 4:
+                torch._foreach_mul_(group, coefficient.to(dtype))
+                continue
+            for grad in group:  # torch computes in the wider dtype of two tensors with as many dimensions
+                grad.mul_(coefficient.float().reshape([1] * grad.dim()))
 
 
 def _by_holders(models: Sequence[nn.Module]) -> dict[tuple[dist.ProcessGroup, ...], list[tuple[str, nn.Parameter]]]:

@@ -472,6 +472,21 @@ def test_nobody_reads_to_the_end(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("command", ["show", "compare"])
+def test_an_output_that_is_closed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    """`megapipe show ... >&-`, as some supervisors start it, ended with "'NoneType' has no attribute 'isatty'". What is
+    to be saved is saved."""
+    monkeypatch.setattr(sys, "stdout", None)
+    schedule = ["zbv"] if command == "show" else []
+    saved = tmp_path / "saved.csv"
+    assert main([command, *schedule, "--pp", "2", "--microbatches", "4", "--save", str(saved)]) == 1
+    monkeypatch.undo()
+    assert saved.stat().st_size > 0
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_timeline_of_a_plan_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     step = {"begin": 0, "end": 2, "actions": [[0, "F", 10**9, 0, 1], [0, "BW", 10**9, 1, 2]], "waits": []}

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 
 from megapipe import parallel_state
 from megapipe.checkpoint import Checkpointer, read_position, save_safetensors
-from megapipe.checkpoint.files import INCOMPLETE, checkpoints_in
+from megapipe.checkpoint.files import INCOMPLETE, checkpoints_in, mark_of
 
 
 def saving_process(folder: Path, step: int) -> tuple[int, int]:
@@ -270,9 +270,10 @@ def test_loading_executes_nothing(tmp_path: Path) -> None:
     refused("run is no tensor")
     # In place of a tensor's data, and within a tensor that holds what is no tensor
     for data in (serialised(evil), serialised(torch.frombuffer(bytearray(serialised(evil)), dtype=torch.uint8))):
-        (good / "evil.distcp").write_bytes(data)
+        mark = mark_of(whole.storage_meta.save_id, "evil.distcp")
+        (good / "evil.distcp").write_bytes(mark + data)
         stored = {
-            index: _StorageInfo("evil.distcp", 0, len(data)) if index.fqn == "run" else info
+            index: _StorageInfo("evil.distcp", len(mark), len(data)) if index.fqn == "run" else info
             for index, info in whole.storage_data.items()
         }
         size = torch.Size([len(serialised(evil))])
@@ -317,7 +318,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         at = stored.read().index(torch.ones(4).numpy().tobytes())
         stored.seek(at + 3)
         stored.write(b"\xbf")
-    where = r"cannot be read \(BadZipFile: __0_0.distcp: checksum .* where it was .*\): its files are damaged"
+    where = r"cannot be read \(__0_0.distcp: checksum .* where it was .*\): its files are damaged"
     with pytest.raises(ValueError, match=where):
         Checkpointer(tmp_path, layer).load()
 
@@ -382,7 +383,7 @@ def test_the_newest_whole_checkpoint_is_found(rank: int, tmp_path: Path) -> None
     assert torch.equal(layer.weight, torch.ones(4, 4))
     texts = [str(one.message) for one in said if one.category is UserWarning and "in its place" in str(one.message)]
     patterns = [
-        r"step_00000003 cannot be read \(\w+: __\d_0.distcp: .*No such file.*\).* step_00000002 is loaded in its place",
+        r"step_00000003 cannot be read \(__\d_0.distcp: .*No such file.*\).* step_00000002 is loaded in its place",
         r"step_00000002 is not .*, or it is damaged \(.metadata: .*\). .* step_00000001 is loaded in its place",
     ]
     assert len(texts) == (4 if rank == 0 else 0)

@@ -128,6 +128,18 @@ def test_checkpoints_while_a_step_is_not_validated(rank: int, tmp_path: Path) ->
     assert same(weights_of(chunks), expected)
 
 
+def test_groups_without_parameters_keep_to_their_optimizer(tmp_path: Path) -> None:
+    """A group without parameters, as Muon has on a rank without matrices, was found again by its number alone. It got
+    the settings of another optimizer's group, which were logged as its learning rate."""
+    layer = filled(1.0)
+    empty, full = torch.optim.SGD([{"params": []}], lr=0.5), torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    Checkpointer(tmp_path, layer, [full, empty]).save(1)
+    empty.param_groups[0]["lr"] = full.param_groups[0]["lr"] = 9.0
+    Checkpointer(tmp_path, layer, [full, empty]).load()
+    assert (empty.param_groups[0]["lr"], full.param_groups[0]["lr"]) == (0.5, 1e-3)
+    assert "betas" not in empty.param_groups[0]
+
+
 @on_ranks(1)
 def test_optimizers_of_named_parameters(rank: int, tmp_path: Path) -> None:
     """The names that torch's optimizers may keep in their groups were saved as a setting. So no other arrangement of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
+import safetensors.torch
 import transformers
 from tools import hf_generation, hf_kinds, hf_models
 
@@ -162,6 +164,32 @@ def test_adapters_are_trained_and_only_they_are_saved(
     dist.all_reduce(total)
     assert total.item() == sum(parameter.grad is not None for parameter in adapted.parameters()) > 0
     optimizer.step()
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "down_proj"], ["embed_tokens"]])
+@on_ranks(2)
+def test_saved_adapters_are_loaded(rank: int, targets: list[str], tmp_path: Path) -> None:
+    """Where a stage had none of the adapted modules, `load_adapter` raised peft's "Target module AbsentWeights() is not
+    supported" on its rank, and only there."""
+    peft = pytest.importorskip("peft")
+    _, chunks = hf_models.load_both("llama", tmp_path / "given", "1f1b")
+    for chunk in chunks:
+        chunk.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False, target_modules=targets), "mine")
+    save_pretrained(chunks, tmp_path / "saved")
+    (expected,) = [{name: p for name, p in chunk.named_parameters() if "lora_" in name} for chunk in chunks]
+    _, chunks = hf_models.load_both("llama", tmp_path / "given", "1f1b")
+    for chunk in chunks:
+        chunk.load_adapter(str(tmp_path / "saved"), "mine", is_trainable=True)
+    (found,) = [{name: p for name, p in chunk.named_parameters() if "lora_" in name} for chunk in chunks]
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert torch.equal(parameter, expected[name])
+        assert parameter.requires_grad
+    save_pretrained(chunks, tmp_path / "again")
+    files = [safetensors.torch.load_file(tmp_path / one / "adapter_model.safetensors") for one in ("saved", "again")]
+    assert files[0].keys() == files[1].keys()
+    configs = [json.loads((tmp_path / one / "adapter_config.json").read_text()) for one in ("saved", "again")]
+    assert [sorted(config["target_modules"]) for config in configs] == [sorted(targets)] * 2
 
 
 @on_ranks(2)

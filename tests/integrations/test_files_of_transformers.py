@@ -55,9 +55,22 @@ def load_without_a_file(rank: int, folder: Path) -> None:
     load_weights(chunks, folder / "nothing here" if rank else folder)
 
 
+def save_quantised_layers(rank: int, folder: Path) -> None:
+    """Of rank 1, by a module of one's own, with a scale for each row."""
+    chunks = build()
+    for module in [one for chunk in chunks for one in chunk.modules() if isinstance(one, torch.nn.Linear)] * rank:
+        scale = module.weight.detach().abs().amax(1, keepdim=True) / 127
+        numbers = (module.weight.detach() / scale).round().to(torch.int8)
+        del module.weight
+        module.register_buffer("weight", numbers)
+        module.register_buffer("scale", scale)
+    save_pretrained(chunks, folder)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (save_quantised_layers, r"model.layers.\d.self_attn.q_proj.weight is quantised \(torch.int8\), and "),
         (
             save_on_a_full_disk,
             r"saving to .* failed on rank 1 \(.*No space left on device\)\. The disk, .*full: make room",

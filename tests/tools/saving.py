@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.checkpoint.files import Reader
+from megapipe.checkpoint.reading import Reader
 
 
 def everything_in(checkpoint: Path) -> dict[str, Tensor]:
@@ -20,10 +20,10 @@ def everything_in(checkpoint: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def error_of(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any], *kinds: type[Exception]) -> str:
     try:
         call()
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, *kinds) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

@@ -197,7 +197,7 @@ def test_one_kernel_for_gradients_of_a_type(monkeypatch: pytest.MonkeyPatch) -> 
     norm = clip_grad_norm_([model], 1.0)
     divide_by_num_tokens([model], torch.tensor(4))
     assert norm == math.sqrt(48)
-    assert len(calls) == 8  # bfloat16 is divided in float32
+    assert len(calls) == 7  # bfloat16 is multiplied and divided in float32
     assert all(len(dtypes) == 1 for dtypes in calls)
     for parameter in model.parameters():
         clipped = torch.ones_like(parameter) * (1 / norm).to(parameter.dtype)
@@ -210,6 +210,23 @@ def test_sparse_gradients_have_no_norm() -> None:
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match="the gradient of weight is sparse"):
         clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_whose_reciprocal_is_no_number_in_16_bits(dtype: torch.dtype) -> None:
+    """max_norm / norm was rounded to float16 before gradients were multiplied by it. From norms of 1e6 on they were
+    clipped to 1.01 or 1.79, and from 3e7 on to 0."""
+    shapes = [(3,), (500, 500), ()]
+    for value in (1e2, 1e3, 3e4):
+        model = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+        expected = []
+        for parameter in model:
+            parameter.grad = torch.linspace(0.5, 1, parameter.numel()).mul(value).reshape(parameter.shape).to(dtype)
+            expected.append(parameter.grad.double())
+        norm = clip_grad_norm_(model, 8.0)
+        assert norm > 250 * value
+        for parameter, grad in zip(model, expected):
+            torch.testing.assert_close(parameter.grad, (grad * (8 / norm)).to(dtype))
 
 
 def test_more_tokens_than_float16_can_say() -> None:

@@ -32,22 +32,46 @@ class WithAdapters(nn.Module):
         Raises:
             ValueError: where single tokens are to be trained, whose embedding or head other stages lack.
         """
+        name = adapter_name or "default"
+        wanted, own = self._configs(adapter_config, name)
+        super().add_adapter(own, name)  # type: ignore[misc]
+        wanted.base_model_name_or_path = own.base_model_name_or_path
+        self.peft_config[name] = wanted
+
+    def load_adapter(
+        self, peft_model_id: Any = None, adapter_name: str | None = None, peft_config: Any = None, **options: Any
+    ) -> Any:
+        """What a folder of `save_pretrained` has of it for this stage, as in transformers. Every rank calls it for all
+        of its chunks.
+
+        Raises:
+            ValueError: as `add_adapter`.
+        """
+        name = adapter_name or "default"
+        if peft_config is None:
+            peft_config = importlib.import_module("peft").PeftConfig.from_pretrained(peft_model_id)
+        wanted, own = self._configs(peft_config, name)
+        loaded = super().load_adapter(peft_model_id, name, own, **options)  # type: ignore[misc]
+        wanted.inference_mode = own.inference_mode
+        self._active, self.peft_config[name] = [name], wanted
+        return loaded
+
+    def _configs(self, adapter_config: Any, name: str) -> tuple[Any, Any]:
+        """Two copies: for the whole model, and for the modules that are here."""
         if self.stage.num_stages > 1 and getattr(adapter_config, "trainable_token_indices", None):
             raise ValueError(
                 "trainable_token_indices are not known to the stages without an embedding, nor summed over those of a "
                 "tied one: name the embedding among target_modules."
             )
         peft, constants = (importlib.import_module(name) for name in ("peft", "peft.utils.constants"))
-        name, wanted, own = adapter_name or "default", copy.deepcopy(adapter_config), copy.deepcopy(adapter_config)
+        wanted, own = copy.deepcopy(adapter_config), copy.deepcopy(adapter_config)
         whole = make_meta_model(copy.deepcopy(self.config.model_config), torch.float32)
         peft.inject_adapter_in_model(wanted, whole, name, low_cpu_mem_usage=True)
         # Parameters that are targets by themselves are found on the stage by their own names.
         adapted = {key for key, one in whole.named_modules() if _is_adapted(one) and not hasattr(one, "parameter_name")}
         here = {key for key, module in self.named_modules() if not isinstance(module, Absent)}
         own.target_modules = sorted(adapted & here) or constants.DUMMY_TARGET_MODULES
-        super().add_adapter(own, name)  # type: ignore[misc]
-        wanted.base_model_name_or_path = own.base_model_name_or_path
-        self.peft_config[name] = wanted
+        return wanted, own
 
     def set_adapter(self, adapter_name: list[str] | str) -> None:
         """The method of transformers, but that no layer need have adapters."""

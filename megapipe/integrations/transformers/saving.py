@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ... import parallel_state
 from ...all_ranks import AllRanks
@@ -25,6 +27,7 @@ from ...safetensors_files import Entry, SafetensorsFile, finish_files, share_out
 from ...training import finalize_weights
 from .adapters import adapters_of, has_adapters, save_adapter_config
 from .step import tied_names
+from .whole import make_meta_model
 
 OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -40,7 +43,7 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
         max_file_size: bytes. A larger tensor has a file of its own.
 
     Raises:
-        ValueError: on every rank, where chunks are missing, or have not the same single adapter.
+        ValueError: on every rank, where chunks are missing, are quantised, or have not the same single adapter.
         RuntimeError: on every rank, where one cannot write.
     """
     folder, group = Path(folder), parallel_state.find_pipeline_group()
@@ -88,8 +91,38 @@ def save_pretrained(chunks: Sequence[Any], folder: str | os.PathLike[str], max_f
 def _described(chunk: Any) -> list[Any]:
     """Its stage, of how many, its adapters, and the names, dtypes and shapes of the tensors to be saved."""
     adapters = chunk.active_adapters() if has_adapters(chunk) else []
+    if not has_adapters(chunk):
+        _check_floats(chunk)
     entries = [] if len(adapters) > 1 else [[name, str(t.dtype), list(t.shape)] for name, t in _to_save(chunk, True)]
     return [chunk.stage.index, chunk.stage.num_stages, adapters, entries]
+
+
+def _check_floats(chunk: Any) -> None:
+    """Raises ValueError where a weight that is float in the model is quantised here: from_pretrained would read it as a
+    float."""
+    state = _state_of(chunk)
+    if not (strange := [name for name, tensor in state.items() if _is_quantised(tensor)]):
+        return
+    whole = make_meta_model(copy.deepcopy(chunk.config.model_config), chunk.dtype).state_dict()
+    for name in strange:
+        if name in whole and not _is_quantised(whole[name]):
+            form = state[name].dtype if type(state[name]) in (Tensor, nn.Parameter) else type(state[name]).__name__
+            raise ValueError(
+                f"{name} is quantised ({form}), and save_pretrained writes models of {chunk.dtype}: put layers with "
+                "floats in its place, or train adapters of add_adapter, which are saved without the model. A "
+                "Checkpointer saves quantised layers as they are."
+            )
+
+
+def _is_quantised(tensor: Any) -> bool:
+    """Whether its numbers are not floats of 16 bits or more, or lie in other tensors, as torchao's do."""
+    lies_elsewhere = is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
+    return not tensor.is_floating_point() or tensor.itemsize == 1 or lies_elsewhere
+
+
+def _state_of(chunk: Any) -> dict[str, Tensor]:
+    """Its tensors. A layer whose adapters were deleted keeps its own in a base_layer."""
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in chunk.state_dict().items()}
 
 
 def _check(stages: Sequence[Any]) -> None:
@@ -141,10 +174,7 @@ def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: b
 def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a chunk as they are in files, layer by layer."""
     revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
-    if has_adapters(chunk):
-        state = adapters_of(chunk)
-    else:  # a layer whose adapters were deleted keeps its own in it
-        state = {name.replace(".base_layer.", "."): tensor for name, tensor in chunk.state_dict().items()}
+    state = adapters_of(chunk) if has_adapters(chunk) else _state_of(chunk)
     by_layer: dict[int | None, dict[str, Tensor]] = defaultdict(dict)
     ties = {} if has_adapters(chunk) else tied_names(chunk)  # a copy of the head that an adapter trains is not tied
     for name, tensor in state.items():
