@@ -204,12 +204,26 @@ def test_without_a_number_of_items_losses_are_means_over_microbatches(rank: int,
     hf_models.compare("zb1p", chunks, model, hf_models.batches(3))
 
 
-def test_a_loss_that_counts_nothing_is_not_given_a_number_of_items() -> None:
-    """XLNet's is the mean over its microbatch in any case: gradients were the number of microbatches too large."""
-    (chunk,) = build_chunks(hf_kinds.make_config("xlnet"), "no_pipelining", dtype=torch.float32)
+def _mean(self: Any, *inputs: Any, **options: Any) -> Any:
+    """A forward as in the files of some models: its loss counts nothing."""
+    labels = options.pop("labels")
+    output = transformers.LlamaForCausalLM.forward(self, *inputs, **options)
+    output.loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return output
+
+
+@pytest.mark.parametrize("kind", ["XLNetLMHeadModel", "LlamaForCausalLM"])
+def test_a_loss_that_counts_nothing_is_not_given_a_number_of_items(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLNet's is the mean over its microbatch in any case: gradients were the number of microbatches too large. So they
+    were again with a model's own code that calls `cross_entropy`: whether it counts was told from names in it."""
+    config = hf_kinds.make_config("xlnet") if kind.startswith("XL") else hf_models.make_config("llama")
+    if kind == "LlamaForCausalLM":
+        own = type(kind, (transformers.LlamaForCausalLM,), {"forward": _mean})
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, **options: own(config))
+    (chunk,) = build_chunks(config, "no_pipelining", dtype=torch.float32)
     batch = hf_models.batches(1)[0]
     assert chunk(**batch).requires_grad
-    with pytest.raises(ValueError, match="XLNetLMHeadModel is the mean over its microbatch"):
+    with pytest.raises(ValueError, match=f"{kind} is the mean over its microbatch"):
         chunk(**count_items([batch])[0])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -93,7 +92,7 @@ class HuggingFaceStage(WithAdapters):
     crossing: Crossing | None
     is_drawn: bool
     """Whether its weights have been drawn from a seed."""
-    takes_mean: bool
+    takes_mean: bool = False
     """Whether its loss is the mean over a microbatch, whatever `num_items_in_batch` says."""
     stands_in: Tensor | None
     """An empty tensor, on a stage without weights, that has their dtype and device."""
@@ -404,7 +403,5 @@ def as_stage(
     model.__class__ = _classes[own]
     model.stage, model.layers, model.parts, model.routers, model.crossing = stage, layers, parts, routers, crossing
     model.flow = None
-    reads = inspect.unwrap(own.forward).__code__.co_names
-    model.takes_mean = "CrossEntropyLoss" in reads and "loss_function" not in reads
     stands_in = None if has_weights else torch.empty(0, dtype=dtype, device=device)
     model.register_buffer("stands_in", stands_in, persistent=False)
