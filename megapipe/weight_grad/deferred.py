@@ -9,6 +9,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import ref as weakref
 
 import torch
@@ -113,10 +114,10 @@ class DeferredGrads(Backward):
     def _end(self, number: int) -> None:
         """Called by autograd at the end of a backward. The gradients of B itself can wait for W. Another backward, run
         in a Function or in an overlap window, has a caller that is about to look at its gradients, unless the Function
-        says `ctx.leaves_weight_grads`, or is a checkpoint."""
+        says `ctx.leaves_weight_grads`, or is in `CHECKPOINTS`."""
         self._finalize(number)
         within = torch._C._current_autograd_node()
-        can_wait = within is None or hasattr(within, "leaves_weight_grads") or "Checkpoint" in type(within).__name__
+        can_wait = within is None or hasattr(within, "leaves_weight_grads") or _is_checkpoint(within)
         if not can_wait:
             done = {since: self._ended.pop(since) for since in list(self._ended) if since >= number}
             self._silenced.restore(*(one.weight for contributions in done.values() for one in contributions.values()))
@@ -151,6 +152,21 @@ class DeferredGrads(Backward):
             self._finalize(number)
         ended, self._ended = self._ended, {}
         accumulate_all(ended)
+
+
+CHECKPOINTS = {
+    "torch.utils.checkpoint.CheckpointFunction",
+    "megatron.core.tensor_parallel.random.CheckpointFunction",
+    "megatron.core.tensor_parallel.random.CheckpointWithoutOutputFunction",
+    "transformer_engine.pytorch.distributed._CheckpointFunction",
+    "deepspeed.runtime.activation_checkpointing.checkpointing.CheckpointFunction",
+}
+"""Functions whose backward runs one without a look at gradients of weights. Others say `ctx.leaves_weight_grads`."""
+
+
+def _is_checkpoint(node: Any) -> bool:
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and f"{function.__module__}.{function.__qualname__}" in CHECKPOINTS
 
 
 class _Thread:
