@@ -5,7 +5,6 @@ During a B, everything that is handed to `defer` is put on a list, its W. In any
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.autograd import Variable
 
 from .accumulation import Contributions, accumulate, accumulate_all, add_dummy_grad, remove_dummy_grads, without_grad
 from .aliasing import SavedTensor, copy_shared
-from .context import backward_context
+from .context import backward_context, this_thread
 from .grad_hooks import (
     SilencedHooks,
     autograd_calls_hooks_without_gradient,
@@ -75,7 +74,7 @@ class DeferredGrads(Backward):
     def __enter__(self) -> None:
         super().__enter__()
         backward_context.deferred = self
-        self._thread = _this_thread()
+        self._thread = this_thread()
         self._before_on_thread, self._thread.deferred = self._thread.deferred, self
 
     def __exit__(self, *error: object) -> None:
@@ -93,7 +92,7 @@ class DeferredGrads(Backward):
         """Whether the backward that is running is this B, or one within it, and not that of another thread."""
         if torch._C._current_graph_task_id() in self._running:
             return True
-        return _this_thread().deferred is self
+        return this_thread().deferred is self
 
     def add(
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
@@ -167,22 +166,6 @@ CHECKPOINTS = {
 def _is_checkpoint(node: Any) -> bool:
     function = getattr(type(node), "_forward_cls", None)
     return function is not None and f"{function.__module__}.{function.__qualname__}" in CHECKPOINTS
-
-
-class _Thread:
-    deferred: DeferredGrads | None = None
-
-
-def _this_thread() -> _Thread:
-    """An object that torch keeps for a thread. Torch's own thread-locals go along to the threads that run backward."""
-    if not torch._C._is_key_in_tls(_KEY):
-        made = _Thread()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # torch before 2.13 or so does not count its reference
-        torch._C._stash_obj_in_tls(_KEY, made)
-    return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
-
-
-_KEY = "megapipe.weight_grad"
 
 
 def deferring_to() -> DeferredGrads | None:

@@ -92,16 +92,23 @@ def test_alone(start: Callable[..., Pending]) -> None:
 @on_ranks(2)
 def test_waits_are_windows(rank: int) -> None:
     """Of a forward that does not yield, too, and of those of torch's functional collectives. A thread with other things
-    to do has none: it reduced gradients, and would have computed Ws."""
+    to do has none: it reduced gradients, and would have computed Ws. So would the backward of another model there."""
     calls: list[str] = []
 
     def forward() -> Tensor:
         x = start_all_to_all(torch.ones(2, 3, requires_grad=True), [1, 1], [1, 1], dist.group.WORLD).wait()
         return all_reduce(x.detach(), "sum", dist.group.WORLD) + 0 * x
 
+    def reduce(*gradient: Tensor) -> None:
+        all_reduce(torch.ones(1), "sum", dist.group.WORLD) + 1
+        if not gradient:
+            parameter = torch.ones(1, requires_grad=True)
+            parameter.register_hook(reduce)
+            parameter.sum().backward()
+
     with filling_windows(lambda: calls.append("forward")):
         output = forward()
-        thread = threading.Thread(target=lambda: all_reduce(torch.ones(1), "sum", dist.group.WORLD) + 1)
+        thread = threading.Thread(target=reduce)
         thread.start()
         thread.join()
     with filling_windows(lambda: calls.append("backward")):
