@@ -312,6 +312,53 @@ def test_modules_with_hooks_are_called_as_a_whole(wrap: Callable[[nn.Module], nn
     assert chunk.calls == ["forward", "forward_segments"]
 
 
+class WithHead(Wrapper):
+    """No wrapper, but a model with a part of this name."""
+
+    def __init__(self, module: nn.Module, head: nn.Module) -> None:
+        super().__init__(module)
+        self.head = head
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.head(super().forward(*args, **kwargs))
+
+
+class Adapted(Chunk):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, scale) + 1
+
+
+class AdaptedSegments(Adapted):
+    def forward_segments(self, x: Tensor, scale: float = 1.0) -> Generator[None, None, Tensor]:
+        return (yield from super().forward_segments(x, scale)) + 1
+
+
+def replaced(chunk: nn.Module) -> nn.Module:
+    """As libraries for adapters and tracing do."""
+    forward = chunk.forward
+    chunk.forward = lambda *args, **kwargs: forward(*args, **kwargs) + 1
+    return chunk
+
+
+@pytest.mark.parametrize(
+    ("module", "is_whole"),
+    [
+        (lambda: WithHead(Chunk(), nn.Linear(2, 3)), True),
+        (lambda: Wrapper(WithHead(Chunk(), nn.Tanh())), True),
+        (lambda: replaced(Chunk()), True),
+        (lambda: Wrapper(Adapted()), True),
+        (AdaptedSegments, False),
+    ],
+)
+def test_segments_are_the_whole_forward(module: Callable[[], nn.Module], is_whole: bool) -> None:
+    """The rest of a model with a part called `module` was skipped, and so was what somebody else had made of a forward:
+    the output was another one, without a word."""
+    model, x = module(), torch.ones(2)
+    segments = in_segments(model, x)
+    assert segments.advance() != is_whole
+    assert torch.equal(segments.finish(), model(x) if is_whole else x + 1)
+
+
 def test_modules_without_segments_are_called_as_a_whole() -> None:
     for module in (nn.Identity(), Wrapper(nn.Identity())):
         assert in_segments(module, 3).finish() == 3
