@@ -103,6 +103,7 @@ class Runner:
             _ = self.key.plan  # raises where the schedule cannot keep to these
         self._kinds = self.key.kinds
         if not call.forward_only:
+            self.key.check_settings()
             check_replicas(call.models, self.key)
         self._ends = [remote_ends(stage, schedule.placement, self.pp_rank, pp_size) for stage in self.stages]
         self._described = specs_of(call, self.stages, self._ends)
