@@ -278,7 +278,11 @@ class Stage:
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
         """The edges at which backward begins, and their gradients."""
         assert unit.output_grads is not None
-        return [(edge, grad) for edge, grad in zip(unit.edges, unit.output_grads) if edge is not None]
+        roots = []
+        for edge, grad in zip(unit.edges, unit.output_grads):
+            if edge is not None:
+                roots.append((edge, grad))
+        return roots
 
     def _take_input_grads(self, unit: Unit) -> None:
         """What goes to the previous stage after backward: zeros where there is no gradient. Whether there is one may
